@@ -1,0 +1,66 @@
+"""Every error that Penstock raises on purpose; the tree below is the whole list.
+
+    PenstockError
+    ├── UsageError            the caller asked for something that cannot be: wrong value, wrong name
+    │   ├── CaptureError      the model cannot be captured as one graph
+    │   ├── CutError          a cut that does not exist or is not allowed, or more stages than cuts
+    │   ├── ModelError        a model name, its source or its weights cannot be had
+    │   ├── DataError         a data set, an image or a text cannot be read
+    │   └── ClusterError      a cluster or lab file, or what it asks of this machine
+    ├── PlanError             no plan satisfies the limits
+    ├── ProgramError          a stage program or bundle is damaged, forged or of another plan
+    └── RunError              something failed while running
+        ├── TransportError    a message was lost, repeated, damaged or out of order
+        └── DeviceLost        a process or machine stopped answering
+
+Each message is one line: the rule, the values, the next step. The command line prints the message
+and ends with status 2 for a `UsageError` and 1 for the others.
+"""
+
+
+class PenstockError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class UsageError(PenstockError):
+    """The caller asked for something that cannot be."""
+
+
+class CaptureError(UsageError):
+    """The model cannot be captured as one graph."""
+
+
+class CutError(UsageError):
+    """A cut does not exist, is not allowed, or there are more stages than cuts."""
+
+
+class ModelError(UsageError):
+    """A model name, its source or its weights cannot be had."""
+
+
+class DataError(UsageError):
+    """A data set, an image or a text cannot be read."""
+
+
+class ClusterError(UsageError):
+    """A cluster or lab file is wrong, or asks what this machine cannot do."""
+
+
+class PlanError(PenstockError):
+    """No plan satisfies the limits."""
+
+
+class ProgramError(PenstockError):
+    """A stage program or bundle is damaged, forged or belongs to another plan."""
+
+
+class RunError(PenstockError):
+    """Something failed while running."""
+
+
+class TransportError(RunError):
+    """A message was lost, repeated, damaged or out of order."""
+
+
+class DeviceLost(RunError):
+    """A process or machine stopped answering."""

@@ -1,0 +1,197 @@
+"""Run a stage program eagerly, one operator after the other: the reference runtime."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ProgramError, RunError
+from penstock.graph.encoding import StageDevice
+from penstock.graph.expressions import Size
+from penstock.graph.ops import GETITEM, Op, Ref, references, resolve_operator
+from penstock.graph.program import StageProgram, check_elements
+
+# Programs bound to so many different microbatch sizes are kept; a stream has two, the last one ragged.
+_KEPT_SIZES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One call with everything decided: which registers to read, where the result goes, what ends here."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: list[Any]
+    slots: tuple[tuple[int, int], ...]  # position in `arguments`, register
+    lists: tuple[tuple[int, list[Any]], ...]  # position, items of which some are registers
+    keywords: dict[str, Any]
+    result: int
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Register:
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A program for one microbatch size: sizes are numbers, the prelude is computed."""
+
+    registers: list[Any]
+    steps: list[_Step]
+
+
+class Runtime:
+    """A stage program with its weights, callable.
+
+    Example:
+        runtime = Runtime(program, {"head.weight": weight, ...})
+        outputs = runtime({"batch": 1}, [image])
+
+    Raises `ProgramError` where a tensor of the program's state is missing or has another shape, and
+    `RunError` naming the operation where one fails.
+    """
+
+    def __init__(
+        self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device | None = None
+    ) -> None:
+        self.program = program
+        self.device = device or torch.device("cpu")
+        self._indices = self._number()
+        self._state = [self._check(state.value.name, tensors) for state in program.states]
+        self._inputs = [self._indices[value.name] for value in program.inputs]
+        self._outputs = [self._indices[value.name] for value in program.outputs]
+        self._bound: dict[tuple[int, ...], _Bound] = {}
+
+    def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run on one microbatch; `sizes` gives every symbol of the program its value."""
+        bound = self.bind(sizes)
+        registers = bound.registers.copy()
+        for index, tensor in zip(self._inputs, inputs, strict=True):
+            registers[index] = tensor
+        for step in bound.steps:
+            _run(step, registers)
+        return [registers[index] for index in self._outputs]
+
+    def timed(self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]) -> list[float]:
+        """Run on one microbatch and give the seconds of every operation."""
+        bound = self.bind(sizes)
+        registers = bound.registers.copy()
+        for index, tensor in zip(self._inputs, inputs, strict=True):
+            registers[index] = tensor
+        seconds = []
+        before = clock()
+        for step in bound.steps:
+            _run(step, registers)
+            after = clock()
+            seconds.append(after - before)
+            before = after
+        return seconds
+
+    def bind(self, sizes: Mapping[str, int]) -> _Bound:
+        """Decide everything that depends on sizes alone; kept for the next microbatch of the same size."""
+        key = tuple(sizes[symbol] for symbol in self.program.symbols)
+        bound = self._bound.get(key)
+        if bound is None:
+            if len(self._bound) >= _KEPT_SIZES:
+                self._bound.pop(next(iter(self._bound)))
+            bound = self._bound[key] = self._bind(sizes)
+        return bound
+
+    def _number(self) -> dict[str, int]:
+        program = self.program
+        names = [state.value.name for state in program.states]
+        names += [op.name for op in program.prelude]
+        names += [value.name for value in program.inputs]
+        names += [op.name for op in program.ops]
+        return {name: index for index, name in enumerate(names)}
+
+    def _check(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        value = next(state.value for state in self.program.states if state.value.name == name)
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise ProgramError(f"the stage needs the tensor {name!r} and did not get it; bundle its weights again")
+        if tuple(tensor.shape) != value.evaluate({}) or tensor.dtype != value.dtype:
+            raise ProgramError(
+                f"{name!r} is {tensor.dtype} {tuple(tensor.shape)} but the program wants "
+                f"{value.dtype} {value.evaluate({})}; use the weights of this model"
+            )
+        return tensor.to(self.device)
+
+    def _bind(self, sizes: Mapping[str, int]) -> _Bound:
+        registers: list[Any] = [None] * len(self._indices)
+        registers[: len(self._state)] = self._state
+        for op in self.program.prelude:
+            _run(self._step(op, sizes, ()), registers)
+        last = {name: index for index, op in enumerate(self.program.ops) for name in op.uses()}
+        kept = {state.value.name for state in self.program.states}
+        kept |= {op.name for op in self.program.prelude} | {value.name for value in self.program.outputs}
+        ends: dict[int, list[int]] = {}
+        for name, index in last.items():
+            if name not in kept:
+                ends.setdefault(index, []).append(self._indices[name])
+        steps = [self._step(op, sizes, tuple(ends.get(i, ()))) for i, op in enumerate(self.program.ops)]
+        return _Bound(registers=registers, steps=steps)
+
+    def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> _Step:
+        arguments = [self._settle(op, argument, sizes) for argument in op.arguments]
+        if op.target == GETITEM:
+            function: Callable[..., Any] = operator.getitem
+        else:
+            function = resolve_operator(op.target)
+            names = [parameter.name for parameter in function._schema.arguments]  # type: ignore[attr-defined]
+            for name, argument in zip(names, arguments, strict=False):
+                check_elements(op.name, name, argument)
+            # a keyword that is a value, or a list with values, becomes positional or stays; see below
+        keywords = {key: self._settle(op, argument, sizes) for key, argument in op.keywords.items()}
+        if any(True for argument in op.keywords.values() for _ in references(argument)):
+            function, arguments, keywords = _positional(function, arguments, keywords)
+        slots = tuple((i, a.index) for i, a in enumerate(arguments) if isinstance(a, _Register))
+        lists = tuple(
+            (i, a) for i, a in enumerate(arguments) if isinstance(a, list) and any(isinstance(x, _Register) for x in a)
+        )
+        return _Step(op.name, function, arguments, slots, lists, keywords, self._indices[op.name], ends)
+
+    def _settle(self, op: Op, argument: Any, sizes: Mapping[str, int]) -> Any:
+        if isinstance(argument, Ref):
+            return _Register(self._indices[argument.name])
+        if isinstance(argument, Size):
+            return argument.evaluate(sizes)
+        if isinstance(argument, (StageDevice, torch.device)):
+            return self.device
+        if isinstance(argument, (list, tuple)):
+            return [self._settle(op, item, sizes) for item in argument]
+        return argument
+
+
+def _positional(
+    function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    """Move keywords that are values behind the positional arguments, so that registers are found in one place."""
+    names = [key for key, item in keywords.items() if isinstance(item, (_Register, list))]
+    count = len(arguments)
+    rest = {key: item for key, item in keywords.items() if key not in names}
+
+    def call(*given: Any, **settled: Any) -> Any:
+        return function(*given[:count], **dict(zip(names, given[count:], strict=True)), **settled)
+
+    return call, [*arguments, *(keywords[name] for name in names)], rest
+
+
+def _run(step: _Step, registers: list[Any]) -> None:
+    arguments = step.arguments.copy()
+    for position, register in step.slots:
+        arguments[position] = registers[register]
+    for position, items in step.lists:
+        arguments[position] = [registers[x.index] if isinstance(x, _Register) else x for x in items]
+    try:
+        registers[step.result] = step.function(*arguments, **step.keywords)
+    # whatever an operator raises, the reader needs to know which one it was
+    except Exception as error:
+        raise RunError(f"operation {step.name} failed: {str(error).splitlines()[0] if str(error) else error!r}") from error
+    for register in step.ends:
+        registers[register] = None

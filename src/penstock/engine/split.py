@@ -1,0 +1,197 @@
+"""Split a model into stages that run one after the other in this process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.runtime import Runtime
+from penstock.engine.tree import bind_inputs, build_output
+from penstock.errors import CutError, UsageError
+from penstock.graph.blocks import find_blocks, parameter_pieces
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.graph import Graph
+from penstock.graph.ops import State
+from penstock.graph.program import StageProgram
+from penstock.graph.stages import divide
+from penstock.graph.work import count_work
+from penstock.plan import partition
+from penstock.zoo.weights import ModuleWeights, Weights
+
+Policy = Literal["balanced", "equal-blocks", "equal-size", "smallest-crossing"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+
+def choose_cuts(
+    graph: Graph,
+    cuts: Cuts,
+    *,
+    stages: int,
+    policy: str = "balanced",
+    work: Sequence[float] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> list[Cut]:
+    """Choose the cuts for a number of stages by a policy.
+
+    - `balanced`: the largest stage does as little as it can;
+    - `smallest-crossing`: the fewest bytes cross among cuts that keep the largest stage within 10% of that;
+    - `equal-blocks`: the same number of repeated blocks in every stage;
+    - `equal-size`: stages filled up to an equal share of the parameters, as PiPPy does.
+
+    `work` is seconds per operation of the graph, counted from shapes where it is not given; `sizes`
+    are the microbatch's, one row where not given. Raises `CutError` for a policy that is not known or
+    that this model does not allow.
+    """
+    sizes = sizes or graph.sizes(graph.fixed_batch or 1)
+    work = work if work is not None else count_work(graph, sizes)
+    partition.check_stages(len(cuts) + 1, stages)
+    if stages == 1:
+        return []
+    if policy in {"balanced", "smallest-crossing"}:
+        bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
+        units = [sum(work[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        crossing = [0, *(cut.num_bytes(sizes) for cut in cuts), 0]
+        choose = partition.balanced if policy == "balanced" else partition.smallest_crossing
+        return [cuts[boundary - 1] for boundary in choose(units, crossing, stages)]
+    if policy == "equal-blocks":
+        starts = [span.start for span in find_blocks(graph, work)]
+        return [_nearest_cut(cuts, position) for position in partition.evenly(starts, stages)]
+    if policy == "equal-size":
+        return _equal_size(graph, cuts, work, stages)
+    raise CutError(f"the policy {policy!r} is not known; use one of {', '.join(POLICIES)}")
+
+
+def _equal_size(graph: Graph, cuts: Cuts, work: Sequence[float], stages: int) -> list[Cut]:
+    try:
+        blocks = find_blocks(graph, work)
+    except CutError:  # without blocks every operation with parameters is a piece
+        blocks = []
+    starts, sizes = parameter_pieces(graph, blocks)
+    chosen = [_nearest_cut(cuts, starts[boundary]) for boundary in partition.fill(sizes, stages)]
+    distinct = sorted({cut.position for cut in chosen})
+    if len(distinct) != stages - 1:
+        raise CutError(
+            f"the parameters of {graph.model} lie in pieces too large for {stages} equal sizes; "
+            "use fewer stages or the policy 'balanced'"
+        )
+    return [cuts.at(position) for position in distinct]
+
+
+def _nearest_cut(cuts: Cuts, position: int) -> Cut:
+    """Give the cut at a position, or the nearest where that one is not allowed."""
+    return min(cuts, key=lambda cut: abs(cut.position - position))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: its program, the cuts on both sides, and a call that runs it.
+
+    Called with its input tensors it gives its output tensors; the batch size is read from them.
+    """
+
+    index: int
+    before: Cut | None
+    after: Cut | None
+    program: StageProgram
+    runtime: Runtime
+    work: float
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The model's names of the parameters in this stage."""
+        return tuple(state.source for state in self.program.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The bytes of the parameters in this stage."""
+        return sum(state.value.num_bytes({}) for state in self.program.parameters)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        from penstock.engine.tree import read_sizes
+
+        sizes = read_sizes(self.program.symbols, self.program.inputs, inputs)
+        with torch.no_grad():
+            return tuple(self.runtime(sizes, inputs))
+
+
+class SplitModel:
+    """A model as stages that are called one after the other in this process.
+
+    Called like the model, with any batch size, it gives what the model gives.
+    """
+
+    def __init__(self, graph: Graph, cuts: Sequence[Cut], tensors: Mapping[str, Tensor], work: Sequence[float]) -> None:
+        self.graph = graph
+        self.cuts = tuple(cuts)
+        programs = divide(graph, cuts)
+        bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
+        self.stages = tuple(
+            Stage(
+                index=index,
+                before=cuts[index - 1] if index else None,
+                after=cuts[index] if index < len(cuts) else None,
+                program=program,
+                runtime=Runtime(program, tensors),
+                work=sum(work[bounds[index] : bounds[index + 1]]),
+            )
+            for index, program in enumerate(programs)
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs, sizes = bind_inputs(self.graph, args, kwargs)
+        with torch.no_grad():
+            for stage in self.stages:
+                inputs = stage.runtime(sizes, inputs)
+        return build_output(self.graph, inputs, sizes)
+
+
+def split(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    stages: int = 4,
+    policy: str = "balanced",
+    cuts: Sequence[str] | None = None,
+    dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
+    weights: Weights | None = None,
+) -> SplitModel:
+    """Split a model into stages; called, the result gives what the model gives.
+
+    `cuts` names the cuts by hand, as in `["blocks.5:after"]`, and then decides the number of stages.
+    `weights` is needed only where the model's parameters lie on the meta device.
+
+    Example:
+        halves = penstock.split(model, (images,), stages=2)
+        halves.stages[0].parameters, halves(images)
+
+    Raises `CaptureError` for a model that does not export, `CutError` for cuts that cannot be.
+    """
+    graph = capture(model, args, kwargs, dynamic=dynamic)
+    possible = Cuts(graph)
+    work = count_work(graph, graph.sizes(graph.fixed_batch or 1))
+    if cuts is not None:
+        chosen = possible.find_all(cuts)
+    else:
+        chosen = choose_cuts(graph, possible, stages=stages, policy=policy, work=work)
+    source = weights or ModuleWeights(model)
+    tensors = {state.value.name: load_state(graph, state, source) for state in graph.states}
+    return SplitModel(graph, chosen, tensors, work)
+
+
+def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
+    """Read one tensor of a model's state: constants from the graph, the rest by name from the weights."""
+    if state.kind == "constant":
+        return graph.constants[state.source]
+    if state.kind == "buffer" and state.source not in weights.names():
+        return graph.constants[state.source]  # a buffer that checkpoints leave out: computed when the model was built
+    tensor = weights.load(state.source)
+    if tensor.device.type == "meta":
+        raise UsageError(f"the parameter {state.source!r} has no data; give weights= or load the model for real")
+    wanted = state.value.evaluate({})
+    if tuple(tensor.shape) != wanted:
+        raise UsageError(f"{state.source} is {tuple(tensor.shape)} in the weights but {wanted} in the model")
+    return tensor.detach().to(state.value.dtype)

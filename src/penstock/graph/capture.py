@@ -1,0 +1,213 @@
+"""Capture one forward pass of a model as a graph of operators, with the batch size left symbolic."""
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from penstock.errors import CaptureError
+from penstock.graph.graph import Graph
+from penstock.graph.translate import translate
+
+BATCH = "batch"
+# torch.export takes a size of 0 or 1 for a constant, and so do some models with 2
+_EXAMPLE_ROWS = 3
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
+) -> Graph:
+    """Capture a model's forward pass as a graph that runs at any batch size.
+
+    The first dimension of every tensor input that has the batch's size becomes the symbol `batch`.
+    Parameters may lie on the meta device: they are never read. A model that fixes its batch size is
+    captured at the size of the example, and `Graph.fixed_batch` says so.
+
+    `dynamic` declares further symbolic dimensions: a name, then input names or positions and their
+    dimension, as in `{"sequence": {"input_ids": 1, "attention_mask": 1}}`.
+
+    Example:
+        graph = capture(timm.create_model("deit_small_patch16_224").eval(), (torch.randn(2, 3, 224, 224),))
+
+    Raises:
+        CaptureError: the model does not export; the message has torch's reason in one line.
+    """
+    arguments, keywords = tuple(args), dict(kwargs or {})
+    rows = _batch_rows(arguments, keywords)
+    with _fake_parameters(model), torch.no_grad():
+        if rows is None:
+            return _export(model, arguments, keywords, None, fixed_batch=None)
+        wide_arguments, wide_keywords = (_widen(x, rows) for x in (arguments, keywords))
+        shapes = _dynamic_shapes(model, wide_arguments, wide_keywords, dynamic or {})
+        try:
+            return _export(model, wide_arguments, wide_keywords, shapes, fixed_batch=None)
+        except CaptureError as error:
+            if dynamic:
+                raise
+            return _capture_fixed(model, arguments, keywords, rows, error)
+
+
+def _capture_fixed(
+    model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], rows: int, first: CaptureError
+) -> Graph:
+    """Capture at the example's own batch size, which is the right thing only where the model demands it."""
+    try:
+        return _export(model, arguments, keywords, None, fixed_batch=rows)
+    except CaptureError:
+        raise first from None
+
+
+def _export(
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    shapes: object,
+    *,
+    fixed_batch: int | None,
+) -> Graph:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported: ExportedProgram = torch.export.export(
+                model, arguments, keywords, dynamic_shapes=shapes, strict=False
+            )
+    # torch.export lets any exception of the model's own code through, so any can mean "does not export"
+    except Exception as error:
+        raise CaptureError(f"{type(model).__name__} cannot be captured: {_one_line(error)}") from error
+    return translate(exported, model, fixed_batch=fixed_batch)
+
+
+@contextlib.contextmanager
+def _fake_parameters(model: nn.Module) -> Iterator[None]:
+    """Stand in for parameters on the meta device with fake ones that claim to be on the CPU."""
+    owners = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.device.type == "meta"
+    ]
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False))
+    stand_ins: dict[int, nn.Parameter] = {}
+    try:
+        for module, name, parameter in owners:
+            if id(parameter) not in stand_ins:  # tied parameters stay one
+                with mode:
+                    fake = torch.empty_strided(
+                        parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu"
+                    )
+                stand_ins[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            module._parameters[name] = stand_ins[id(parameter)]
+        yield
+    finally:
+        for module, name, parameter in owners:
+            module._parameters[name] = parameter
+
+
+def _batch_rows(arguments: object, keywords: object) -> int | None:
+    """Find the batch size: the first dimension of the first tensor input that has one."""
+    for leaf in pytree.tree_leaves((arguments, keywords)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    return None
+
+
+def _has_batch(leaf: object, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+
+
+def _widen(tree: Any, rows: int) -> Any:
+    """Repeat the example's rows until the batch can be told from a constant."""
+
+    def widen(leaf: Any) -> Any:
+        if not _has_batch(leaf, rows):
+            return leaf
+        repeats = -(-_EXAMPLE_ROWS // max(rows, 1))
+        return leaf.repeat(repeats, *[1] * (leaf.dim() - 1))[:_EXAMPLE_ROWS]
+
+    return tree if rows >= _EXAMPLE_ROWS else pytree.tree_map(widen, tree)
+
+
+def _dynamic_shapes(
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    dynamic: Mapping[str, Mapping[str | int, int]],
+) -> object:
+    """Say for every input which of its dimensions carry a symbol, in the shape torch.export wants."""
+    rows = _batch_rows(arguments, keywords)
+    batch = Dim(BATCH)
+    further = {name: Dim(name) for name in dynamic}
+
+    def of(leaf: Any, key: str | int) -> Any:
+        if not isinstance(leaf, Tensor):
+            return None
+        named = {places[key]: further[name] for name, places in dynamic.items() if key in places}
+        if rows is not None and _has_batch(leaf, rows):
+            named.setdefault(0, batch)
+        return {dimension: named.get(dimension, Dim.STATIC) for dimension in range(leaf.dim())}
+
+    names = _parameter_names(model, len(arguments))
+    known = {*range(len(arguments)), *names, *keywords}
+    for name, places in dynamic.items():
+        for key in places:
+            if key not in known:
+                raise CaptureError(
+                    f"dynamic dimension {name!r} names the input {key!r}, but the inputs are "
+                    f"{', '.join([*names, *keywords])}"
+                )
+    positional = tuple(
+        pytree.tree_map(lambda leaf, key=key: of(leaf, key), argument)
+        for key, argument in zip(_keys(names, dynamic), arguments, strict=True)
+    )
+    keyword = {
+        name: pytree.tree_map(lambda leaf, key=name: of(leaf, key), argument) for name, argument in keywords.items()
+    }
+    return _merge(model, positional, keyword)
+
+
+def _keys(names: list[str], dynamic: Mapping[str, Mapping[str | int, int]]) -> list[str | int]:
+    """A positional input may be named by its position or by its parameter's name."""
+    used = {key for places in dynamic.values() for key in places}
+    return [position if position in used else name for position, name in enumerate(names)]
+
+
+def _parameter_names(model: nn.Module, count: int) -> list[str]:
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
+    return names + [f"input{index}" for index in range(len(names), count)]
+
+
+def _merge(model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any]) -> object:
+    """Dynamic shapes follow the signature: by name, with `*args` as one tuple and `**kwargs` as one dict."""
+    merged: dict[str, Any] = {}
+    rest, remaining = list(positional), dict(keyword)
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            merged[parameter.name], rest = tuple(rest), []
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            if remaining:
+                merged[parameter.name] = remaining
+            remaining = {}
+        elif rest:
+            merged[parameter.name] = rest.pop(0)
+        elif parameter.name in remaining:
+            merged[parameter.name] = remaining.pop(parameter.name)
+    return merged
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,158 @@
+"""Cuts by name: where a graph may be divided, what crosses there, and what people call it."""
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import CutError
+from penstock.graph.graph import Call, Graph
+from penstock.graph.ops import Value, references
+from penstock.graph.prepare import last_uses
+
+BEFORE, AFTER = ":before", ":after"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place between two operations.
+
+    `name` is the shortest module path that ends or begins there, with its side, as in
+    `blocks.2.attn.proj:after`; between operations of one module it is the module and the operation,
+    as in `blocks.2.attn/transpose:after`. `aliases` are the other names of the same place.
+    """
+
+    position: int
+    name: str
+    aliases: tuple[str, ...]
+    crossing: tuple[Value, ...]
+
+    def num_bytes(self, sizes: Mapping[str, int]) -> int:
+        """Give the bytes that cross for one microbatch of these sizes."""
+        return sum(value.num_bytes(sizes) for value in self.crossing)
+
+
+class Cuts(Sequence[Cut]):
+    """Every cut that a graph allows, in order, found by index or by name.
+
+    Example:
+        Cuts(graph).find("blocks.2.norm2:after")
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._spans = module_spans(graph)
+        self._names = _names(graph, self._spans)
+        crossing = crossing_values(graph)
+        self._cuts = [
+            Cut(position=p, name=names[0], aliases=tuple(names[1:]), crossing=crossing[p])
+            for p in graph.allowed
+            if (names := self._names[p])
+        ]
+        self._by_position = {cut.position: cut for cut in self._cuts}
+        self._positions = {name: p for p, names in self._names.items() for name in names}
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    def __iter__(self) -> Iterator[Cut]:
+        return iter(self._cuts)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._cuts[index]
+
+    def at(self, position: int) -> Cut:
+        """Give the cut at a position of the graph."""
+        return self._by_position[position]
+
+    def find(self, name: str) -> Cut:
+        """Give the cut of a name; raises `CutError` with the nearest names where there is none."""
+        position = self._positions.get(name)
+        if position is None:
+            raise CutError(f"there is no cut {name!r} in {self.graph.model}; {self._nearest(name)}")
+        if position in self._by_position:
+            return self._by_position[position]
+        if position <= 0 or position >= len(self.graph.ops):
+            raise CutError(f"the cut {name!r} leaves an empty stage; cut inside the model")
+        nearest = min(self._cuts, key=lambda cut: abs(cut.position - position), default=None)
+        advice = f"the nearest allowed cut is {nearest.name}" if nearest else "this model allows no cut"
+        raise CutError(f"the cut {name!r} would part a view from a later write to what it views; {advice}")
+
+    def find_all(self, names: Sequence[str]) -> list[Cut]:
+        """Give the cuts of several names in the order of the model; raises `CutError` for repeats."""
+        found = sorted((self.find(name) for name in names), key=lambda cut: cut.position)
+        for first, second in zip(found, found[1:], strict=False):
+            if first.position == second.position:
+                raise CutError(f"two cuts lie in the same place, {first.name}; give each place once")
+        return found
+
+    def _nearest(self, name: str) -> str:
+        path, _, side = name.partition(":")
+        if side not in {"before", "after"}:
+            return f"a cut is a module path and a side, as in {path or 'blocks.3'}:after or {path or 'blocks.3'}:before"
+        near = difflib.get_close_matches(name, self._positions, n=3, cutoff=0.4)
+        return f"the nearest names are {', '.join(near)}" if near else "see `penstock split` for the names"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The operations of one module call: positions `start` up to `stop`."""
+
+    call: Call
+    start: int
+    stop: int
+    depth: int
+
+
+def module_spans(graph: Graph) -> dict[str, Span]:
+    """Give the span of every module call by its path, outer modules before inner ones."""
+    spans: dict[str, Span] = {}
+    for visit in graph.visits:
+        stop = visit.position + (visit.op is not None)
+        for depth, call in enumerate(visit.calls):
+            known = spans.get(call.path)
+            start = min(known.start, visit.position) if known else visit.position
+            last = max(known.stop, stop) if known else stop
+            spans[call.path] = Span(call=call, start=start, stop=last, depth=depth)
+    return spans
+
+
+def _names(graph: Graph, spans: Mapping[str, Span]) -> dict[int, list[str]]:
+    """Give every position its names, the best first: outer modules, `:after` before `:before`."""
+    ranked: dict[int, list[tuple[tuple[int, int, int], str]]] = defaultdict(list)
+    for path, span in spans.items():
+        ranked[span.stop].append(((0, span.depth, 0), path + AFTER))
+        ranked[span.start].append(((0, span.depth, 1), path + BEFORE))
+    for position, name in _operation_names(graph).items():
+        ranked[position + 1].append(((1, 0, 0), name + AFTER))
+        ranked[position].append(((1, 0, 1), name + BEFORE))
+    return {position: [name for _, name in sorted(names)] for position, names in ranked.items()}
+
+
+def _operation_names(graph: Graph) -> dict[int, str]:
+    """Name operations by their innermost module and operator, counted within the module."""
+    counts: Counter[str] = Counter()
+    names: dict[int, str] = {}
+    for visit in graph.visits:
+        if visit.op is None:
+            continue
+        operator = graph.ops[visit.position].target.split(".")[1]
+        path = visit.calls[-1].path if visit.calls else ""
+        base = f"{path}/{operator}"
+        counts[base] += 1
+        names[visit.position] = base if counts[base] == 1 else f"{base}.{counts[base]}"
+    return names
+
+
+def crossing_values(graph: Graph) -> list[tuple[Value, ...]]:
+    """Give for every position the values made before it and used after it, in the order of their making."""
+    last = last_uses(graph.ops, references(graph.outputs))
+    num_positions = len(graph.ops) + 1
+    crossing: list[list[Value]] = [[] for _ in range(num_positions)]
+    made = [(0, value) for value in graph.tensor_inputs()]
+    made += [(index + 1, graph.values[op.name]) for index, op in enumerate(graph.ops) if op.name in graph.values]
+    for first, value in made:
+        for position in range(first, last.get(value.name, -1) + 1):
+            crossing[position].append(value)
+    return [tuple(values) for values in crossing]
+

@@ -1,0 +1,145 @@
+"""Sizes as small expressions over the symbols of a capture, such as `197*batch`.
+
+A size never crosses a cut: every stage knows the symbols' values for its microbatch and works the
+rest out. The JSON form is an integer, a symbol's name, or a list `[operator, operand, ...]`.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+
+from penstock.errors import ProgramError
+
+# an integer, a symbol, or (operator, operand, ...) nested at will
+Expression: TypeAlias = int | float | str | tuple[Any, ...]
+Number: TypeAlias = int | float
+
+# Larger than any tensor dimension of a real model; a forged program must not make us allocate more.
+LARGEST_SIZE = 2**40
+_DEEPEST = 32
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if not 0 <= exponent <= 8:
+        raise ProgramError(f"a size may raise to a power from 0 to 8, not {exponent}; capture the model again")
+    return base**exponent
+
+
+_OPERATORS: dict[str, Callable[..., Number]] = {
+    "+": lambda *operands: sum(operands),
+    "*": lambda *operands: math.prod(operands),
+    "**": _power,
+    "//": operator.floordiv,
+    "/": operator.truediv,
+    "%": operator.mod,
+    "max": max,
+    "min": min,
+}
+
+# torch's own sympy functions, by class name, since their module is private
+_FUNCTIONS = {
+    "Add": "+",
+    "Mul": "*",
+    "Pow": "**",
+    "PowByNatural": "**",
+    "FloorDiv": "//",
+    "CleanDiv": "//",
+    "IntTrueDiv": "/",
+    "FloatTrueDiv": "/",
+    "Mod": "%",
+    "PythonMod": "%",
+    "Max": "max",
+    "Min": "min",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number that depends on the sizes of the microbatch, evaluated where it is used.
+
+    >>> Size(("*", 197, "batch")).evaluate({"batch": 2})
+    394
+    """
+
+    expression: Expression
+
+    def evaluate(self, sizes: Mapping[str, int]) -> Number:
+        """Give the number for these sizes; raises `ProgramError` for unknown symbols and absurd results."""
+        value = _evaluate(self.expression, sizes, 0)
+        if not abs(value) <= LARGEST_SIZE:
+            raise ProgramError(
+                f"a size of {value} is beyond the limit of {LARGEST_SIZE}; the program file is damaged or forged"
+            )
+        return value
+
+
+def from_sympy(expression: sympy.Basic, symbols: Mapping[str, str]) -> Expression | None:
+    """Turn a symbolic size into an expression over named symbols, or None where it depends on data.
+
+    `symbols` maps torch's names, such as `s77`, to ours, such as `batch`.
+    """
+    if isinstance(expression, sympy.Integer):
+        return int(expression)
+    if isinstance(expression, (sympy.Float, sympy.Rational)):
+        return float(expression)
+    if isinstance(expression, sympy.Symbol):
+        return symbols.get(expression.name)
+    name = _FUNCTIONS.get(type(expression).__name__)
+    if type(expression).__name__ == "ToFloat":
+        return from_sympy(expression.args[0], symbols)
+    if name is None:
+        return None
+    operands = [from_sympy(argument, symbols) for argument in expression.args]
+    if any(operand is None for operand in operands):
+        return None
+    return (name, *[operand for operand in operands if operand is not None])
+
+
+def check_expression(expression: object, symbols: frozenset[str], depth: int = 0) -> Expression:
+    """Read an expression's JSON form; raises `ProgramError` unless all of it is known."""
+    if depth > _DEEPEST:
+        raise ProgramError("a size expression is nested too deeply; the program file is damaged or forged")
+    if isinstance(expression, (int, float)) and not isinstance(expression, bool):
+        if not abs(expression) <= LARGEST_SIZE:
+            raise ProgramError(
+                f"a size of {expression} is beyond the limit of {LARGEST_SIZE}; the program file is damaged or forged"
+            )
+        return expression
+    if isinstance(expression, str):
+        if expression not in symbols:
+            raise ProgramError(f"a size uses the unknown symbol {expression!r}; known: {', '.join(sorted(symbols))}")
+        return expression
+    if isinstance(expression, (list, tuple)) and len(expression) >= 2 and expression[0] in _OPERATORS:
+        return (expression[0], *[check_expression(item, symbols, depth + 1) for item in expression[1:]])
+    raise ProgramError(f"{str(expression)[:80]!r} is not a size expression; the program file is damaged or forged")
+
+
+def write_expression(expression: Expression) -> str:
+    """Write an expression for people, as in `197*batch`."""
+    if not isinstance(expression, tuple):
+        return str(expression)
+    name, *operands = expression
+    written = [write_expression(operand) for operand in operands]
+    if name in {"max", "min"}:
+        return f"{name}({', '.join(written)})"
+    return str(name).join(f"({text})" if "+" in text else text for text in written)
+
+
+def _evaluate(expression: Expression, sizes: Mapping[str, int], depth: int) -> Number:
+    if isinstance(expression, (int, float)):
+        return expression
+    if isinstance(expression, str):
+        try:
+            return sizes[expression]
+        except KeyError:
+            raise ProgramError(f"no value was given for the size {expression!r}") from None
+    name, *operands = expression
+    values = [_evaluate(operand, sizes, depth + 1) for operand in operands]
+    try:
+        return _OPERATORS[str(name)](*values)
+    except (ZeroDivisionError, OverflowError, TypeError) as error:
+        raise ProgramError(f"the size {write_expression(expression)} cannot be computed: {error}") from None

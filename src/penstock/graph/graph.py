@@ -1,0 +1,73 @@
+"""The Graph: one forward pass as an ordered list of operations, and where it may be cut."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from penstock.graph.ops import Op, State, Value
+
+# What a model returns, flat: a Ref to a tensor, a Size, or a plain constant
+Output: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a module: its path (with `@k` from the second call on) and its class's name."""
+
+    path: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The modules in whose calls an operation stands, outermost first.
+
+    `op` is None for an operation that was left out, such as dropout in evaluation; `position` is
+    where it stood, so that its module can still be named as a cut.
+    """
+
+    calls: tuple[Call, ...]
+    op: str | None
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """One captured forward pass: state, inputs, operations in order, and outputs.
+
+    `prelude` holds the operations that depend on sizes and constants alone (masks, position tables):
+    every stage that needs such a value computes it itself, once per microbatch size. `ops` are the
+    others; a cut may lie between any two of them that `allowed` names.
+
+        position   0     1     2           N
+                   | op0 | op1 | op2 … opN-1 |
+    """
+
+    model: str
+    symbols: tuple[str, ...]
+    inputs: tuple[Value | None, ...]
+    input_spec: Any
+    states: tuple[State, ...]
+    prelude: tuple[Op, ...]
+    ops: tuple[Op, ...]
+    visits: tuple[Visit, ...]
+    values: Mapping[str, Value]
+    outputs: tuple[Output, ...]
+    output_spec: Any
+    fixed_batch: int | None
+    constants: Mapping[str, Tensor] = field(repr=False)
+    allowed: tuple[int, ...] = field(repr=False)
+
+    def tensor_inputs(self) -> tuple[Value, ...]:
+        """Give the inputs that are tensors, in the order of the call."""
+        return tuple(value for value in self.inputs if value is not None)
+
+    def sizes(self, batch: int, **further: int) -> dict[str, int]:
+        """Give every symbol a value: the batch size, and 1 for others that are not named.
+
+        Example:
+            graph.sizes(3, sequence=128)
+        """
+        return {symbol: batch if symbol == "batch" else further.get(symbol, 1) for symbol in self.symbols}

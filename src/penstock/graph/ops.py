@@ -1,0 +1,125 @@
+"""Values and operations: what a captured graph and a stage program are made of."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from penstock.graph.expressions import Size
+
+GETITEM = "operator.getitem"
+Dimension: TypeAlias = int | Size
+# None, bool, int, float, str, Ref, Size, torch.dtype/device/layout/memory_format, or lists of these
+Argument: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The use of a value by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor's name, dtype and shape; dimensions are integers or sizes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[Dimension, ...]
+
+    def evaluate(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Give the shape for the sizes of one microbatch."""
+        return tuple(int(d.evaluate(sizes)) if isinstance(d, Size) else d for d in self.shape)
+
+    def num_bytes(self, sizes: Mapping[str, int]) -> int:
+        """Give the bytes of the elements for the sizes of one microbatch."""
+        return math.prod(self.evaluate(sizes)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor that a stage holds between microbatches, by its name in the model."""
+
+    value: Value
+    source: str
+    kind: Literal["parameter", "buffer", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call of an operator; its result has the operation's name."""
+
+    name: str
+    target: str
+    arguments: tuple[Argument, ...]
+    keywords: Mapping[str, Argument]
+
+    def uses(self) -> Iterator[str]:
+        """Give the name of every value that this operation reads or writes."""
+        yield from references(self.arguments)
+        yield from references(tuple(self.keywords.values()))
+
+
+def references(argument: Argument) -> Iterator[str]:
+    """Give the names of the values inside an argument, however nested."""
+    if isinstance(argument, Ref):
+        yield argument.name
+    elif isinstance(argument, (list, tuple)):
+        for item in argument:
+            yield from references(item)
+
+
+def substitute(argument: Argument, renamed: Mapping[str, Argument]) -> Argument:
+    """Replace references by what `renamed` says, however nested."""
+    if isinstance(argument, Ref):
+        return renamed.get(argument.name, argument)
+    if isinstance(argument, (list, tuple)):
+        return [substitute(item, renamed) for item in argument]
+    return argument
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What an operator does to storage: the arguments that its result may share, and those it writes."""
+
+    shares: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+def resolve_operator(target: str) -> Any:
+    """Find the operator of a name such as `aten.linear.default`; raises `AttributeError` where there is none."""
+    namespace, packet, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def effect(op: Op) -> Effect:
+    """Read from the operator's schema which values a call shares storage with, and which it writes."""
+    if op.target == GETITEM:
+        return Effect(shares=tuple(references(op.arguments[0])), writes=())
+    operator = resolve_operator(op.target)
+    schema = operator._schema
+    if torch.Tag.maybe_aliasing_or_mutating in operator.tags:  # dropout, batch_norm: the schema does not say
+        return Effect(shares=tuple(op.uses()), writes=())
+    returned = {tag for result in schema.returns if result.alias_info for tag in result.alias_info.before_set}
+    shares: list[str] = []
+    writes: list[str] = []
+    for position, parameter in enumerate(schema.arguments):
+        alias = parameter.alias_info
+        if alias is None:
+            continue
+        given = op.arguments[position] if position < len(op.arguments) else op.keywords.get(parameter.name)
+        names = list(references(given))
+        if alias.is_write:
+            writes += names
+        # `Tensor(a -> *)`, as in split, says that the results are views of it
+        if alias.is_write or "*" in alias.after_set or returned & set(alias.before_set):
+            shares += names
+    return Effect(shares=tuple(shares), writes=tuple(writes))
+
+
+def is_random(op: Op) -> bool:
+    """Tell whether an operation draws random numbers."""
+    return op.target != GETITEM and torch.Tag.nondeterministic_seeded in resolve_operator(op.target).tags

@@ -1,0 +1,57 @@
+"""Divide a graph at cuts into stage programs."""
+
+from collections.abc import Sequence
+
+from penstock.graph.cuts import Cut, crossing_values
+from penstock.graph.graph import Graph
+from penstock.graph.ops import Op, Ref, Value, references
+from penstock.graph.program import StageProgram
+
+
+def divide(graph: Graph, cuts: Sequence[Cut]) -> list[StageProgram]:
+    """Make the stage programs between the given cuts, which must be in order.
+
+    What crosses a cut is the outputs of one stage and the inputs of the next, in the same order. A
+    stage gets the part of the prelude that it needs, and only the state that it uses; a parameter
+    used in two stages is in both.
+
+    Example:
+        divide(graph, Cuts(graph).find_all(["blocks.5:after"]))
+    """
+    bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
+    crossing = crossing_values(graph)
+    results = output_values(graph)
+    programs = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        outputs = results if stop == len(graph.ops) else crossing[stop]
+        inputs = graph.tensor_inputs() if start == 0 else crossing[start]
+        programs.append(_program(graph, graph.ops[start:stop], inputs, outputs))
+    return programs
+
+
+def output_values(graph: Graph) -> tuple[Value, ...]:
+    """Give the tensors that the model returns, each once, in order of appearance."""
+    names = dict.fromkeys(output.name for output in graph.outputs if isinstance(output, Ref))
+    return tuple(graph.values[name] for name in names)
+
+
+def _program(
+    graph: Graph, ops: tuple[Op, ...], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
+) -> StageProgram:
+    needed = {name for op in ops for name in op.uses()} | {value.name for value in outputs}
+    prelude: list[Op] = []
+    for op in reversed(graph.prelude):
+        if op.name in needed:
+            prelude.append(op)
+            needed.update(op.uses())
+    return StageProgram(
+        symbols=graph.symbols,
+        states=tuple(state for state in graph.states if state.value.name in needed),
+        inputs=inputs,
+        prelude=tuple(reversed(prelude)),
+        ops=ops,
+        outputs=outputs,
+    )
+
+
+__all__ = ["divide", "output_values", "references"]

@@ -1,0 +1,107 @@
+"""Count the work of operations from their shapes, as seconds on a nominal core.
+
+The figures only have to be right in proportion: a matrix product on one core runs at about
+NOMINAL_FLOPS_PER_S, anything else at the speed of memory, and every call costs a little. They are
+good enough to divide a model by; where they are not, `measure` takes the time instead.
+"""
+
+import math
+from collections.abc import Mapping
+
+from penstock.graph.graph import Graph
+from penstock.graph.ops import GETITEM, Op, resolve_operator
+
+NOMINAL_FLOPS_PER_S = 60e9
+NOMINAL_BYTES_PER_S = 12e9
+SECONDS_PER_CALL = 4e-6
+# Elements per second of functions that are computed, not copied: exp, erf, tanh and their kin
+_TRANSCENDENTAL = {
+    "gelu": 1.2e9,
+    "silu": 1.2e9,
+    "sigmoid": 1.2e9,
+    "tanh": 1.0e9,
+    "softmax": 0.8e9,
+    "exp": 1.5e9,
+    "erf": 1.0e9,
+    "pow": 0.8e9,
+}
+
+Shape = tuple[int, ...]
+
+
+def count_work(graph: Graph, sizes: Mapping[str, int]) -> list[float]:
+    """Give the counted work of every operation, in nominal seconds, for one microbatch.
+
+    Example:
+        sum(count_work(graph, graph.sizes(1)))
+    """
+    return [_work(graph, op, sizes) for op in graph.ops]
+
+
+def count_flops(graph: Graph, sizes: Mapping[str, int]) -> float:
+    """Count the floating-point operations of all matrix products, two for each multiply-and-add."""
+    return sum(_flops(op, _shapes(graph, op, sizes), _result(graph, op, sizes)) for op in graph.ops)
+
+
+def _work(graph: Graph, op: Op, sizes: Mapping[str, int]) -> float:
+    if _is_view(op):
+        return SECONDS_PER_CALL / 4
+    result = _result(graph, op, sizes)
+    shapes = _shapes(graph, op, sizes)
+    flops = _flops(op, shapes, result)
+    moved = 4 * (math.prod(result) + sum(math.prod(shape) for shape in shapes))
+    speed = _TRANSCENDENTAL.get(op.target.split(".")[1])
+    computed = math.prod(result) / speed if speed else 0.0
+    return flops / NOMINAL_FLOPS_PER_S + moved / NOMINAL_BYTES_PER_S + computed + SECONDS_PER_CALL
+
+
+def _is_view(op: Op) -> bool:
+    if op.target == GETITEM:
+        return True
+    schema = resolve_operator(op.target)._schema
+    return not any(a.alias_info and a.alias_info.is_write for a in schema.arguments) and any(
+        a.alias_info for a in schema.arguments
+    )
+
+
+def _result(graph: Graph, op: Op, sizes: Mapping[str, int]) -> Shape:
+    value = graph.values.get(op.name)
+    return value.evaluate(sizes) if value else (0,)
+
+
+def _shapes(graph: Graph, op: Op, sizes: Mapping[str, int]) -> list[Shape]:
+    return [graph.values[name].evaluate(sizes) for name in op.uses() if name in graph.values]
+
+
+def _flops(op: Op, shapes: list[Shape], result: Shape) -> float:
+    """Two operations for each multiply-and-add of a matrix product; nothing else counts."""
+    kind = op.target.split(".")[1]
+    if kind in {"linear", "mm", "bmm", "matmul"} and shapes:
+        return 2.0 * math.prod(result) * (shapes[0][-1] if shapes[0] else 1)
+    if kind in {"addmm", "baddbmm"} and len(shapes) > 1:
+        return 2.0 * math.prod(result) * shapes[1][-1]
+    if kind.startswith("conv") and len(shapes) > 1:
+        return 2.0 * math.prod(result) * math.prod(shapes[1][1:])
+    if kind == "scaled_dot_product_attention" and len(shapes) > 2:
+        keys = shapes[1][-2]
+        return 2.0 * math.prod(result[:-1]) * keys * (shapes[0][-1] + shapes[2][-1])
+    if kind == "einsum" and len(shapes) > 1:
+        return 2.0 * math.prod(result) * max(shape[-1] for shape in shapes)
+    return 0.0
+
+
+def state_bytes(graph: Graph) -> dict[str, int]:
+    """Give the bytes of every parameter, buffer and constant."""
+    return {state.value.name: state.value.num_bytes({}) for state in graph.states}
+
+
+def first_uses(graph: Graph) -> list[tuple[int, str]]:
+    """Give every piece of state with the position of the first operation that uses it, in order."""
+    names = {state.value.name for state in graph.states}
+    seen: dict[str, int] = {}
+    for position, op in enumerate(graph.ops):
+        for name in op.uses():
+            if name in names:
+                seen.setdefault(name, position)
+    return sorted((position, name) for name, position in seen.items())
+

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
-from penstock.graph.expressions import Size
+from penstock.graph.expressions import Size, write_expression
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref, Value
 from penstock.graph.stages import output_values
@@ -27,10 +26,12 @@ def bind_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             "call it as in the example"
         )
     tensors = [leaf for leaf, value in zip(leaves, graph.inputs, strict=True) if value is not None]
-    sizes = read_sizes(graph.symbols, graph.tensor_inputs(), tensors)
-    if graph.fixed_batch is not None and sizes:
-        raise UsageError(f"{graph.model} runs only at the batch size it was captured with, {graph.fixed_batch}")
-    return tensors, sizes
+    try:
+        return tensors, read_sizes(graph.symbols, graph.tensor_inputs(), tensors)
+    except UsageError as error:
+        if graph.fixed_batch is None:
+            raise
+        raise UsageError(f"{error}; {graph.model} fixes its batch size at {graph.fixed_batch}") from None
 
 
 def read_sizes(symbols: Sequence[str], values: Sequence[Value], tensors: Sequence[Tensor]) -> dict[str, int]:
@@ -87,8 +88,6 @@ def _keyword_order(graph: Graph) -> list[str]:
 
 
 def _shape(value: Value) -> str:
-    from penstock.graph.expressions import write_expression
-
     names = [write_expression(d.expression) if isinstance(d, Size) else str(d) for d in value.shape]
     return f"{str(value.dtype).removeprefix('torch.')} [{', '.join(names)}]"
 
@@ -103,6 +102,3 @@ def _describe(spec: Any) -> str:
     positional, keyword = spec.child(0), spec.child(1)
     names = ", ".join(keyword.context or [])
     return f"{positional.num_children} positional inputs" + (f" and {names}" if names else "")
-
-
-__all__ = ["bind_inputs", "build_output", "read_sizes", "torch"]

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import sympy
-
 from penstock.errors import ProgramError
 
 # an integer, a symbol, or (operator, operand, ...) nested at will
@@ -40,23 +38,6 @@ _OPERATORS: dict[str, Callable[..., Number]] = {
     "min": min,
 }
 
-# torch's own sympy functions, by class name, since their module is private
-_FUNCTIONS = {
-    "Add": "+",
-    "Mul": "*",
-    "Pow": "**",
-    "PowByNatural": "**",
-    "FloorDiv": "//",
-    "CleanDiv": "//",
-    "IntTrueDiv": "/",
-    "FloatTrueDiv": "/",
-    "Mod": "%",
-    "PythonMod": "%",
-    "Max": "max",
-    "Min": "min",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Size:
     """A number that depends on the sizes of the microbatch, evaluated where it is used.
@@ -75,28 +56,6 @@ class Size:
                 f"a size of {value} is beyond the limit of {LARGEST_SIZE}; the program file is damaged or forged"
             )
         return value
-
-
-def from_sympy(expression: sympy.Basic, symbols: Mapping[str, str]) -> Expression | None:
-    """Turn a symbolic size into an expression over named symbols, or None where it depends on data.
-
-    `symbols` maps torch's names, such as `s77`, to ours, such as `batch`.
-    """
-    if isinstance(expression, sympy.Integer):
-        return int(expression)
-    if isinstance(expression, (sympy.Float, sympy.Rational)):
-        return float(expression)
-    if isinstance(expression, sympy.Symbol):
-        return symbols.get(expression.name)
-    name = _FUNCTIONS.get(type(expression).__name__)
-    if type(expression).__name__ == "ToFloat":
-        return from_sympy(expression.args[0], symbols)
-    if name is None:
-        return None
-    operands = [from_sympy(argument, symbols) for argument in expression.args]
-    if any(operand is None for operand in operands):
-        return None
-    return (name, *[operand for operand in operands if operand is not None])
 
 
 def check_expression(expression: object, symbols: frozenset[str], depth: int = 0) -> Expression:

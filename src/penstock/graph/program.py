@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.errors import ProgramError
 from penstock.graph.encoding import DTYPES, decode, encode
-from penstock.graph.expressions import LARGEST_SIZE, Size, check_expression
+from penstock.graph.expressions import Size, check_expression
 from penstock.graph.ops import GETITEM, Op, State, Value, references, resolve_operator
 
 FORMAT, VERSION = "penstock-program", 1
@@ -209,5 +209,3 @@ def _check_uses(known: set[str], op: Op) -> None:
     if missing:
         raise ProgramError(f"{op.name} uses {min(missing)!r} before it is made; {_FORGED}")
 
-
-__all__ = ["LARGEST_SIZE", "StageProgram", "check_elements", "read_program", "write_program"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from penstock.graph.cuts import Cut, crossing_values
 from penstock.graph.graph import Graph
-from penstock.graph.ops import Op, Ref, Value, references
+from penstock.graph.ops import Op, Ref, Value
 from penstock.graph.program import StageProgram
 
 
@@ -53,5 +53,3 @@ def _program(
         outputs=outputs,
     )
 
-
-__all__ = ["divide", "output_values", "references"]

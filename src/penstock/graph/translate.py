@@ -12,10 +12,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
 from penstock.errors import CaptureError
-from penstock.graph.expressions import Size, from_sympy
+from penstock.graph.expressions import Size
 from penstock.graph.graph import Call, Graph, Output, Visit
 from penstock.graph.ops import GETITEM, Op, Ref, State, Value
 from penstock.graph.prepare import prepare
+from penstock.graph.symbolic import from_sympy
 
 _KINDS = {
     InputKind.PARAMETER: "parameter",

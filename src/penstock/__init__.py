@@ -1,0 +1,34 @@
+"""Penstock: one PyTorch model across the machines you have.
+
+    import penstock
+
+    halves = penstock.split(model, (images,), stages=2)          # in this process, to look at
+    with penstock.Pipeline(model, (image,), stages=4) as pipe:   # in processes, to be fast
+        for output in pipe.stream(images):
+            ...
+
+Names are loaded when they are first used, so that a worker never loads what it does not run.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.engine.split import SplitModel, split
+    from penstock.graph.capture import capture
+    from penstock.stream.pipeline import Pipeline
+
+__version__ = "0.1.0.dev0"
+_HOMES = {
+    "Pipeline": "penstock.stream.pipeline",
+    "SplitModel": "penstock.engine.split",
+    "capture": "penstock.graph.capture",
+    "split": "penstock.engine.split",
+}
+__all__ = ["Pipeline", "SplitModel", "__version__", "capture", "split"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -1,0 +1,137 @@
+"""The two ends of a cut: an inlet with receives posted ahead, an outlet with sends under way.
+
+Both have a fixed number of buffers, the depth, so a stage that is too fast waits: for a free send
+buffer, which is free when the next stage has posted a receive for it.
+"""
+
+import queue
+from collections import deque
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.layout import copy_exactly
+from penstock.engine.messages import CLOSE, Format, Message
+from penstock.engine.transport import Pending, Transport
+from penstock.errors import TransportError
+
+
+class Inlet(Protocol):
+    """Where messages come in, in order."""
+
+    def take(self) -> Message:
+        """Wait for the next message; its tensors are good until `release`."""
+
+    def release(self) -> None:
+        """Give back the memory of the oldest message taken."""
+
+
+class Outlet(Protocol):
+    """Where messages go out, in order."""
+
+    def put(self, message: Message) -> None:
+        """Send a message; the tensors are copied before this returns."""
+
+
+class RemoteInlet:
+    """Receives from another rank, with `depth` receives posted ahead."""
+
+    def __init__(self, transport: Transport, source: int, channel: int, layout: Format, num_bytes: int, depth: int):
+        self._transport = transport
+        self._source = source
+        self._channel = channel
+        self._format = layout
+        self._posted: deque[tuple[Pending, Tensor]] = deque()
+        self._taken: deque[Tensor] = deque()
+        for _ in range(depth):
+            self._post(torch.zeros(num_bytes, dtype=torch.uint8))
+
+    def take(self) -> Message:
+        """Wait for the next message."""
+        pending, buffer = self._posted.popleft()
+        pending.wait()
+        message = self._format.read(buffer)
+        self._taken.append(buffer)
+        if message.kind == CLOSE:
+            self._drain()
+        return message
+
+    def release(self) -> None:
+        """Post the oldest message's buffer again."""
+        self._post(self._taken.popleft())
+
+    def _post(self, buffer: Tensor) -> None:
+        self._posted.append((self._transport.receive(buffer, self._source, self._channel), buffer))
+
+    def _drain(self) -> None:
+        """Nothing may stay posted on a channel that is done: the sender sends CLOSE once for each buffer."""
+        while self._posted:
+            self._posted.popleft()[0].wait()
+
+
+class RemoteOutlet:
+    """Sends to another rank, with up to `depth` sends under way."""
+
+    def __init__(self, transport: Transport, to: int, channel: int, layout: Format, num_bytes: int, depth: int):
+        self._transport = transport
+        self._to = to
+        self._channel = channel
+        self._format = layout
+        self._free = deque(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(depth))
+        self._sending: deque[tuple[Pending, Tensor]] = deque()
+        self._depth = depth
+
+    def put(self, message: Message) -> None:
+        """Wait for a free buffer, lay the message out in it and send it."""
+        for _ in range(self._depth if message.kind == CLOSE else 1):
+            self._send(message)
+        if message.kind == CLOSE:
+            while self._sending:
+                self._sending.popleft()[0].wait()
+
+    def _send(self, message: Message) -> None:
+        while self._sending and (not self._free or self._sending[0][0].done()):
+            pending, buffer = self._sending.popleft()
+            pending.wait()
+            self._free.append(buffer)
+        buffer = self._free.popleft()
+        num_bytes = self._format.write(message, buffer)
+        self._sending.append((self._transport.send(buffer[:num_bytes], self._to, self._channel), buffer))
+
+
+class LocalEdge:
+    """Both ends within one process; as an outlet it copies, as a remote one does."""
+
+    def __init__(self, depth: int) -> None:
+        self._messages: queue.Queue[Message] = queue.Queue(depth)
+        self._aborted = False
+
+    def take(self) -> Message:
+        """Wait for the next message."""
+        while True:
+            try:
+                return self._messages.get(timeout=0.1)
+            except queue.Empty:
+                self._check()
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+    def put(self, message: Message) -> None:
+        """Hand over a copy, once there is room."""
+        copies = [copy_exactly(tensor) for tensor in message.tensors]
+        copied = Message(message.kind, message.index, message.sizes, copies, message.body)
+        while True:
+            try:
+                return self._messages.put(copied, timeout=0.1)
+            except queue.Full:
+                self._check()
+
+    def abort(self) -> None:
+        """End every wait with a `TransportError`."""
+        self._aborted = True
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise TransportError("the stream was given up")

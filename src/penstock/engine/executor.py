@@ -1,0 +1,106 @@
+"""The one executor: takes a schedule's actions in order and does them."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from penstock.engine.edges import Inlet, Outlet
+from penstock.engine.messages import CLOSE, DATA, END, Message
+from penstock.engine.runtime import Runtime
+from penstock.errors import RunError, TransportError
+from penstock.plan.schedule import Action
+
+
+@dataclass(slots=True)
+class StageReport:
+    """What one stage did during one stream; seconds."""
+
+    stage: int
+    device: str
+    num_microbatches: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    send_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StageSlot:
+    """A stage on this device: what it runs, where its microbatches come from and go to."""
+
+    index: int
+    runtime: Runtime
+    inlet: Inlet
+    outlet: Outlet
+    report: StageReport
+    clock: Callable[[], float] = field(default=time.perf_counter)
+
+
+def serve(slots: Mapping[int, StageSlot], schedule: Callable[[], Iterable[Action]]) -> None:
+    """Run stream after stream until a CLOSE message comes; every stream starts the schedule again."""
+    while execute(schedule(), slots) != CLOSE:
+        for slot in slots.values():
+            slot.report = StageReport(slot.report.stage, slot.report.device)
+
+
+def execute(actions: Iterable[Action], slots: Mapping[int, StageSlot]) -> int:
+    """Do the actions of one stream; gives the kind of the message that ended it, END or CLOSE.
+
+    The end of a stream passes from stage to stage behind the last microbatch and collects each
+    stage's report on its way.
+    """
+    ended: dict[int, int] = {}
+    with torch.inference_mode():
+        for action in actions:
+            slot = slots[action.stage]
+            if action.stage in ended:
+                continue
+            kind = _forward(slot, action.microbatch)
+            if kind != DATA:
+                ended[action.stage] = kind
+                if len(ended) == len(slots):
+                    return kind
+    raise RunError("the schedule ended before the stream did; give it as many microbatches as the stream has")
+
+
+def _forward(slot: StageSlot, microbatch: int) -> int:
+    """Take one message, compute, pass the result on."""
+    begin = slot.clock()
+    message = slot.inlet.take()
+    taken = slot.clock()
+    report = slot.report
+    if message.kind != DATA:
+        _pass_on(slot, message)
+        return message.kind
+    if message.index != microbatch:
+        raise TransportError(
+            f"stage {slot.index} expected microbatch {microbatch} and got {message.index}: a message was lost or repeated"
+        )
+    sizes = dict(zip(slot.runtime.program.symbols, message.sizes, strict=True))
+    try:
+        outputs = slot.runtime(sizes, message.tensors)
+    except RunError as error:
+        raise RunError(f"stage {slot.index}, microbatch {microbatch}: {error}") from error
+    computed = slot.clock()
+    slot.outlet.put(Message(DATA, message.index, message.sizes, outputs))
+    slot.inlet.release()
+    report.num_microbatches += 1
+    # the wait before the first microbatch is the pipeline filling up, not this stage idling
+    if report.num_microbatches > 1:
+        report.wait_s += taken - begin
+    report.compute_s += computed - taken
+    report.send_s += slot.clock() - computed
+    return DATA
+
+
+def _pass_on(slot: StageSlot, message: Message) -> None:
+    """Send the end of the stream further, with this stage's report added to it."""
+    body = message.body
+    if message.kind == END:
+        reports = json.loads(message.body or b"[]")
+        body = json.dumps([*reports, asdict(slot.report)]).encode()
+    slot.outlet.put(Message(message.kind, message.index, body=body))
+    if message.kind == END:
+        slot.inlet.release()

@@ -1,0 +1,137 @@
+"""The transport over torch.distributed's gloo."""
+
+import contextlib
+import datetime
+import socket
+import threading
+
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.engine.transport import Pending
+from penstock.errors import RunError, TransportError
+
+# gloo closes a connection for good when a wait times out, so waits get no deadline; `health` watches instead
+_NO_DEADLINE = datetime.timedelta(days=365)
+_AT_ONCE = datetime.timedelta(milliseconds=1)
+
+
+class GlooTransport:
+    """Point-to-point messages over a gloo group of its own; the process's default group is not touched.
+
+    `store` is where the ranks find each other, `address` the local address to listen on. Raises
+    `RunError` naming the ranks that did not come within `join_s` seconds.
+
+    Example:
+        GlooTransport(store, rank=0, size=2, address="127.0.0.1")
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, address: str, *, join_s: float = 120.0, name: str = "data"
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._lock = threading.Lock()
+        self._open: dict[int, _GlooPending] = {}
+        self._aborted = False
+        prefixed = dist.PrefixStore(f"penstock/{name}", store)
+        _gather(prefixed, rank, size, join_s)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = _NO_DEADLINE
+        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(prefixed, rank, size, options)
+
+    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+        """Send a buffer without waiting."""
+        return self._start("send", buffer, to, channel)
+
+    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
+        """Post a buffer for the next message on a channel."""
+        return self._start("recv", buffer, source, channel)
+
+    def abort(self) -> None:
+        """End every wait: a wait that times out closes its connection, which ends the other waits on it."""
+        with self._lock:
+            self._aborted = True
+            pending = list(self._open.values())
+        for operation in pending:
+            with contextlib.suppress(RuntimeError):
+                operation.work.wait(_AT_ONCE)
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._open.clear()
+        self._group = None
+
+    def _start(self, kind: str, buffer: Tensor, peer: int, channel: int) -> Pending:
+        if self._group is None or self._aborted:
+            raise TransportError(f"the connection to rank {peer} was given up")
+        operation = self._group.send if kind == "send" else self._group.recv
+        try:
+            pending = _GlooPending(self, operation([buffer], peer, channel), peer)
+        except RuntimeError as error:
+            raise TransportError(f"the connection to rank {peer} broke: {_first_line(error)}") from error
+        with self._lock:
+            self._open[id(pending)] = pending
+        return pending
+
+    def forget(self, pending: "_GlooPending") -> None:
+        """Drop a finished operation from those that `abort` would end."""
+        with self._lock:
+            self._open.pop(id(pending), None)
+
+
+class _GlooPending:
+    def __init__(self, transport: GlooTransport, work: dist.Work, peer: int) -> None:
+        self.work = work
+        self._transport = transport
+        self._peer = peer
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"the connection to rank {self._peer} broke: {_first_line(error)}") from error
+        finally:
+            self._transport.forget(self)
+
+    def done(self) -> bool:
+        return self.work.is_completed()
+
+
+def local_address(towards: str) -> str:
+    """Find the address that this machine uses towards another, since its name often means loopback.
+
+    No packet is sent: a connected datagram socket only asks the routing table.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RunError(f"there is no route to {towards!r}: {error}; check the address of the first host") from None
+
+
+def _gather(store: dist.Store, rank: int, size: int, join_s: float) -> None:
+    """Wait until every rank has come, and name those that have not."""
+    store.set(f"joined/{rank}", "1")
+    try:
+        store.wait([f"joined/{other}" for other in range(size)], datetime.timedelta(seconds=join_s))
+    except (RuntimeError, ValueError):
+        missing = [str(other) for other in range(size) if not _has(store, f"joined/{other}")]
+        raise RunError(
+            f"rank {', '.join(missing) or '?'} of {size} did not join within {join_s:.0f} s; "
+            "start it, or check that it can reach the first host"
+        ) from None
+
+
+def _has(store: dist.Store, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError:
+        return False
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rpartition("] ")[2]

@@ -1,0 +1,200 @@
+"""What the feeding process asks of the others, and how programs and weights reach them.
+
+A job is a JSON document followed by tensors, one message each, in the order in which the job's
+programs list their state. Workers know no model: this is all they get.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
+from penstock.engine.executor import StageReport, StageSlot
+from penstock.engine.messages import Format
+from penstock.engine.runtime import Runtime
+from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.engine.world import FEEDER
+from penstock.graph.ops import State
+from penstock.graph.program import StageProgram, read_program, write_program
+
+# channel 0 carries jobs; each job's edges get channels of their own
+_CHANNELS_PER_JOB = 1024
+LoadState = Callable[[State], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesJob:
+    """Serve some stages of a pipeline until told to stop."""
+
+    number: int
+    ranks: tuple[int, ...]
+    sizes: Mapping[str, int]
+    depth: int
+    threads: int
+    device_names: tuple[str, ...]
+
+
+def send_stages(transport: Transport, job: StagesJob, programs: Sequence[StageProgram], load: LoadState) -> None:
+    """Send every other rank the stages that it holds, reading one weight at a time."""
+    for rank in sorted(set(job.ranks) - {transport.rank}):
+        indices = [index for index, holder in enumerate(job.ranks) if holder == rank]
+        texts = {index: write_program(programs[index]) for index in indices}
+        document = {
+            "kind": "stages", "number": job.number, "ranks": list(job.ranks), "sizes": dict(job.sizes),
+            "depth": job.depth, "threads": job.threads, "device_names": list(job.device_names), "programs": texts,
+        }  # fmt: skip
+        send_bytes(transport, json.dumps(document).encode(), rank)
+        for index in indices:
+            send_state(transport, programs[index], load, rank)
+
+
+def send_state(transport: Transport, program: StageProgram, load: LoadState, rank: int) -> None:
+    """Send a program's state tensor by tensor."""
+    for state in program.states:
+        send_tensor(transport, load(state), rank)
+
+
+def receive_state(transport: Transport, program: StageProgram) -> dict[str, Tensor]:
+    """Receive a program's state tensor by tensor, each straight into its place."""
+    tensors: dict[str, Tensor] = {}
+    for state in program.states:
+        tensor = torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
+        receive_tensor(transport, tensor, FEEDER)
+        tensors[state.value.name] = tensor
+    return tensors
+
+
+def send_leave(transport: Transport) -> None:
+    """Tell every other rank that there is no more to do."""
+    for rank in range(transport.size):
+        if rank != transport.rank:
+            send_bytes(transport, b'{"kind": "leave"}', rank)
+
+
+def receive_job(transport: Transport) -> dict[str, Any]:
+    """Wait for the next job's document."""
+    document: dict[str, Any] = json.loads(receive_bytes(transport, FEEDER))
+    return document
+
+
+def read_stages(transport: Transport, document: Mapping[str, Any]) -> tuple[StagesJob, dict[int, Runtime]]:
+    """Read a stages job and receive its weights."""
+    job = StagesJob(
+        number=int(document["number"]),
+        ranks=tuple(int(rank) for rank in document["ranks"]),
+        sizes={str(name): int(size) for name, size in document["sizes"].items()},
+        depth=int(document["depth"]),
+        threads=int(document["threads"]),
+        device_names=tuple(str(name) for name in document["device_names"]),
+    )
+    runtimes: dict[int, Runtime] = {}
+    for index, text in document["programs"].items():
+        program = read_program(text)
+        runtimes[int(index)] = Runtime(program, receive_state(transport, program))
+    return job, runtimes
+
+
+def build_slots(transport: Transport, job: StagesJob, runtimes: Mapping[int, Runtime]) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
+    """Put a rank's stages between their edges; gives the stages and the edges within this process.
+
+    Edge `e` goes into stage `e`, from `ends[e]` to `ends[e + 1]`; the feeder holds the outer ends.
+
+        feeder ──0──▶ stage 0 ──1──▶ stage 1 ──2──▶ feeder
+    """
+    ends = [FEEDER, *job.ranks, FEEDER]
+    local: dict[int, LocalEdge] = {}
+    slots: dict[int, StageSlot] = {}
+    for index, runtime in sorted(runtimes.items()):
+        program = runtime.program
+        inlet = _inlet(transport, job, index, ends, Format(program.inputs, program.symbols), local)
+        outlet = _outlet(transport, job, index + 1, ends, Format(program.outputs, program.symbols), local)
+        report = StageReport(stage=index, device=job.device_names[job.ranks[index]])
+        slots[index] = StageSlot(index, runtime, inlet, outlet, report)
+    return slots, local
+
+
+def _inlet(
+    transport: Transport, job: StagesJob, edge: int, ends: Sequence[int], layout: Format, local: dict[int, LocalEdge]
+) -> Inlet:
+    if ends[edge] == transport.rank:
+        return local.setdefault(edge, LocalEdge(job.depth))
+    return RemoteInlet(transport, ends[edge], _channel(job, edge), layout, layout.largest(job.sizes), job.depth)
+
+
+def _outlet(
+    transport: Transport, job: StagesJob, edge: int, ends: Sequence[int], layout: Format, local: dict[int, LocalEdge]
+) -> Outlet:
+    if ends[edge + 1] == transport.rank:
+        return local.setdefault(edge, LocalEdge(job.depth))
+    return RemoteOutlet(transport, ends[edge + 1], _channel(job, edge), layout, layout.largest(job.sizes), job.depth)
+
+
+def feeder_edges(
+    transport: Transport, job: StagesJob, first: StageProgram, last: StageProgram, local: Mapping[int, LocalEdge]
+) -> tuple[Outlet, Inlet]:
+    """Give the feeder's ends of the pipeline: where microbatches go in, where results come out."""
+    edges = dict(local)
+    ends = [FEEDER, *job.ranks, FEEDER]
+    outlet = _outlet(transport, job, 0, ends, Format(first.inputs, first.symbols), edges)
+    inlet = _inlet(transport, job, len(job.ranks), ends, Format(last.outputs, last.symbols), edges)
+    return outlet, inlet
+
+
+def _channel(job: StagesJob, edge: int) -> int:
+    return 1 + (job.number * _CHANNELS_PER_JOB + edge) % 2**30
+
+
+def send_alone(
+    transport: Transport, rank: int, program: StageProgram, load: LoadState, *, inputs: Sequence[Sequence[Tensor]],
+    sizes: Mapping[str, int], num_microbatches: int, threads: int,
+) -> None:  # fmt: skip
+    """Ask a rank to run the whole model by itself; `collect_alone` gives what came of it."""
+    document = {
+        "kind": "alone", "program": write_program(program), "sizes": dict(sizes), "threads": threads,
+        "num_inputs": len(inputs), "num_microbatches": num_microbatches,
+    }  # fmt: skip
+    send_bytes(transport, json.dumps(document).encode(), rank)
+    send_state(transport, program, load, rank)
+    for microbatch in inputs:
+        for tensor in microbatch:
+            send_tensor(transport, tensor, rank)
+
+
+def do_alone(transport: Transport, document: Mapping[str, Any]) -> None:
+    """Run the whole model on this rank, from memory to memory, when everybody is ready."""
+    program = read_program(document["program"])
+    sizes = {str(name): int(size) for name, size in document["sizes"].items()}
+    runtime = Runtime(program, receive_state(transport, program))
+    inputs = []
+    for _ in range(int(document["num_inputs"])):
+        tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.inputs]
+        for tensor in tensors:
+            receive_tensor(transport, tensor, FEEDER)
+        inputs.append(tensors)
+    torch.set_num_threads(int(document["threads"]))
+    outputs, seconds = run_alone(runtime, sizes, inputs, int(document["num_microbatches"]), transport)
+    send_bytes(transport, json.dumps({"seconds": seconds}).encode(), FEEDER)
+    for result in outputs:
+        for tensor in result:
+            send_tensor(transport, tensor, FEEDER)
+
+
+def run_alone(
+    runtime: Runtime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int,
+    transport: Transport | None = None,
+) -> tuple[list[list[Tensor]], float]:  # fmt: skip
+    """Warm up on every input, wait for the word to start, then time so many microbatches."""
+    with torch.inference_mode():
+        outputs = [[tensor.clone() for tensor in runtime(sizes, microbatch)] for microbatch in inputs]
+        if transport is not None:
+            send_bytes(transport, b"ready", FEEDER)
+            receive_bytes(transport, FEEDER)
+        begin = time.perf_counter()
+        for index in range(num_microbatches):
+            runtime(sizes, inputs[index % len(inputs)])
+        return outputs, time.perf_counter() - begin

@@ -1,0 +1,79 @@
+"""Tensors to bytes and back without losing their strides.
+
+Some operators give other last bits for another memory layout, so a tensor arrives with the strides
+it left with. A tensor that covers its memory without gaps (any order of dimensions, dimensions
+repeated by `expand` counted once) travels as it lies; one with gaps is packed and spread out again.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # what torch's own allocations have; some kernels choose their path by it
+
+
+def aligned(num_bytes: int) -> int:
+    """Round a number of bytes up to the alignment.
+
+    >>> aligned(65)
+    128
+    """
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def stored_shape(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Count dimensions repeated with stride 0 once."""
+    return [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether elements fill their memory without gaps or overlaps, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def num_payload_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Give the bytes that a tensor of this layout takes in a message."""
+    elements = itemsize
+    for size in stored_shape(shape, strides):
+        elements *= size
+    return elements
+
+
+def pack(tensor: Tensor, target: Tensor) -> None:
+    """Copy a tensor's elements into a flat uint8 buffer of `num_payload_bytes`."""
+    if target.numel() == 0:
+        return
+    shape, strides = stored_shape(tensor.shape, tensor.stride()), tensor.stride()
+    source = tensor.as_strided(shape, strides)
+    flat = target.view(tensor.dtype)
+    if is_dense(shape, strides):
+        flat.as_strided(shape, strides, flat.storage_offset()).copy_(source)
+    else:
+        flat.view(shape).copy_(source)
+
+
+def unpack(source: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """View a flat uint8 buffer as the tensor that was packed, or copy it where it had gaps."""
+    if source.numel() == 0:
+        return torch.empty(shape, dtype=dtype)
+    stored = stored_shape(shape, strides)
+    flat = source.view(dtype)
+    if is_dense(stored, strides):
+        return flat.as_strided(shape, strides, flat.storage_offset())
+    spread = torch.empty_strided(stored, strides, dtype=dtype)
+    spread.copy_(flat.view(stored))
+    return spread.as_strided(shape, strides)
+
+
+def copy_exactly(tensor: Tensor) -> Tensor:
+    """Copy a tensor together with its strides."""
+    shape, strides = stored_shape(tensor.shape, tensor.stride()), tensor.stride()
+    copy = torch.empty_strided(shape, strides, dtype=tensor.dtype)
+    copy.copy_(tensor.as_strided(shape, strides, tensor.storage_offset()))
+    return copy.as_strided(tensor.shape, strides)

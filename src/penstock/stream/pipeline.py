@@ -1,0 +1,240 @@
+"""What users import: a model as a pipeline over processes, fed from an ordinary loop."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.cluster.launch import available_cores
+from penstock.engine.deployment import DEPTH, Deployment, Microbatch, StreamReport
+from penstock.engine.executor import execute
+from penstock.engine.jobs import build_slots, read_stages, receive_job, send_leave
+from penstock.engine.messages import CLOSE
+from penstock.engine.split import choose_cuts, load_state
+from penstock.engine.tree import bind_inputs, build_output
+from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
+from penstock.errors import TransportError, UsageError
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cuts
+from penstock.graph.graph import Graph
+from penstock.graph.ops import Ref
+from penstock.graph.stages import divide
+from penstock.plan.schedule import forward_only
+from penstock.zoo.weights import ModuleWeights, Weights
+
+
+class Pipeline:
+    """A model cut into stages that run in processes of their own, fed from this one.
+
+    Started alone it makes one fresh worker process per stage. Under torchrun it uses the processes it
+    finds, on one machine or many; the first one feeds, and the same script runs in all of them.
+
+    Example:
+        with penstock.Pipeline(model, (image,), stages=4) as pipe:
+            for output in pipe.stream(images):
+                print(output.argmax())
+
+    Arguments:
+        model: any module that `torch.export` takes; its parameters may lie on the meta device if `weights` is given.
+        args, kwargs: an example call with the largest microbatch that will be streamed.
+        stages: how many; under torchrun as many as processes unless given.
+        policy, cuts: how the model is cut, by a policy or by hand, as for `penstock.split`.
+        weights: where tensors are read from, one at a time; the model itself where not given.
+        threads: per stage; what this machine's cores allow where not given.
+        depth: microbatches that may wait at a cut.
+
+    Raises `CaptureError` and `CutError` as `penstock.split` does, `RunError` when the processes do not
+    come together, and `DeviceLost` while streaming when one of them is gone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        stages: int | None = None,
+        policy: str = "balanced",
+        cuts: Sequence[str] | None = None,
+        weights: Weights | None = None,
+        dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
+        threads: int | None = None,
+        depth: int = DEPTH,
+        world: World | None = None,
+    ) -> None:
+        self._owns_world = world is None
+        self._closed = False
+        if world is None and under_torchrun():
+            world = join_torchrun()
+        if world is not None and world.rank != FEEDER:
+            self._world, self._feeds = world, False
+            self._join_stages()
+            return
+        self._feeds = True
+        if model is None:
+            raise UsageError("the process that feeds needs the model; pass it to Pipeline")
+        graph = capture(model, args, kwargs, dynamic=dynamic)
+        if cuts is not None:
+            chosen = Cuts(graph).find_all(cuts)
+        else:
+            count = stages or (len(world.devices) if world else 4)
+            chosen = choose_cuts(graph, Cuts(graph), stages=count, policy=policy)
+        self.graph: Graph = graph
+        self.cuts = tuple(chosen)
+        source = weights or ModuleWeights(model)
+        programs = divide(graph, chosen)
+        self._world = world or start_local(len(programs))
+        _, sizes = bind_inputs(graph, args, kwargs or {})
+        self.threads = threads or threads_per_stage(self._world)
+        try:
+            self._deployment = Deployment(
+                self._world, programs, lambda state: load_state(graph, state, source),
+                sizes=sizes, threads=self.threads, depth=depth,
+            )  # fmt: skip
+        except BaseException:
+            self._world.close(0.0)
+            raise
+
+    def _join_stages(self) -> None:
+        """In a process that does not feed: receive stages and weights."""
+        try:
+            job, runtimes = read_stages(self._world.transport, receive_job(self._world.transport))
+            torch.set_num_threads(job.threads)
+            self._slots, _ = build_slots(self._world.transport, job, runtimes)
+        except TransportError as error:
+            raise self._world.explain(error) from error
+
+    def stream(self, inputs: Iterable[Any]) -> Iterator[Any]:
+        """Give the model's output for every input, in order, while later inputs are on their way.
+
+        Each input is one microbatch: a tensor, a tuple of positional inputs, or a dict of keyword
+        inputs. The batch size may be smaller than the example's at any time. In a process that does
+        not feed, `inputs` is not touched and no output comes: it works on its stage until the stream
+        has ended. Leaving the loop early cancels what is under way.
+        """
+        if self._closed:
+            raise UsageError("the pipeline is closed; make a new one")
+        if not self._feeds:
+            self._serve()
+            return
+        shapes: list[dict[str, int]] = []
+
+        def bound() -> Iterator[Microbatch]:
+            for item in inputs:
+                tensors, sizes = bind_inputs(self.graph, *_as_call(item))
+                self._check_sizes(sizes)
+                shapes.append(sizes)
+                yield tensors, sizes
+
+        for index, tensors in enumerate(self._deployment.stream(bound())):
+            yield build_output(self.graph, tensors, shapes[index])
+
+    def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
+        """Run one batch of any size: cut into microbatches, streamed, and put together again.
+
+        Raises `UsageError` where an output has no batch dimension to put together.
+        """
+        outputs = list(self.stream(self._microbatches(args, kwargs, microbatch_size)))
+        for output in self.graph.outputs:
+            value = self.graph.values.get(output.name) if isinstance(output, Ref) else None
+            if len(outputs) > 1 and (value is None or not value.shape or isinstance(value.shape[0], int)):
+                raise UsageError("an output has no batch dimension; use stream() and combine the outputs yourself")
+        return outputs[0] if len(outputs) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
+
+    def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Iterator[Any]:
+        if not self._feeds:
+            return
+        tensors, sizes = bind_inputs(self.graph, args, kwargs)
+        batched = {v.name for v in self.graph.tensor_inputs() if v.shape and not isinstance(v.shape[0], int)}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        values = list(self.graph.inputs)
+        for start in range(0, sizes.get("batch", 1), size):
+            part = [
+                leaf[start : start + size] if value is not None and value.name in batched else leaf
+                for leaf, value in zip(leaves, values, strict=True)
+            ]
+            yield _Call(*pytree.tree_unflatten(part, spec))
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        for name, largest in self._deployment.job.sizes.items():
+            if sizes[name] > largest:
+                raise UsageError(
+                    f"a microbatch with {name} {sizes[name]} is larger than the example's {largest}; "
+                    "make the pipeline with an example of the largest microbatch, or send smaller ones"
+                )
+
+    def _serve(self) -> None:
+        try:
+            self._closed = execute(forward_only(sorted(self._slots)), self._slots) == CLOSE
+        except TransportError as error:
+            raise self._world.explain(error) from error
+        except Exception as error:
+            self._world.health.report(error)
+            raise
+
+    @property
+    def last_report(self) -> StreamReport:
+        """The times of the last stream, on the process that feeds."""
+        return self._deployment.last_report
+
+    def close(self) -> None:
+        """End the stages and the worker processes; nothing is left behind."""
+        if self._closed and self._feeds:
+            return
+        try:
+            if self._feeds:
+                self._deployment.close()
+                if self._owns_world and self._world.workers is not None:
+                    send_leave(self._world.transport)
+            elif not self._closed:
+                self._serve()
+        finally:
+            self._closed = True
+            if self._owns_world:
+                self._world.close()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, GeneratorExit):
+            self.close()
+        else:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Give everything up at once, without waiting for work under way."""
+        self._closed = True
+        if self._owns_world:
+            self._world.transport.abort()
+            self._world.close(0.0)
+
+
+class _Call:
+    """One microbatch as a call with positional and keyword inputs."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+
+def _as_call(item: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    if isinstance(item, _Call):
+        return item.args, item.kwargs
+    if isinstance(item, Mapping):
+        return (), item
+    if isinstance(item, (tuple, list)):
+        return tuple(item), {}
+    return (item,), {}
+
+
+def threads_per_stage(world: World) -> int:
+    """Share this machine's cores among the stages on it; torchrun's default of one thread is not a choice."""
+    here = len(world.devices) if world.workers is not None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, available_cores() // max(1, here))

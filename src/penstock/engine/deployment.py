@@ -13,10 +13,9 @@ from torch import Tensor
 
 from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.executor import StageReport, serve
-from penstock.engine.jobs import LoadState, StagesJob, build_slots, feeder_edges, send_stages
+from penstock.engine.jobs import LoadState, StagesJob, build_slots, feeder_edges, load_program, send_stages
 from penstock.engine.layout import copy_exactly
 from penstock.engine.messages import CLOSE, DATA, END, Message
-from penstock.engine.runtime import Runtime
 from penstock.engine.world import FEEDER, World, check_world
 from penstock.errors import PenstockError, TransportError
 from penstock.graph.program import StageProgram
@@ -92,9 +91,7 @@ class Deployment:
         own = [index for index, rank in enumerate(self.job.ranks) if rank == FEEDER]
         if not own:
             return {}
-        runtimes = {
-            index: Runtime(programs[index], {s.value.name: load(s) for s in programs[index].states}) for index in own
-        }
+        runtimes = {index: load_program(programs[index], load) for index in own}
         slots, local = build_slots(self.world.transport, self.job, runtimes)
 
         def run() -> None:

@@ -69,11 +69,11 @@ def receive_state(transport: Transport, program: StageProgram) -> dict[str, Tens
     return tensors
 
 
-def send_leave(transport: Transport) -> None:
-    """Tell every other rank that there is no more to do."""
+def send_leave(transport: Transport, message: str = "") -> None:
+    """Tell every other rank that there is no more to do, with a last word to people at that machine."""
     for rank in range(transport.size):
         if rank != transport.rank:
-            send_bytes(transport, b'{"kind": "leave"}', rank)
+            send_bytes(transport, json.dumps({"kind": "leave", "message": message}).encode(), rank)
 
 
 def receive_job(transport: Transport) -> dict[str, Any]:
@@ -198,3 +198,30 @@ def run_alone(
         for index in range(num_microbatches):
             runtime(sizes, inputs[index % len(inputs)])
         return outputs, time.perf_counter() - begin
+
+
+def release_alone(transport: Transport, ranks: Sequence[int]) -> None:
+    """Wait until all of these ranks are warm, then let them start at once."""
+    for rank in ranks:
+        receive_bytes(transport, rank)
+    for rank in ranks:
+        send_bytes(transport, b"go", rank)
+
+
+def collect_alone(
+    transport: Transport, rank: int, program: StageProgram, sizes: Mapping[str, int], num_inputs: int
+) -> tuple[list[list[Tensor]], float]:
+    """Give what came of `send_alone`: the outputs for each input, and the seconds."""
+    seconds = float(json.loads(receive_bytes(transport, rank))["seconds"])
+    outputs = []
+    for _ in range(num_inputs):
+        tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.outputs]
+        for tensor in tensors:
+            receive_tensor(transport, tensor, rank)
+        outputs.append(tensors)
+    return outputs, seconds
+
+
+def load_program(program: StageProgram, load: LoadState) -> Runtime:
+    """Make a runtime in this process."""
+    return Runtime(program, {state.value.name: load(state) for state in program.states})

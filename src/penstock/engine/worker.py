@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -15,11 +17,12 @@ from penstock.errors import PenstockError, TransportError
 from penstock.plan.schedule import forward_only
 
 
-def work(world: World) -> None:
-    """Do jobs until told to leave; what goes wrong is reported to the whole world, then raised."""
+def work(world: World) -> str:
+    """Do jobs until told to leave; gives the last word. What goes wrong is reported to the whole world, then raised."""
     try:
-        while do_job(world):
-            pass
+        while (document := receive_job(world.transport))["kind"] != "leave":
+            do_job(world, document)
+        return str(document.get("message", ""))
     except TransportError as error:
         raise world.explain(error) from error
     except Exception as error:
@@ -27,19 +30,15 @@ def work(world: World) -> None:
         raise
 
 
-def do_job(world: World) -> bool:
-    """Wait for a job and do it; False when it was the order to leave."""
-    document = receive_job(world.transport)
-    if document["kind"] == "leave":
-        return False
+def do_job(world: World, document: Mapping[str, Any]) -> None:
+    """Do one job: run a model alone, or serve stages until they are closed."""
     if document["kind"] == "alone":
         do_alone(world.transport, document)
-        return True
+        return
     job, runtimes = read_stages(world.transport, document)
     torch.set_num_threads(job.threads)
     slots, _ = build_slots(world.transport, job, runtimes)
     serve(slots, lambda: forward_only(sorted(slots)))
-    return True
 
 
 def main() -> int:

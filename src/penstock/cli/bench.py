@@ -1,0 +1,105 @@
+"""`penstock bench`: stage counts and policies against one process, in one run."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli.options import JsonFile, MicrobatchSize, Model, Pretrained, Seed, Threads, WeightsFile, parse_numbers, write_json
+from penstock.engine.jobs import send_leave
+from penstock.engine.split import POLICIES
+from penstock.engine.worker import work
+from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
+from penstock.errors import UsageError
+from penstock.stream.compare import Comparison
+from penstock.zoo.models import load_model
+
+
+def bench(
+    model: Model,
+    stages: Annotated[str, typer.Option(help="Stage counts, like 1,2,4.")] = "1,2,4",
+    policy: Annotated[str, typer.Option(help=f"Policies: {','.join(POLICIES)}.")] = "balanced",
+    cut: Annotated[
+        list[str] | None, typer.Option("--cut", metavar="A:after,B:after", help="One more row with these cuts.")
+    ] = None,
+    num_images: Annotated[int, typer.Option(min=1, help="Images per pass.")] = 500,
+    passes: Annotated[int, typer.Option(min=1, help="Counted passes per row; the full protocol has 5.")] = 1,
+    microbatch_size: MicrobatchSize = 1,
+    depth: Annotated[int, typer.Option(min=1, help="Microbatches that may wait at a cut.")] = 2,
+    weights: WeightsFile = None,
+    pretrained: Pretrained = False,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: JsonFile = None,
+) -> None:
+    """Measure a model serially and as pipelines: images per second, speed-up, equality, where the time goes."""
+    counts = parse_numbers(stages, "--stages")
+    policies = policy.split(",")
+    for name in policies:
+        if name not in POLICIES:
+            raise UsageError(f"the policy {name!r} is not known; use {', '.join(POLICIES)}")
+    world = join_torchrun() if under_torchrun() else None
+    if world is not None and world.rank != FEEDER:
+        _follow(world)
+        return
+    console = Console(stderr=True)
+    try:
+        zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
+        world = world or start_local(max(counts))
+        comparison = Comparison(
+            zoo, world, num_images=num_images, passes=passes, microbatch_size=microbatch_size,
+            threads=threads, depth=depth, max_stages=max(counts),
+        )  # fmt: skip
+        with console.status("serial") as status:
+            rows = [comparison.serial()]
+            for count in counts:
+                for name in policies if count > 1 else policies[:1]:
+                    status.update(f"{count} stages, {name}")
+                    rows.append(comparison.pipeline(count, policy=name))
+            for names in cut or []:
+                status.update(f"cuts {names}")
+                rows.append(comparison.pipeline(names.count(",") + 2, cuts=names.split(",")))
+        best = max(rows, key=lambda row: row["speedup"])
+        last_line = f"speed-up {best['speedup']:.2f} with {best['stages']} stages ({best['policy'] or 'serial'})"
+        _send_home(world, last_line)
+    except BaseException as error:
+        if world is not None:
+            world.health.report(error)
+            world.close(0.0)
+        raise
+    write_json(json, {"model": model, "settings": comparison.settings(), "rows": rows})
+    console = Console()
+    console.print(_table(rows))
+    typer.echo(last_line)
+
+
+def _send_home(world: World, message: str) -> None:
+    """Send everybody home, with a last line to print."""
+    send_leave(world.transport, message)
+    world.close()
+
+
+def _follow(world: World) -> None:
+    try:
+        message = work(world)
+    finally:
+        world.close()
+    typer.echo(message)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("mode", "stages", "policy", "images/s", "speed-up", "efficiency", "fill", "bit-equal", "compute / wait / send per stage")
+    for row in rows:
+        table.add_row(
+            row["mode"],
+            str(row["stages"]),
+            row["policy"] or "",
+            f"{row['images_per_second']:.2f}",
+            f"{row['speedup']:.2f}",
+            "" if row.get("efficiency") is None else f"{row['efficiency']:.3f}",
+            f"{row['fill_s']:.2f} s",
+            "yes" if row["bit_equal"] else f"no ({row['max_abs_difference']:.1e})",
+            "  ".join(f"{s['compute_s']:.1f}/{s['wait_s']:.1f}/{s['send_s']:.1f}" for s in row["per_stage"]),
+        )
+    return table

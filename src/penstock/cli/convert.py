@@ -1,0 +1,30 @@
+"""`penstock convert`: a PyTorch checkpoint to safetensors."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.options import JsonFile, write_json
+from penstock.units import format_bytes
+from penstock.zoo.convert import convert_checkpoint
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="FILE.pth", help="A checkpoint that torch.save wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The safetensors file to write.")],
+    json: JsonFile = None,
+) -> None:
+    """Convert a checkpoint to safetensors with the model's own names."""
+    converted = convert_checkpoint(source, output)
+    typer.echo(f"{output}: {converted.num_tensors} tensors, {format_bytes(converted.num_bytes)}")
+    if converted.dropped:
+        typer.echo(f"left out, not tensors: {', '.join(converted.dropped)}")
+    write_json(
+        json,
+        {
+            "num_tensors": converted.num_tensors,
+            "num_bytes": converted.num_bytes,
+            "dropped": list(converted.dropped),
+        },
+    )

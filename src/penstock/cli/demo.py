@@ -1,0 +1,3 @@
+"""`penstock demo`."""
+def demo() -> None:
+    """x"""

@@ -1,0 +1,187 @@
+"""`penstock infer`: predictions for a set of images, written as they come."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock.cli.options import (
+    CutNames,
+    JsonFile,
+    MicrobatchSize,
+    Model,
+    Policy,
+    Pretrained,
+    Seed,
+    Threads,
+    WeightsFile,
+    write_json,
+)
+from penstock.engine.worker import work
+from penstock.engine.world import FEEDER, join_torchrun, under_torchrun
+from penstock.errors import RunError, UsageError
+from penstock.stream.classify import Prediction, classify, labels_comparable
+from penstock.stream.pipeline import Pipeline
+from penstock.stream.predictions import PredictionFile
+from penstock.zoo.image_set import ImageSet
+from penstock.zoo.images import open_images
+from penstock.zoo.models import ZooModel, load_model
+
+
+def infer(
+    model: Model,
+    images: Annotated[
+        str, typer.Option(help="A folder, a tar, an image, CIFAR in its binary form, or 'digits'.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where predictions go: .csv, or JSON lines.")
+    ] = Path("predictions.csv"),
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="How many; 2 on one machine, under torchrun one per process.")
+    ] = None,
+    policy: Policy = "balanced",
+    cut: CutNames = None,
+    microbatch_size: MicrobatchSize = 1,
+    num_images: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on behind the rows that are there.")] = False,
+    weights: WeightsFile = None,
+    pretrained: Pretrained = False,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: JsonFile = None,
+) -> None:
+    """Classify images through a pipeline: predictions in order, with throughput, and accuracy where there are labels."""
+    world = join_torchrun() if under_torchrun() else None
+    if world is not None and world.rank != FEEDER:
+        try:
+            work(world)
+        finally:
+            world.close()
+        return
+    try:
+        zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
+        found = open_images(images)
+        chosen = found.take(num_images) if num_images else found
+        if zoo.transform is None or zoo.task != "image":
+            raise UsageError(f"{model} does not classify images; name an image classification model")
+        with PredictionFile(output, resume=resume) as file:
+            _check_done(file, chosen)
+            example = _example(zoo, microbatch_size)
+            pipe = Pipeline(
+                zoo.module, zoo.example_args and (example,), {k: example for k in zoo.example_kwargs},
+                stages=stages or (len(world.devices) if world else 2),
+                policy=policy, cuts=cut, weights=zoo.weights, threads=threads, world=world,
+            )  # fmt: skip
+            _run(pipe, zoo, chosen, file, microbatch_size, json)
+    except BaseException as error:
+        if world is not None:
+            world.health.report(error)
+        raise
+    finally:
+        if world is not None:
+            world.close()
+
+
+def _example(zoo: ZooModel, rows: int) -> torch.Tensor:
+    given = zoo.example_args[0] if zoo.example_args else next(iter(zoo.example_kwargs.values()))
+    example: torch.Tensor = given[:1].repeat(rows, *[1] * (given.dim() - 1))
+    return example
+
+
+def _check_done(file: PredictionFile, images: ImageSet) -> None:
+    """The rows of the earlier run must be the first images of this one."""
+    for index, row in enumerate(file.done):
+        if index >= len(images) or row.get("image") != images.name(index):
+            raise UsageError(
+                f"row {index + 1} of {file.path} is for {row.get('image')!r}, which is not image {index + 1} "
+                "of this set; resume with the same images, or leave --resume out"
+            )
+
+
+def _run(
+    pipe: Pipeline, zoo: ZooModel, images: ImageSet, file: PredictionFile, microbatch_size: int, json: Path | None
+) -> None:
+    tally = _Tally(zoo, images, file)
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.1f} images/s"), TimeRemainingColumn(),
+        console=console, disable=not console.is_terminal, transient=True,
+    )  # fmt: skip
+    start = len(file.done)
+    try:
+        with progress, pipe:
+            task = progress.add_task("infer", total=len(images), completed=start, rate=0.0)
+            for prediction in classify(pipe, zoo, images, microbatch_size=microbatch_size, start=start):
+                file.write(prediction.row())
+                tally.add(prediction)
+                progress.update(task, advance=1, rate=pipe.last_report.rows_per_s)
+    except KeyboardInterrupt:
+        pipe.abandon()
+        typer.echo(f"interrupted: {start + tally.num_rows} of {len(images)} images are in {file.path}; "
+                   "go on with --resume", err=True)  # fmt: skip
+        raise typer.Exit(130) from None
+    summary = tally.summary(pipe)
+    write_json(json, summary)
+    typer.echo(_sentence(summary, file.path))
+    if tally.failed:
+        first = tally.failed[0]
+        raise RunError(f"{len(tally.failed)} of {len(images)} images failed, the first one: {first.error}")
+
+
+class _Tally:
+    """Counts what came out."""
+
+    def __init__(self, zoo: ZooModel, images: ImageSet, file: PredictionFile) -> None:
+        self._zoo = zoo
+        self._images = images
+        self._classes: dict[int, int] | None = None
+        self.num_rows = 0
+        self.failed: list[Prediction] = []
+        self._labelled = self._right = 0
+        self._start = len(file.done)
+
+    def add(self, prediction: Prediction) -> None:
+        """Count one row."""
+        self.num_rows += 1
+        if prediction.error is not None:
+            self.failed.append(prediction)
+            return
+        if self._classes is None:
+            self._classes = labels_comparable(self._zoo, self._images, _num_classes(self._zoo)) or {}
+        if prediction.label in self._classes:
+            self._labelled += 1
+            self._right += self._classes[prediction.label] == prediction.prediction
+
+    def summary(self, pipe: Pipeline) -> dict[str, Any]:
+        """Give the counts and the stream's times."""
+        report = pipe.last_report
+        return {
+            "num_images": self.num_rows,
+            "num_resumed": self._start,
+            "num_failed": len(self.failed),
+            "accuracy": self._right / self._labelled if self._labelled else None,
+            "images_per_second": report.rows_per_s,
+            "fill_s": report.fill_s,
+            "stages": [
+                {"stage": s.stage, "device": s.device, "compute_s": s.compute_s, "wait_s": s.wait_s, "send_s": s.send_s}
+                for s in report.stages
+            ],
+            "cuts": [cut.name for cut in pipe.cuts],
+        }
+
+
+def _num_classes(zoo: ZooModel) -> int:
+    config = getattr(zoo.module, "config", None)
+    return int(getattr(zoo.module, "num_classes", getattr(config, "num_labels", 0)) or 0)
+
+
+def _sentence(summary: dict[str, Any], path: Path) -> str:
+    text = f"{summary['num_images']} images at {summary['images_per_second']:.2f} images/s"
+    text += f" through {len(summary['cuts']) + 1} stages"
+    if summary["accuracy"] is not None:
+        text += f", accuracy {summary['accuracy']:.2%}"
+    return f"{text}; predictions in {path}"

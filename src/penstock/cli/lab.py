@@ -1,0 +1,211 @@
+"""`penstock lab`: an emulated cluster on this Linux machine."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from penstock.cluster.lab import DEFAULT_PORT, PRESETS, Lab, LabStatus, preset, read_lab, take_down, write_lab
+from penstock.cluster.lab.machine import num_cores
+from penstock.errors import ClusterError, RunError
+from penstock.units import format_bytes, format_rate, parse_bytes, parse_rate
+
+app = typer.Typer(no_args_is_help=True, help="An emulated cluster on this Linux machine (needs root).")
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+LabOrName = Annotated[str, typer.Argument(metavar="LAB", help="A lab file, or the name of a lab that is up.")]
+HostName = Annotated[str, typer.Argument(metavar="HOST", help="One of the lab's hosts.")]
+
+
+@app.command()
+def init(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The lab file to write.")] = Path("lab.toml"),
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 4,
+    like: Annotated[str, typer.Option(help=f"The board: {', '.join(PRESETS)}.")] = "raspberry-pi-4",
+    name: Annotated[str, typer.Option(help="The lab's name.")] = "lab",
+    cpu: Annotated[float | None, typer.Option(help="Share of a core per host.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory per host, like '1 GiB'.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Bandwidth per host, like '1 Gbit/s'.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Write a lab file: equal hosts with the memory and network of a known board."""
+    if output.exists() and not force:
+        raise ClusterError(f"init does not overwrite, but {output} exists; use --force or another -o")
+    spec = preset(
+        like,
+        hosts,
+        num_cores(),
+        name=name,
+        cpu=cpu,
+        memory_bytes=parse_bytes(memory) if memory else None,
+        bandwidth_bytes_per_s=parse_rate(bandwidth) if bandwidth else None,
+    )
+    try:
+        output.write_text(write_lab(spec), encoding="utf-8")
+    except OSError as error:
+        raise ClusterError(f"{output} cannot be written ({error.strerror}); choose another -o") from None
+    host = spec.hosts[0]
+    typer.echo(
+        f"{output}: {len(spec.hosts)} hosts with {host.cpu:g} of a core, {format_bytes(host.memory_bytes)}, "
+        f"{format_rate(host.bandwidth_bytes_per_s or 0)}"
+    )
+    _write_json(json, spec)
+
+
+@app.command()
+def up(lab: Annotated[Path, typer.Argument(help="The lab file.")], json: JsonFile = None) -> None:
+    """Put a lab up: namespaces, links, CPU shares and memory limits."""
+    target = Lab.from_file(lab)
+    with _ended_by_signals():
+        _warn(target.up())
+    _print_status(target.status(), json)
+
+
+@app.command()
+def status(lab: LabOrName, json: JsonFile = None) -> None:
+    """Show a lab's hosts: what they have, what they use."""
+    _print_status(_find(lab).status(), json)
+
+
+@app.command()
+def down(lab: LabOrName, json: JsonFile = None) -> None:
+    """Take a lab down with all that runs in it; also cleans up after a crash."""
+    name = read_lab(lab).name if _is_file(lab) else lab
+    take_down(name)
+    typer.echo(f"lab {name} is down")
+    _write_json(json, LabStatus(name=name, state="down"))
+
+
+@app.command()
+def run(
+    lab: Annotated[str, typer.Argument(metavar="LAB", help="A lab file, or the name of a lab that is up.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run on every host.")],
+    on: Annotated[list[str] | None, typer.Option(help="Only on this host; may be repeated.")] = None,
+    nproc_per_host: Annotated[int, typer.Option(help="Processes per host.")] = 1,
+    port: Annotated[int, typer.Option(help="The port where rank 0 is met.")] = DEFAULT_PORT,
+    json: JsonFile = None,
+) -> None:
+    """Run a command on the lab's hosts with torchrun's environment; the first failure ends all."""
+    target = _find(lab)
+    with (
+        _ended_by_signals(),
+        _session(target),
+        target.start(command, on=on, nproc_per_host=nproc_per_host, port=port) as started,
+    ):
+        try:
+            started.wait()
+        finally:
+            result = {"exit_codes": started.exit_codes, "first_failure": started.first_failure}
+            _write_json(json, {"lab": target.spec.name, **result})
+    if started.first_failure:
+        raise RunError(
+            f"every process must end with status 0, but {started.first_failure}; its output is above"
+        )
+
+
+@app.command()
+def cut(
+    lab: LabOrName,
+    host: HostName,
+    restore: Annotated[bool, typer.Option("--restore", help="Plug it in again.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Unplug a host's network, or plug it in again."""
+    target = _find(lab)
+    if restore:
+        target.restore(host)
+    else:
+        target.cut(host)
+    typer.echo(f"{host} is {'connected' if restore else 'cut off'}")
+    _write_json(json, {"host": host, "cut": not restore})
+
+
+@app.command()
+def slow(
+    lab: LabOrName,
+    host: HostName,
+    cpu: Annotated[float, typer.Option(help="The new share of a core.")],
+    json: JsonFile = None,
+) -> None:
+    """Change a host's share of a core while it runs."""
+    _find(lab).slow(host, cpu)
+    typer.echo(f"{host} has {cpu:g} of a core")
+    _write_json(json, {"host": host, "cpu": cpu})
+
+
+@app.command()
+def kill(lab: LabOrName, host: HostName, json: JsonFile = None) -> None:
+    """End every process of a host at once, as a power failure would."""
+    num_processes = _find(lab).kill(host)
+    typer.echo(f"{host}: {num_processes} processes ended")
+    _write_json(json, {"host": host, "num_processes": num_processes})
+
+
+def _is_file(lab: str) -> bool:
+    # a name has neither a dot nor a slash, so a mistyped path is not taken for one
+    return "." in lab or "/" in lab or Path(lab).is_file()
+
+
+def _find(lab: str) -> Lab:
+    return Lab.from_file(lab) if _is_file(lab) else Lab.from_name(lab)
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _print_status(found: LabStatus, json: Path | None) -> None:
+    hint = f"; run penstock lab down {found.name}" if found.state == "partial" else ""
+    typer.echo(f"lab {found.name} is {found.state}{hint}")
+    for host in found.hosts:
+        rate = host.bandwidth_bytes_per_s
+        typer.echo(
+            f"  {host.name}  {host.address}  cpu {host.cpu:.3g}  "
+            f"memory {format_bytes(host.memory_used_bytes)} of {format_bytes(host.memory_bytes)}  "
+            f"{format_rate(rate) if rate else 'unlimited'}{' (cut)' if host.cut else ''}  "
+            f"{host.num_processes} processes"
+        )
+    _write_json(json, found)
+
+
+def _write_json(path: Path | None, value: Any) -> None:
+    if path is None:
+        return
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    except OSError as error:
+        raise ClusterError(f"{path} cannot be written ({error.strerror}); choose another --json") from None
+
+
+@contextlib.contextmanager
+def _session(lab: Lab) -> Iterator[None]:
+    if lab.is_up():
+        yield
+        return
+    _warn(lab.up())
+    try:
+        yield
+    finally:
+        lab.down()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let a polite signal end a verb as Ctrl-C does: with everything cleaned up."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

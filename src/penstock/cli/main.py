@@ -1,0 +1,58 @@
+"""The `penstock` command: verbs, and how errors reach people."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from penstock import __version__
+from penstock.cli import bench, convert, demo, infer, lab, split
+from penstock.errors import PenstockError, UsageError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Run one PyTorch model across the machines you have.",
+)
+app.command("demo")(demo.demo)
+app.command("split")(split.split)
+app.command("convert")(convert.convert)
+app.command("infer")(infer.infer)
+app.command("bench")(bench.bench)
+app.add_typer(lab.app, name="lab")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    del debug, version  # read before typer starts, and by its callback
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and give its exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        app(arguments, standalone_mode=True)
+    except SystemExit as end:
+        return int(end.code or 0)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except PenstockError as error:
+        if "--debug" in arguments:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    return 0

@@ -1,0 +1,46 @@
+"""Options that several verbs share."""
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.errors import UsageError
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")
+]
+WeightsFile = Annotated[Path | None, typer.Option("--weights", help="A safetensors file, index or folder.")]
+Pretrained = Annotated[bool, typer.Option("--pretrained", help="Fetch the model's published weights.")]
+Seed = Annotated[int, typer.Option(help="For random weights.")]
+Policy = Annotated[
+    str, typer.Option(help="balanced, equal-blocks, equal-size or smallest-crossing.")
+]
+CutNames = Annotated[
+    list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Cut here; may be repeated.")
+]
+MicrobatchSize = Annotated[int, typer.Option(min=1, help="Rows that go through the stages together.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads per stage.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")]
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Write a verb's result for machines, if a file was asked for."""
+    if path is None:
+        return
+    try:
+        path.write_text(json_module.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --json") from None
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """Read a list such as `1,2,4`; raises `UsageError` for anything else."""
+    try:
+        numbers = [int(item) for item in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UsageError(f"{option} takes whole numbers from 1 up, separated by commas, not {text!r}")
+    return numbers

@@ -1,0 +1,135 @@
+"""`penstock split`: where a model would be cut, and what each policy costs."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli.options import CutNames, JsonFile, MicrobatchSize, Model, Policy, Pretrained, Seed, WeightsFile, write_json
+from penstock.engine.split import POLICIES, choose_cuts, load_state
+from penstock.errors import CutError, UsageError
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.graph import Graph
+from penstock.graph.stages import divide
+from penstock.graph.work import count_work
+from penstock.measure.units import measure_work
+from penstock.plan.partition import stage_sums
+from penstock.units import format_bytes, format_seconds
+from penstock.zoo.models import load_model
+
+
+def split(
+    model: Model,
+    stages: Annotated[int, typer.Option(min=1, help="How many stages.")] = 4,
+    policy: Policy = "balanced",
+    cut: CutNames = None,
+    work: Annotated[str, typer.Option(help="Weigh operations by 'counted' or 'measured' work.")] = "counted",
+    microbatch_size: MicrobatchSize = 1,
+    all_cuts: Annotated[bool, typer.Option("--all", help="List every cut that the model allows.")] = False,
+    weights: WeightsFile = None,
+    pretrained: Pretrained = False,
+    seed: Seed = 0,
+    json: JsonFile = None,
+) -> None:
+    """Print the stages, what crosses between them, and how the policies compare."""
+    if work not in {"counted", "measured"}:
+        raise UsageError(f"--work is 'counted' or 'measured', not {work!r}")
+    console = Console()
+    zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
+    graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+    cuts = Cuts(graph)
+    sizes = graph.sizes(graph.fixed_batch or microbatch_size)
+    costs = count_work(graph, sizes)
+    if work == "measured":
+        with console.status("measuring"):
+            costs = measure_work(graph, lambda s: load_state(graph, s, zoo.weights), rows=microbatch_size)
+    if cut:
+        chosen = cuts.find_all(cut)
+    else:
+        chosen = choose_cuts(graph, cuts, stages=stages, policy=policy, work=costs, sizes=sizes)
+    rows = _stage_rows(graph, chosen, costs, sizes)
+    policies = _policy_rows(graph, cuts, len(chosen) + 1, costs, sizes)
+    console.print(
+        f"{graph.model}: {len(graph.ops)} operations, {len(cuts)} possible cuts, "
+        f"{format_bytes(sum(row['parameter_bytes'] for row in rows))} of parameters, "
+        f"{work} work {format_seconds(sum(costs))}"
+        + (f"; the model fixes its batch size at {graph.fixed_batch}" if graph.fixed_batch else "")
+    )
+    console.print(_stage_table(rows))
+    console.print(_policy_table(policies))
+    if all_cuts:
+        for possible in cuts:
+            console.print(f"{possible.name}  {format_bytes(possible.num_bytes(sizes))}", highlight=False)
+    write_json(json, {"model": model, "work": work, "stages": rows, "policies": policies})
+
+
+def _stage_rows(graph: Graph, chosen: list[Cut], costs: list[float], sizes: dict[str, int]) -> list[dict[str, Any]]:
+    sums = stage_sums(costs, [cut.position for cut in chosen])
+    programs = divide(graph, chosen)
+    return [
+        {
+            "stage": index,
+            "until": chosen[index].name if index < len(chosen) else None,
+            "crossing_bytes": chosen[index].num_bytes(sizes) if index < len(chosen) else None,
+            "crossing": [value.name for value in chosen[index].crossing] if index < len(chosen) else [],
+            "share": sums[index] / sum(sums),
+            "parameter_bytes": sum(state.value.num_bytes({}) for state in program.parameters),
+            "num_operations": len(program.ops),
+        }
+        for index, program in enumerate(programs)
+    ]
+
+
+def _policy_rows(
+    graph: Graph, cuts: Cuts, stages: int, costs: list[float], sizes: dict[str, int]
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for policy in POLICIES:
+        try:
+            chosen = choose_cuts(graph, cuts, stages=stages, policy=policy, work=costs, sizes=sizes)
+        except CutError as error:
+            rows.append({"policy": policy, "error": str(error)})
+            continue
+        sums = stage_sums(costs, [cut.position for cut in chosen])
+        rows.append(
+            {
+                "policy": policy,
+                "cuts": [cut.name for cut in chosen],
+                "largest_share": max(sums) / sum(sums),
+                "speedup_at_best": sum(sums) / max(sums),
+                "crossing_bytes": sum(cut.num_bytes(sizes) for cut in chosen),
+            }
+        )
+    return rows
+
+
+def _stage_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("stage", "cut behind it", "crossing", "work", "parameters", "operations")
+    for row in rows:
+        table.add_row(
+            str(row["stage"]),
+            row["until"] or "(the end)",
+            "" if row["crossing_bytes"] is None else format_bytes(row["crossing_bytes"]),
+            f"{row['share']:.1%}",
+            format_bytes(row["parameter_bytes"]),
+            str(row["num_operations"]),
+        )
+    return table
+
+
+def _policy_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("policy", "largest stage", "speed-up at best", "crossing", "cuts")
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["policy"], "", "", "", row["error"])
+            continue
+        table.add_row(
+            row["policy"],
+            f"{row['largest_share']:.1%}",
+            f"{row['speedup_at_best']:.2f}",
+            format_bytes(row["crossing_bytes"]),
+            ", ".join(row["cuts"]),
+        )
+    return table

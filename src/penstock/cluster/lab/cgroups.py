@@ -1,0 +1,297 @@
+"""CPU quotas and memory limits of a lab's hosts, with either version of the kernel's cgroups.
+
+A host is a directory `penstock.LAB/HOST`: one in version 2, one per controller in version 1. They
+are found again by that name wherever they lie, so a lab can be taken down from anywhere.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import ClusterError, RunError
+
+# short, so that a host with a small share is slow rather than stop-and-go
+_PERIOD_US = 10_000
+# the kernel takes no quota below this
+_MIN_QUOTA_US = 1_000
+_DEADLINE_S = 10.0
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host's memory cgroup says: bytes used now and at most, and processes it ended."""
+
+    used_bytes: int
+    peak_bytes: int
+    num_oom_kills: int
+
+
+def quota(cpu: float) -> tuple[int, int]:
+    """Turn a share of a core into microseconds of quota and of period.
+
+    >>> quota(0.35), quota(0.05)
+    ((3500, 10000), (1000, 20000))
+    """
+    period_us = max(_PERIOD_US, round(_MIN_QUOTA_US / cpu))
+    return max(_MIN_QUOTA_US, round(cpu * period_us)), period_us
+
+
+class Cgroups(ABC):
+    """The cgroups of labs; `roots` are the directories under which a lab's may lie."""
+
+    def __init__(self, roots: tuple[Path, ...]) -> None:
+        self.roots = roots
+        self._known: dict[tuple[Path, str, str], Path] = {}
+
+    @abstractmethod
+    def create(self, lab: str, host: str, cpu: float, memory_bytes: int) -> None:
+        """Make a host's cgroup with its limits; raises `ClusterError` where the kernel refuses."""
+
+    @abstractmethod
+    def set_cpu(self, lab: str, host: str, cpu: float) -> None:
+        """Change a host's share of a core."""
+
+    @abstractmethod
+    def cpu(self, lab: str, host: str) -> float:
+        """Read a host's share of a core."""
+
+    @abstractmethod
+    def memory(self, lab: str, host: str) -> MemoryUse:
+        """Read what a host uses of its memory."""
+
+    @abstractmethod
+    def oom_kills(self, lab: str, host: str) -> int:
+        """Count the processes that the kernel ended on a host because memory ran out."""
+
+    def directories(self, lab: str, host: str | None = None) -> list[Path]:
+        """Find the directories of a lab or of one of its hosts that exist."""
+        found = []
+        for root in self.roots:
+            for path, children, _ in os.walk(root):
+                if _lab_directory(lab) in children:
+                    found.append(Path(path) / _lab_directory(lab))
+        if host is None:
+            return found
+        return [path / host for path in found if (path / host).is_dir()]
+
+    def process_files(self, lab: str, host: str) -> list[Path]:
+        """Return the files into which a process writes its id to become part of a host."""
+        return [path / "cgroup.procs" for path in self.directories(lab, host)]
+
+    def processes(self, lab: str, host: str | None = None) -> set[int]:
+        """Return the ids of the processes of a host, or of the whole lab."""
+        return processes_in(self.directories(lab, host))
+
+    def kill(self, lab: str, host: str | None = None) -> None:
+        """End every process of a host, or of the whole lab, at once.
+
+        Raises `RunError` when some cannot be ended.
+        """
+        kill_processes(self.directories(lab, host))
+
+    def remove(self, lab: str) -> None:
+        """Remove all cgroups of a lab, and end what still joins them; fine if there are none.
+
+        Raises `RunError` when the kernel keeps one.
+        """
+        for directory in self.directories(lab):
+            for path, _, _ in os.walk(directory, topdown=False):
+                _remove(Path(path))
+
+    def _one(self, root: Path, lab: str, host: str) -> Path:
+        known = self._known.get((root, lab, host))
+        if known is not None and known.is_dir():
+            return known
+        for path in self.directories(lab, host):
+            if path.is_relative_to(root):
+                self._known[root, lab, host] = path
+                return path
+        raise ClusterError(f"host {host} of lab {lab} is not up; run penstock lab up first")
+
+
+class CgroupsV1(Cgroups):
+    """Version 1: one tree for CPU, one for memory. Hosts lie under the caller's own cgroup, so that
+    a lab never gets more than whoever started it has."""
+
+    def __init__(self, cpu_root: Path, memory_root: Path, cpu_base: Path, memory_base: Path) -> None:
+        super().__init__((cpu_root,) if cpu_root == memory_root else (cpu_root, memory_root))
+        self.cpu_root, self.memory_root = cpu_root, memory_root
+        self.cpu_base, self.memory_base = cpu_base, memory_base
+
+    def create(self, lab: str, host: str, cpu: float, memory_bytes: int) -> None:
+        """Make a host's two cgroups; swap is off where the kernel counts it."""
+        cpu_path = self.cpu_base / _lab_directory(lab) / host
+        memory_path = self.memory_base / _lab_directory(lab) / host
+        for path in (cpu_path, memory_path):
+            _make(path)
+        self._write_cpu(cpu_path, cpu)
+        _write(memory_path / "memory.limit_in_bytes", memory_bytes)
+        for file, value in (("memory.memsw.limit_in_bytes", memory_bytes), ("memory.swappiness", 0)):
+            with contextlib.suppress(ClusterError):
+                _write(memory_path / file, value)
+
+    def set_cpu(self, lab: str, host: str, cpu: float) -> None:
+        """Change a host's share of a core."""
+        self._write_cpu(self._one(self.cpu_root, lab, host), cpu)
+
+    def cpu(self, lab: str, host: str) -> float:
+        """Read a host's share of a core."""
+        path = self._one(self.cpu_root, lab, host)
+        return _read_int(path / "cpu.cfs_quota_us") / _read_int(path / "cpu.cfs_period_us")
+
+    def memory(self, lab: str, host: str) -> MemoryUse:
+        """Read what a host uses of its memory."""
+        path = self._one(self.memory_root, lab, host)
+        return MemoryUse(
+            used_bytes=_read_int(path / "memory.usage_in_bytes"),
+            peak_bytes=_read_int(path / "memory.max_usage_in_bytes"),
+            num_oom_kills=self.oom_kills(lab, host),
+        )
+
+    def oom_kills(self, lab: str, host: str) -> int:
+        """Count the processes that the kernel ended on a host because memory ran out."""
+        return _read_table(self._one(self.memory_root, lab, host) / "memory.oom_control").get("oom_kill", 0)
+
+    def _write_cpu(self, path: Path, cpu: float) -> None:
+        quota_us, period_us = quota(cpu)
+        # lifted first: the old quota and the new period need not be allowed together
+        _write(path / "cpu.cfs_quota_us", -1)
+        _write(path / "cpu.cfs_period_us", period_us)
+        _write(path / "cpu.cfs_quota_us", quota_us)
+
+
+class CgroupsV2(Cgroups):
+    """Version 2: one tree. Hosts lie under `base`, which must be allowed to hand out controllers."""
+
+    def __init__(self, root: Path, base: Path) -> None:
+        super().__init__((root,))
+        self.root, self.base = root, base
+
+    def create(self, lab: str, host: str, cpu: float, memory_bytes: int) -> None:
+        """Make a host's cgroup; swap is off where the kernel counts it."""
+        directory = self.base / _lab_directory(lab)
+        _make(directory)
+        for parent in (self.base, directory):
+            _write(parent / "cgroup.subtree_control", "+cpu +memory")
+        path = directory / host
+        _make(path)
+        self._write_cpu(path, cpu)
+        _write(path / "memory.max", memory_bytes)
+        with contextlib.suppress(ClusterError):
+            _write(path / "memory.swap.max", 0)
+
+    def set_cpu(self, lab: str, host: str, cpu: float) -> None:
+        """Change a host's share of a core."""
+        self._write_cpu(self._one(self.root, lab, host), cpu)
+
+    def cpu(self, lab: str, host: str) -> float:
+        """Read a host's share of a core."""
+        quota_us, period_us = (self._one(self.root, lab, host) / "cpu.max").read_text().split()
+        return int(quota_us) / int(period_us)
+
+    def memory(self, lab: str, host: str) -> MemoryUse:
+        """Read what a host uses of its memory; without `memory.peak` (before Linux 5.19) that of now."""
+        path = self._one(self.root, lab, host)
+        used_bytes = _read_int(path / "memory.current")
+        peak = path / "memory.peak"
+        return MemoryUse(
+            used_bytes=used_bytes,
+            peak_bytes=_read_int(peak) if peak.exists() else used_bytes,
+            num_oom_kills=self.oom_kills(lab, host),
+        )
+
+    def oom_kills(self, lab: str, host: str) -> int:
+        """Count the processes that the kernel ended on a host because memory ran out."""
+        return _read_table(self._one(self.root, lab, host) / "memory.events").get("oom_kill", 0)
+
+    def _write_cpu(self, path: Path, cpu: float) -> None:
+        quota_us, period_us = quota(cpu)
+        _write(path / "cpu.max", f"{quota_us} {period_us}")
+
+
+def kill_processes(directories: Sequence[Path]) -> None:
+    """End every process in these cgroups at once; raises `RunError` when some cannot be ended."""
+    deadline = time.monotonic() + _DEADLINE_S
+    while pids := processes_in(directories):
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"a killed process ends within {_DEADLINE_S:g} s, but {sorted(pids)} did not; "
+                "see what they wait for with ps -o pid,stat,wchan,args, then run penstock lab down again"
+            )
+        _kill_once(pids)
+        time.sleep(0.01)
+
+
+def _lab_directory(lab: str) -> str:
+    return f"penstock.{lab}"
+
+
+def processes_in(directories: Iterable[Path]) -> set[int]:
+    """Return the ids of the processes in these cgroups and those below them."""
+    pids: set[int] = set()
+    for directory in directories:
+        for path, _, _ in os.walk(directory):
+            with contextlib.suppress(OSError):
+                pids.update(int(word) for word in (Path(path) / "cgroup.procs").read_text().split())
+    # 0 stands for a process of another pid namespace, which cannot be named from here
+    return pids - {0}
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(
+            f"a lab needs to make cgroups, but {path} cannot be made ({error.strerror}); "
+            "run it as root and outside of containers"
+        ) from None
+
+
+def _remove(path: Path) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while True:
+        try:
+            path.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            # a killed process keeps its cgroup for a moment, and one that was just being started may have
+            # joined since
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"a lab's cgroup must be removable, but {path} is not ({error.strerror}); "
+                    "end what runs in it and run penstock lab down again"
+                ) from None
+            _kill_once(processes_in([path]))
+            time.sleep(0.01)
+
+
+def _kill_once(pids: set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _write(path: Path, value: int | str) -> None:
+    try:
+        path.write_text(f"{value}\n")
+    except OSError as error:
+        raise ClusterError(
+            f"the kernel must accept a lab's limits, but not {value} for {path} ({error.strerror}); "
+            "change the host's cpu or memory, or run the lab outside of containers"
+        ) from None
+
+
+def _read_int(path: Path) -> int:
+    return int(path.read_text())
+
+
+def _read_table(path: Path) -> dict[str, int]:
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) == 2}

@@ -1,0 +1,283 @@
+"""A lab: an emulated cluster on this machine, put up, looked at, disturbed and taken down.
+
+Nothing that `down` needs is stored: namespaces, files and cgroups are found by the lab's name. The
+one file under `/run/penstock` remembers the spec of a running lab, so that a name is enough to use it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from penstock.cluster.lab import network, presence
+from penstock.cluster.lab.machine import Machine, this_machine
+from penstock.cluster.lab.processes import Target
+from penstock.cluster.lab.run import GRACE_S, LabRun, Output, print_line
+from penstock.cluster.lab.spec import LabSpec, check_cpu, check_fit, read_lab
+from penstock.errors import ClusterError, PenstockError
+
+DEFAULT_PORT = 29500
+
+
+class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What one host has and uses now; `cpu` is its present share, which `slow` may have changed."""
+
+    name: str
+    address: str
+    cpu: float
+    bandwidth_bytes_per_s: float | None
+    memory_bytes: int
+    memory_used_bytes: int
+    memory_peak_bytes: int
+    num_processes: int
+    cut: bool
+
+
+class LabStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a lab is up, and its hosts if so; `partial` is what a crash leaves, for `down` to clean."""
+
+    name: str
+    state: presence.State
+    hosts: tuple[HostStatus, ...] = ()
+
+
+class Lab:
+    """An emulated cluster on this machine.
+
+    lab = Lab.from_file("lab.toml")
+    lab.up()
+    with lab.start(["python", "train.py"]) as run:
+        run.wait(timeout_s=600)
+    lab.down()
+
+    Raises `ClusterError` when this machine cannot carry labs.
+    """
+
+    def __init__(self, spec: LabSpec, machine: Machine | None = None) -> None:
+        self.spec = spec
+        self._machine = machine or this_machine()
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> "Lab":
+        """Read a lab file; raises `ClusterError` when it is wrong."""
+        return cls(read_lab(path))
+
+    @classmethod
+    def from_name(cls, name: str, machine: Machine | None = None) -> "Lab":
+        """Find a lab that was put up by its name; raises `ClusterError` when there is none."""
+        machine = machine or this_machine()
+        spec = presence.remembered(name, machine)
+        if spec is None:
+            up = ", ".join(presence.remembered_names(machine)) or "none"
+            raise ClusterError(
+                f"a lab is used by its file or, once up, by its name, but no lab {name!r} is up; up now: {up}"
+            )
+        return cls(spec, machine)
+
+    def up(self) -> list[str]:
+        """Put the lab up, unless it is; returns warnings, one line each.
+
+        Raises `ClusterError` when the machine is too small, or another lab of this name is up. When
+        anything fails, or on Ctrl-C, what was put up is taken down again.
+        """
+        machine, name = self._machine, self.spec.name
+        warnings = check_fit(self.spec, machine.num_cores, machine.memory_bytes)
+        with machine.locked():
+            state = presence.find_state(self.spec, machine)
+            if state == "up":
+                return warnings
+            other = presence.remembered(name, machine)
+            if other is not None and other != self.spec and presence.find_state(other, machine) == "up":
+                raise ClusterError(
+                    f"labs up at the same time have different names, but another lab {name!r} is up; "
+                    f"run penstock lab down {name} or give this one another name"
+                )
+            if state == "partial":
+                presence.remove(name, machine)
+            try:
+                self._build()
+            except BaseException:
+                # what went wrong first is what to tell; `down` can be run again for the rest
+                with contextlib.suppress(PenstockError):
+                    presence.remove(name, machine)
+                raise
+        return warnings
+
+    def down(self) -> None:
+        """Take the lab down with all that runs in it; fine when it is not up or only half."""
+        take_down(self.spec.name, self._machine)
+
+    def is_up(self) -> bool:
+        """Whether every part of the lab is there."""
+        return presence.find_state(self.spec, self._machine) == "up"
+
+    def status(self) -> LabStatus:
+        """Look at the lab and each of its hosts."""
+        state = presence.find_state(self.spec, self._machine)
+        if state != "up":
+            return LabStatus(name=self.spec.name, state=state)
+        cut = network.cut_hosts(self.spec, self._machine.shell)
+        hosts = tuple(self._host_status(index, cut) for index in range(len(self.spec.hosts)))
+        return LabStatus(name=self.spec.name, state="up", hosts=hosts)
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        on: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        nproc_per_host: int = 1,
+        port: int = DEFAULT_PORT,
+        output: Output = print_line,
+        end_together: bool = True,
+        grace_s: float = GRACE_S,
+    ) -> LabRun:
+        """Start a command on every host, or on those named by `on`, with torchrun's environment.
+
+        With `end_together` the first process that fails ends the others: SIGTERM, and SIGKILL for what
+        is left after `grace_s`. Raises `ClusterError` when
+        the lab is not up, a host is unknown or still busy, or there is no command.
+        """
+        if not command:
+            raise ClusterError("a run needs a command; write it after --, as in -- python train.py")
+        if nproc_per_host < 1:
+            raise ClusterError(
+                f"a host runs at least one process, not {nproc_per_host}; use --nproc-per-host 1"
+            )
+        if not 1 <= port <= 65535:
+            raise ClusterError(f"a port is 1 to 65535, not {port}; use --port {DEFAULT_PORT}")
+        self._require_up()
+        targets = self._targets(on)
+        for target in targets:
+            self._require_idle(target.host)
+        return LabRun(
+            self._machine.cgroups,
+            targets,
+            command,
+            env=env or {},
+            nproc_per_host=nproc_per_host,
+            port=port,
+            output=output,
+            end_together=end_together,
+            grace_s=grace_s,
+        )
+
+    def cut(self, host: str) -> None:
+        """Unplug a host's network: what is sent to it and by it is lost without a sign.
+
+        Raises `ClusterError` when the host is unknown or the lab is not up.
+        """
+        self._change(host, network.cut_command(self.spec, host))
+
+    def restore(self, host: str) -> None:
+        """Plug a host's network in again; raises like `cut`."""
+        self._change(host, network.restore_command(self.spec, host))
+
+    def slow(self, host: str, cpu: float) -> None:
+        """Change a host's share of a core while it runs; raises like `cut`, and for a wrong share."""
+        check_cpu(host, cpu)
+        self._require_host(host)
+        self._machine.cgroups.set_cpu(self.spec.name, host, cpu)
+
+    def kill(self, host: str) -> int:
+        """End every process of a host at once, as a power failure would; returns how many there were.
+
+        Raises like `cut`.
+        """
+        self._require_host(host)
+        num_processes = len(self._machine.cgroups.processes(self.spec.name, host))
+        self._machine.cgroups.kill(self.spec.name, host)
+        return num_processes
+
+    def _build(self) -> None:
+        machine, spec = self._machine, self.spec
+        for host in spec.hosts:
+            machine.cgroups.create(spec.name, host.name, host.cpu, host.memory_bytes)
+            directory = machine.netns_directory / network.host_namespace(spec.name, host.name)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "hosts").write_text(network.hosts_file(spec))
+        for command in network.up_commands(spec):
+            machine.shell.run(command)
+        presence.remember(spec, machine)
+
+    def _host_status(self, index: int, cut: set[str]) -> HostStatus:
+        host, cgroups = self.spec.hosts[index], self._machine.cgroups
+        memory = cgroups.memory(self.spec.name, host.name)
+        return HostStatus(
+            name=host.name,
+            address=network.host_address(index),
+            cpu=cgroups.cpu(self.spec.name, host.name),
+            bandwidth_bytes_per_s=host.bandwidth_bytes_per_s,
+            memory_bytes=host.memory_bytes,
+            memory_used_bytes=memory.used_bytes,
+            memory_peak_bytes=memory.peak_bytes,
+            num_processes=len(cgroups.processes(self.spec.name, host.name)),
+            cut=host.name in cut,
+        )
+
+    def _targets(self, on: Sequence[str] | None) -> list[Target]:
+        chosen = {self.spec.host(name).name for name in on} if on else None
+        return [
+            Target(
+                lab=self.spec.name,
+                host=host.name,
+                address=network.host_address(index),
+                memory_bytes=host.memory_bytes,
+                directories=tuple(self._machine.cgroups.directories(self.spec.name, host.name)),
+            )
+            for index, host in enumerate(self.spec.hosts)
+            if chosen is None or host.name in chosen
+        ]
+
+    def _change(self, host: str, command: network.Command) -> None:
+        self._require_host(host)
+        self._machine.shell.run(command)
+
+    def _require_host(self, host: str) -> None:
+        self.spec.host(host)
+        self._require_up()
+
+    def _require_up(self) -> None:
+        if not self.is_up():
+            raise ClusterError(
+                f"lab {self.spec.name} must be up for this, but it is not; run penstock lab up first"
+            )
+
+    def _require_idle(self, host: str) -> None:
+        pids = self._machine.cgroups.processes(self.spec.name, host)
+        if pids:
+            raise ClusterError(
+                f"a host runs one command at a time, but {host} still has {len(pids)} processes; "
+                f"wait for them or end them with penstock lab kill {self.spec.name} {host}"
+            )
+
+
+@contextlib.contextmanager
+def lab_session(spec: LabSpec, machine: Machine | None = None) -> Iterator[Lab]:
+    """Use a lab for a while: put it up unless it is, and take down what was put up.
+
+    with lab_session(read_lab("lab.toml")) as lab:
+        ...
+
+    Raises what `Lab.up` raises.
+    """
+    lab = Lab(spec, machine)
+    if lab.is_up():
+        yield lab
+        return
+    lab.up()
+    try:
+        yield lab
+    finally:
+        lab.down()
+
+
+def take_down(name: str, machine: Machine | None = None) -> None:
+    """Remove everything that exists of the lab of that name; fine when nothing does.
+
+    Raises `RunError` when something cannot be removed; all the rest is removed even then.
+    """
+    machine = machine or this_machine()
+    with machine.locked():
+        presence.remove(name, machine)

@@ -1,0 +1,142 @@
+"""What of this machine a lab touches, in one value, so that tests can hand in a pretended one."""
+
+import contextlib
+import fcntl
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.cluster.lab.cgroups import Cgroups, CgroupsV1, CgroupsV2
+from penstock.cluster.lab.shell import Shell, SystemShell
+from penstock.errors import ClusterError
+
+_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
+_LOCK_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The programs, cgroups and directories that labs use, and what the machine has."""
+
+    shell: Shell
+    cgroups: Cgroups
+    run_directory: Path = Path("/run/penstock")
+    netns_directory: Path = Path("/etc/netns")
+    num_cores: int
+    memory_bytes: int
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let only one process at a time build or remove labs.
+
+        Raises `ClusterError` when another one takes too long.
+        """
+        self.run_directory.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + _LOCK_DEADLINE_S
+        with (self.run_directory / "lock").open("w") as file:
+            # for the commands that are run meanwhile, see SystemShell
+            os.set_inheritable(file.fileno(), True)
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise ClusterError(
+                            f"only one lab is built or removed at a time, and another has not been done for "
+                            f"{_LOCK_DEADLINE_S:g} s; wait for it or end it"
+                        ) from None
+                    time.sleep(0.05)
+            yield
+
+
+def this_machine() -> Machine:
+    """Look at this machine.
+
+    Raises `ClusterError` when it cannot carry a lab: not root, a program or a controller missing.
+    """
+    if platform.system() != "Linux":
+        raise ClusterError(f"a lab needs Linux, but this is {platform.system()}; run it on a Linux machine")
+    if os.geteuid() != 0:
+        raise ClusterError(
+            f"a lab needs root for namespaces and cgroups, but this is user {os.geteuid()}; run it with sudo"
+        )
+    for program, package in _PROGRAMS.items():
+        if shutil.which(program) is None:
+            raise ClusterError(f"a lab needs the program {program}, which is not here; install {package}")
+    return Machine(
+        shell=SystemShell(), cgroups=find_cgroups(), num_cores=num_cores(), memory_bytes=_memory_bytes()
+    )
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups:
+    """Find out which cgroups this machine has and where a lab's may lie.
+
+    Raises `ClusterError` when CPU and memory cannot both be limited.
+    """
+    try:
+        mounts = (proc / "mountinfo").read_text().splitlines()
+        own = dict(_own_cgroups((proc / "cgroup").read_text()))
+    except OSError as error:
+        raise ClusterError(f"a lab needs Linux with cgroups ({error.strerror}: {error.filename})") from None
+    v1: dict[str, tuple[Path, str]] = {}
+    v2: tuple[Path, str] | None = None
+    for line in mounts:
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        shown, where = left.split()[3:5]
+        if kind == "cgroup":
+            v1 |= {option: (Path(where), shown) for option in options.split()[-1].split(",")}
+        elif kind == "cgroup2":
+            v2 = (Path(where), shown)
+    if "cpu" in v1 and "memory" in v1:
+        bases = [_under(*v1[controller], own.get(controller, "/")) for controller in ("cpu", "memory")]
+        return CgroupsV1(v1["cpu"][0], v1["memory"][0], *bases)
+    if v2 is not None and {"cpu", "memory"} <= set(_words(v2[0] / "cgroup.controllers")):
+        return CgroupsV2(v2[0], _handing_out(v2[0], _under(*v2, own.get("", "/"))))
+    raise ClusterError(
+        "a lab needs the cgroup controllers cpu and memory, but not both are mounted here; "
+        "mount -t cgroup2 none /sys/fs/cgroup, or boot with cgroup_enable=memory"
+    )
+
+
+def _own_cgroups(text: str) -> Iterator[tuple[str, str]]:
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            yield controller, path
+
+
+def _under(mount: Path, shown: str, own: str) -> Path:
+    """Where a cgroup lies below a mount that shows only a part of the tree; at worst, the mount."""
+    part = Path(own)
+    path = mount / (part.relative_to(shown) if part.is_relative_to(shown) else "")
+    return path if path.is_dir() else mount
+
+
+def _handing_out(root: Path, own: Path) -> Path:
+    """The nearest cgroup at or above one's own that hands both controllers to its children."""
+    for path in (own, *own.parents):
+        if path == root or {"cpu", "memory"} <= set(_words(path / "cgroup.subtree_control")):
+            return path
+    return root
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

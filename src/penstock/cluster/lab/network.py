@@ -1,0 +1,145 @@
+"""The network of a lab: one namespace per host, and one more for the switch between them.
+
+    namespace penstock.LAB.host0          namespace penstock.LAB
+      eth0 10.77.0.1  ── veth ──────────  port0 ┐
+         tbf: what host0 sends              tbf: what host0 receives
+                                                ├ bridge
+    namespace penstock.LAB.host1                │
+      eth0 10.77.0.2  ── veth ──────────  port1 ┘
+
+Since the bridge lies in a namespace of its own, the machine's own network sees none of it, its
+firewall does not touch it, and labs do not see each other: all of them use the same addresses.
+Deleting the namespaces deletes everything. No name here is ever stored, all follow from the lab's.
+"""
+
+import json
+
+from penstock.cluster.lab.shell import Shell
+from penstock.cluster.lab.spec import LabSpec
+
+Command = list[str]
+
+# What a token bucket lets pass at once, as time: longer than a late timer, shorter than a message.
+_BURST_S = 0.0005
+# two frames and their headers: less would make a slow link wait between single frames
+_MIN_BURST_BYTES = 4096
+# The kernel hands down packets of up to 64 KB and splits those that a bucket cannot take whole, at the
+# sender's cost in CPU. Fast links take them whole; on slow ones that would be long for free.
+_WHOLE_PACKET_BYTES = 80_000
+_QUEUE = "50ms"
+
+
+def switch_namespace(lab: str) -> str:
+    """Name the namespace that holds a lab's bridge."""
+    return f"penstock.{lab}"
+
+
+def host_namespace(lab: str, host: str) -> str:
+    """Name the namespace of one host.
+
+    >>> host_namespace("lab", "host0")
+    'penstock.lab.host0'
+    """
+    return f"{switch_namespace(lab)}.{host}"
+
+
+def host_address(index: int) -> str:
+    """Return the address of a lab's host by its place in the lab file.
+
+    >>> host_address(0)
+    '10.77.0.1'
+    """
+    return f"10.77.0.{index + 1}"
+
+
+def hosts_file(spec: LabSpec) -> str:
+    """Write what `/etc/hosts` is inside a lab, so that every host knows the others by name."""
+    lines = ["127.0.0.1 localhost", "::1 localhost"]
+    lines += [f"{host_address(index)} {host.name}" for index, host in enumerate(spec.hosts)]
+    return "\n".join(lines) + "\n"
+
+
+def up_commands(spec: LabSpec) -> list[Command]:
+    """List the commands that build a lab's network."""
+    switch = switch_namespace(spec.name)
+    commands = [
+        ["ip", "netns", "add", switch],
+        ["ip", "-n", switch, "link", "add", "bridge", "type", "bridge"],
+        ["ip", "-n", switch, "link", "set", "bridge", "up"],
+    ]
+    for index, host in enumerate(spec.hosts):
+        namespace, port = host_namespace(spec.name, host.name), f"port{index}"
+        commands += [
+            ["ip", "netns", "add", namespace],
+            ["ip", "-n", namespace, "link", "set", "lo", "up"],
+            [
+                "ip",
+                "-n",
+                switch,
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                namespace,
+            ],
+            ["ip", "-n", switch, "link", "set", port, "master", "bridge", "up"],
+            ["ip", "-n", namespace, "address", "add", f"{host_address(index)}/24", "dev", "eth0"],
+            ["ip", "-n", namespace, "link", "set", "eth0", "up"],
+        ]
+        if host.bandwidth_bytes_per_s is not None:
+            bucket = token_bucket(host.bandwidth_bytes_per_s)
+            commands += [
+                ["tc", "-n", switch, "qdisc", "add", "dev", port, "root", *bucket],
+                ["tc", "-n", namespace, "qdisc", "add", "dev", "eth0", "root", *bucket],
+            ]
+    return commands
+
+
+def token_bucket(bytes_per_s: float) -> list[str]:
+    """Describe a link of this bandwidth to `tc`.
+
+    >>> " ".join(token_bucket(125_000_000))
+    'tbf rate 1000000000bit burst 80000 latency 50ms'
+    """
+    burst_bytes = max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S))
+    if burst_bytes > _WHOLE_PACKET_BYTES // 2:
+        burst_bytes = max(burst_bytes, _WHOLE_PACKET_BYTES)
+    return ["tbf", "rate", f"{round(bytes_per_s * 8)}bit", "burst", str(burst_bytes), "latency", _QUEUE]
+
+
+def cut_command(spec: LabSpec, host: str) -> Command:
+    """Unplug a host: its port leaves the bridge, so everything sent is lost without a sign."""
+    return ["ip", "-n", switch_namespace(spec.name), "link", "set", _port(spec, host), "nomaster"]
+
+
+def restore_command(spec: LabSpec, host: str) -> Command:
+    """Plug a host in again."""
+    return ["ip", "-n", switch_namespace(spec.name), "link", "set", _port(spec, host), "master", "bridge"]
+
+
+def cut_hosts(spec: LabSpec, shell: Shell) -> set[str]:
+    """Find which hosts are unplugged."""
+    links = json.loads(shell.run(["ip", "-j", "-n", switch_namespace(spec.name), "link", "show"]) or "[]")
+    plugged = {link["ifname"] for link in links if link.get("master") == "bridge"}
+    return {host.name for host in spec.hosts if _port(spec, host.name) not in plugged}
+
+
+def lab_namespaces(lab: str, shell: Shell) -> list[str]:
+    """List the namespaces that exist of a lab, whether it was built to its end or not."""
+    switch = switch_namespace(lab)
+    names = [line.split()[0] for line in shell.run(["ip", "netns", "list"]).splitlines() if line.strip()]
+    return sorted(name for name in names if name == switch or name.startswith(f"{switch}."))
+
+
+def delete_command(namespace: str) -> Command:
+    """Delete a namespace and with it every link that ends in it."""
+    return ["ip", "netns", "delete", namespace]
+
+
+def _port(spec: LabSpec, host: str) -> str:
+    return f"port{spec.hosts.index(spec.host(host))}"

@@ -1,0 +1,93 @@
+"""What exists of a lab on this machine, and removing it, whatever state it is in.
+
+A lab's file under `/run/penstock` is written when everything else is there and removed before
+anything else is: where it lies, the lab was built to its end.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.cluster.lab.machine import Machine
+from penstock.cluster.lab.network import delete_command, host_namespace, lab_namespaces, switch_namespace
+from penstock.cluster.lab.spec import LabSpec
+from penstock.errors import PenstockError
+
+State = Literal["up", "partial", "down"]
+
+
+def find_state(spec: LabSpec, machine: Machine) -> State:
+    """Tell whether all, some or nothing of a lab exists."""
+    name = spec.name
+    namespaces = set(lab_namespaces(name, machine.shell))
+    needed = {switch_namespace(name), *(host_namespace(name, host.name) for host in spec.hosts)}
+    whole = namespaces == needed and all(machine.cgroups.directories(name, host.name) for host in spec.hosts)
+    if whole and remembered(name, machine) == spec:
+        return "up"
+    traces = namespaces or machine.cgroups.directories(name) or _host_files(name, machine)
+    return "partial" if traces or _file(name, machine).exists() else "down"
+
+
+def remember(spec: LabSpec, machine: Machine) -> None:
+    """Note that a lab is complete."""
+    file = _file(spec.name, machine)
+    new = file.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode(spec))
+    new.replace(file)
+
+
+def remembered(name: str, machine: Machine) -> LabSpec | None:
+    """Return the spec of a lab that was completed; None without one, or if its file is damaged."""
+    try:
+        return msgspec.json.decode(_file(name, machine).read_bytes(), type=LabSpec)
+    except (OSError, msgspec.MsgspecError, PenstockError):
+        return None
+
+
+def remembered_names(machine: Machine) -> list[str]:
+    """List the labs that were completed."""
+    return sorted(file.stem for file in machine.run_directory.glob("*.json"))
+
+
+def remove(name: str, machine: Machine) -> None:
+    """Remove everything that exists of a lab; fine when nothing does.
+
+    Raises the first `RunError` when something cannot be removed, after trying all the rest.
+    """
+    failures: list[PenstockError] = []
+
+    @contextlib.contextmanager
+    def attempt() -> Iterator[None]:
+        try:
+            yield
+        except PenstockError as error:
+            failures.append(error)
+
+    _file(name, machine).unlink(missing_ok=True)
+    _file(name, machine).with_suffix(".new").unlink(missing_ok=True)
+    with attempt():
+        machine.cgroups.kill(name)
+    for namespace in lab_namespaces(name, machine.shell):
+        with attempt():
+            machine.shell.run(delete_command(namespace))
+    for directory in _host_files(name, machine):
+        shutil.rmtree(directory, ignore_errors=True)
+    # the directory that holds them goes too when it holds nothing else
+    with contextlib.suppress(OSError):
+        machine.netns_directory.rmdir()
+    with attempt():
+        machine.cgroups.remove(name)
+    if failures:
+        raise failures[0]
+
+
+def _file(name: str, machine: Machine) -> Path:
+    return machine.run_directory / f"{name}.json"
+
+
+def _host_files(name: str, machine: Machine) -> list[Path]:
+    return list(machine.netns_directory.glob(host_namespace(name, "*")))

@@ -1,0 +1,62 @@
+"""Small boards by name: what `penstock lab init --like` writes.
+
+A lab emulates a board's memory and its network, not its processor: every host gets the same share
+of this machine's cores, small enough that the hosts do not disturb each other.
+"""
+
+import difflib
+import math
+
+from penstock.cluster.lab.spec import QUIET_SHARE, HostSpec, LabSpec
+from penstock.errors import ClusterError
+
+_GIGABIT = 125_000_000.0
+# name: memory and what the wired network carries, in bytes per second
+PRESETS: dict[str, tuple[int, float]] = {
+    # BCM2837, 1 GB, 100 Mbit Ethernet behind USB 2.0
+    "raspberry-pi-3": (2**30, _GIGABIT / 10),
+    # the same with a gigabit port behind USB 2.0, which its maker rates at 300 Mbit/s
+    "raspberry-pi-3-plus": (2**30, _GIGABIT * 0.3),
+    # sold with 1 to 8 GB; true gigabit Ethernet
+    "raspberry-pi-4": (4 * 2**30, _GIGABIT),
+    # sold with 1 to 16 GB; true gigabit Ethernet
+    "raspberry-pi-5": (8 * 2**30, _GIGABIT),
+}
+
+
+def preset(
+    like: str,
+    num_hosts: int,
+    num_cores: int,
+    *,
+    name: str = "lab",
+    cpu: float | None = None,
+    memory_bytes: int | None = None,
+    bandwidth_bytes_per_s: float | None = None,
+) -> LabSpec:
+    """Describe a lab of equal hosts after a known board; what is given replaces the board's value.
+
+    Raises `ClusterError` for an unknown board or a value that cannot be emulated.
+
+    >>> preset("raspberry-pi-4", 4, num_cores=2).hosts[3].cpu
+    0.35
+    """
+    if like not in PRESETS:
+        close = difflib.get_close_matches(like, PRESETS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "; pick one of these"
+        raise ClusterError(f"--like is one of {', '.join(PRESETS)}, not {like!r}{hint}")
+    if num_hosts < 1:
+        raise ClusterError(f"a lab has at least one host, not {num_hosts}; use --hosts 4")
+    board_memory_bytes, board_rate = PRESETS[like]
+    # one process per host is the custom here, so more than a core would be of no use to it
+    share = min(1.0, math.floor(QUIET_SHARE * num_cores / num_hosts * 100 + 1e-9) / 100)
+    hosts = tuple(
+        HostSpec(
+            name=f"host{index}",
+            cpu=share if cpu is None else cpu,
+            memory_bytes=board_memory_bytes if memory_bytes is None else memory_bytes,
+            bandwidth_bytes_per_s=board_rate if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s,
+        )
+        for index in range(num_hosts)
+    )
+    return LabSpec(name=name, hosts=hosts)

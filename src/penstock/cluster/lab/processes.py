@@ -1,0 +1,139 @@
+"""Starting one process inside a host of a lab, and making sure that none outlives its starter.
+
+What is started is a chain of `exec`, one process from the first to the last:
+
+    sh: join the host's cgroups ─▶ ip netns exec ─▶ unshare --uts ─▶ sh: take the host's name ─▶ COMMAND
+
+so the command is under the host's limits from its first instruction, and sees the host's network,
+its own host name, and the names of the other hosts.
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.cluster.lab.network import host_namespace
+
+_JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
+_RENAME = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
+# ends everything in the given cgroups when the pipe closes without a word; a process that is being
+# started may join late, so the cgroups must stay empty for a while
+_GUARD = """
+read -r word && [ "$word" = done ] && exit
+empty=0
+while [ $empty -lt 20 ]; do
+    pids=$(cat "$@" 2>/dev/null | grep -v '^0$')
+    if [ -n "$pids" ]; then empty=0; kill -9 $pids 2>/dev/null; else empty=$((empty + 1)); fi
+    sleep 0.05
+done
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A host that something is started on: where it is and how one becomes part of it."""
+
+    lab: str
+    host: str
+    address: str
+    memory_bytes: int
+    directories: tuple[Path, ...]
+
+    @property
+    def process_files(self) -> list[str]:
+        """The files into which a process writes its id to join the host."""
+        return [str(path / "cgroup.procs") for path in self.directories]
+
+
+def command_line(target: Target, command: Sequence[str]) -> list[str]:
+    """Write the command that runs `command` inside a host."""
+    return [
+        *("sh", "-c", _JOIN, "penstock-lab", *target.process_files, "--"),
+        *("ip", "netns", "exec", host_namespace(target.lab, target.host)),
+        *("unshare", "--uts", "sh", "-c", _RENAME, target.host, *command),
+    ]
+
+
+def environment(
+    targets: Sequence[Target], node_rank: int, local_rank: int, nproc_per_host: int, port: int
+) -> dict[str, str]:
+    """Give one process the variables that torchrun would give it, and the name of its host.
+
+    Rank 0 is on the first of the hosts that take part, so that one is everybody's master.
+    """
+    return {
+        "RANK": str(node_rank * nproc_per_host + local_rank),
+        "WORLD_SIZE": str(len(targets) * nproc_per_host),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(nproc_per_host),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(len(targets)),
+        "NODE_RANK": str(node_rank),
+        "MASTER_ADDR": targets[0].address,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "PENSTOCK_HOST": targets[node_rank].host,
+        # a pipe would otherwise hold lines back until a block of them is full
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def start_process(target: Target, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start a command inside a host, in a session of its own, with its output in pipes."""
+    return subprocess.Popen(
+        command_line(target, command),
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def signal_group(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
+    """Send a signal to a started process and all it started in its session."""
+    # while it has not been waited for, its id cannot belong to anybody else
+    if process.returncode is None:
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+
+
+class Guard:
+    """Ends what runs in some hosts when this process dies in a way that lets it do nothing itself."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        files = [file for target in targets for file in target.process_files]
+        self._process = subprocess.Popen(
+            ["sh", "-c", _GUARD, "penstock-lab-guard", *files],  # noqa: S607
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def release(self) -> None:
+        """Let the guard go: all it guards has ended."""
+        self._process.communicate(b"done\n", timeout=10)
+
+
+def exit_name(code: int) -> str:
+    """Say how a process ended.
+
+    >>> exit_name(3), exit_name(-15)
+    ('status 3', 'SIGTERM')
+    """
+    if code >= 0:
+        return f"status {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

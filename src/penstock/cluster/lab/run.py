@@ -1,0 +1,260 @@
+"""A command running on the hosts of a lab: its output, its memory, and how all of it ends.
+
+    running ──one process fails, memory runs out, terminate()──▶ ending ──all gone──▶ done
+       └──────────────────────all processes ended────────────────────────────────────────▲
+
+One thread does all the watching; on the way to done it ends whatever is left in the hosts.
+"""
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from subprocess import Popen
+from types import TracebackType
+from typing import IO, Literal
+
+from penstock.cluster.lab.cgroups import Cgroups, kill_processes, processes_in
+from penstock.cluster.lab.memory import MemoryWatch, explain
+from penstock.cluster.lab.processes import (
+    Guard,
+    Target,
+    environment,
+    exit_name,
+    signal_group,
+    start_process,
+)
+from penstock.errors import ClusterError, RunError
+
+_LOOK_EVERY_S = 0.05
+# less often, since it is what costs: the hosts should have the machine to themselves
+_LOOK_AT_MEMORY_EVERY_S = 0.1
+GRACE_S = 5.0
+# how long pipes may stay open once every process that could write to them is gone
+_DRAIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLine:
+    """A line that a process wrote."""
+
+    host: str
+    local_rank: int
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+Output = Callable[[OutputLine], None]
+
+
+def print_line(line: OutputLine) -> None:
+    """Print a line with the host's name in front, to the stream that it was written to."""
+    file = sys.stdout if line.stream == "stdout" else sys.stderr
+    # one write, so that lines of two hosts do not mix
+    file.write(f"{line.host} | {line.text}\n")
+    file.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One process of the run."""
+
+    target: Target
+    local_rank: int
+    process: Popen[str]
+    pumps: tuple[threading.Thread, threading.Thread]
+
+
+class LabRun:
+    """A command that runs on hosts of a lab; made by `Lab.start`.
+
+    with lab.start(["python", "train.py"]) as run:
+        exit_codes = run.wait(timeout_s=600)
+
+    Leaving the `with` block ends what still runs.
+    """
+
+    def __init__(
+        self,
+        cgroups: Cgroups,
+        targets: Sequence[Target],
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        nproc_per_host: int,
+        port: int,
+        output: Output,
+        end_together: bool,
+        grace_s: float,
+    ) -> None:
+        self._cgroups, self._targets, self._output = cgroups, targets, output
+        self._end_together, self._grace_s = end_together, grace_s
+        self._members: list[_Member] = []
+        self._watches = {target.host: MemoryWatch() for target in targets}
+        self._kills_before = {target.host: self._oom_kills(target) for target in targets}
+        self._looked_at_memory_s = 0.0
+        self._out_of_memory: str | None = None
+        self._first_failure: str | None = None
+        self._failure: BaseException | None = None
+        self._ending, self._done = threading.Event(), threading.Event()
+        self._guard = Guard(targets)
+        try:
+            for node_rank, target in enumerate(targets):
+                for local_rank in range(nproc_per_host):
+                    own = environment(targets, node_rank, local_rank, nproc_per_host, port)
+                    self._launch(target, local_rank, command, {**own, **env})
+        except BaseException:
+            self._end_all_now()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="penstock-lab-run", daemon=True)
+        self._watcher.start()
+
+    @property
+    def exit_codes(self) -> dict[str, int | None]:
+        """How each host ended: None while it runs, else 0 or its first failure (negative: a signal)."""
+        codes: dict[str, int | None] = {}
+        for target in self._targets:
+            own = [member.process.returncode for member in self._members if member.target is target]
+            codes[target.host] = None if None in own else next((code for code in own if code), 0)
+        return codes
+
+    @property
+    def first_failure(self) -> str | None:
+        """The process that failed first, as in `host1 ended with status 3`; None if none did."""
+        return self._first_failure
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, int]:
+        """Wait until every process has ended; returns each host's exit code.
+
+        Raises `RunError` when a host ran out of memory, and when the time is over (the run goes on).
+        """
+        if not self._done.wait(timeout_s):
+            running = [host for host, code in self.exit_codes.items() if code is None]
+            raise RunError(
+                f"the run was given {timeout_s:g} s but still goes on at {', '.join(running)}; "
+                "wait longer or terminate it"
+            )
+        if self._failure is not None:
+            raise self._failure
+        if self._out_of_memory is not None:
+            raise RunError(self._out_of_memory)
+        return {host: code if code is not None else 0 for host, code in self.exit_codes.items()}
+
+    def terminate(self) -> None:
+        """End every process, at first politely, and return when none is left; fine when it has ended."""
+        self._ending.set()
+        self._done.wait(self._grace_s + _DRAIN_S + 30)
+
+    def __enter__(self) -> "LabRun":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.terminate()
+
+    def _launch(
+        self, target: Target, local_rank: int, command: Sequence[str], env: Mapping[str, str]
+    ) -> None:
+        process = start_process(target, command, env)
+        assert process.stdout is not None  # noqa: S101
+        assert process.stderr is not None  # noqa: S101
+        pumps = (
+            threading.Thread(
+                target=self._pump, args=(target, local_rank, "stdout", process.stdout), daemon=True
+            ),
+            threading.Thread(
+                target=self._pump, args=(target, local_rank, "stderr", process.stderr), daemon=True
+            ),
+        )
+        self._members.append(_Member(target, local_rank, process, pumps))
+        for pump in pumps:
+            pump.start()
+
+    def _pump(
+        self, target: Target, local_rank: int, stream: Literal["stdout", "stderr"], pipe: IO[str]
+    ) -> None:
+        try:
+            for text in pipe:
+                line = text.rstrip("\n")
+                self._output(OutputLine(host=target.host, local_rank=local_rank, stream=stream, text=line))
+        except BaseException as error:
+            # nobody reads on, so the process would block one day: end the run and let wait() tell why
+            self._failure = error
+            self._ending.set()
+
+    def _watch(self) -> None:
+        try:
+            kill_at: float | None = None
+            while self._look():
+                if self._ending.is_set() and kill_at is None:
+                    kill_at = time.monotonic() + self._grace_s
+                    self._signal_all(signal.SIGTERM)
+                if kill_at is not None and time.monotonic() > kill_at:
+                    break
+                # terminate() cuts the pause short, and once that is known pauses are plain again
+                pause = self._ending.wait if kill_at is None else time.sleep
+                pause(_LOOK_EVERY_S)
+        except (ClusterError, OSError) as error:
+            self._failure = RunError(
+                f"a lab must stay up while a command runs in it, but it was taken down ({error}); "
+                "run penstock lab up and start again"
+            )
+        except BaseException as error:
+            self._failure = error
+        finally:
+            try:
+                self._end_all_now()
+            except BaseException as error:
+                self._failure = self._failure or error
+            self._done.set()
+
+    def _look(self) -> bool:
+        """Take note of what happened since the last look; False when every process has ended."""
+        if time.monotonic() > self._looked_at_memory_s + _LOOK_AT_MEMORY_EVERY_S:
+            self._look_at_memory()
+        running = False
+        for member in self._members:
+            code = member.process.poll()
+            running |= code is None
+            if code and not self._ending.is_set() and self._first_failure is None:
+                self._first_failure = f"{member.target.host} ended with {exit_name(code)}"
+        if self._end_together and (self._first_failure or self._out_of_memory):
+            self._ending.set()
+        return running
+
+    def _look_at_memory(self) -> None:
+        self._looked_at_memory_s = time.monotonic()
+        for target in self._targets:
+            watch = self._watches[target.host]
+            # each of the directories has all of the host's processes
+            watch.sample(processes_in(target.directories[:1]))
+            killed = self._oom_kills(target) > self._kills_before[target.host]
+            if killed and self._out_of_memory is None:
+                use = self._cgroups.memory(target.lab, target.host)
+                self._out_of_memory = explain(target.host, target.memory_bytes, use, watch)
+
+    def _oom_kills(self, target: Target) -> int:
+        return self._cgroups.oom_kills(target.lab, target.host)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for member in self._members:
+            signal_group(member.process, number)
+
+    def _end_all_now(self) -> None:
+        self._signal_all(signal.SIGKILL)
+        for member in self._members:
+            member.process.wait(timeout=_DRAIN_S)
+        kill_processes([path for target in self._targets for path in target.directories])
+        # the last process may have ended, or run out of memory, since the last look; a host whose lab
+        # is being taken down has no memory to look at
+        with contextlib.suppress(ClusterError, OSError):
+            self._look()
+            self._look_at_memory()
+        for member in self._members:
+            for pump in member.pumps:
+                pump.join(timeout=_DRAIN_S)
+        self._guard.release()

@@ -1,0 +1,276 @@
+"""The lab file: which hosts are emulated, and what each of them has.
+
+name = "lab"                      # optional
+bandwidth = "1 Gbit/s"            # optional, for every host that gives none
+[[hosts]]
+name = "host0"
+cpu = 0.35                        # share of a core
+memory = "1 GiB"
+bandwidth = "100 Mbit/s"          # optional; without any, the link is not limited
+"""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import ClusterError, UsageError
+from penstock.units import format_bytes, parse_bytes, parse_rate
+
+MAX_HOSTS = 200
+_LAB_FIELDS = ("name", "bandwidth", "hosts")
+_HOST_FIELDS = ("name", "cpu", "memory", "bandwidth")
+_NOT_EMULATED = ("latency", "loss", "jitter")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?")
+_MIN_CPU = 0.01
+_MIN_MEMORY_BYTES = 2**20
+_MIN_BANDWIDTH_BYTES_PER_S = 125.0
+# above this share of the cores the hosts start to take time from each other
+QUIET_SHARE = 0.7
+
+
+class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One emulated host: its share of a core, its memory and, unless None, its bandwidth.
+
+    Raises `ClusterError` when a value cannot be emulated.
+
+    >>> HostSpec(name="host0", cpu=0.35, memory_bytes=2**30).bandwidth_bytes_per_s is None
+    True
+    """
+
+    name: str
+    cpu: float
+    memory_bytes: int
+    bandwidth_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("a host name", self.name)
+        check_cpu(self.name, self.cpu)
+        if self.memory_bytes < _MIN_MEMORY_BYTES:
+            raise ClusterError(
+                f"a host's memory is at least 1 MiB, but {self.name} has {self.memory_bytes} bytes; "
+                'write it like memory = "1 GiB"'
+            )
+        rate = self.bandwidth_bytes_per_s
+        if rate is not None and not _MIN_BANDWIDTH_BYTES_PER_S <= rate < math.inf:
+            raise ClusterError(
+                f"a host's bandwidth is at least 1 kbit/s, but {self.name} has {rate * 8:g} bit/s; "
+                'write it like bandwidth = "100 Mbit/s"'
+            )
+
+
+class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An emulated cluster: a name and its hosts.
+
+    Raises `ClusterError` when there are no hosts, too many, or two of one name.
+
+    >>> LabSpec(hosts=(HostSpec(name="a", cpu=0.5, memory_bytes=2**30),)).name
+    'lab'
+    """
+
+    name: str = "lab"
+    hosts: tuple[HostSpec, ...]
+
+    def __post_init__(self) -> None:
+        _check_name("a lab name", self.name)
+        if not 1 <= len(self.hosts) <= MAX_HOSTS:
+            raise ClusterError(
+                f"a lab has 1 to {MAX_HOSTS} hosts, not {len(self.hosts)}; write one [[hosts]] table per host"
+            )
+        names = [host.name for host in self.hosts]
+        for name in names:
+            if names.count(name) > 1:
+                raise ClusterError(
+                    f"each host has its own name, but {name!r} is given {names.count(name)} times; rename one"
+                )
+
+    def host(self, name: str) -> HostSpec:
+        """Return the host of that name.
+
+        Raises `ClusterError` when the lab has no such host.
+        """
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        names = [host.name for host in self.hosts]
+        raise ClusterError(
+            f"lab {self.name} has no host {name!r}; it has {', '.join(names)}{_nearest(name, names)}"
+        )
+
+
+def parse_lab(text: str) -> LabSpec:
+    """Read the text of a lab file.
+
+    Raises `ClusterError` when it is not TOML, names an unknown field or holds a wrong value.
+
+    >>> parse_lab('[[hosts]]\\nname = "a"\\ncpu = 0.5\\nmemory = "1 GiB"').hosts[0].cpu
+    0.5
+    """
+    try:
+        table = msgspec.toml.decode(text)
+    except msgspec.DecodeError as error:
+        raise ClusterError(f"a lab file is TOML, but this one is not: {error}; correct that line") from None
+    _check_fields("a lab file", table, _LAB_FIELDS)
+    hosts = table.get("hosts", [])
+    if not isinstance(hosts, list) or not all(isinstance(host, dict) for host in hosts):
+        raise ClusterError("hosts are [[hosts]] tables in a lab file; write one [[hosts]] per host")
+    default = _rate("the lab", table["bandwidth"]) if "bandwidth" in table else None
+    return LabSpec(
+        name=_text("the lab's name", table.get("name", "lab")),
+        hosts=tuple(_parse_host(index, host, default) for index, host in enumerate(hosts)),
+    )
+
+
+def read_lab(path: str | os.PathLike[str]) -> LabSpec:
+    """Read a lab file.
+
+    Raises `ClusterError` when it cannot be read or is wrong; the message starts with the path.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ClusterError(
+            f"a lab file must be readable, but {path} is not ({reason}); "
+            f"make one with penstock lab init -o {path}"
+        ) from None
+    try:
+        return parse_lab(text)
+    except ClusterError as error:
+        raise ClusterError(f"{path}: {error}") from None
+
+
+def write_lab(spec: LabSpec) -> str:
+    """Write a lab as the text of a lab file; reading it gives an equal spec.
+
+    >>> print(write_lab(LabSpec(hosts=(HostSpec(name="a", cpu=0.5, memory_bytes=2**30),))))
+    name = "lab"
+    <BLANKLINE>
+    [[hosts]]
+    name = "a"
+    cpu = 0.5
+    memory = "1 GiB"
+    <BLANKLINE>
+    """
+    lines = [f'name = "{spec.name}"']
+    for host in spec.hosts:
+        lines += ["", "[[hosts]]", f'name = "{host.name}"', f"cpu = {host.cpu!r}"]
+        lines.append(f'memory = "{_exact(host.memory_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))}"')
+        if host.bandwidth_bytes_per_s is not None:
+            bits = round(host.bandwidth_bytes_per_s * 8)
+            lines.append(
+                f'bandwidth = "{_exact(bits, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))}"'
+            )
+    return "\n".join(lines) + "\n"
+
+
+def check_fit(spec: LabSpec, num_cores: int, memory_bytes: int) -> list[str]:
+    """Compare a lab with the machine that is to carry it; returns warnings, one line each.
+
+    Raises `ClusterError` when the hosts' CPU shares are more than the machine has.
+
+    >>> check_fit(LabSpec(hosts=(HostSpec(name="a", cpu=0.5, memory_bytes=2**30),)), 2, 2**33)
+    []
+    """
+    cpu = sum(host.cpu for host in spec.hosts)
+    # shares such as 4 x 0.35 are meant to be exactly 70%: forgive the last digits of the sum
+    slack = 1 + 1e-9
+    if cpu > num_cores * slack:
+        raise ClusterError(
+            f"the hosts' CPU shares add up to at most the machine's cores, but {cpu:.3g} > {num_cores}; "
+            f"use cpu = {_floor(num_cores * QUIET_SHARE / len(spec.hosts))} or fewer hosts"
+        )
+    warnings = []
+    if cpu > QUIET_SHARE * num_cores * slack:
+        warnings.append(
+            f"the hosts' CPU shares add up to {cpu:.3g} of {num_cores} cores; above {QUIET_SHARE:.0%} "
+            f"they disturb each other: use cpu = {_floor(num_cores * QUIET_SHARE / len(spec.hosts))}"
+        )
+    memory = sum(host.memory_bytes for host in spec.hosts)
+    if memory > memory_bytes:
+        warnings.append(
+            f"the hosts' memory adds up to {format_bytes(memory)} but the machine has "
+            f"{format_bytes(memory_bytes)}: a host may fail before it reaches its limit"
+        )
+    return warnings
+
+
+def check_cpu(host: str, cpu: float) -> None:
+    """Raise `ClusterError` unless the kernel can give a host this share of a core."""
+    if not _MIN_CPU <= cpu < math.inf:
+        raise ClusterError(
+            f"a host's cpu is a share of a core of at least {_MIN_CPU}, but {host} has {cpu:g}; "
+            "write it like cpu = 0.35"
+        )
+
+
+def _parse_host(index: int, table: Mapping[str, object], default_rate: float | None) -> HostSpec:
+    where = str(table.get("name", f"number {index}"))
+    _check_fields(f"host {where}", table, _HOST_FIELDS)
+    for field in ("name", "cpu", "memory"):
+        if field not in table:
+            raise ClusterError(f"a host gives name, cpu and memory, but host {where} has no {field}; add it")
+    cpu = table["cpu"]
+    if isinstance(cpu, bool) or not isinstance(cpu, int | float):
+        raise ClusterError(f"cpu is a number, but host {where} has {cpu!r}; write it like cpu = 0.35")
+    try:
+        memory_bytes = parse_bytes(str(table["memory"]))
+    except UsageError as error:
+        raise ClusterError(f"memory of host {where}: {error}") from None
+    rate = _rate(f"host {where}", table["bandwidth"]) if "bandwidth" in table else default_rate
+    name = _text(f"the name of host {where}", table["name"])
+    return HostSpec(name=name, cpu=float(cpu), memory_bytes=memory_bytes, bandwidth_bytes_per_s=rate)
+
+
+def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...]) -> None:
+    for field in table:
+        if field in _NOT_EMULATED:
+            raise ClusterError(
+                f"a lab emulates CPU, memory and bandwidth, but {where} gives {field}, which needs "
+                f"the kernel's netem and is not emulated; remove {field}"
+            )
+        if field not in known:
+            raise ClusterError(
+                f"{where} has the fields {', '.join(known)}, not {field!r}{_nearest(field, known)}"
+            )
+
+
+def _check_name(what: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ClusterError(
+            f"{what} is 1 to 20 of a-z, 0-9 and '-' (not first or last), not {name!r}; write it like host0"
+        )
+
+
+def _rate(where: str, value: object) -> float:
+    try:
+        # whole bits, so that a written file reads back to the same number
+        return round(parse_rate(str(value)) * 8) / 8
+    except UsageError as error:
+        raise ClusterError(f"bandwidth of {where}: {error}") from None
+
+
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ClusterError(f"{what} is text, not {value!r}; put it in quotes")
+    return value
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; remove or rename it"
+
+
+def _exact(value: int, step: int, units: tuple[str, ...]) -> str:
+    index = 0
+    while index + 1 < len(units) and value % step == 0:
+        value, index = value // step, index + 1
+    return f"{value} {units[index]}"
+
+
+def _floor(share: float) -> float:
+    return max(_MIN_CPU, math.floor(share * 100 + 1e-9) / 100)

@@ -1,0 +1,1 @@
+"""Measure: what parts of a model cost on this device."""

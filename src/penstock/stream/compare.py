@@ -1,0 +1,198 @@
+"""Compare pipelines with one process on the same devices, in one run."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.cluster.launch import available_cores
+from penstock.engine.deployment import Deployment, Microbatch, StreamReport
+from penstock.engine.jobs import collect_alone, load_program, release_alone, run_alone, send_alone
+from penstock.engine.split import choose_cuts, load_state
+from penstock.engine.world import FEEDER, World
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cuts
+from penstock.graph.ops import State
+from penstock.graph.stages import divide
+from penstock.measure.units import random_input
+from penstock.zoo.models import ZooModel
+
+# Distinct inputs; the stream takes them in turn, so that every result can be checked bit for bit.
+_NUM_DISTINCT = 8
+
+
+class Comparison:
+    """One model on one world; each method measures one row.
+
+    The rows share inputs and the serial run's outputs, which all others are compared with.
+    """
+
+    def __init__(
+        self, zoo: ZooModel, world: World, *, num_images: int, passes: int, microbatch_size: int,
+        threads: int | None, depth: int, max_stages: int,
+    ) -> None:  # fmt: skip
+        self._zoo = zoo
+        self._world = world
+        self._passes = passes
+        self._depth = depth
+        self._number = 0
+        self.graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+        self._rows = self.graph.fixed_batch or microbatch_size
+        self._sizes = self.graph.sizes(self._rows)
+        self._num_microbatches = max(1, num_images // self._rows)
+        self._threads = threads or max(1, available_cores() // (max_stages if world.workers else 1))
+        generator = torch.Generator().manual_seed(0)
+        self._inputs = [
+            [_example_input(zoo, self.graph, i, self._sizes, generator) for i in range(len(self.graph.tensor_inputs()))]
+            for _ in range(_NUM_DISTINCT)
+        ]
+        self._whole = divide(self.graph, [])[0]
+        self._reference: list[list[Tensor]] = []
+        self._serial_images_per_s = 0.0
+        self._ceilings: dict[int, float] = {}
+
+    def settings(self) -> dict[str, Any]:
+        """Give what all rows have in common."""
+        return {
+            "num_images": self._num_microbatches * self._rows,
+            "passes": self._passes,
+            "microbatch_size": self._rows,
+            "threads": self._threads,
+            "depth": self._depth,
+            "devices": [self._world.names[rank] for rank in self._world.devices],
+            "torch": torch.__version__,
+        }
+
+    def serial(self) -> dict[str, Any]:
+        """Run the whole model on one device after the other; the mean counts."""
+        # workers of this machine are alike, so one stands for all
+        devices = self._world.devices[:1] if self._world.workers else self._world.devices
+        rates = []
+        for rank in devices:
+            outputs, seconds = self._alone([rank], self._num_microbatches * self._passes)
+            self._reference = self._reference or outputs
+            rates.append(self._num_microbatches * self._passes * self._rows / seconds[0])
+        self._serial_images_per_s = sum(rates) / len(rates)
+        return {
+            "mode": "serial", "stages": 1, "policy": None, "cuts": [],
+            "images_per_second": self._serial_images_per_s, "speedup": 1.0, "bit_equal": True,
+            "max_abs_difference": 0.0, "fill_s": 0.0, "efficiency": None,
+            "ceiling_images_per_second": None, "per_stage": [],
+        }  # fmt: skip
+
+    def ceiling(self, num_devices: int) -> float:
+        """Add up what so many devices do alone with the whole model, all at once, in images per second."""
+        if num_devices not in self._ceilings:
+            count = max(8, self._num_microbatches // 4)
+            _, seconds = self._alone(self._world.devices[:num_devices], count)
+            self._ceilings[num_devices] = sum(count * self._rows / s for s in seconds)
+        return self._ceilings[num_devices]
+
+    def pipeline(self, stages: int, *, policy: str | None = None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
+        """Stream through so many stages."""
+        possible = Cuts(self.graph)
+        if cuts is not None:
+            chosen = possible.find_all(cuts)
+        else:
+            chosen = choose_cuts(self.graph, possible, stages=stages, policy=policy or "balanced", sizes=self._sizes)
+        ceiling = self.ceiling(min(stages, len(self._world.devices)))
+        world = dataclasses.replace(self._world, devices=self._world.devices[:stages])
+        self._number += 1
+        deployment = Deployment(
+            world, divide(self.graph, chosen), self._load, sizes=self._sizes, threads=self._threads,
+            number=self._number, depth=self._depth,
+        )  # fmt: skip
+        difference = _Difference(self._reference)
+        reports = []
+        for counted in range(-1, self._passes):
+            length = self._num_microbatches if counted >= 0 else min(self._num_microbatches, 10 * stages)
+            for index, outputs in enumerate(deployment.stream(self._feed(length))):
+                difference.add(index, outputs)
+            if counted >= 0:
+                reports.append(deployment.last_report)
+        deployment.close()
+        return self._row(stages, policy, [cut.name for cut in chosen], ceiling, reports, difference)
+
+    def _row(
+        self, stages: int, policy: str | None, cuts: list[str], ceiling: float,
+        reports: list[StreamReport], difference: "_Difference",
+    ) -> dict[str, Any]:  # fmt: skip
+        seconds = sum(report.total_s for report in reports)
+        rate = sum(report.num_rows for report in reports) / seconds
+        steady = sum(report.steady_rows_per_s for report in reports) / len(reports)
+        return {
+            "mode": "pipeline", "stages": stages, "policy": policy or "by hand", "cuts": cuts,
+            "images_per_second": rate, "steady_images_per_second": steady,
+            "speedup": rate / self._serial_images_per_s, "bit_equal": difference.equal,
+            "max_abs_difference": difference.largest,
+            "fill_s": sum(report.fill_s for report in reports) / len(reports),
+            "efficiency": steady / ceiling, "ceiling_images_per_second": ceiling,
+            "per_stage": [
+                {
+                    "stage": s.stage, "device": s.device,
+                    **{
+                        name: sum(getattr(report.stages[i], name) for report in reports) / len(reports)
+                        for name in ("compute_s", "wait_s", "send_s")
+                    },
+                }
+                for i, s in enumerate(reports[0].stages)
+            ],
+        }  # fmt: skip
+
+    def _feed(self, count: int) -> Iterator[Microbatch]:
+        for index in range(count):
+            yield self._inputs[index % _NUM_DISTINCT], self._sizes
+
+    def _load(self, state: State) -> Tensor:
+        return load_state(self.graph, state, self._zoo.weights)
+
+    def _alone(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
+        """Run the whole model on these ranks at once; gives the first one's outputs and everyone's seconds."""
+        others = [rank for rank in ranks if rank != FEEDER]
+        transport = self._world.transport
+        for rank in others:
+            send_alone(
+                transport, rank, self._whole, self._load, inputs=self._inputs, sizes=self._sizes,
+                num_microbatches=count, threads=self._threads,
+            )  # fmt: skip
+        release_alone(transport, others)
+        results: list[tuple[list[list[Tensor]], float]] = []
+        if FEEDER in ranks:
+            torch.set_num_threads(self._threads)
+            runtime = load_program(self._whole, self._load)
+            results.append(run_alone(runtime, self._sizes, self._inputs, count))
+        results += [collect_alone(transport, rank, self._whole, self._sizes, _NUM_DISTINCT) for rank in others]
+        return results[0][0], [seconds for _, seconds in results]
+
+
+def _example_input(
+    zoo: ZooModel, graph: Any, index: int, sizes: Mapping[str, int], generator: torch.Generator
+) -> Tensor:
+    """Make one input like the example: other numbers where it has floats, other rows where it has integers."""
+    value = graph.tensor_inputs()[index]
+    if value.dtype.is_floating_point:
+        return random_input(value, dict(sizes), generator)
+    examples = [x for x in [*zoo.example_args, *zoo.example_kwargs.values()] if isinstance(x, Tensor)]
+    example = examples[index]
+    shape = value.evaluate(sizes)
+    if example.dtype == torch.bool or int(example.max()) <= 1:
+        return example[:1].expand(shape).clone() if example.dim() else example.clone()
+    return torch.randint(0, int(example.max()) + 1, shape, generator=generator, dtype=value.dtype)
+
+
+class _Difference:
+    """Compares results with the serial run's."""
+
+    def __init__(self, reference: list[list[Tensor]]) -> None:
+        self._reference = reference
+        self.equal = True
+        self.largest = 0.0
+
+    def add(self, index: int, outputs: Sequence[Tensor]) -> None:
+        """Compare the result of one microbatch."""
+        for expected, given in zip(self._reference[index % _NUM_DISTINCT], outputs, strict=True):
+            if not torch.equal(expected, given):
+                self.equal = False
+                self.largest = max(self.largest, float((expected - given).abs().max()))

@@ -1,0 +1,67 @@
+"""Labs for tests, and what of them is left on the machine."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from penstock.cluster.lab import HostSpec, Lab, LabSpec, OutputLine
+
+MIB = 2**20
+
+
+def traces() -> dict[str, list[str]]:
+    """Everything that a lab could leave on this machine."""
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    cgroups = [path for path, _, _ in os.walk("/sys/fs/cgroup") if "/penstock." in path]
+    processes = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if re.search(r"penstock-lab|PENSTOCK_TEST", command):
+            processes.append(command)
+    return {
+        "namespaces": sorted(line.split()[0] for line in namespaces.splitlines()),
+        "links": sorted(line.split(": ")[1] for line in links.splitlines()),
+        "cgroups": sorted(cgroups),
+        "host files": sorted(map(str, Path("/etc/netns").glob("*"))),
+        "state": sorted(map(str, Path("/run/penstock").glob("*.json*"))),
+        "processes": sorted(processes),
+    }
+
+
+def make_spec(
+    name: str, num_hosts: int = 2, *, memory_bytes: int = 256 * MIB, rate: float | None = 12_500_000.0
+) -> LabSpec:
+    """Equal hosts of 0.35 core."""
+    hosts = tuple(
+        HostSpec(name=f"host{index}", cpu=0.35, memory_bytes=memory_bytes, bandwidth_bytes_per_s=rate)
+        for index in range(num_hosts)
+    )
+    return LabSpec(name=name, hosts=hosts)
+
+
+class Collected:
+    """An output callback that keeps the lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[OutputLine] = []
+
+    def __call__(self, line: OutputLine) -> None:
+        self.lines.append(line)
+
+    def of(self, host: str, stream: str = "stdout") -> list[str]:
+        """The lines of one host."""
+        return [line.text for line in self.lines if line.host == host and line.stream == stream]
+
+
+def output_of(lab: Lab, command: list[str], on: list[str] | None = None) -> Collected:
+    """Run a command to its end in a lab."""
+    collected = Collected()
+    with lab.start(command, on=on, output=collected) as run:
+        codes = run.wait(timeout_s=30)
+    assert not any(codes.values()), collected.lines
+    return collected

@@ -1,0 +1,337 @@
+"""Labs for real. The module fails when it leaves anything on the machine."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from labs import MIB, Collected, make_spec, output_of, traces
+
+from penstock.cluster.lab import Lab, LabSpec, lab_session, take_down, write_lab
+from penstock.cluster.lab.cgroups import Cgroups
+from penstock.cluster.lab.machine import find_cgroups
+from penstock.errors import ClusterError, RunError
+
+PROGRAMS = ("ip", "tc", "unshare")
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="labs need root"),
+    pytest.mark.skipif(
+        any(shutil.which(program) is None for program in PROGRAMS), reason="labs need ip and tc"
+    ),
+]
+NAME = f"t{os.getpid()}"
+VERB = [sys.executable, "-c", "from penstock.cli.lab import app; app()"]
+
+SPIN = """
+import time
+start, used = time.monotonic(), time.process_time()
+while time.monotonic() - start < 2: pass
+print((time.process_time() - used) / (time.monotonic() - start))
+"""
+TRANSFER = """
+import os, socket, sys, time
+sender, num_bytes = int(sys.argv[1]), int(sys.argv[2])
+if os.environ["RANK"] == "0":
+    peer, _ = socket.create_server(("host0", 9000)).accept()
+else:
+    for _ in range(200):
+        try:
+            peer = socket.create_connection(("host0", 9000), timeout=10)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+data = bytearray(65536)
+if int(os.environ["RANK"]) == sender:
+    for _ in range(num_bytes // len(data)):
+        peer.sendall(data)
+    peer.shutdown(socket.SHUT_WR)
+    peer.recv(1)
+else:
+    total, start = -peer.recv_into(data), time.monotonic()
+    while received := peer.recv_into(data):
+        total += received
+    print(total / (time.monotonic() - start))
+"""
+GREET = """
+import os, socket, time
+for peer in ("host0", "host1"):
+    print(peer, socket.gethostbyname(peer), flush=True)
+print(socket.gethostname())
+server = socket.create_server((os.environ["PENSTOCK_HOST"], 9000))
+other = "host1" if os.environ["RANK"] == "0" else "host0"
+for _ in range(200):
+    try:
+        client = socket.create_connection((other, 9000), timeout=5)
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.02)
+peer, address = server.accept()
+print("greeted by", address[0])
+client.recv(1) if os.environ["RANK"] == "0" else peer.close()
+"""
+ECHO = """
+import socket, sys, time
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("host0", 9001))
+while True:
+    data, address = server.recvfrom(10)
+    server.sendto(data, address)
+"""
+ASK = """
+import socket
+client = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+client.settimeout(0.05)
+answers = 0
+for _ in range(8):
+    try:
+        client.sendto(b"x", ("host0", 9001))
+        answers += len(client.recv(10))
+    except OSError:
+        pass
+print(answers)
+"""
+GROW = "import time; x = []\nwhile True: x.append(bytearray(b'x' * 4_000_000)); time.sleep(0.03)"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_leaks() -> Iterator[None]:
+    before = traces()
+    yield
+    assert traces() == before
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with lab_session(make_spec(NAME)) as lab:
+        yield lab
+
+
+@pytest.fixture
+def cgroups() -> Cgroups:
+    return find_cgroups()
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.002)
+
+
+def test_hosts_have_names_addresses_and_reach_each_other(lab: Lab) -> None:
+    said = output_of(lab, python(GREET))
+    known = ["host0 10.77.0.1", "host1 10.77.0.2"]
+    assert said.of("host0") == [*known, "host0", "greeted by 10.77.0.2"]
+    assert said.of("host1") == [*known, "host1", "greeted by 10.77.0.1"]
+
+
+def test_status_tells_what_hosts_have(lab: Lab) -> None:
+    status = lab.status()
+    assert status.state == "up"
+    assert [(host.name, host.address) for host in status.hosts] == [
+        ("host0", "10.77.0.1"),
+        ("host1", "10.77.0.2"),
+    ]
+    host = status.hosts[1]
+    assert (host.cpu, host.memory_bytes, host.num_processes, host.cut) == (0.35, 256 * MIB, 0, False)
+
+
+def test_hosts_have_no_way_out(lab: Lab) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
+        with lab.start(python(code), on=["host0"], output=Collected()) as run:
+            assert run.wait(timeout_s=10) == {"host0": 1}
+    assert output_of(lab, ["ip", "route"]).of("host0") == [
+        "10.77.0.0/24 dev eth0 proto kernel scope link src 10.77.0.1 "
+    ]
+
+
+def shares(lab: Lab) -> dict[str, float]:
+    said = output_of(lab, python(SPIN))
+    return {host.name: float(said.of(host.name)[0]) for host in lab.spec.hosts}
+
+
+def test_cpu_shares_are_kept_and_can_be_slowed(lab: Lab) -> None:
+    # a busy machine may give less for a while, never more
+    measured = [shares(lab)]
+    while len(measured) < 4 and not all(abs(share / 0.35 - 1) < 0.03 for share in measured[-1].values()):
+        measured.append(shares(lab))
+    assert all(share == pytest.approx(0.35, rel=0.03) for share in measured[-1].values()), measured
+    lab.slow("host1", 0.1)
+    try:
+        slowed = shares(lab)
+        assert lab.status().hosts[1].cpu == 0.1
+    finally:
+        lab.slow("host1", 0.35)
+    assert slowed["host1"] == pytest.approx(0.1, rel=0.1), slowed
+    assert slowed["host0"] > 0.2, slowed
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_links_carry_their_bandwidth(lab: Lab, sender: int) -> None:
+    rates = []
+    for _ in range(3):
+        [rate] = output_of(lab, python(TRANSFER, sender, 10_000_000)).of(f"host{1 - sender}")
+        rates.append(float(rate))
+        if rates[-1] == pytest.approx(12_500_000, rel=0.1):
+            break
+    assert statistics.median(rates) == pytest.approx(12_500_000, rel=0.1), rates
+
+
+def test_a_cut_host_is_silent_until_restored(lab: Lab) -> None:
+    with lab.start(python(ECHO), on=["host0"], output=Collected()):
+        until(lambda: output_of(lab, python(ASK), on=["host1"]).of("host1") == ["8"])
+        lab.cut("host1")
+        assert [host.cut for host in lab.status().hosts] == [False, True]
+        assert output_of(lab, python(ASK), on=["host1"]).of("host1") == ["0"]
+        lab.restore("host1")
+        until(lambda: output_of(lab, python(ASK), on=["host1"]).of("host1") == ["8"])
+
+
+def test_a_killed_host_ends_the_run(lab: Lab) -> None:
+    with lab.start(["sleep", "60"], output=Collected()) as run:
+        until(lambda: [host.num_processes for host in lab.status().hosts] == [1, 1])
+        with pytest.raises(ClusterError, match=r"host0 still has 1 processes; wait .* penstock lab kill"):
+            lab.start(["true"], on=["host0"])
+        assert lab.kill("host1") == 1
+        assert run.wait(timeout_s=10) == {"host0": -signal.SIGTERM, "host1": -signal.SIGKILL}
+        assert run.first_failure == "host1 ended with SIGKILL"
+
+
+def test_hosts_may_outlive_each_other(lab: Lab) -> None:
+    command = ["sh", "-c", "[ $RANK = 0 ] || exit 3; sleep 1; echo late"]
+    collected = Collected()
+    with lab.start(command, output=collected, end_together=False) as run:
+        assert run.wait(timeout_s=10) == {"host0": 0, "host1": 3}
+    assert collected.of("host0") == ["late"]
+
+
+def test_output_is_kept_apart_and_ranks_are_torchruns(lab: Lab) -> None:
+    collected = Collected()
+    command = ["sh", "-c", "echo $RANK/$WORLD_SIZE; echo $MASTER_ADDR:$MASTER_PORT $X >&2"]
+    with lab.start(command, nproc_per_host=2, port=1234, env={"X": "y"}, output=collected) as run:
+        run.wait(timeout_s=10)
+    assert sorted(collected.of("host0")) == ["0/4", "1/4"]
+    assert sorted(collected.of("host1")) == ["2/4", "3/4"]
+    assert collected.of("host1", "stderr") == ["10.77.0.1:1234 y"] * 2
+
+
+def test_output_that_cannot_be_handed_on_ends_the_run(lab: Lab) -> None:
+    def refuse(_line: object) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    with lab.start(["sh", "-c", "echo x; sleep 60"], output=refuse) as run, pytest.raises(BrokenPipeError):
+        run.wait(timeout_s=10)
+
+
+def test_nothing_a_command_started_is_left(lab: Lab) -> None:
+    output_of(lab, ["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & true"])
+    assert [host.num_processes for host in lab.status().hosts] == [0, 0]
+
+
+def test_the_stubborn_are_killed(lab: Lab) -> None:
+    collected = Collected()
+    run = lab.start(["sh", "-c", "trap '' TERM; echo ready; sleep 60"], output=collected, grace_s=0.3)
+    until(lambda: len(collected.lines) == 2)
+    with pytest.raises(RunError, match=r"given 0.1 s but still goes on at host0, host1"):
+        run.wait(timeout_s=0.1)
+    run.terminate()
+    assert run.exit_codes == {"host0": -signal.SIGKILL, "host1": -signal.SIGKILL}
+
+
+def test_running_out_of_memory_names_host_limit_and_user() -> None:
+    spec = LabSpec(name=f"{NAME}m", hosts=make_spec("x", memory_bytes=64 * MIB).hosts)
+    command = ["sh", "-c", f'[ $RANK = 1 ] || exec sleep 60; {sys.executable} -c "$0"; sleep 60', GROW]
+    with (
+        lab_session(spec) as lab,
+        lab.start(command, output=Collected()) as run,
+        pytest.raises(RunError) as caught,
+    ):
+        run.wait(timeout_s=20)
+    message = str(caught.value)
+    assert message.startswith(
+        "host1 ran out of its memory of 67.1 MB, so the kernel ended its largest process, "
+    )
+    assert f"'{sys.executable} -c x"[:20] in message
+    assert "the host's peak was 67.1 MB" in message
+    assert "\n" not in message
+
+
+def test_a_lab_taken_down_ends_its_run() -> None:
+    # early ones meet processes that are only just joining their host
+    for wait_s in [0.0, 0.0, 0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.2]:
+        with lab_session(make_spec(f"{NAME}d")) as lab, lab.start(["sleep", "60"], output=Collected()) as run:
+            time.sleep(wait_s)
+            take_down(lab.spec.name)
+            # whether the lab or the processes are missed first is chance
+            with contextlib.suppress(RunError):
+                assert all(run.wait(timeout_s=10).values())
+            assert None not in run.exit_codes.values()
+
+
+def test_two_labs_at_once(lab: Lab) -> None:
+    with lab_session(make_spec(f"{NAME}-2", 1)) as other:
+        assert Lab.from_name(f"{NAME}-2").spec == other.spec
+        assert output_of(other, ["hostname"]).of("host0") == ["host0"]
+    assert not other.is_up()
+    assert lab.is_up()
+    lab.up()
+    other.down()
+    assert lab.is_up()
+
+
+def start_verb(*arguments: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([*VERB, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("num_namespaces", [1, 2, 3])
+def test_up_ended_in_the_middle(number: int, num_namespaces: int, tmp_path: Path) -> None:
+    name = f"{NAME}u"
+    file = tmp_path / "lab.toml"
+    file.write_text(write_lab(make_spec(name, 3)))
+    before = traces()
+    for _ in range(2):
+        process = start_verb("up", str(file))
+        until(lambda: len(list(Path("/run/netns").glob(f"penstock.{name}*"))) >= num_namespaces)
+        process.send_signal(number)
+        process.wait(10)
+        if number == signal.SIGKILL:
+            take_down(name)
+        assert traces() == before
+    take_down(name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_run_ended_in_the_middle(number: int, tmp_path: Path, cgroups: Cgroups) -> None:
+    name = f"{NAME}r"
+    file = tmp_path / "lab.toml"
+    file.write_text(write_lab(make_spec(name)))
+    before = traces()
+    for _ in range(2):
+        process = start_verb("run", str(file), "--", "sh", "-c", "setsid sleep 1000 & sleep 1000")
+        until(lambda: len(cgroups.processes(name)) == 6)
+        process.send_signal(number)
+        if number == signal.SIGINT:
+            # somebody impatient
+            time.sleep(0.05)
+            process.send_signal(number)
+        process.wait(10)
+        # whatever way it went, nothing goes on running
+        until(lambda: not cgroups.processes(name), 3)
+        if number != signal.SIGTERM:
+            take_down(name)
+        until(lambda: traces() == before)

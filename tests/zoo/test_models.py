@@ -1,0 +1,125 @@
+"""The name of a model to the model: functions and what is common to all sources."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.errors import ModelError
+from penstock.zoo import load_model
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("table", torch.ones(2), persistent=False)
+    def forward(self, x, scale=1):
+        return self.norm(self.fc(x)) * self.table * scale
+
+def bare():
+    return Net()
+def with_args():
+    return Net(), (torch.ones(4, 3),)
+def with_kwargs():
+    return Net(), [torch.ones(4, 3)], {"scale": 2}
+def number():
+    return 3
+def wrong_args():
+    return Net(), 3
+def fails():
+    raise KeyError("what")
+not_a_function = 3
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"user_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("import nosuchthing")
+    (tmp_path / "bad.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_function_gives_a_module_with_its_own_values(source: str) -> None:
+    model = load_model(f"{source}:with_args")
+    assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in model.module.buffers()} == {"cpu"}
+    assert not model.module.training
+    assert [tuple(arg.shape) for arg in model.example_args] == [(4, 3)]
+    assert (model.example_kwargs, model.task, model.transform, model.class_names) == ({}, "other", None, None)
+    assert sorted(model.weights.names()) == [
+        "fc.bias", "fc.weight", "norm.bias", "norm.num_batches_tracked", "norm.running_mean",
+        "norm.running_var", "norm.weight", "table",
+    ]  # fmt: skip
+    again = load_model(f"{source}:with_args")
+    assert torch.equal(model.weights.load("fc.weight"), again.weights.load("fc.weight"))
+    other = load_model(f"{source}:with_args", seed=1)
+    assert not torch.equal(model.weights.load("fc.weight"), other.weights.load("fc.weight"))
+
+
+def test_a_function_may_give_keyword_arguments_or_none(source: str) -> None:
+    model = load_model(f"{source}:with_kwargs", whole=True)
+    assert model.example_kwargs == {"scale": 2}
+    assert model.module(*model.example_args, **model.example_kwargs).shape == (4, 2)
+    assert load_model(f"{source}:bare").example_args == ()
+
+
+def test_a_file_serves_parameters_and_persistent_buffers(source: str, tmp_path: Path) -> None:
+    state = {
+        "fc.weight": torch.full((2, 3), 2.0, dtype=torch.float64),
+        "fc.bias": torch.zeros(2),
+        "norm.weight": torch.ones(2),
+        "norm.bias": torch.ones(2),
+        "norm.running_mean": torch.full((2,), 5.0),
+        "norm.running_var": torch.ones(2),
+    }
+    save_file(state, tmp_path / "w.safetensors")
+    model = load_model(f"{source}:with_args", weights=tmp_path / "w.safetensors", whole=True)
+    assert model.module.get_buffer("norm.running_mean").tolist() == [5.0, 5.0]
+    assert model.module.get_parameter("fc.weight").dtype == torch.float32
+    assert model.module(torch.ones(1, 3)).tolist() == [pytest.approx([2.0, 2.0], abs=1e-4)]
+    del state["norm.running_mean"]
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(ModelError, match=r"^the weights lack norm\.running_mean of the model"):
+        load_model(f"{source}:bare", weights=tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{}:wiht_args", r"has no function wiht_args; did you mean with_args"),
+        ("{}:not_a_function", "has no function not_a_function"),
+        ("{}:number", "returned int; it must return a module"),
+        ("{}:wrong_args", r"returned \(Net, int\); it must return"),
+        ("{}:fails", r"failed \(KeyError: 'what'\)"),
+        ("nosuchmodule:f", "there is no module nosuchmodule in "),
+        ("broken:f", r"broken cannot be imported \(No module named 'nosuchthing'\)"),
+        ("bad:f", r"bad cannot be imported \(ZeroDivisionError: division by zero\)"),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_one_line(source: str, name: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(name.format(source))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "timm:", ":f", ""])
+def test_a_name_has_a_source(name: str) -> None:
+    with pytest.raises(ModelError, match=r"^a model is timm:NAME, hf:NAME_OR_PATH or package"):
+        load_model(name)
+
+
+def test_weights_come_from_one_place(source: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="give either --weights or --pretrained"):
+        load_model("timm:resnet18", weights=tmp_path, pretrained=True)
+    with pytest.raises(ModelError, match="has no published checkpoint"):
+        load_model(f"{source}:bare", pretrained=True)

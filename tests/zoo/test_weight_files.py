@@ -1,0 +1,153 @@
+"""Safetensors files: whole, sharded, renamed and damaged."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.errors import ModelError
+from penstock.zoo import FileWeights, RandomWeights, TensorWeights, save_weights
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file(
+        {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.ones(2, dtype=torch.float16)}, path
+    )
+    return path
+
+
+def shards(folder: Path) -> Path:
+    save_file({"a": torch.zeros(1)}, folder / "model-1-of-2.safetensors")
+    save_file({"b": torch.ones(2)}, folder / "model-2-of-2.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}})
+    )
+    return index
+
+
+def test_a_file_is_read_by_name(file: Path) -> None:
+    weights = FileWeights(file)
+    assert sorted(weights.names()) == ["fc.bias", "fc.weight"]
+    assert weights.shape("fc.weight") == (2, 3)
+    assert weights.dtype("fc.bias") == torch.float16
+    assert weights.load("fc.weight").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+def test_a_directory_holds_a_file(file: Path) -> None:
+    assert FileWeights(file.parent).shape("fc.bias") == (2,)
+
+
+def test_names_may_be_changed(file: Path) -> None:
+    weights = FileWeights(file, {"head.weight": "fc.weight"})
+    assert sorted(weights.names()) == ["fc.bias", "head.weight"]
+    assert weights.shape("head.weight") == (2, 3)
+    with pytest.raises(ModelError, match=r"has no tensor fc\.wieght; did you mean fc\.weight"):
+        FileWeights(file, {"head.weight": "fc.wieght"})
+
+
+def test_shards_are_one(tmp_path: Path) -> None:
+    index = shards(tmp_path)
+    for path in (index, tmp_path):
+        weights = FileWeights(path)
+        assert [weights.load(name).tolist() for name in ("a", "b")] == [[0.0], [1.0, 1.0]]
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    index = shards(tmp_path)
+    (tmp_path / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lacks 1 of 2 shards, first model-2-of-2\.safetensors; copy them$"):
+        FileWeights(index)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd"])
+def test_a_shard_lies_beside_its_index(tmp_path: Path, name: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelError, match="a shard lies beside its index"):
+        FileWeights(index)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
+def test_a_strange_index_is_refused(tmp_path: Path, text: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(text)
+    with pytest.raises(ModelError, match="is not an index of shards"):
+        FileWeights(index)
+
+
+def test_bad_files_get_one_line_each(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "cut.safetensors").write_bytes(file.read_bytes()[:-3])
+    (other / "text.safetensors").write_text("hello")
+    (other / "empty.safetensors").write_bytes(b"")
+    (other / "model.pth").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"^there is no weights file .*none\.safetensors; check the path$"):
+        FileWeights(other / "none.safetensors")
+    for name in ("cut", "text", "empty"):
+        with pytest.raises(
+            ModelError, match=r"is not a whole safetensors file \(.*\); copy or convert it again$"
+        ):
+            FileWeights(other / f"{name}.safetensors")
+    with pytest.raises(
+        ModelError, match=r"convert it first: penstock convert .*model\.pth -o .*model\.safetensors$"
+    ):
+        FileWeights(other / "model.pth")
+    with pytest.raises(
+        ModelError, match=r"holds 3 candidates \(cut\.safetensors, .*\); give one of the files$"
+    ):
+        FileWeights(other)
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no \.safetensors file and no index"):
+        FileWeights(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"penstock convert .*pytorch_model\.bin"):
+        FileWeights(tmp_path)
+
+
+def test_a_missing_tensor_is_named(file: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors has no tensor fc\.wieght; did you mean fc\.weight"
+    ):
+        FileWeights(file).load("fc.wieght")
+
+
+def test_saved_weights_come_back(tmp_path: Path) -> None:
+    tensors = {
+        "flag": torch.tensor([True, False, True]),
+        "half": torch.randn(3, 5).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+        "strided": torch.arange(6.0).reshape(2, 3).t(),
+        "double": torch.randn(2, dtype=torch.float64),
+    }
+    target = tmp_path / "out.safetensors"
+    assert save_weights(TensorWeights(tensors), target) == 3 + 30 + 4 + 24 + 16
+    loaded = load_file(target)
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
+    assert target.stat().st_mode & 0o400
+
+
+def test_random_weights_can_be_saved(tmp_path: Path) -> None:
+    weights = RandomWeights({"w": ((3, 2), torch.float32), "v": ((1,), torch.float32)}, seed=5)
+    save_weights(weights, tmp_path / "r.safetensors", ["w"])
+    assert list(FileWeights(tmp_path / "r.safetensors").names()) == ["w"]
+    assert torch.equal(FileWeights(tmp_path / "r.safetensors").load("w"), weights.load("w"))
+
+
+def test_a_target_that_cannot_be_written(tmp_path: Path) -> None:
+    weights = TensorWeights({"w": torch.ones(1)})
+    with pytest.raises(ModelError, match=r"out\.safetensors cannot be written"):
+        save_weights(weights, tmp_path / "none" / "out.safetensors")
+    with pytest.raises(ModelError, match="no tensor v"):
+        save_weights(weights, tmp_path / "out.safetensors", ["v"])
+    assert list(tmp_path.iterdir()) == []

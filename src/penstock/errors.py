@@ -62,5 +62,5 @@ class TransportError(RunError):
     """A message was lost, repeated, damaged or out of order."""
 
 
-class DeviceLost(RunError):
+class DeviceLost(RunError):  # noqa: N818 -- what happened is that it was lost
     """A process or machine stopped answering."""

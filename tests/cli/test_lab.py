@@ -43,10 +43,7 @@ def test_init_writes_a_lab_file(tmp_path: Path) -> None:
 def test_init_does_not_overwrite(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text("mine")
-    assert (
-        refused("init", "-o", file)
-        == f"init does not overwrite, but {file} exists; use --force or another -o"
-    )
+    assert refused("init", "-o", file) == f"init does not overwrite, but {file} exists; use --force or another -o"
     assert file.read_text() == "mine"
     done("init", "--like", "raspberry-pi-3", "--bandwidth", "10 Mbit/s", "--force", "-o", file)
     assert read_lab(file).hosts[0].bandwidth_bytes_per_s == 1.25e6
@@ -64,10 +61,7 @@ def test_a_run_needs_a_command(tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(
-    not hasattr(os, "geteuid")
-    or os.geteuid() != 0
-    or shutil.which("ip") is None
-    or shutil.which("tc") is None,
+    not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
     reason="labs need root, ip and tc",
 )
 def test_every_verb_on_a_real_lab(tmp_path: Path) -> None:

@@ -24,9 +24,7 @@ PROGRAMS = ("ip", "tc", "unshare")
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="labs need root"),
-    pytest.mark.skipif(
-        any(shutil.which(program) is None for program in PROGRAMS), reason="labs need ip and tc"
-    ),
+    pytest.mark.skipif(any(shutil.which(program) is None for program in PROGRAMS), reason="labs need ip and tc"),
 ]
 NAME = f"t{os.getpid()}"
 VERB = [sys.executable, "-c", "from penstock.cli.lab import app; app()"]
@@ -262,9 +260,7 @@ def test_running_out_of_memory_names_host_limit_and_user() -> None:
     ):
         run.wait(timeout_s=20)
     message = str(caught.value)
-    assert message.startswith(
-        "host1 ran out of its memory of 67.1 MB, so the kernel ended its largest process, "
-    )
+    assert message.startswith("host1 ran out of its memory of 67.1 MB, so the kernel ended its largest process, ")
     assert f"'{sys.executable} -c x"[:20] in message
     assert "the host's peak was 67.1 MB" in message
     assert "\n" not in message

@@ -91,9 +91,7 @@ hosts = st.builds(
 )
 
 
-@given(
-    st.builds(LabSpec, name=names, hosts=st.lists(hosts, min_size=1, unique_by=lambda h: h.name).map(tuple))
-)
+@given(st.builds(LabSpec, name=names, hosts=st.lists(hosts, min_size=1, unique_by=lambda h: h.name).map(tuple)))
 def test_a_written_lab_reads_back_equal(spec: LabSpec) -> None:
     assert parse_lab(write_lab(spec)) == spec
 
@@ -115,9 +113,7 @@ def test_an_unknown_board_is_named_with_the_nearest() -> None:
 def test_too_much_for_the_machine() -> None:
     spec = preset("raspberry-pi-4", 4, 2, cpu=0.5)
     [cpu, memory] = check_fit(spec, 2, 8 * GIB)
-    assert cpu == (
-        "the hosts' CPU shares add up to 2 of 2 cores; above 70% they disturb each other: use cpu = 0.35"
-    )
+    assert cpu == ("the hosts' CPU shares add up to 2 of 2 cores; above 70% they disturb each other: use cpu = 0.35")
     assert "17.2 GB but the machine has 8.59 GB" in memory
     with pytest.raises(ClusterError, match=r"but 2 > 1; use cpu = 0.17 or fewer hosts"):
         check_fit(spec, 1, 64 * GIB)

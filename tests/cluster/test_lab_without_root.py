@@ -150,9 +150,7 @@ def test_a_session_leaves_a_lab_that_was_up(machine: Machine) -> None:
         ({"command": ["x"]}, "lab lab must be up for this, but it is not; run penstock lab up first"),
     ],
 )
-def test_a_run_needs_a_lab_and_a_command(
-    machine: Machine, arguments: dict[str, object], message: str
-) -> None:
+def test_a_run_needs_a_lab_and_a_command(machine: Machine, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Lab(make_spec("lab"), machine).start(**arguments)  # type: ignore[arg-type]
 
@@ -198,9 +196,7 @@ def test_version_1_limits(tmp_path: Path) -> None:
     cpu, memory = tmp_path / "cpu", tmp_path / "memory"
     cgroups = CgroupsV1(cpu, memory, cpu, memory / "mine")
     cgroups.create("lab", "host0", 0.35, 2**30)
-    assert {
-        str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()
-    } == {
+    assert {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()} == {
         "cpu/penstock.lab/host0/cpu.cfs_period_us": "10000\n",
         "cpu/penstock.lab/host0/cpu.cfs_quota_us": "3500\n",
         "memory/mine/penstock.lab/host0/memory.limit_in_bytes": "1073741824\n",
@@ -222,9 +218,7 @@ def test_version_1_limits(tmp_path: Path) -> None:
 def test_version_2_limits(tmp_path: Path) -> None:
     cgroups = CgroupsV2(tmp_path, tmp_path / "user.slice")
     cgroups.create("lab", "host0", 0.35, 2**30)
-    assert {
-        str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()
-    } == {
+    assert {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()} == {
         "user.slice/cgroup.subtree_control": "+cpu +memory\n",
         "user.slice/penstock.lab/cgroup.subtree_control": "+cpu +memory\n",
         "user.slice/penstock.lab/host0/cpu.max": "3500 10000\n",
@@ -354,9 +348,7 @@ def test_out_of_memory_names_host_limit_and_users(tmp_path: Path) -> None:
 
 
 def test_a_failed_command_is_told_in_one_line() -> None:
-    with pytest.raises(
-        RunError, match=r"^a lab command must succeed, but .* failed: one two; run penstock lab down"
-    ):
+    with pytest.raises(RunError, match=r"^a lab command must succeed, but .* failed: one two; run penstock lab down"):
         SystemShell().run([sys.executable, "-c", "import sys; sys.exit('one\\ntwo')"])
     with pytest.raises(RunError, match="could not be started"):
         SystemShell().run(["no-such-program-here"])

@@ -32,9 +32,7 @@ def test_usual_nestings_are_unwrapped(tmp_path: Path, checkpoint: Any) -> None:
     assert made == Converted(num_tensors=2, num_bytes=20, dropped=())
     loaded = load_file(tmp_path / "out.safetensors")
     assert loaded.keys() == STATE.keys()
-    assert all(
-        torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in STATE.items()
-    )
+    assert all(torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in STATE.items())
 
 
 def test_shared_and_strided_tensors_are_written_once_each(tmp_path: Path) -> None:

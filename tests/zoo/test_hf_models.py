@@ -160,9 +160,7 @@ def test_parameters_are_float32_unless_asked_for(tmp_path: Path) -> None:
 
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save("vit", tmp_path)
-    with pytest.raises(
-        ModelError, match=r"classifier\.weight \(float32\[2, 32\] in the weights, float32\[5, 32\]"
-    ):
+    with pytest.raises(ModelError, match=r"classifier\.weight \(float32\[2, 32\] in the weights, float32\[5, 32\]"):
         load_model(f"hf:{tmp_path},num_labels=5")
 
 
@@ -197,9 +195,7 @@ def test_wrong_names_and_options_are_one_line(name: str, message: str) -> None:
 
 
 def test_a_directory_needs_a_readable_configuration(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"holds no config\.json; give a directory that save_pretrained made"
-    ):
+    with pytest.raises(ModelError, match=r"holds no config\.json; give a directory that save_pretrained made"):
         load_model(f"hf:{tmp_path}")
     for text in ("{", "{}", '{"model_type": "nosuchmodel"}'):
         (tmp_path / "config.json").write_text(text)

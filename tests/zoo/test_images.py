@@ -127,12 +127,8 @@ def test_exif_orientation_is_respected(tmp_path: Path) -> None:
     assert open_images(tmp_path).read(0).size == (4, 8)
 
 
-@pytest.mark.parametrize(
-    ("mode", "color", "expected"), [("L", 128, 128), ("RGBA", (9, 9, 9, 255), 9), ("1", 1, 255)]
-)
-def test_other_kinds_of_pixels_become_rgb(
-    tmp_path: Path, mode: str, color: tuple[int, ...], expected: int
-) -> None:
+@pytest.mark.parametrize(("mode", "color", "expected"), [("L", 128, 128), ("RGBA", (9, 9, 9, 255), 9), ("1", 1, 255)])
+def test_other_kinds_of_pixels_become_rgb(tmp_path: Path, mode: str, color: tuple[int, ...], expected: int) -> None:
     Image.new(mode, (2, 2), color).save(tmp_path / "a.png")
     assert corners(open_images(tmp_path)) == [(expected,) * 3]
 
@@ -158,9 +154,7 @@ def test_a_damaged_image_is_named_and_the_others_stay(folder: Path) -> None:
         images.read(1)
 
 
-def test_a_huge_image_is_refused_before_it_is_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_huge_image_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.new("1", (20000, 20000)).save(tmp_path / "bomb.png")
     with pytest.raises(DataError, match=r"^the image bomb\.png cannot be read"):
         open_images(tmp_path).read(0)
@@ -185,9 +179,7 @@ def test_a_cut_archive_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_paths_that_hold_no_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^there is no .*none; give a folder, an image"):
         open_images(tmp_path / "none")
-    with pytest.raises(
-        DataError, match=r"holds no images; looked for \.jpg, \.jpeg, \.png, \.webp, \.bmp and CIFAR"
-    ):
+    with pytest.raises(DataError, match=r"holds no images; looked for \.jpg, \.jpeg, \.png, \.webp, \.bmp and CIFAR"):
         open_images(tmp_path)
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match=r"a\.txt is no set of images"):
@@ -210,9 +202,7 @@ def cifar10(root: Path) -> Path:
     (root / "data_batch_1.bin").write_bytes(records([[3], [0]]))
     (root / "data_batch_2.bin").write_bytes(records([[9]], 20))
     (root / "test_batch.bin").write_bytes(records([[1]], 30))
-    (root / "batches.meta.txt").write_text(
-        "airplane\nautomobile\nbird\ncat\ndeer\ndog\nfrog\nhorse\nship\ntruck\n\n"
-    )
+    (root / "batches.meta.txt").write_text("airplane\nautomobile\nbird\ncat\ndeer\ndog\nfrog\nhorse\nship\ntruck\n\n")
     return root
 
 
@@ -265,9 +255,7 @@ def test_digits_need_no_download() -> None:
     assert int(np.asarray(images.read(0)).max()) in range(230, 256)
 
 
-@pytest.mark.skipif(
-    not (SHARED / "cifar10-test.tar").exists(), reason="shared/data/cifar10-test.tar is not here"
-)
+@pytest.mark.skipif(not (SHARED / "cifar10-test.tar").exists(), reason="shared/data/cifar10-test.tar is not here")
 def test_the_real_cifar_archive() -> None:
     images = open_images(SHARED / "cifar10-test.tar")
     assert len(images) == 10_000

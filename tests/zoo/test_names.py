@@ -49,7 +49,5 @@ def test_importing_the_room_imports_no_optional_library() -> None:
         "optional = ('timm', 'transformers', 'torchvision', 'PIL', 'sklearn')\n"
         "print([name for name in optional if name in sys.modules])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "[]"

@@ -80,9 +80,7 @@ def test_a_checkpoint_that_timm_maps(tmp_path: Path) -> None:
         {"model." + key.removeprefix("module."): value for key, value in state.items()},
         tmp_path / "w.safetensors",
     )
-    with pytest.raises(
-        ModelError, match=r"w\.safetensors does not fit timm:vit_tiny_patch16_224: the weights lack"
-    ):
+    with pytest.raises(ModelError, match=r"w\.safetensors does not fit timm:vit_tiny_patch16_224: the weights lack"):
         load_model(TINY, weights=tmp_path / "w.safetensors")
     save_file(source.state_dict(), tmp_path / "w.safetensors")
     model = load_model(TINY, weights=tmp_path / "w.safetensors")
@@ -114,20 +112,14 @@ def test_a_checkpoint_in_its_original_names(tmp_path: Path) -> None:
 
 def test_another_classifier_is_refused(tmp_path: Path) -> None:
     save_file(tiny(num_classes=4).state_dict(), tmp_path / "w.safetensors")
-    with pytest.raises(
-        ModelError, match=r"head\.weight \(float32\[4, 192\] in the weights, float32\[10, 192\]"
-    ):
+    with pytest.raises(ModelError, match=r"head\.weight \(float32\[4, 192\] in the weights, float32\[10, 192\]"):
         load_model(TINY, weights=tmp_path / "w.safetensors")
 
 
 def test_wrong_names_and_options_are_one_line() -> None:
-    with pytest.raises(
-        ModelError, match=r"^timm has no model vit_tiny_patch16_225; did you mean vit_tiny_patch16_224"
-    ):
+    with pytest.raises(ModelError, match=r"^timm has no model vit_tiny_patch16_225; did you mean vit_tiny_patch16_224"):
         load_model("timm:vit_tiny_patch16_225")
-    with pytest.raises(
-        ModelError, match=r"^timm cannot build vit_tiny_patch16_224 with \{'dept': 2\} \(.*'dept'\)$"
-    ):
+    with pytest.raises(ModelError, match=r"^timm cannot build vit_tiny_patch16_224 with \{'dept': 2\} \(.*'dept'\)$"):
         load_model("timm:vit_tiny_patch16_224,dept=2")
 
 

@@ -14,9 +14,7 @@ from penstock.zoo import FileWeights, RandomWeights, TensorWeights, save_weights
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
-    save_file(
-        {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.ones(2, dtype=torch.float16)}, path
-    )
+    save_file({"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.ones(2, dtype=torch.float16)}, path)
     return path
 
 
@@ -24,9 +22,7 @@ def shards(folder: Path) -> Path:
     save_file({"a": torch.zeros(1)}, folder / "model-1-of-2.safetensors")
     save_file({"b": torch.ones(2)}, folder / "model-2-of-2.safetensors")
     index = folder / "model.safetensors.index.json"
-    index.write_text(
-        json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}})
-    )
+    index.write_text(json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}))
     return index
 
 
@@ -90,17 +86,11 @@ def test_bad_files_get_one_line_each(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^there is no weights file .*none\.safetensors; check the path$"):
         FileWeights(other / "none.safetensors")
     for name in ("cut", "text", "empty"):
-        with pytest.raises(
-            ModelError, match=r"is not a whole safetensors file \(.*\); copy or convert it again$"
-        ):
+        with pytest.raises(ModelError, match=r"is not a whole safetensors file \(.*\); copy or convert it again$"):
             FileWeights(other / f"{name}.safetensors")
-    with pytest.raises(
-        ModelError, match=r"convert it first: penstock convert .*model\.pth -o .*model\.safetensors$"
-    ):
+    with pytest.raises(ModelError, match=r"convert it first: penstock convert .*model\.pth -o .*model\.safetensors$"):
         FileWeights(other / "model.pth")
-    with pytest.raises(
-        ModelError, match=r"holds 3 candidates \(cut\.safetensors, .*\); give one of the files$"
-    ):
+    with pytest.raises(ModelError, match=r"holds 3 candidates \(cut\.safetensors, .*\); give one of the files$"):
         FileWeights(other)
 
 
@@ -113,9 +103,7 @@ def test_a_directory_without_weights(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor_is_named(file: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"model\.safetensors has no tensor fc\.wieght; did you mean fc\.weight"
-    ):
+    with pytest.raises(ModelError, match=r"model\.safetensors has no tensor fc\.wieght; did you mean fc\.weight"):
         FileWeights(file).load("fc.wieght")
 
 

@@ -6,7 +6,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.options import JsonFile, MicrobatchSize, Model, Pretrained, Seed, Threads, WeightsFile, parse_numbers, write_json
+from penstock.cli.options import (
+    JsonFile,
+    MicrobatchSize,
+    Model,
+    Pretrained,
+    Seed,
+    Threads,
+    WeightsFile,
+    make_console,
+    parse_numbers,
+    write_json,
+)
 from penstock.engine.jobs import send_leave
 from penstock.engine.split import POLICIES
 from penstock.engine.worker import work
@@ -21,7 +32,8 @@ def bench(
     stages: Annotated[str, typer.Option(help="Stage counts, like 1,2,4.")] = "1,2,4",
     policy: Annotated[str, typer.Option(help=f"Policies: {','.join(POLICIES)}.")] = "balanced",
     cut: Annotated[
-        list[str] | None, typer.Option("--cut", metavar="A:after,B:after", help="One more row with these cuts.")
+        list[str] | None,
+        typer.Option("--cut", metavar="A:after,B:after", help="One more row with these cuts."),
     ] = None,
     num_images: Annotated[int, typer.Option(min=1, help="Images per pass.")] = 500,
     passes: Annotated[int, typer.Option(min=1, help="Counted passes per row; the full protocol has 5.")] = 1,
@@ -69,7 +81,7 @@ def bench(
             world.close(0.0)
         raise
     write_json(json, {"model": model, "settings": comparison.settings(), "rows": rows})
-    console = Console()
+    console = make_console()
     console.print(_table(rows))
     typer.echo(last_line)
 
@@ -89,7 +101,17 @@ def _follow(world: World) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("mode", "stages", "policy", "images/s", "speed-up", "efficiency", "fill", "bit-equal", "compute / wait / send per stage")
+    table = Table(
+        "mode",
+        "stages",
+        "policy",
+        "images/s",
+        "speed-up",
+        "efficiency",
+        "fill",
+        "bit-equal",
+        "compute / wait / send per stage",
+    )
     for row in rows:
         table.add_row(
             row["mode"],

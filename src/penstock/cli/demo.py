@@ -1,3 +1,156 @@
-"""`penstock demo`."""
-def demo() -> None:
-    """x"""
+"""`penstock demo`: the whole flow on this machine, on data that needs no download."""
+
+import sys
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.cli.options import JsonFile, make_console, write_json
+from penstock.engine.split import SplitModel, split
+from penstock.stream.pipeline import Pipeline
+from penstock.units import format_bytes
+from penstock.zoo.images import open_images
+from penstock.zoo.names import optional_import
+
+_EVERY = 5  # each fifth image is for testing
+_MICROBATCH = 32
+
+
+def demo(
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 12,
+    seed: Annotated[int, typer.Option(help="For the first weights and the order of images.")] = 0,
+    json: JsonFile = None,
+) -> None:
+    """Train a small ViT on scikit-learn's digits, then stream it through 1, 2 and 4 processes."""
+    console = make_console()
+    train, test = _digits()
+    console.print(
+        f"1. Train a small vision transformer on {len(train[0])} digits; {len(test[0])} are kept for testing."
+    )
+    model = _small_vit(seed)
+    _train(model, *train, epochs=epochs, seed=seed)
+    reference = _one_process(model, test[0])
+    accuracy = _accuracy(reference, test[1])
+    console.print(f"   one process: accuracy {accuracy:.2%}\n")
+    console.print("2. Cut it into four stages, without touching the model.")
+    _print_cuts(console, split(model, (test[0][:2],), stages=4))
+    console.print(f"\n3. Stream the test digits through processes, {_MICROBATCH} images per microbatch.")
+    rows = [_stream(model, test, reference, stages) for stages in (1, 2, 4)]
+    _print_rows(console, rows)
+    equal = all(row["bit_equal"] for row in rows)
+    console.print(
+        "Every output equals the one of a single process, bit for bit."
+        if equal
+        else "Some outputs differ from a single process; please report this."
+    )
+    console.print("\nNext: penstock infer MODEL --images YOUR_FOLDER, or penstock split MODEL --stages 4")
+    write_json(json, {"accuracy": accuracy, "rows": rows})
+    if not equal:
+        raise typer.Exit(1)
+
+
+def _digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Give training and test images as tensors, one grey channel of 8 by 8, with their labels."""
+    images = open_images("digits")
+    pixels = torch.stack([_pixels(images.read(index)) for index in range(len(images))])
+    labels = torch.tensor([images.label(index) for index in range(len(images))])
+    test = torch.arange(len(images)) % _EVERY == 0
+    return (pixels[~test], labels[~test]), (pixels[test], labels[test])
+
+
+def _pixels(image: Any) -> Tensor:
+    numpy = optional_import("numpy", "data")
+    grey = torch.from_numpy(numpy.asarray(image.convert("L"), dtype="float32"))
+    return (grey / 127.5 - 1.0).unsqueeze(0)
+
+
+def _small_vit(seed: int) -> nn.Module:
+    timm = optional_import("timm.models.vision_transformer", "vision")
+    torch.manual_seed(seed)
+    model: nn.Module = timm.VisionTransformer(
+        img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=128, depth=8, num_heads=4
+    )
+    return model
+
+
+def _train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, seed: int) -> None:
+    """Train in this process, with a progress bar where there is a terminal."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    batches = -(-len(images) // 64)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=epochs * batches)
+    columns = (
+        TextColumn("   {task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+    )
+    model.train()
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        task = progress.add_task("train", total=epochs * batches, loss=float("nan"))
+        for _ in range(epochs):
+            for rows in torch.randperm(len(images), generator=generator).split(64):
+                loss = functional.cross_entropy(model(images[rows]), labels[rows])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                progress.update(task, advance=1, loss=loss.item())
+    model.eval()
+
+
+def _one_process(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """Run the same microbatches with the same number of threads as a stage has: the reference."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        outputs = [model(microbatch) for microbatch in images.split(_MICROBATCH)]
+    torch.set_num_threads(threads)
+    return outputs
+
+
+def _stream(model: nn.Module, test: tuple[Tensor, Tensor], reference: list[Tensor], stages: int) -> dict[str, Any]:
+    """Stream the test images, once to warm up and once to measure."""
+    microbatches = test[0].split(_MICROBATCH)
+    with Pipeline(model, (microbatches[0],), stages=stages, threads=1) as pipe:
+        list(pipe.stream(microbatches))
+        outputs = list(pipe.stream(microbatches))
+        report = pipe.last_report
+    return {
+        "stages": stages,
+        "images_per_second": report.rows_per_s,
+        "accuracy": _accuracy(outputs, test[1]),
+        "bit_equal": all(map(torch.equal, outputs, reference)),
+    }
+
+
+def _accuracy(outputs: list[Tensor], labels: Tensor) -> float:
+    return float((torch.cat(outputs).argmax(dim=1) == labels).float().mean())
+
+
+def _print_cuts(console: Console, halves: SplitModel) -> None:
+    table = Table("stage", "cut behind it", "crossing, per image", "parameters")
+    for stage in halves.stages:
+        crossing = format_bytes(stage.after.num_bytes({"batch": 1})) if stage.after else ""
+        name = stage.after.name if stage.after else "(the end)"
+        table.add_row(str(stage.index), name, crossing, format_bytes(stage.parameter_bytes))
+    console.print(table)
+
+
+def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
+    table = Table("processes", "images/s", "speed-up over 1", "accuracy", "equal to one process")
+    for row in rows:
+        table.add_row(
+            str(row["stages"]),
+            f"{row['images_per_second']:.0f}",
+            f"{row['images_per_second'] / rows[0]['images_per_second']:.2f}",
+            f"{row['accuracy']:.2%}",
+            "yes" if row["bit_equal"] else "no",
+        )
+    console.print(table)

@@ -33,12 +33,10 @@ from penstock.zoo.models import ZooModel, load_model
 
 def infer(
     model: Model,
-    images: Annotated[
-        str, typer.Option(help="A folder, a tar, an image, CIFAR in its binary form, or 'digits'.")
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where predictions go: .csv, or JSON lines.")
-    ] = Path("predictions.csv"),
+    images: Annotated[str, typer.Option(help="A folder, a tar, an image, CIFAR in its binary form, or 'digits'.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where predictions go: .csv, or JSON lines.")] = Path(
+        "predictions.csv"
+    ),
     stages: Annotated[
         int | None, typer.Option(min=1, help="How many; 2 on one machine, under torchrun one per process.")
     ] = None,
@@ -53,7 +51,7 @@ def infer(
     threads: Threads = None,
     json: JsonFile = None,
 ) -> None:
-    """Classify images through a pipeline: predictions in order, with throughput, and accuracy where there are labels."""
+    """Classify images through a pipeline: predictions in order, throughput, and accuracy where there are labels."""
     world = join_torchrun() if under_torchrun() else None
     if world is not None and world.rank != FEEDER:
         try:
@@ -71,7 +69,7 @@ def infer(
             _check_done(file, chosen)
             example = _example(zoo, microbatch_size)
             pipe = Pipeline(
-                zoo.module, zoo.example_args and (example,), {k: example for k in zoo.example_kwargs},
+                zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
                 stages=stages or (len(world.devices) if world else 2),
                 policy=policy, cuts=cut, weights=zoo.weights, threads=threads, world=world,
             )  # fmt: skip
@@ -102,7 +100,12 @@ def _check_done(file: PredictionFile, images: ImageSet) -> None:
 
 
 def _run(
-    pipe: Pipeline, zoo: ZooModel, images: ImageSet, file: PredictionFile, microbatch_size: int, json: Path | None
+    pipe: Pipeline,
+    zoo: ZooModel,
+    images: ImageSet,
+    file: PredictionFile,
+    microbatch_size: int,
+    json: Path | None,
 ) -> None:
     tally = _Tally(zoo, images, file)
     console = Console(stderr=True)
@@ -167,7 +170,13 @@ class _Tally:
             "images_per_second": report.rows_per_s,
             "fill_s": report.fill_s,
             "stages": [
-                {"stage": s.stage, "device": s.device, "compute_s": s.compute_s, "wait_s": s.wait_s, "send_s": s.send_s}
+                {
+                    "stage": s.stage,
+                    "device": s.device,
+                    "compute_s": s.compute_s,
+                    "wait_s": s.wait_s,
+                    "send_s": s.send_s,
+                }
                 for s in report.stages
             ],
             "cuts": [cut.name for cut in pipe.cuts],

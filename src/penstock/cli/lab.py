@@ -104,9 +104,7 @@ def run(
             result = {"exit_codes": started.exit_codes, "first_failure": started.first_failure}
             _write_json(json, {"lab": target.spec.name, **result})
     if started.first_failure:
-        raise RunError(
-            f"every process must end with status 0, but {started.first_failure}; its output is above"
-        )
+        raise RunError(f"every process must end with status 0, but {started.first_failure}; its output is above")
 
 
 @app.command()

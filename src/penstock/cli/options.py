@@ -1,28 +1,29 @@
 """Options that several verbs share."""
 
 import json as json_module
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from penstock.errors import UsageError
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")]
 WeightsFile = Annotated[Path | None, typer.Option("--weights", help="A safetensors file, index or folder.")]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Fetch the model's published weights.")]
 Seed = Annotated[int, typer.Option(help="For random weights.")]
-Policy = Annotated[
-    str, typer.Option(help="balanced, equal-blocks, equal-size or smallest-crossing.")
-]
-CutNames = Annotated[
-    list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Cut here; may be repeated.")
-]
+Policy = Annotated[str, typer.Option(help="balanced, equal-blocks, equal-size or smallest-crossing.")]
+CutNames = Annotated[list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Cut here; may be repeated.")]
 MicrobatchSize = Annotated[int, typer.Option(min=1, help="Rows that go through the stages together.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads per stage.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")]
+
+
+def make_console() -> Console:
+    """Make a console for results; what goes to a file or a pipe is not folded to 80 columns."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def write_json(path: Path | None, value: Any) -> None:

@@ -3,10 +3,20 @@
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from penstock.cli.options import CutNames, JsonFile, MicrobatchSize, Model, Policy, Pretrained, Seed, WeightsFile, write_json
+from penstock.cli.options import (
+    CutNames,
+    JsonFile,
+    MicrobatchSize,
+    Model,
+    Policy,
+    Pretrained,
+    Seed,
+    WeightsFile,
+    make_console,
+    write_json,
+)
 from penstock.engine.split import POLICIES, choose_cuts, load_state
 from penstock.errors import CutError, UsageError
 from penstock.graph.capture import capture
@@ -36,7 +46,7 @@ def split(
     """Print the stages, what crosses between them, and how the policies compare."""
     if work not in {"counted", "measured"}:
         raise UsageError(f"--work is 'counted' or 'measured', not {work!r}")
-    console = Console()
+    console = make_console()
     zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
     graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
     cuts = Cuts(graph)
@@ -120,7 +130,7 @@ def _stage_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _policy_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("policy", "largest stage", "speed-up at best", "crossing", "cuts")
+    table = Table("policy", "largest stage", "speed-up at best", "crossing", Column("cuts", overflow="fold"))
     for row in rows:
         if "error" in row:
             table.add_row(row["policy"], "", "", "", row["error"])

@@ -35,9 +35,7 @@ class LocalWorkers:
         workers = LocalWorkers("penstock.engine.worker", [["--rank", "1"]])
     """
 
-    def __init__(
-        self, module: str, arguments: Sequence[Sequence[str]], env: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, module: str, arguments: Sequence[Sequence[str]], env: Mapping[str, str] | None = None) -> None:
         environment = {**os.environ, **(env or {})}
         # an installed package is found anyway; one on sys.path alone (a notebook beside the source) is not
         paths = [path for path in sys.path if path]

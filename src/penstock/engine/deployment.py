@@ -1,5 +1,6 @@
 """A pipeline in place, seen from the process that feeds it: put microbatches in, take results out."""
 
+import contextlib
 import json
 import queue
 import threading
@@ -45,7 +46,7 @@ class StreamReport:
 
     @property
     def steady_rows_per_s(self) -> float:
-        """Rows per second from the first result until the last input was taken in; the whole stream's if it is short."""
+        """Rows per second from the first result until the last input was taken in; of all of it where that is short."""
         steady = [moment for moment in self.results_s if self.fill_s < moment <= self.fed_s]
         if len(steady) < 2:
             return self.rows_per_s
@@ -79,9 +80,7 @@ class Deployment:
         try:
             send_stages(world.transport, self.job, programs, load)
             self._local = self._serve_own_stages(programs, load)
-            self._outlet, self._inlet = feeder_edges(
-                world.transport, self.job, programs[0], programs[-1], self._local
-            )
+            self._outlet, self._inlet = feeder_edges(world.transport, self.job, programs[0], programs[-1], self._local)
         except TransportError as error:
             raise world.explain(error) from error
         self.last_report = StreamReport()
@@ -161,9 +160,7 @@ class Deployment:
 class _Ends:
     """The feeder's two ends during one stream, each with a thread that may block, so that the caller never does."""
 
-    def __init__(
-        self, world: World, outlet: Outlet, inlet: Inlet, errors: "queue.Queue[BaseException]"
-    ) -> None:
+    def __init__(self, world: World, outlet: Outlet, inlet: Inlet, errors: "queue.Queue[BaseException]") -> None:
         self._world = world
         self._outlet = outlet
         self._inlet = inlet
@@ -221,10 +218,8 @@ class _Ends:
         for edge in (self._outlet, self._inlet):
             if hasattr(edge, "abort"):
                 edge.abort()
-        try:
+        with contextlib.suppress(queue.Full):
             self._outgoing.put_nowait(None)
-        except queue.Full:
-            pass
         for thread in self._threads:
             thread.join(timeout=5.0)
 
@@ -247,7 +242,11 @@ class _Ends:
             while True:
                 message = self._inlet.take()
                 kept = Message(
-                    message.kind, message.index, message.sizes, [copy_exactly(t) for t in message.tensors], message.body
+                    message.kind,
+                    message.index,
+                    message.sizes,
+                    [copy_exactly(t) for t in message.tensors],
+                    message.body,
                 )
                 self._inlet.release()
                 self._results.put(kept)
@@ -255,5 +254,3 @@ class _Ends:
                     return
         except Exception as error:
             self._results.put(error)
-
-

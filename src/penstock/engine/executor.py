@@ -76,7 +76,7 @@ def _forward(slot: StageSlot, microbatch: int) -> int:
         return message.kind
     if message.index != microbatch:
         raise TransportError(
-            f"stage {slot.index} expected microbatch {microbatch} and got {message.index}: a message was lost or repeated"
+            f"stage {slot.index} expected microbatch {microbatch}, got {message.index}: a message was lost or repeated"
         )
     sizes = dict(zip(slot.runtime.program.symbols, message.sizes, strict=True))
     try:

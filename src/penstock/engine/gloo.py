@@ -5,8 +5,8 @@ import datetime
 import socket
 import threading
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
 from penstock.engine.transport import Pending
 from penstock.errors import RunError, TransportError
@@ -27,19 +27,27 @@ class GlooTransport:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, address: str, *, join_s: float = 120.0, name: str = "data"
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        address: str,
+        *,
+        join_s: float = 120.0,
+        name: str = "data",
     ) -> None:
         self.rank = rank
         self.size = size
         self._lock = threading.Lock()
         self._open: dict[int, _GlooPending] = {}
         self._aborted = False
-        prefixed = dist.PrefixStore(f"penstock/{name}", store)
+        prefixed = PrefixStore(f"penstock/{name}", store)
         _gather(prefixed, rank, size, join_s)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        # the only way to a group that leaves the process's default group alone; typed as private, documented as gloo's
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = _NO_DEADLINE
-        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(prefixed, rank, size, options)
+        self._group: ProcessGroupGloo | None = ProcessGroupGloo(prefixed, rank, size, options)
 
     def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
         """Send a buffer without waiting."""
@@ -66,7 +74,7 @@ class GlooTransport:
     def _start(self, kind: str, buffer: Tensor, peer: int, channel: int) -> Pending:
         if self._group is None or self._aborted:
             raise TransportError(f"the connection to rank {peer} was given up")
-        operation = self._group.send if kind == "send" else self._group.recv
+        operation = self._group.send if kind == "send" else self._group.recv  # type: ignore[attr-defined]
         try:
             pending = _GlooPending(self, operation([buffer], peer, channel), peer)
         except RuntimeError as error:
@@ -82,7 +90,7 @@ class GlooTransport:
 
 
 class _GlooPending:
-    def __init__(self, transport: GlooTransport, work: dist.Work, peer: int) -> None:
+    def __init__(self, transport: GlooTransport, work: Work, peer: int) -> None:
         self.work = work
         self._transport = transport
         self._peer = peer
@@ -113,7 +121,7 @@ def local_address(towards: str) -> str:
         raise RunError(f"there is no route to {towards!r}: {error}; check the address of the first host") from None
 
 
-def _gather(store: dist.Store, rank: int, size: int, join_s: float) -> None:
+def _gather(store: Store, rank: int, size: int, join_s: float) -> None:
     """Wait until every rank has come, and name those that have not."""
     store.set(f"joined/{rank}", "1")
     try:
@@ -126,7 +134,7 @@ def _gather(store: dist.Store, rank: int, size: int, join_s: float) -> None:
         ) from None
 
 
-def _has(store: dist.Store, key: str) -> bool:
+def _has(store: Store, key: str) -> bool:
     try:
         return bool(store.check([key]))
     except RuntimeError:

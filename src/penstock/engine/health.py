@@ -8,13 +8,14 @@ also while no data flows. There is one verdict per group, the first one written.
     a verdict:                    abort all transports; waits end, and `failure` says why
 """
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, RunError
 
@@ -44,9 +45,15 @@ class Health:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, names: list[str], on_failure: Callable[[], None], *, silence_s: float = SILENCE_S
+        self,
+        store: Store,
+        rank: int,
+        names: list[str],
+        on_failure: Callable[[], None],
+        *,
+        silence_s: float = SILENCE_S,
     ) -> None:
-        self._store = dist.PrefixStore("penstock/health", store)
+        self._store = PrefixStore("penstock/health", store)
         self._rank = rank
         self._names = names
         self._on_failure = on_failure
@@ -79,10 +86,8 @@ class Health:
         if not self._stop.is_set():
             self._stop.set()
             self._thread.join()
-            try:
+            with contextlib.suppress(RuntimeError):  # the store went first: the others know
                 self._store.set(f"beat/{self._rank}", "gone")
-            except RuntimeError:
-                pass  # the store went first: the others know
 
     def _watch(self) -> None:
         heard = dict.fromkeys(range(len(self._names)), ("", time.monotonic()))

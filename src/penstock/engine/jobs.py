@@ -99,7 +99,9 @@ def read_stages(transport: Transport, document: Mapping[str, Any]) -> tuple[Stag
     return job, runtimes
 
 
-def build_slots(transport: Transport, job: StagesJob, runtimes: Mapping[int, Runtime]) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
+def build_slots(
+    transport: Transport, job: StagesJob, runtimes: Mapping[int, Runtime]
+) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
     """Put a rank's stages between their edges; gives the stages and the edges within this process.
 
     Edge `e` goes into stage `e`, from `ends[e]` to `ends[e + 1]`; the feeder holds the outer ends.
@@ -119,7 +121,12 @@ def build_slots(transport: Transport, job: StagesJob, runtimes: Mapping[int, Run
 
 
 def _inlet(
-    transport: Transport, job: StagesJob, edge: int, ends: Sequence[int], layout: Format, local: dict[int, LocalEdge]
+    transport: Transport,
+    job: StagesJob,
+    edge: int,
+    ends: Sequence[int],
+    layout: Format,
+    local: dict[int, LocalEdge],
 ) -> Inlet:
     if ends[edge] == transport.rank:
         return local.setdefault(edge, LocalEdge(job.depth))
@@ -127,7 +134,12 @@ def _inlet(
 
 
 def _outlet(
-    transport: Transport, job: StagesJob, edge: int, ends: Sequence[int], layout: Format, local: dict[int, LocalEdge]
+    transport: Transport,
+    job: StagesJob,
+    edge: int,
+    ends: Sequence[int],
+    layout: Format,
+    local: dict[int, LocalEdge],
 ) -> Outlet:
     if ends[edge + 1] == transport.rank:
         return local.setdefault(edge, LocalEdge(job.depth))
@@ -135,7 +147,11 @@ def _outlet(
 
 
 def feeder_edges(
-    transport: Transport, job: StagesJob, first: StageProgram, last: StageProgram, local: Mapping[int, LocalEdge]
+    transport: Transport,
+    job: StagesJob,
+    first: StageProgram,
+    last: StageProgram,
+    local: Mapping[int, LocalEdge],
 ) -> tuple[Outlet, Inlet]:
     """Give the feeder's ends of the pipeline: where microbatches go in, where results come out."""
     edges = dict(local)

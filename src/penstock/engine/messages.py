@@ -63,7 +63,7 @@ class Format:
 
     def write(self, message: Message, buffer: Tensor) -> int:
         """Lay a message out in a buffer and give the bytes it takes."""
-        view = memoryview(buffer.numpy())
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         body_end = aligned(self._body_at + len(message.body))
         view[self._body_at : self._body_at + len(message.body)] = message.body
         view[self._body_at + len(message.body) : body_end] = bytes(body_end - self._body_at - len(message.body))
@@ -91,7 +91,7 @@ class Format:
 
     def read(self, buffer: Tensor) -> Message:
         """Read a message; its tensors are views of the buffer. Raises `TransportError` for a damaged one."""
-        view = memoryview(buffer.numpy())
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         magic, kind, num_tensors, index, total, num_body, checksum = _HEADER.unpack_from(view, 0)
         if magic != _MAGIC or kind not in _KINDS or not self._body_at <= total <= buffer.numel() or total % 64:
             raise TransportError("a message is damaged: its header makes no sense; check the network and try again")

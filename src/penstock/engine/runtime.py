@@ -192,6 +192,8 @@ def _run(step: _Step, registers: list[Any]) -> None:
         registers[step.result] = step.function(*arguments, **step.keywords)
     # whatever an operator raises, the reader needs to know which one it was
     except Exception as error:
-        raise RunError(f"operation {step.name} failed: {str(error).splitlines()[0] if str(error) else error!r}") from error
+        raise RunError(
+            f"operation {step.name} failed: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from error
     for register in step.ends:
         registers[register] = None

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.cluster.launch import LocalWorkers
 from penstock.engine.gloo import GlooTransport, local_address
@@ -83,9 +83,9 @@ def join_torchrun() -> World:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-    def connect(serve: bool, timeout: datetime.timedelta) -> dist.TCPStore:
+    def connect(serve: bool, timeout: datetime.timedelta) -> TCPStore:
         try:
-            return dist.TCPStore(host, port, None, serve, timeout, wait_for_workers=False)
+            return TCPStore(host, port, None, serve, timeout, wait_for_workers=False)
         except RuntimeError as error:
             raise RunError(_store_message(host, port, serve, error)) from error
 
@@ -105,7 +105,7 @@ def start_local(num_workers: int, env: dict[str, str] | None = None) -> World:
     listener.bind((LOOPBACK, 0))
     listener.listen()
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
+    store = TCPStore(
         LOOPBACK, port, None, True, datetime.timedelta(seconds=120),
         wait_for_workers=False, master_listen_fd=listener.detach(),
     )  # fmt: skip
@@ -113,7 +113,7 @@ def start_local(num_workers: int, env: dict[str, str] | None = None) -> World:
     arguments = [["--port", str(port), "--rank", str(rank), "--size", str(size)] for rank in range(1, size)]
     workers = LocalWorkers("penstock.engine.worker", arguments, {"OMP_NUM_THREADS": "1", **(env or {})})
     try:
-        watch = dist.TCPStore(LOOPBACK, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
+        watch = TCPStore(LOOPBACK, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
         world = _join(store, watch, FEEDER, size, LOOPBACK, "run0", "the feeding process", list(range(1, size)))
     except BaseException:
         workers.stop(0.0)
@@ -124,19 +124,19 @@ def start_local(num_workers: int, env: dict[str, str] | None = None) -> World:
 
 def join_local(port: int, rank: int, size: int) -> World:
     """Join, as a worker, the process that started this one."""
-    store = dist.TCPStore(LOOPBACK, port, None, False, datetime.timedelta(seconds=120), wait_for_workers=False)
-    watch = dist.TCPStore(LOOPBACK, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
+    store = TCPStore(LOOPBACK, port, None, False, datetime.timedelta(seconds=120), wait_for_workers=False)
+    watch = TCPStore(LOOPBACK, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
     return _join(store, watch, rank, size, LOOPBACK, "run0", f"worker {rank}", list(range(1, size)))
 
 
 def _join(
-    store: dist.Store, watch: dist.Store, rank: int, size: int, address: str, run: str, name: str,
+    store: Store, watch: Store, rank: int, size: int, address: str, run: str, name: str,
     devices: Sequence[int],
 ) -> World:  # fmt: skip
     store.set(f"penstock/{run}/name/{rank}", name)
     transport = GlooTransport(store, rank, size, address, name=run)
     names = [store.get(f"penstock/{run}/name/{other}").decode() for other in range(size)]
-    health = Health(dist.PrefixStore(run, watch), rank, names, transport.abort)
+    health = Health(PrefixStore(run, watch), rank, names, transport.abort)
     return World(transport=transport, health=health, names=names, devices=list(devices))
 
 

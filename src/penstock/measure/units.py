@@ -14,7 +14,12 @@ from penstock.graph.stages import divide
 
 
 def measure_work(
-    graph: Graph, load: Callable[[State], Tensor], *, rows: int = 1, repeats: int = 7, threads: int | None = None
+    graph: Graph,
+    load: Callable[[State], Tensor],
+    *,
+    rows: int = 1,
+    repeats: int = 7,
+    threads: int | None = None,
 ) -> list[float]:
     """Give the median seconds of every operation over some passes, after one that is not counted.
 

@@ -57,7 +57,7 @@ def smallest_largest(work: Sequence[float], num_stages: int) -> float:
         following = [math.inf] * len(prefix)
         for end in range(stage + 1, len(prefix)):
             # best[] grows and the last stage shrinks with its start: look where they cross
-            start = bisect_left(range(stage, end), True, key=lambda s: best[s] >= prefix[end] - prefix[s])  # noqa: B023
+            start = bisect_left(range(stage, end), True, key=lambda s: best[s] >= prefix[end] - prefix[s])
             for candidate in (stage + start - 1, stage + start):
                 if stage <= candidate < end:
                     largest = max(best[candidate], prefix[end] - prefix[candidate])

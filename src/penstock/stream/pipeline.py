@@ -148,7 +148,7 @@ class Pipeline:
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Iterator[Any]:
         if not self._feeds:
             return
-        tensors, sizes = bind_inputs(self.graph, args, kwargs)
+        _, sizes = bind_inputs(self.graph, args, kwargs)
         batched = {v.name for v in self.graph.tensor_inputs() if v.shape and not isinstance(v.shape[0], int)}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = list(self.graph.inputs)

@@ -26,16 +26,12 @@ def open_archive(path: Path) -> ImageSet:
         if cifar.is_record_name(name)
     ]
     if records:
-        texts = {
-            name: ByteRange(path).read(*place) for name, place in places.items() if cifar.is_names_file(name)
-        }
+        texts = {name: ByteRange(path).read(*place) for name, place in places.items() if cifar.is_names_file(name)}
         return cifar.open_records(records, texts)
     names, labels, classes = label_by_folder(filter(is_image_name, places), is_archive=True)
     if not names:
         raise DataError(f"{path} holds no images; looked for {', '.join(IMAGE_SUFFIXES)} and CIFAR's .bin")
-    return ImageSet(
-        names=names, labels=labels, classes=classes, load=_Members(path, [places[n] for n in names])
-    )
+    return ImageSet(names=names, labels=labels, classes=classes, load=_Members(path, [places[n] for n in names]))
 
 
 class _Members:

@@ -97,9 +97,7 @@ def _tensors(state: Mapping[object, object], source: Path) -> tuple[dict[str, Te
         raise ModelError(f"{source} holds no tensors; its entries are {', '.join(map(str, list(state)[:5]))}")
     sparse = [key for key, value in tensors.items() if value.layout != torch.strided or value.is_quantized]
     if sparse:
-        raise ModelError(
-            f"{source} holds {sparse[0]} as a sparse or quantized tensor; save it as a dense one"
-        )
+        raise ModelError(f"{source} holds {sparse[0]} as a sparse or quantized tensor; save it as a dense one")
     for prefix in _PREFIXES:
         if all(key.startswith(prefix) for key in tensors):
             tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}

@@ -27,9 +27,7 @@ def open_folder(root: Path) -> ImageSet:
     return ImageSet(names=names, labels=labels, classes=classes, load=Files([root / name for name in names]))
 
 
-def label_by_folder(
-    names: Iterable[str], is_archive: bool
-) -> tuple[list[str], list[int | None], tuple[str, ...]]:
+def label_by_folder(names: Iterable[str], is_archive: bool) -> tuple[list[str], list[int | None], tuple[str, ...]]:
     """Put image paths into natural order and label them by the first folder in which they differ.
 
     >>> label_by_folder(["a/b/cat/10.jpg", "a/b/cat/9.jpg", "a/b/dog/1.jpg"], is_archive=True)

@@ -66,11 +66,7 @@ def call_function(name: str, function: Callable[[], object]) -> Made:
         raise _failed(name, problem) from problem
     parts = made if isinstance(made, tuple) else (made,)
     module, args, kwargs = (*parts, *((), {})[len(parts) - 1 :]) if 1 <= len(parts) <= 3 else (None, (), {})
-    if (
-        not isinstance(module, nn.Module)
-        or not isinstance(args, (tuple, list))
-        or not isinstance(kwargs, Mapping)
-    ):
+    if not isinstance(module, nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
         raise ModelError(
             f"{name} returned {_describe(made)}; it must return a module, (module, example_args) or "
             "(module, example_args, example_kwargs) with a tuple and a dict"
@@ -79,9 +75,7 @@ def call_function(name: str, function: Callable[[], object]) -> Made:
 
 
 def _failed(name: str, problem: Exception) -> ModelError:
-    return ModelError(
-        f"{name} failed ({type(problem).__name__}: {one_line(problem)}); call it in Python to see where"
-    )
+    return ModelError(f"{name} failed ({type(problem).__name__}: {one_line(problem)}); call it in Python to see where")
 
 
 def _describe(value: object) -> str:

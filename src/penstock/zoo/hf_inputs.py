@@ -56,9 +56,7 @@ def hf_image_size(config: Any) -> tuple[int, int]:
 
     Nothing is raised; without a size in the configuration it is 224.
     """
-    size = getattr(config, "image_size", None) or getattr(
-        getattr(config, "vision_config", None), "image_size", None
-    )
+    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", None)
     if isinstance(size, (list, tuple)):
         return int(size[0]), int(size[-1])
     return (int(size), int(size)) if isinstance(size, int) else (224, 224)

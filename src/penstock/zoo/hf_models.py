@@ -79,17 +79,13 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
         else:
             known = transformers.AutoConfig.from_pretrained(directory)
     except Exception as problem:  # a strange config.json fails in any way
-        raise ModelError(
-            f"transformers cannot read the configuration of {name} ({one_line(problem)})"
-        ) from problem
+        raise ModelError(f"transformers cannot read the configuration of {name} ({one_line(problem)})") from problem
     for key in options:
         if not hasattr(known, key):
             raise ModelError(f"the configuration of {name} has no {key}{nearest(key, known.to_dict())}")
     try:
         # made anew rather than changed: some fields are computed from others
-        config = (
-            type(known)(**options) if directory is None else type(known).from_pretrained(directory, **options)
-        )
+        config = type(known)(**options) if directory is None else type(known).from_pretrained(directory, **options)
     except Exception as problem:
         raise ModelError(f"hf:{name} cannot have {dict(options)} ({one_line(problem)})") from problem
     if getattr(config, "use_cache", False):
@@ -154,6 +150,4 @@ def _model_class(name: str, config: Any) -> Any:
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, (list, tuple)) else found
-    raise ModelError(
-        f"transformers has no model class for hf:{name} ({type(config).__name__}); choose another model"
-    )
+    raise ModelError(f"transformers has no model class for hf:{name} ({type(config).__name__}); choose another model")

@@ -57,18 +57,14 @@ def _kept(rename: Mapping[str, str]) -> dict[str, str]:
 class _Group:
     """The tensors that one conversion makes out of one or several tensors of a file."""
 
-    def __init__(
-        self, module: nn.Module, source: Weights, step: Any, name: str, keys: list[tuple[str, str]]
-    ) -> None:
+    def __init__(self, module: nn.Module, source: Weights, step: Any, name: str, keys: list[tuple[str, str]]) -> None:
         self._module = module
         self._source = source
         self._step = step
         self._name = name
         self._keys = keys
         # run once on tensors without values: names, shapes and dtypes cost nothing that way
-        self._made = self._convert(
-            lambda key: torch.empty(source.shape(key), dtype=source.dtype(key), device="meta")
-        )
+        self._made = self._convert(lambda key: torch.empty(source.shape(key), dtype=source.dtype(key), device="meta"))
 
     def names(self) -> Collection[str]:
         return self._made.keys()
@@ -97,7 +93,5 @@ class _Group:
         except ModelError:
             raise
         except Exception as problem:
-            raise ModelError(
-                f"the weights of {self._name} cannot be converted ({one_line(problem)})"
-            ) from problem
+            raise ModelError(f"the weights of {self._name} cannot be converted ({one_line(problem)})") from problem
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

@@ -152,9 +152,7 @@ def parameter_shapes(module: nn.Module) -> Expected:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
         if nn.parameter.is_lazy(parameter):
-            raise ModelError(
-                f"the parameter {name} has no shape yet; run the model once before giving it away"
-            )
+            raise ModelError(f"the parameter {name} has no shape yet; run the model once before giving it away")
     return {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
 
 

@@ -167,9 +167,7 @@ def _build_for_file(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 def _fitted(module: nn.Module, source: Weights) -> Weights:
     """Return a checkpoint under the module's names, and put its buffers into the module."""
     buffers = {path: owner._buffers[leaf] for path, (owner, leaf) in persistent_buffers(module).items()}
-    shapes = {
-        name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items() if buffer is not None
-    }
+    shapes = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items() if buffer is not None}
     # positions and counters are computed by the module itself, so many checkpoints leave them out
     computed = [name for name, (_, dtype) in shapes.items() if not dtype.is_floating_point]
     expected = {**parameter_shapes(module), **shapes}

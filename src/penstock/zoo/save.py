@@ -35,9 +35,7 @@ def save_weights(weights: Weights, target: Path, names: Iterable[str] | None = N
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as problem:
-        raise ModelError(
-            f"{target} cannot be written ({one_line(problem)}); choose another folder"
-        ) from problem
+        raise ModelError(f"{target} cannot be written ({one_line(problem)}); choose another folder") from problem
     try:
         with os.fdopen(handle, "wb") as file:
             _write(weights, order, header, file)

@@ -128,9 +128,7 @@ def _filters(name: str) -> list[Callable[..., Any]]:
     """Return the functions with which timm rewrites checkpoints of this model's family."""
     models = optional_import("timm.models", "vision")
     home = sys.modules[models.model_entrypoint(name.partition(".")[0]).__module__]
-    return [
-        value for key, value in vars(home).items() if "filter" in key and "_fn" in key and callable(value)
-    ]
+    return [value for key, value in vars(home).items() if "filter" in key and "_fn" in key and callable(value)]
 
 
 def _mapped(source: Weights, module: nn.Module, rules: Callable[..., Any] | None) -> Weights:
@@ -143,9 +141,7 @@ def _mapped(source: Weights, module: nn.Module, rules: Callable[..., Any] | None
         caught.update(state)
         return torch.nn.modules.module._IncompatibleKeys([], [])
 
-    config.update(
-        state_dict={name: source.load(name) for name in source.names()}, source="", file=None, hf_hub_id=None
-    )
+    config.update(state_dict={name: source.load(name) for name in source.names()}, source="", file=None, hf_hub_id=None)
     module.__dict__["load_state_dict"] = catch
     try:
         models.load_pretrained(

@@ -74,9 +74,7 @@ class FileWeights:
         """Return a tensor's dtype without loading it."""
         kind = self._slice(name).get_dtype()
         if kind not in DTYPES:
-            raise ModelError(
-                f"{self._path} holds {name} as {kind}, which is not supported; convert it to F32"
-            )
+            raise ModelError(f"{self._path} holds {name} as {kind}, which is not supported; convert it to F32")
         return DTYPES[kind]
 
     def load(self, name: str) -> Tensor:
@@ -117,9 +115,7 @@ def _shards(path: Path) -> list[Path]:
         return _indexed(path)
     if path.suffix in PICKLED_SUFFIXES:
         target = path.with_suffix(".safetensors")
-        raise ModelError(
-            f"{path} is a pickled checkpoint; convert it first: penstock convert {path} -o {target}"
-        )
+        raise ModelError(f"{path} is a pickled checkpoint; convert it first: penstock convert {path} -o {target}")
     return [path]
 
 
@@ -142,16 +138,12 @@ def _indexed(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ModelError(
-            f"{index} is not an index of shards: it has no weight_map of file names"
-        ) from problem
+        raise ModelError(f"{index} is not an index of shards: it has no weight_map of file names") from problem
     # a shard lies beside its index: a path that leads elsewhere is not one
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if strange:
         raise ModelError(f"{index} names the shard {strange[0]!r}; a shard lies beside its index")
     absent = [name for name in names if not (index.parent / name).exists()]
     if absent:
-        raise ModelError(
-            f"{index.parent} lacks {len(absent)} of {len(names)} shards, first {absent[0]}; copy them"
-        )
+        raise ModelError(f"{index.parent} lacks {len(absent)} of {len(names)} shards, first {absent[0]}; copy them")
     return [index.parent / name for name in names]

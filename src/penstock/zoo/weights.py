@@ -101,9 +101,7 @@ class RandomWeights:
     Every method raises `ModelError` for a name that is not there.
     """
 
-    def __init__(
-        self, shapes_and_dtypes: Expected, seed: int, aliases: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, shapes_and_dtypes: Expected, seed: int, aliases: Mapping[str, str] | None = None) -> None:
         self._expected = dict(shapes_and_dtypes)
         self._aliases = dict(aliases or {})
         self._seed = seed

@@ -142,9 +142,7 @@ class Lab:
         if not command:
             raise ClusterError("a run needs a command; write it after --, as in -- python train.py")
         if nproc_per_host < 1:
-            raise ClusterError(
-                f"a host runs at least one process, not {nproc_per_host}; use --nproc-per-host 1"
-            )
+            raise ClusterError(f"a host runs at least one process, not {nproc_per_host}; use --nproc-per-host 1")
         if not 1 <= port <= 65535:
             raise ClusterError(f"a port is 1 to 65535, not {port}; use --port {DEFAULT_PORT}")
         self._require_up()
@@ -240,9 +238,7 @@ class Lab:
 
     def _require_up(self) -> None:
         if not self.is_up():
-            raise ClusterError(
-                f"lab {self.spec.name} must be up for this, but it is not; run penstock lab up first"
-            )
+            raise ClusterError(f"lab {self.spec.name} must be up for this, but it is not; run penstock lab up first")
 
     def _require_idle(self, host: str) -> None:
         pids = self._machine.cgroups.processes(self.spec.name, host)

@@ -68,9 +68,7 @@ def this_machine() -> Machine:
     for program, package in _PROGRAMS.items():
         if shutil.which(program) is None:
             raise ClusterError(f"a lab needs the program {program}, which is not here; install {package}")
-    return Machine(
-        shell=SystemShell(), cgroups=find_cgroups(), num_cores=num_cores(), memory_bytes=_memory_bytes()
-    )
+    return Machine(shell=SystemShell(), cgroups=find_cgroups(), num_cores=num_cores(), memory_bytes=_memory_bytes())
 
 
 def num_cores() -> int:

@@ -71,8 +71,7 @@ def explain(host: str, limit_bytes: int, use: MemoryUse, watch: MemoryWatch) -> 
     ended = watch.ended()
     victim = f"ended its largest process, {ended.command!r}" if ended else "ended a process"
     shown = ", ".join(
-        f"{process.command!r} {format_bytes(process.peak_bytes)}"
-        for process in watch.largest()[:_SHOWN_PROCESSES]
+        f"{process.command!r} {format_bytes(process.peak_bytes)}" for process in watch.largest()[:_SHOWN_PROCESSES]
     )
     return (
         f"{host} ran out of its memory of {format_bytes(limit_bytes)}, so the kernel {victim}; "

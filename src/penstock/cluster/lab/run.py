@@ -156,27 +156,19 @@ class LabRun:
     ) -> None:
         self.terminate()
 
-    def _launch(
-        self, target: Target, local_rank: int, command: Sequence[str], env: Mapping[str, str]
-    ) -> None:
+    def _launch(self, target: Target, local_rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
         process = start_process(target, command, env)
         assert process.stdout is not None  # noqa: S101
         assert process.stderr is not None  # noqa: S101
         pumps = (
-            threading.Thread(
-                target=self._pump, args=(target, local_rank, "stdout", process.stdout), daemon=True
-            ),
-            threading.Thread(
-                target=self._pump, args=(target, local_rank, "stderr", process.stderr), daemon=True
-            ),
+            threading.Thread(target=self._pump, args=(target, local_rank, "stdout", process.stdout), daemon=True),
+            threading.Thread(target=self._pump, args=(target, local_rank, "stderr", process.stderr), daemon=True),
         )
         self._members.append(_Member(target, local_rank, process, pumps))
         for pump in pumps:
             pump.start()
 
-    def _pump(
-        self, target: Target, local_rank: int, stream: Literal["stdout", "stderr"], pipe: IO[str]
-    ) -> None:
+    def _pump(self, target: Target, local_rank: int, stream: Literal["stdout", "stderr"], pipe: IO[str]) -> None:
         try:
             for text in pipe:
                 line = text.rstrip("\n")

@@ -97,9 +97,7 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
             if host.name == name:
                 return host
         names = [host.name for host in self.hosts]
-        raise ClusterError(
-            f"lab {self.name} has no host {name!r}; it has {', '.join(names)}{_nearest(name, names)}"
-        )
+        raise ClusterError(f"lab {self.name} has no host {name!r}; it has {', '.join(names)}{_nearest(name, names)}")
 
 
 def parse_lab(text: str) -> LabSpec:
@@ -135,8 +133,7 @@ def read_lab(path: str | os.PathLike[str]) -> LabSpec:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ClusterError(
-            f"a lab file must be readable, but {path} is not ({reason}); "
-            f"make one with penstock lab init -o {path}"
+            f"a lab file must be readable, but {path} is not ({reason}); make one with penstock lab init -o {path}"
         ) from None
     try:
         return parse_lab(text)
@@ -162,9 +159,7 @@ def write_lab(spec: LabSpec) -> str:
         lines.append(f'memory = "{_exact(host.memory_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))}"')
         if host.bandwidth_bytes_per_s is not None:
             bits = round(host.bandwidth_bytes_per_s * 8)
-            lines.append(
-                f'bandwidth = "{_exact(bits, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))}"'
-            )
+            lines.append(f'bandwidth = "{_exact(bits, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))}"')
     return "\n".join(lines) + "\n"
 
 
@@ -234,9 +229,7 @@ def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...
                 f"the kernel's netem and is not emulated; remove {field}"
             )
         if field not in known:
-            raise ClusterError(
-                f"{where} has the fields {', '.join(known)}, not {field!r}{_nearest(field, known)}"
-            )
+            raise ClusterError(f"{where} has the fields {', '.join(known)}, not {field!r}{_nearest(field, known)}")
 
 
 def _check_name(what: str, name: str) -> None:

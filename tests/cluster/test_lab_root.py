@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from labs import MIB, Collected, make_spec, output_of, traces
+from tests.cluster.labs import MIB, Collected, make_spec, output_of, traces
 
 from penstock.cluster.lab import Lab, LabSpec, lab_session, take_down, write_lab
 from penstock.cluster.lab.cgroups import Cgroups

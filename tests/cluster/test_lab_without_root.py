@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from labs import make_spec
+from tests.cluster.labs import make_spec
 
 from penstock.cluster.lab import Lab, LabSpec, lab_session
 from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, quota
@@ -288,6 +288,7 @@ def targets(spec: LabSpec) -> list[Target]:
             lab="lab",
             host=host.name,
             address=f"10.77.0.{index + 1}",
+            cpu=0.5,
             memory_bytes=1,
             directories=(Path("/c"),),
         )
@@ -310,6 +311,7 @@ def test_processes_get_torchruns_environment() -> None:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "eth0",
         "PENSTOCK_HOST": "host2",
+        "PENSTOCK_CPU": "0.5",
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli.cluster import Cluster
 from penstock.cli.options import (
     JsonFile,
     MicrobatchSize,
@@ -39,13 +40,16 @@ def bench(
     passes: Annotated[int, typer.Option(min=1, help="Counted passes per row; the full protocol has 5.")] = 1,
     microbatch_size: MicrobatchSize = 1,
     depth: Annotated[int, typer.Option(min=1, help="Microbatches that may wait at a cut.")] = 2,
+    peer: Annotated[bool, typer.Option("--peer", help="Also run torch.distributed.pipelining.")] = False,
     weights: WeightsFile = None,
     pretrained: Pretrained = False,
     seed: Seed = 0,
     threads: Threads = None,
+    cluster: Cluster = None,
     json: JsonFile = None,
 ) -> None:
     """Measure a model serially and as pipelines: images per second, speed-up, equality, where the time goes."""
+    del cluster  # main() starts the verb again on its hosts
     counts = parse_numbers(stages, "--stages")
     policies = policy.split(",")
     for name in policies:
@@ -61,10 +65,14 @@ def bench(
         world = world or start_local(max(counts))
         comparison = Comparison(
             zoo, world, num_images=num_images, passes=passes, microbatch_size=microbatch_size,
-            threads=threads, depth=depth, max_stages=max(counts),
+            threads=threads, depth=depth, max_stages=max(counts), seed=seed,
         )  # fmt: skip
         with console.status("serial") as status:
             rows = [comparison.serial()]
+            for count in counts if peer else []:
+                if count > 1:
+                    status.update(f"{count} stages, torch.distributed.pipelining")
+                    rows.append(comparison.peer(count))
             for count in counts:
                 for name in policies if count > 1 else policies[:1]:
                     status.update(f"{count} stages, {name}")
@@ -120,8 +128,14 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{row['images_per_second']:.2f}",
             f"{row['speedup']:.2f}",
             "" if row.get("efficiency") is None else f"{row['efficiency']:.3f}",
-            f"{row['fill_s']:.2f} s",
-            "yes" if row["bit_equal"] else f"no ({row['max_abs_difference']:.1e})",
+            "" if row["fill_s"] is None else f"{row['fill_s']:.2f} s",
+            _equality(row),
             "  ".join(f"{s['compute_s']:.1f}/{s['wait_s']:.1f}/{s['send_s']:.1f}" for s in row["per_stage"]),
         )
     return table
+
+
+def _equality(row: dict[str, Any]) -> str:
+    if row["bit_equal"] is None:
+        return ""
+    return "yes" if row["bit_equal"] else f"no ({row['max_abs_difference']:.1e})"

@@ -20,10 +20,12 @@ from penstock.zoo.names import optional_import
 
 _EVERY = 5  # each fifth image is for testing
 _MICROBATCH = 32
+_BATCH = 32
+_RATE = 1e-3
 
 
 def demo(
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 12,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 30,
     seed: Annotated[int, typer.Option(help="For the first weights and the order of images.")] = 0,
     json: JsonFile = None,
 ) -> None:
@@ -74,7 +76,7 @@ def _small_vit(seed: int) -> nn.Module:
     timm = optional_import("timm.models.vision_transformer", "vision")
     torch.manual_seed(seed)
     model: nn.Module = timm.VisionTransformer(
-        img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=128, depth=8, num_heads=4
+        img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=96, depth=8, num_heads=3
     )
     return model
 
@@ -82,9 +84,9 @@ def _small_vit(seed: int) -> nn.Module:
 def _train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, seed: int) -> None:
     """Train in this process, with a progress bar where there is a terminal."""
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    batches = -(-len(images) // 64)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=epochs * batches)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.05)
+    batches = -(-len(images) // _BATCH)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_RATE, total_steps=epochs * batches)
     columns = (
         TextColumn("   {task.description}"),
         BarColumn(),
@@ -95,7 +97,7 @@ def _train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, see
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
         task = progress.add_task("train", total=epochs * batches, loss=float("nan"))
         for _ in range(epochs):
-            for rows in torch.randperm(len(images), generator=generator).split(64):
+            for rows in torch.randperm(len(images), generator=generator).split(_BATCH):
                 loss = functional.cross_entropy(model(images[rows]), labels[rows])
                 optimizer.zero_grad()
                 loss.backward()

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock.cli.cluster import Cluster
 from penstock.cli.options import (
     CutNames,
     JsonFile,
@@ -49,9 +50,11 @@ def infer(
     pretrained: Pretrained = False,
     seed: Seed = 0,
     threads: Threads = None,
+    cluster: Cluster = None,
     json: JsonFile = None,
 ) -> None:
     """Classify images through a pipeline: predictions in order, throughput, and accuracy where there are labels."""
+    del cluster  # main() starts the verb again on its hosts
     world = join_torchrun() if under_torchrun() else None
     if world is not None and world.rank != FEEDER:
         try:

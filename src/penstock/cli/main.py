@@ -7,6 +7,7 @@ import typer
 
 from penstock import __version__
 from penstock.cli import bench, convert, demo, infer, lab, split
+from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.errors import PenstockError, UsageError
 
 app = typer.Typer(
@@ -22,6 +23,8 @@ app.command("convert")(convert.convert)
 app.command("infer")(infer.infer)
 app.command("bench")(bench.bench)
 app.add_typer(lab.app, name="lab")
+
+_ON_CLUSTERS = {"bench", "infer"}
 
 
 def _print_version(wanted: bool) -> None:
@@ -44,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and give its exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        cluster, rest = take_cluster(arguments) if arguments and arguments[0] in _ON_CLUSTERS else (None, arguments)
+        if cluster is not None:
+            return run_on_cluster(cluster, rest)
         app(arguments, standalone_mode=True)
     except SystemExit as end:
         return int(end.code or 0)

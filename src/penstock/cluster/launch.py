@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.errors import UsageError
 
@@ -81,20 +82,35 @@ class LocalWorkers:
 
 
 def available_cores() -> int:
-    """Count the cores that this process may use: its affinity, and a container's or lab host's CPU quota."""
+    """Count the cores that this process may use: its affinity, and its container's or lab host's CPU quota."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota_cores()
-    return max(1, min(affinity, int(quota) if quota else affinity))
+    quota = float(os.environ["PENSTOCK_CPU"]) if "PENSTOCK_CPU" in os.environ else quota_cores()
+    return max(1, min(affinity, int(quota))) if quota is not None else affinity
 
 
-def _quota_cores() -> float | None:
-    for path, v2 in (("/sys/fs/cgroup/cpu.max", True), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", False)):
-        with contextlib.suppress(OSError, ValueError):
-            with open(path) as file:
-                fields = file.read().split()
-            if v2:
-                return None if fields[0] == "max" else float(fields[0]) / float(fields[1])
-            if int(fields[0]) > 0:
-                with open("/sys/fs/cgroup/cpu/cpu.cfs_period_us") as file:
-                    return int(fields[0]) / int(file.read())
+def quota_cores(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Give the smallest CPU quota of this process's cgroup and its ancestors, in cores; None without any.
+
+    Reads version 1 (`cpu.cfs_quota_us`) and version 2 (`cpu.max`).
+    """
+    quotas: list[float] = []
+    with contextlib.suppress(OSError):
+        for line in process.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            for mount in (root,) if not controllers else (root / "cpu", root / controllers):
+                place = mount / path.strip("/")
+                quotas += [q for at in (place, *place.parents) if at.is_relative_to(mount) and (q := _quota(at))]
+    return min(quotas, default=None)
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Read one cgroup's own quota, in cores."""
+    with contextlib.suppress(OSError, ValueError):
+        limit, period = (cgroup / "cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        limit = (cgroup / "cpu.cfs_quota_us").read_text()
+        return int(limit) / int((cgroup / "cpu.cfs_period_us").read_text()) if int(limit) > 0 else None
     return None

@@ -1,6 +1,7 @@
 """Compare pipelines with one process on the same devices, in one run."""
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch import Tensor
 from penstock.cluster.launch import available_cores
 from penstock.engine.deployment import Deployment, Microbatch, StreamReport
 from penstock.engine.jobs import collect_alone, load_program, release_alone, run_alone, send_alone
+from penstock.engine.peer import do_peer, peer_document
 from penstock.engine.split import choose_cuts, load_state
+from penstock.engine.transport import receive_bytes, send_bytes
 from penstock.engine.world import FEEDER, World
+from penstock.errors import RunError
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.ops import State
 from penstock.graph.stages import divide
 from penstock.measure.units import random_input
@@ -31,7 +35,7 @@ class Comparison:
 
     def __init__(
         self, zoo: ZooModel, world: World, *, num_images: int, passes: int, microbatch_size: int,
-        threads: int | None, depth: int, max_stages: int,
+        threads: int | None, depth: int, max_stages: int, seed: int = 0,
     ) -> None:  # fmt: skip
         self._zoo = zoo
         self._world = world
@@ -52,6 +56,8 @@ class Comparison:
         self._reference: list[list[Tensor]] = []
         self._serial_images_per_s = 0.0
         self._ceilings: dict[int, float] = {}
+        self._peers: dict[int, float] = {}
+        self._seed = seed
 
     def settings(self) -> dict[str, Any]:
         """Give what all rows have in common."""
@@ -79,7 +85,7 @@ class Comparison:
             "mode": "serial", "stages": 1, "policy": None, "cuts": [],
             "images_per_second": self._serial_images_per_s, "speedup": 1.0, "bit_equal": True,
             "max_abs_difference": 0.0, "fill_s": 0.0, "efficiency": None,
-            "ceiling_images_per_second": None, "per_stage": [],
+            "ceiling_images_per_second": None, "per_stage": [], "peer_images_per_second": None,
         }  # fmt: skip
 
     def ceiling(self, num_devices: int) -> float:
@@ -113,7 +119,37 @@ class Comparison:
             if counted >= 0:
                 reports.append(deployment.last_report)
         deployment.close()
-        return self._row(stages, policy, [cut.name for cut in chosen], ceiling, reports, difference)
+        row = self._row(stages, policy, [cut.name for cut in chosen], ceiling, reports, difference)
+        return row | {"peer_images_per_second": self._peers.get(stages)}
+
+    def peer(self, stages: int) -> dict[str, Any]:
+        """Run torch.distributed.pipelining with the same number of stages, cut between equal numbers of blocks.
+
+        Its pipelines measured later in this run carry the figure as `peer_images_per_second`.
+        """
+        possible = Cuts(self.graph)
+        chosen = choose_cuts(self.graph, possible, stages=stages, policy="equal-blocks", sizes=self._sizes)
+        modules = [block_after(cut) for cut in chosen]
+        ranks = self._world.devices[:stages]
+        self._number += 1
+        count = self._num_microbatches
+        document = peer_document(self._zoo.name, self._seed, modules, ranks, count, self._threads, self._number)
+        transport = self._world.transport
+        others = [rank for rank in ranks if rank != self._world.rank]
+        for rank in others:
+            send_bytes(transport, json.dumps(document).encode(), rank)
+        seconds = do_peer(self._world, document)
+        for rank in others:
+            seconds = float(json.loads(receive_bytes(transport, rank)))
+        if seconds is None:
+            raise RunError("no device took part in the peer's run")
+        self._peers[stages] = rate = count * self._rows / seconds
+        return {
+            "mode": "peer", "stages": stages, "policy": "equal-blocks", "cuts": [f"{name}:before" for name in modules],
+            "images_per_second": rate, "speedup": rate / self._serial_images_per_s, "bit_equal": None,
+            "max_abs_difference": None, "fill_s": None, "efficiency": None, "ceiling_images_per_second": None,
+            "per_stage": [], "peer_images_per_second": rate,
+        }  # fmt: skip
 
     def _row(
         self, stages: int, policy: str | None, cuts: list[str], ceiling: float,
@@ -196,3 +232,9 @@ class _Difference:
             if not torch.equal(expected, given):
                 self.equal = False
                 self.largest = max(self.largest, float((expected - given).abs().max()))
+
+
+def block_after(cut: Cut) -> str:
+    """Give the module that begins at a cut between blocks, as the peer wants it named."""
+    names = [name.removesuffix(":before") for name in (cut.name, *cut.aliases) if name.endswith(":before")]
+    return min((name for name in names if "/" not in name), key=len)

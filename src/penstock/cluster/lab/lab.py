@@ -221,6 +221,7 @@ class Lab:
                 lab=self.spec.name,
                 host=host.name,
                 address=network.host_address(index),
+                cpu=host.cpu,
                 memory_bytes=host.memory_bytes,
                 directories=tuple(self._machine.cgroups.directories(self.spec.name, host.name)),
             )

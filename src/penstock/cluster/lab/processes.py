@@ -39,6 +39,7 @@ class Target:
     lab: str
     host: str
     address: str
+    cpu: float
     memory_bytes: int
     directories: tuple[Path, ...]
 
@@ -77,6 +78,8 @@ def environment(
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "eth0",
         "PENSTOCK_HOST": targets[node_rank].host,
+        # the cgroups cannot be seen from inside a namespace that `ip netns` entered
+        "PENSTOCK_CPU": f"{targets[node_rank].cpu:g}",
         # a pipe would otherwise hold lines back until a block of them is full
         "PYTHONUNBUFFERED": "1",
     }

@@ -1,0 +1,61 @@
+"""`--cluster FILE`: a verb that starts itself on the machines of a cluster."""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cluster.lab import lab_session, read_lab
+from penstock.cluster.lab.run import OutputLine, print_line
+from penstock.errors import UsageError
+
+Cluster = Annotated[
+    Path | None, typer.Option("--cluster", metavar="lab.toml", help="Run there: one process on each of its hosts.")
+]
+_OPTION = "--cluster"
+
+
+def take_cluster(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Take `--cluster FILE` out of a command line; raises `UsageError` when the file is missing.
+
+    >>> take_cluster(["bench", "timm:vit", "--cluster", "lab.toml"])
+    (PosixPath('lab.toml'), ['bench', 'timm:vit'])
+    """
+    rest = list(arguments)
+    for index, argument in enumerate(rest):
+        if argument.startswith(f"{_OPTION}="):
+            del rest[index]
+            return Path(argument.partition("=")[2]), rest
+        if argument == _OPTION:
+            if index + 1 >= len(rest):
+                raise UsageError("--cluster takes a file, as in --cluster lab.toml")
+            path = Path(rest[index + 1])
+            del rest[index : index + 2]
+            return path, rest
+    return None, rest
+
+
+def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
+    """Run `penstock` with these arguments on every host of a lab and give its exit status.
+
+    What the first host prints is printed as it is; everything on standard error has the host in front.
+    """
+    spec = read_lab(path)
+    first = spec.hosts[0].name
+
+    def show(line: OutputLine) -> None:
+        if line.stream == "stdout" and line.host == first:
+            print(line.text, flush=True)
+        elif line.stream == "stderr" and "hostname of the client socket" not in line.text:
+            print_line(line)
+
+    command = [sys.executable, "-m", "penstock", *arguments]
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(lab_session(spec))
+        run = stack.enter_context(lab.start(command, output=show))
+        run.wait()
+    codes = [code for code in run.exit_codes.values() if code]
+    return 0 if not codes else (2 if codes[0] == 2 else 1)

@@ -1,0 +1,94 @@
+"""`penstock bench`: the rows that other programs read."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import SMALL
+
+Run = Callable[..., tuple[int, str, str]]
+FIELDS = {
+    "mode", "stages", "policy", "images_per_second", "speedup", "bit_equal", "max_abs_difference", "fill_s",
+    "efficiency", "ceiling_images_per_second", "peer_images_per_second", "per_stage",
+}  # fmt: skip
+
+
+def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    arguments = ["--stages", "1,2", "--policy", "equal-blocks,balanced", "--num-images", 12, "--json", file]
+    status, out, _ = penstock("bench", SMALL, *arguments, "--cut", "blocks.0.attn:after")
+    assert status == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["mode"], row["stages"], row["policy"]) for row in rows] == [
+        ("serial", 1, None),
+        ("pipeline", 1, "equal-blocks"),
+        ("pipeline", 2, "equal-blocks"),
+        ("pipeline", 2, "balanced"),
+        ("pipeline", 2, "by hand"),
+    ]
+    for row in rows:
+        assert set(row) >= FIELDS
+        assert row["bit_equal"]
+        assert row["max_abs_difference"] == 0
+    for row in rows[1:]:
+        assert len(row["per_stage"]) == row["stages"]
+        assert set(row["per_stage"][0]) >= {"compute_s", "wait_s", "send_s"}
+    assert out.splitlines()[-1].startswith("speed-up ")
+
+
+def test_the_peer_runs_beside_it(penstock: Run, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    assert penstock("bench", SMALL, "--stages", 2, "--num-images", 8, "--peer", "--json", file)[0] == 0
+    rows = {row["mode"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["peer"]["cuts"] == ["blocks.1:before"]
+    assert rows["pipeline"]["peer_images_per_second"] == rows["peer"]["images_per_second"] > 0
+
+
+@pytest.mark.parametrize("arguments", [["--stages", "1,two"], ["--stages", "0"], ["--policy", "fair"]])
+def test_bad_options(arguments: list[str], penstock: Run) -> None:
+    assert penstock("bench", SMALL, *arguments)[0] == 2
+
+
+def test_the_script_for_each_machine_ends_with_the_speed_up(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "run.sh"
+    environment = {**os.environ, "PORT": "0", "PYTHONWARNINGS": "ignore"}
+    environment["PORT"] = str(_free_port())
+    options = ["--json", str(tmp_path / "bench.json")]
+    done = subprocess.run(
+        ["bash", str(script), "1", "2", "0", "127.0.0.1", SMALL, *options, "--num-images", "8"],
+        capture_output=True, text=True, timeout=120, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("speed-up ")
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["stages"] for row in rows] == [1, 2]
+    assert all(row["bit_equal"] for row in rows)
+
+
+def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        environment = {
+            **os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]),
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", "bench", SMALL, "--stages", "1"],
+            capture_output=True, text=True, timeout=60, env=environment, check=False, cwd=tmp_path,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "is in use" in done.stderr.splitlines()[-1]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

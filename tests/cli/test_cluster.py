@@ -1,0 +1,42 @@
+"""`--cluster`: a verb on the hosts of a lab."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.cluster import take_cluster
+from penstock.errors import UsageError
+from tests.cli.conftest import SMALL
+
+
+@pytest.mark.parametrize("given", [["bench", "m", "--cluster", "a.toml"], ["bench", "--cluster=a.toml", "m"]])
+def test_the_option_is_taken_out(given: list[str]) -> None:
+    assert take_cluster(given) == (Path("a.toml"), ["bench", "m"])
+
+
+def test_without_the_option_nothing_changes() -> None:
+    assert take_cluster(["bench", "m"]) == (None, ["bench", "m"])
+    with pytest.raises(UsageError, match="takes a file"):
+        take_cluster(["bench", "--cluster"])
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="a lab needs root")
+def test_bench_runs_on_the_hosts_of_a_lab(tmp_path: Path) -> None:
+    hosts = "".join(f'[[hosts]]\nname = "h{i}"\ncpu = 0.9\nmemory = "4 GiB"\n' for i in range(2))
+    (tmp_path / "lab.toml").write_text(f'name = "clitest"\nbandwidth = "1 Gbit/s"\n{hosts}')
+    file = tmp_path / "bench.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "bench", SMALL, "--stages", "2", "--num-images", "8",
+         "--json", str(file), "--cluster", str(tmp_path / "lab.toml")],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(file.read_text())
+    assert said["settings"]["devices"] == ["rank 0 on h0", "rank 1 on h1"]
+    assert said["settings"]["threads"] == 1
+    assert said["rows"][-1]["bit_equal"]

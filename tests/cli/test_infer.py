@@ -1,0 +1,148 @@
+"""`penstock infer` on pictures, good and bad."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.zoo import load_model, open_images
+from tests.cli.conftest import SMALL
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_predictions_equal_the_model_s_own(penstock: Run, photos: Path, tmp_path: Path) -> None:
+    output, summary = tmp_path / "out.csv", tmp_path / "summary.json"
+    status, out, _ = penstock(
+        "infer", SMALL, "--images", photos, "-o", output, "--stages", 2, "--microbatch-size", 3, "--json", summary
+    )
+    assert status == 0
+    zoo, images = load_model(SMALL, whole=True), open_images(photos)
+    assert zoo.transform is not None
+    with torch.no_grad():
+        expected = [int(zoo.module(zoo.transform(images.read(i))[None]).argmax()) for i in range(len(images))]
+    rows = rows_of(output)
+    assert [row["image"] for row in rows] == [images.name(i) for i in range(7)]
+    assert [int(row["prediction"]) for row in rows] == expected
+    said = json.loads(summary.read_text())
+    assert said["num_images"] == 7
+    assert [stage["stage"] for stage in said["stages"]] == [0, 1]
+    assert "7 images at" in out
+
+
+def test_an_unreadable_image_is_named_and_the_rest_is_done(penstock: Run, photos: Path, tmp_path: Path) -> None:
+    (photos / "cats" / "broken.png").write_bytes(b"\x89PNG no more")
+    output = tmp_path / "out.jsonl"
+    status, _, err = penstock("infer", SMALL, "--images", photos, "-o", output, "--stages", 1)
+    assert status == 1
+    assert "1 of 8 images failed" in err
+    assert "broken.png" in err
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(rows) == 8
+    assert ["error" in row for row in rows].count(True) == 1
+
+
+def test_accuracy_where_labels_and_classes_match(penstock: Run, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    model = SMALL.replace("num_classes=4", "num_classes=10")
+    arguments = ["--images", "digits", "--num-images", 20, "-o", tmp_path / "out.csv", "--json", summary]
+    status, out, _ = penstock("infer", model, *arguments, "--stages", 1, "--microbatch-size", 8)
+    assert status == 0
+    right = sum(int(row["label"]) == int(row["prediction"]) for row in rows_of(tmp_path / "out.csv"))
+    assert json.loads(summary.read_text())["accuracy"] == right / 20
+    assert f"accuracy {right / 20:.2%}" in out
+
+
+def test_weights_from_a_file_are_used_and_checked(penstock: Run, photos: Path, tmp_path: Path) -> None:
+    module = load_model(SMALL, whole=True, seed=7).module
+    state = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+    save_file(state, tmp_path / "good.safetensors")
+    arguments = ["--images", photos, "--stages", 1, "--num-images", 1]
+    good = ["-o", tmp_path / "a.csv", "--weights", tmp_path / "good.safetensors"]
+    assert penstock("infer", SMALL, *arguments, *good)[0] == 0
+    assert penstock("infer", SMALL, *arguments, "-o", tmp_path / "b.csv", "--seed", 7)[0] == 0
+    assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
+
+    wrong = dict(state) | {"head.weight": torch.zeros(9, 9)}
+    save_file(wrong, tmp_path / "wrong.safetensors")
+    del state["head.weight"]
+    save_file(state, tmp_path / "missing.safetensors")
+    for name in ("wrong", "missing"):
+        status, _, err = penstock("infer", SMALL, *arguments, "--weights", tmp_path / f"{name}.safetensors")
+        assert status == 2
+        assert "head.weight" in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["timm:vit_tiny_patch16_224", "--images", "{empty}"], "no images"),
+        (["timm:vit_tiny_patch16_224", "--images", "{missing}"], "missing"),
+        (["hf:gpt2,n_layer=2", "--images", "{photos}"], "image"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], said: str, penstock: Run, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    places = {name: str(tmp_path / name) for name in ("empty", "missing", "photos")}
+    status, _, err = penstock("infer", *[argument.format(**places) for argument in arguments])
+    assert status == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_resume_goes_on_behind_complete_rows(penstock: Run, photos: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.csv"
+    arguments = ["infer", SMALL, "--images", photos, "-o", output, "--stages", 1]
+    assert penstock(*arguments)[0] == 0
+    whole = output.read_text()
+    lines = whole.splitlines(keepends=True)
+    output.write_text("".join(lines[:4]) + lines[4][:9])  # the fifth line was being written
+    status, _, _ = penstock(*arguments, "--resume")
+    assert status == 0
+    assert output.read_text() == whole
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    (photos / "cats" / "1.png").rename(other / "zebra.png")
+    status, _, err = penstock("infer", SMALL, "--images", other, "-o", output, "--resume")
+    assert status == 2
+    assert "resume with the same images" in err
+
+
+def test_ctrl_c_leaves_rows_on_disk_and_no_process_behind(tmp_path: Path) -> None:
+    output = tmp_path / "out.csv"
+    model = SMALL.replace("num_classes=4", "num_classes=10")
+    command = [sys.executable, "-m", "penstock", "infer", model, "--images", "digits", "-o", str(output)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 90
+    while not (output.exists() and output.read_text().count("\n") > 20):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "go on with --resume" in err
+    assert not psutil.wait_procs(workers, timeout=5)[1]
+    rows = rows_of(output)
+    images = open_images("digits")
+    assert [row["image"] for row in rows] == [images.name(i) for i in range(len(rows))]

@@ -1,0 +1,42 @@
+"""Exit statuses and how errors reach people."""
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock import __version__
+from penstock.cli.main import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_version(penstock: Run) -> None:
+    assert penstock("--version") == (0, f"penstock {__version__}\n", "")
+
+
+def test_help_names_every_verb(penstock: Run) -> None:
+    status, out, _ = penstock("--help")
+    assert status == 0
+    for verb in ("demo", "split", "convert", "infer", "bench", "lab"):
+        assert f"\n  {verb} " in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["split"], ["split", "timm:vit_tiny_patch16_224", "--stages", "0"], ["no-such-verb"], ["infer", "x", "--bogus"]],
+)
+def test_wrong_usage_ends_with_2(arguments: list[str], penstock: Run) -> None:
+    assert penstock(*arguments)[0] == 2
+
+
+def test_an_error_is_one_line(penstock: Run) -> None:
+    status, out, err = penstock("split", "timm:vit_tinny_patch16_224")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "vit_tiny_patch16_224" in err  # the nearest name
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(Exception, match="no_such_module"):
+        main(["--debug", "split", "no_such_module:make"])

@@ -11,6 +11,7 @@
     ├── ProgramError          a stage program or bundle is damaged, forged or of another plan
     └── RunError              something failed while running
         ├── TransportError    a message was lost, repeated, damaged or out of order
+        │   └── ConnectionBroken   a connection is gone; why is known elsewhere, if at all
         └── DeviceLost        a process or machine stopped answering
 
 Each message is one line: the rule, the values, the next step. The command line prints the message
@@ -60,6 +61,10 @@ class RunError(PenstockError):
 
 class TransportError(RunError):
     """A message was lost, repeated, damaged or out of order."""
+
+
+class ConnectionBroken(TransportError):  # noqa: N818 -- what happened is that it broke
+    """A connection is gone; why is known elsewhere, if at all."""
 
 
 class DeviceLost(RunError):  # noqa: N818 -- what happened is that it was lost

@@ -70,9 +70,7 @@ def parse_rate(text: str) -> float:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?\s*", text.lower())
     if match is None or float(match[1]) <= 0:
-        raise UsageError(
-            f"a bandwidth is a positive number of bits per second, not {text!r}; write it like 100Mbit/s"
-        )
+        raise UsageError(f"a bandwidth is a positive number of bits per second, not {text!r}; write it like 100Mbit/s")
     return float(match[1]) * _BYTE_PREFIXES[match[2]] / 8
 
 

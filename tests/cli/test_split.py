@@ -64,9 +64,7 @@ def test_bad_input_names_the_next_step(arguments: list[object], said: str, penst
     assert err.count("\n") == 1
 
 
-def test_a_model_that_does_not_export_says_why(
-    penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_export_says_why(penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "odd_model.py").write_text(
         "import torch\n"
         "class Odd(torch.nn.Module):\n"

@@ -289,6 +289,7 @@ def targets(spec: LabSpec) -> list[Target]:
             host=host.name,
             address=f"10.77.0.{index + 1}",
             cpu=0.5,
+            bandwidth_bytes_per_s=125e6,
             memory_bytes=1,
             directories=(Path("/c"),),
         )
@@ -312,6 +313,7 @@ def test_processes_get_torchruns_environment() -> None:
         "GLOO_SOCKET_IFNAME": "eth0",
         "PENSTOCK_HOST": "host2",
         "PENSTOCK_CPU": "0.5",
+        "PENSTOCK_BANDWIDTH": "1.25e+08",
         "PYTHONUNBUFFERED": "1",
     }
 

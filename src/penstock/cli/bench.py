@@ -37,6 +37,7 @@ def bench(
         typer.Option("--cut", metavar="A:after,B:after", help="One more row with these cuts."),
     ] = None,
     num_images: Annotated[int, typer.Option(min=1, help="Images per pass.")] = 500,
+    serial_images: Annotated[int | None, typer.Option(min=1, help="Images of the serial run, if fewer.")] = None,
     passes: Annotated[int, typer.Option(min=1, help="Counted passes per row; the full protocol has 5.")] = 1,
     microbatch_size: MicrobatchSize = 1,
     depth: Annotated[int, typer.Option(min=1, help="Microbatches that may wait at a cut.")] = 2,
@@ -66,6 +67,7 @@ def bench(
         comparison = Comparison(
             zoo, world, num_images=num_images, passes=passes, microbatch_size=microbatch_size,
             threads=threads, depth=depth, max_stages=max(counts), seed=seed,
+            serial_images=serial_images,
         )  # fmt: skip
         with console.status("serial") as status:
             rows = [comparison.serial()]
@@ -91,6 +93,9 @@ def bench(
     write_json(json, {"model": model, "settings": comparison.settings(), "rows": rows})
     console = make_console()
     console.print(_table(rows))
+    for row in rows:
+        if row.get("limit"):
+            console.print(f"{row['stages']} stages, {row['policy']}: the pace is set by {row['limit']}")
     typer.echo(last_line)
 
 

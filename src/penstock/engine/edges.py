@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.engine.layout import copy_exactly
 from penstock.engine.messages import CLOSE, Format, Message
 from penstock.engine.transport import Pending, Transport
-from penstock.errors import TransportError
+from penstock.errors import ConnectionBroken
 
 
 class Inlet(Protocol):
@@ -91,11 +91,11 @@ class RemoteOutlet:
                 self._sending.popleft()[0].wait()
 
     def _send(self, message: Message) -> None:
-        while self._sending and (not self._free or self._sending[0][0].done()):
+        if self._free:
+            buffer = self._free.popleft()
+        else:
             pending, buffer = self._sending.popleft()
             pending.wait()
-            self._free.append(buffer)
-        buffer = self._free.popleft()
         num_bytes = self._format.write(message, buffer)
         self._sending.append((self._transport.send(buffer[:num_bytes], self._to, self._channel), buffer))
 
@@ -129,9 +129,9 @@ class LocalEdge:
                 self._check()
 
     def abort(self) -> None:
-        """End every wait with a `TransportError`."""
+        """End every wait with `ConnectionBroken`."""
         self._aborted = True
 
     def _check(self) -> None:
         if self._aborted:
-            raise TransportError("the stream was given up")
+            raise ConnectionBroken("the stream was given up")

@@ -9,8 +9,9 @@ import torch
 
 from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.messages import CLOSE, DATA, END, Message
+from penstock.engine.progress import Progress
 from penstock.engine.runtime import Runtime
-from penstock.errors import RunError, TransportError
+from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.plan.schedule import Action
 
 
@@ -36,13 +37,18 @@ class StageSlot:
     outlet: Outlet
     report: StageReport
     clock: Callable[[], float] = field(default=time.perf_counter)
+    progress: Progress = field(default_factory=Progress)
+
+    def start_report(self) -> None:
+        """Begin counting for another stream."""
+        self.report = StageReport(self.report.stage, self.report.device)
 
 
 def serve(slots: Mapping[int, StageSlot], schedule: Callable[[], Iterable[Action]]) -> None:
     """Run stream after stream until a CLOSE message comes; every stream starts the schedule again."""
     while execute(schedule(), slots) != CLOSE:
         for slot in slots.values():
-            slot.report = StageReport(slot.report.stage, slot.report.device)
+            slot.start_report()
 
 
 def execute(actions: Iterable[Action], slots: Mapping[int, StageSlot]) -> int:
@@ -68,23 +74,21 @@ def execute(actions: Iterable[Action], slots: Mapping[int, StageSlot]) -> int:
 def _forward(slot: StageSlot, microbatch: int) -> int:
     """Take one message, compute, pass the result on."""
     begin = slot.clock()
-    message = slot.inlet.take()
+    message = _take(slot, microbatch)
     taken = slot.clock()
     report = slot.report
     if message.kind != DATA:
         _pass_on(slot, message)
         return message.kind
-    if message.index != microbatch:
-        raise TransportError(
-            f"stage {slot.index} expected microbatch {microbatch}, got {message.index}: a message was lost or repeated"
-        )
     sizes = dict(zip(slot.runtime.program.symbols, message.sizes, strict=True))
     try:
         outputs = slot.runtime(sizes, message.tensors)
     except RunError as error:
         raise RunError(f"stage {slot.index}, microbatch {microbatch}: {error}") from error
     computed = slot.clock()
+    slot.progress.computed += 1
     slot.outlet.put(Message(DATA, message.index, message.sizes, outputs))
+    slot.progress.passed += 1
     slot.inlet.release()
     report.num_microbatches += 1
     # the wait before the first microbatch is the pipeline filling up, not this stage idling
@@ -95,12 +99,31 @@ def _forward(slot: StageSlot, microbatch: int) -> int:
     return DATA
 
 
+def _take(slot: StageSlot, microbatch: int) -> Message:
+    """Take the next message, which is this microbatch, or the end of a stream of so many, or the word to stop."""
+    try:
+        message = slot.inlet.take()
+    except ConnectionBroken:
+        raise
+    except TransportError as error:
+        raise TransportError(f"stage {slot.index}, microbatch {microbatch}: {error}") from error
+    if message.kind != CLOSE and message.index != microbatch:
+        raise TransportError(
+            f"stage {slot.index} expected microbatch {microbatch}, got {message}: a message was lost or repeated; "
+            "start again"
+        )
+    slot.progress.taken += 1
+    return message
+
+
 def _pass_on(slot: StageSlot, message: Message) -> None:
     """Send the end of the stream further, with this stage's report added to it."""
     body = message.body
     if message.kind == END:
         reports = json.loads(message.body or b"[]")
         body = json.dumps([*reports, asdict(slot.report)]).encode()
+    slot.progress.computed += 1
     slot.outlet.put(Message(message.kind, message.index, body=body))
+    slot.progress.passed += 1
     if message.kind == END:
         slot.inlet.release()

@@ -4,23 +4,27 @@ import contextlib
 import datetime
 import socket
 import threading
+import time
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
 from penstock.engine.transport import Pending
-from penstock.errors import RunError, TransportError
+from penstock.errors import ConnectionBroken, RunError
 
 # gloo closes a connection for good when a wait times out, so waits get no deadline; `health` watches instead
 _NO_DEADLINE = datetime.timedelta(days=365)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
+_JOIN_POLL_S = 0.05
 
 
 class GlooTransport:
     """Point-to-point messages over a gloo group of its own; the process's default group is not touched.
 
     `store` is where the ranks find each other, `address` the local address to listen on. Raises
-    `RunError` naming the ranks that did not come within `join_s` seconds.
+    `RunError` naming the ranks that did not come within `join_s` seconds; `watch` is called meanwhile
+    and may raise something sooner.
 
     Example:
         GlooTransport(store, rank=0, size=2, address="127.0.0.1")
@@ -35,6 +39,7 @@ class GlooTransport:
         *,
         join_s: float = 120.0,
         name: str = "data",
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -42,12 +47,18 @@ class GlooTransport:
         self._open: dict[int, _GlooPending] = {}
         self._aborted = False
         prefixed = PrefixStore(f"penstock/{name}", store)
-        _gather(prefixed, rank, size, join_s)
+        _gather(prefixed, rank, size, join_s, watch)
         # the only way to a group that leaves the process's default group alone; typed as private, documented as gloo's
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = _NO_DEADLINE
-        self._group: ProcessGroupGloo | None = ProcessGroupGloo(prefixed, rank, size, options)
+        options._timeout = datetime.timedelta(seconds=join_s)
+        try:
+            self._group: ProcessGroupGloo | None = ProcessGroupGloo(prefixed, rank, size, options)
+        except RuntimeError as error:
+            raise RunError(
+                f"the {size} processes have met but cannot connect from {address}: {_first_line(error)}; "
+                "check that every host reaches every other"
+            ) from error
 
     def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
         """Send a buffer without waiting."""
@@ -73,12 +84,12 @@ class GlooTransport:
 
     def _start(self, kind: str, buffer: Tensor, peer: int, channel: int) -> Pending:
         if self._group is None or self._aborted:
-            raise TransportError(f"the connection to rank {peer} was given up")
+            raise ConnectionBroken(f"the connection to rank {peer} was given up")
         operation = self._group.send if kind == "send" else self._group.recv  # type: ignore[attr-defined]
         try:
             pending = _GlooPending(self, operation([buffer], peer, channel), peer)
         except RuntimeError as error:
-            raise TransportError(f"the connection to rank {peer} broke: {_first_line(error)}") from error
+            raise ConnectionBroken(f"the connection to rank {peer} broke: {_first_line(error)}") from error
         with self._lock:
             self._open[id(pending)] = pending
         return pending
@@ -97,14 +108,11 @@ class _GlooPending:
 
     def wait(self) -> None:
         try:
-            self.work.wait()
+            self.work.wait(_NO_DEADLINE)
         except RuntimeError as error:
-            raise TransportError(f"the connection to rank {self._peer} broke: {_first_line(error)}") from error
+            raise ConnectionBroken(f"the connection to rank {self._peer} broke: {_first_line(error)}") from error
         finally:
             self._transport.forget(self)
-
-    def done(self) -> bool:
-        return self.work.is_completed()
 
 
 def local_address(towards: str) -> str:
@@ -121,24 +129,24 @@ def local_address(towards: str) -> str:
         raise RunError(f"there is no route to {towards!r}: {error}; check the address of the first host") from None
 
 
-def _gather(store: Store, rank: int, size: int, join_s: float) -> None:
+def _gather(store: Store, rank: int, size: int, join_s: float, watch: Callable[[], None]) -> None:
     """Wait until every rank has come, and name those that have not."""
-    store.set(f"joined/{rank}", "1")
+    deadline = time.monotonic() + join_s
     try:
-        store.wait([f"joined/{other}" for other in range(size)], datetime.timedelta(seconds=join_s))
-    except (RuntimeError, ValueError):
-        missing = [str(other) for other in range(size) if not _has(store, f"joined/{other}")]
+        store.set(f"joined/{rank}", "1")
+        while not store.check([f"joined/{other}" for other in range(size)]):
+            watch()
+            if time.monotonic() > deadline:
+                missing = [str(other) for other in range(size) if not store.check([f"joined/{other}"])]
+                raise RunError(
+                    f"rank {', '.join(missing)} of {size} did not join within {join_s:.0f} s; "
+                    "start it, or check that it can reach the first host"
+                )
+            time.sleep(_JOIN_POLL_S)
+    except RuntimeError as error:
         raise RunError(
-            f"rank {', '.join(missing) or '?'} of {size} did not join within {join_s:.0f} s; "
-            "start it, or check that it can reach the first host"
-        ) from None
-
-
-def _has(store: Store, key: str) -> bool:
-    try:
-        return bool(store.check([key]))
-    except RuntimeError:
-        return False
+            f"rank {rank} lost the first host while the processes met: {_first_line(error)}; start again"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

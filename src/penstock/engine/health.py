@@ -3,7 +3,7 @@
 It goes through the store, not through the data channels: a stopped process or a cut cable is noticed
 also while no data flows. There is one verdict per group, the first one written.
 
-    every process, each BEAT_S:   count up my number;  read the others' and the verdict
+    every process, each BEAT_S:   count up my number, say how far I am;  read the others' and the verdict
     a number stands for SILENCE_S, or the store does not answer:   verdict
     a verdict:                    abort all transports; waits end, and `failure` says why
 """
@@ -19,9 +19,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, RunError
 
-BEAT_S = 0.5
+BEAT_S = 1.0
 SILENCE_S = 5.0
 _VERDICT = "verdict"
+_FIRST_BEAT = 6  # times the silence, for processes that have only just met
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,17 @@ class Health:
         on_failure: Callable[[], None],
         *,
         silence_s: float = SILENCE_S,
+        beat_s: float = BEAT_S,
     ) -> None:
         self._store = PrefixStore("penstock/health", store)
         self._rank = rank
         self._names = names
         self._on_failure = on_failure
         self._silence_s = silence_s
+        self.beat_s = beat_s
+        self._heard: dict[int, str] = {}
+        self._begun: set[int] = set()
+        self.status: Callable[[], str] = str  # what this process says of itself with every beat; nothing
         self._stop = threading.Event()
         self.failure: Verdict | None = None
         self._thread = threading.Thread(target=self._watch, name="penstock-health", daemon=True)
@@ -66,7 +72,16 @@ class Health:
     def report(self, error: BaseException) -> None:
         """Tell everybody that this process failed; only the first report of a group counts."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self._announce(Verdict(self._rank, f"{self._names[self._rank]}: {text}", lost=False))
+        self.announce(Verdict(self._rank, f"{self._names[self._rank]}: {text}", lost=False))
+
+    def statuses(self) -> list[str]:
+        """Give what every process said of itself last, this one included."""
+        return [self.status(), *(said for rank, said in self._heard.items() if rank != self._rank)]
+
+    @property
+    def watching(self) -> bool:
+        """Tell whether a verdict may still come."""
+        return self.failure is None and self._thread.is_alive()
 
     def check(self) -> None:
         """Raise what happened to the group, if anything did."""
@@ -77,7 +92,7 @@ class Health:
     def wait_for_failure(self, timeout_s: float) -> None:
         """After a broken connection: wait a little for the reason, then raise it if there is one."""
         deadline = time.monotonic() + timeout_s
-        while self.failure is None and time.monotonic() < deadline and self._thread.is_alive():
+        while self.watching and time.monotonic() < deadline:
             time.sleep(0.02)
         self.check()
 
@@ -95,32 +110,39 @@ class Health:
         while not self._stop.is_set() and self.failure is None:
             beat += 1
             try:
-                self._store.set(f"beat/{self._rank}", str(beat))
+                self._store.set(f"beat/{self._rank}", f"{beat} {self.status()}")
                 self._look(heard)
             except RuntimeError:
                 if not self._stop.is_set():
                     self._fail(Verdict(0, f"{self._names[0]} does not answer: the store is gone", lost=True))
-            self._stop.wait(BEAT_S)
+            self._stop.wait(self.beat_s)
 
     def _look(self, heard: dict[int, tuple[str, float]]) -> None:
         if self._store.check([_VERDICT]):
             document = json.loads(self._store.get(_VERDICT))
             self._fail(Verdict(int(document["rank"]), str(document["message"]), bool(document["lost"])))
             return
-        for other in range(len(self._names)):
-            if other == self._rank or not self._store.check([f"beat/{other}"]):
-                continue
-            number = self._store.get(f"beat/{other}").decode()
-            if number != heard[other][0]:
-                heard[other] = (number, time.monotonic())
+        for other, beat in self._beats().items():
+            if beat != heard[other][0]:
+                heard[other] = (beat, time.monotonic())
+                self._heard[other] = beat.partition(" ")[2]
             silence_s = time.monotonic() - heard[other][1]
-            if silence_s > self._silence_s and number != "gone":
+            if silence_s > self._silence_s * (1 if beat else _FIRST_BEAT) and beat != "gone":
                 name = self._names[other]
                 message = f"{name} has not answered for {silence_s:.0f} s: it was stopped, cut off or is out of memory"
-                self._announce(Verdict(other, message, lost=True))
+                self.announce(Verdict(other, message, lost=True))
                 return
 
-    def _announce(self, verdict: Verdict) -> None:
+    def _beats(self) -> dict[int, str]:
+        """Read everybody's last beat in one exchange with the store; empty for who has not begun."""
+        others = [rank for rank in range(len(self._names)) if rank != self._rank]
+        self._begun |= {rank for rank in others if rank not in self._begun and self._store.check([f"beat/{rank}"])}
+        known = sorted(self._begun)
+        values = self._store.multi_get([f"beat/{rank}" for rank in known]) if known else []
+        return dict.fromkeys(others, "") | {r: value.decode() for r, value in zip(known, values, strict=True)}
+
+    def announce(self, verdict: Verdict) -> None:
+        """Make this the verdict of the group, unless there is one already; ends every wait."""
         try:
             self._store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
             document = json.loads(self._store.get(_VERDICT))

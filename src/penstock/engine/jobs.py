@@ -4,7 +4,9 @@ A job is a JSON document followed by tensors, one message each, in the order in 
 programs list their state. Workers know no model: this is all they get.
 """
 
+import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +18,11 @@ from torch import Tensor
 from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
 from penstock.engine.executor import StageReport, StageSlot
 from penstock.engine.messages import Format
+from penstock.engine.progress import write_progress
 from penstock.engine.runtime import Runtime
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
-from penstock.engine.world import FEEDER
+from penstock.engine.world import FEEDER, World
+from penstock.errors import TransportError
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram, read_program, write_program
 
@@ -54,19 +58,59 @@ def send_stages(transport: Transport, job: StagesJob, programs: Sequence[StagePr
 
 
 def send_state(transport: Transport, program: StageProgram, load: LoadState, rank: int) -> None:
-    """Send a program's state tensor by tensor."""
+    """Send a program's state tensor by tensor, then a checksum of all of it."""
+    checksum = 0
     for state in program.states:
-        send_tensor(transport, load(state), rank)
+        tensor = load(state)
+        send_tensor(transport, tensor, rank)
+        checksum = _add_up(checksum, tensor)
+        del tensor  # before the next one is loaded
+    send_bytes(transport, checksum.to_bytes(8, "little"), rank)
 
 
 def receive_state(transport: Transport, program: StageProgram) -> dict[str, Tensor]:
-    """Receive a program's state tensor by tensor, each straight into its place."""
+    """Receive a program's state tensor by tensor, each straight into its place.
+
+    Raises `TransportError` when it does not arrive as it was sent.
+    """
     tensors: dict[str, Tensor] = {}
+    checksum = 0
     for state in program.states:
         tensor = torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
         receive_tensor(transport, tensor, FEEDER)
         tensors[state.value.name] = tensor
+        checksum = _add_up(checksum, tensor)
+    if receive_bytes(transport, FEEDER) != checksum.to_bytes(8, "little"):
+        raise TransportError("weights arrived damaged: their checksum does not fit; check the network and try again")
     return tensors
+
+
+def _add_up(checksum: int, tensor: Tensor) -> int:
+    """Go on with a checksum over another tensor's bytes: any single damaged word changes it."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()  # words cannot be read across their bounds
+    whole = data.numel() // 8 * 8
+    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
+    rest = int.from_bytes(bytes(data[whole:].tolist()), "little")
+    return (checksum * 31 + words + rest) % 2**64
+
+
+def dismiss(world: World, deadline_s: float = 5.0) -> None:
+    """Tell every other rank to leave; one that does not listen any more is not waited for."""
+    if world.health.failure is not None:
+        return
+
+    def send() -> None:
+        with contextlib.suppress(TransportError):
+            send_leave(world.transport)
+
+    thread = threading.Thread(target=send, name="penstock-leave", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if thread.is_alive():
+        world.transport.abort()
+        thread.join(deadline_s)
 
 
 def send_leave(transport: Transport, message: str = "") -> None:
@@ -144,6 +188,12 @@ def _outlet(
     if ends[edge + 1] == transport.rank:
         return local.setdefault(edge, LocalEdge(job.depth))
     return RemoteOutlet(transport, ends[edge + 1], _channel(job, edge), layout, layout.largest(job.sizes), job.depth)
+
+
+def tell_progress(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) -> None:
+    """Let this process say with every heartbeat how far its stages are."""
+    stages = {index: slot.progress for index, slot in slots.items()}
+    world.health.status = lambda: write_progress(job.number, stages)
 
 
 def feeder_edges(

@@ -24,7 +24,7 @@ def aligned(num_bytes: int) -> int:
 
 def stored_shape(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Count dimensions repeated with stride 0 once."""
-    return [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
+    return [1 if stride == 0 and size else size for size, stride in zip(shape, strides, strict=True)]
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -61,19 +61,37 @@ def pack(tensor: Tensor, target: Tensor) -> None:
 def unpack(source: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     """View a flat uint8 buffer as the tensor that was packed, or copy it where it had gaps."""
     if source.numel() == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty_strided(shape, strides, dtype=dtype)
     stored = stored_shape(shape, strides)
     flat = source.view(dtype)
     if is_dense(stored, strides):
         return flat.as_strided(shape, strides, flat.storage_offset())
-    spread = torch.empty_strided(stored, strides, dtype=dtype)
-    spread.copy_(flat.view(stored))
-    return spread.as_strided(shape, strides)
+    return _spread(flat.view(stored), strides).as_strided(shape, strides)
 
 
 def copy_exactly(tensor: Tensor) -> Tensor:
     """Copy a tensor together with its strides."""
     shape, strides = stored_shape(tensor.shape, tensor.stride()), tensor.stride()
-    copy = torch.empty_strided(shape, strides, dtype=tensor.dtype)
-    copy.copy_(tensor.as_strided(shape, strides, tensor.storage_offset()))
-    return copy.as_strided(tensor.shape, strides)
+    return _spread(tensor.as_strided(shape, strides), strides).as_strided(tensor.shape, strides)
+
+
+def _spread(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Copy a tensor into fresh memory with these strides."""
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
+    if not _overlaps(tensor.shape, strides):
+        return copy.copy_(tensor)
+    # as of `unfold`: elements share memory, which `copy_` refuses; equal values may be written twice
+    memory = copy.as_strided((copy.untyped_storage().nbytes() // copy.itemsize,), (1,))
+    places = torch.arange(memory.numel()).as_strided(tensor.shape, strides)
+    memory[places.flatten()] = tensor.flatten()
+    return copy
+
+
+def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether elements may share memory; sometimes says so where they do not."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

@@ -39,6 +39,11 @@ class Message:
     tensors: list[Tensor] = field(default_factory=list)
     body: bytes = b""
 
+    def __str__(self) -> str:
+        if self.kind == DATA:
+            return f"microbatch {self.index}"
+        return f"the end of a stream of {self.index}" if self.kind == END else "the word to stop"
+
 
 class Format:
     """How messages across one cut lie in memory.
@@ -65,6 +70,7 @@ class Format:
         """Lay a message out in a buffer and give the bytes it takes."""
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         body_end = aligned(self._body_at + len(message.body))
+        self._fits(body_end, buffer)
         view[self._body_at : self._body_at + len(message.body)] = message.body
         view[self._body_at + len(message.body) : body_end] = bytes(body_end - self._body_at - len(message.body))
         offset = body_end
@@ -103,7 +109,10 @@ class Format:
         body = bytes(view[self._body_at : self._body_at + num_body]) if num_body else b""
         message = Message(kind, index, body=body)
         if kind == DATA:
-            self._read_tensors(message, num_tensors, view, buffer, aligned(self._body_at + num_body), total)
+            try:
+                self._read_tensors(message, num_tensors, view, buffer, aligned(self._body_at + num_body), total)
+            except (RuntimeError, ValueError, OverflowError, ZeroDivisionError) as error:
+                raise TransportError(f"message {index} is of another program: {error}; start again") from None
         return message
 
     def _read_tensors(

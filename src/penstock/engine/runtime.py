@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ProgramError, RunError
+from penstock.graph.calls import check_amounts
 from penstock.graph.encoding import StageDevice
 from penstock.graph.expressions import Size
-from penstock.graph.ops import GETITEM, Op, Ref, references, resolve_operator
-from penstock.graph.program import StageProgram, check_elements
+from penstock.graph.ops import GETITEM, Op, Ref, Value, references, resolve_operator
+from penstock.graph.program import StageProgram
 
 # Programs bound to so many different microbatch sizes are kept; a stream has two, the last one ragged.
 _KEPT_SIZES = 8
@@ -62,7 +63,7 @@ class Runtime:
         self.program = program
         self.device = device or torch.device("cpu")
         self._indices = self._number()
-        self._state = [self._check(state.value.name, tensors) for state in program.states]
+        self._state = [self._check(state.value, tensors) for state in program.states]
         self._inputs = [self._indices[value.name] for value in program.inputs]
         self._outputs = [self._indices[value.name] for value in program.outputs]
         self._bound: dict[tuple[int, ...], _Bound] = {}
@@ -110,9 +111,8 @@ class Runtime:
         names += [op.name for op in program.ops]
         return {name: index for index, name in enumerate(names)}
 
-    def _check(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        value = next(state.value for state in self.program.states if state.value.name == name)
-        tensor = tensors.get(name)
+    def _check(self, value: Value, tensors: Mapping[str, Tensor]) -> Tensor:
+        name, tensor = value.name, tensors.get(value.name)
         if tensor is None:
             raise ProgramError(f"the stage needs the tensor {name!r} and did not get it; bundle its weights again")
         if tuple(tensor.shape) != value.evaluate({}) or tensor.dtype != value.dtype:
@@ -127,7 +127,9 @@ class Runtime:
         registers[: len(self._state)] = self._state
         for op in self.program.prelude:
             _run(self._step(op, sizes, ()), registers)
-        last = {name: index for index, op in enumerate(self.program.ops) for name in op.uses()}
+        # a result that nobody reads, as of an in-place operation, ends where it is made
+        last = {op.name: index for index, op in enumerate(self.program.ops)}
+        last |= {name: index for index, op in enumerate(self.program.ops) for name in op.uses()}
         kept = {state.value.name for state in self.program.states}
         kept |= {op.name for op in self.program.prelude} | {value.name for value in self.program.outputs}
         ends: dict[int, list[int]] = {}
@@ -138,16 +140,13 @@ class Runtime:
         return _Bound(registers=registers, steps=steps)
 
     def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> _Step:
-        arguments = [self._settle(op, argument, sizes) for argument in op.arguments]
+        arguments = [self._settle(argument, sizes) for argument in op.arguments]
         if op.target == GETITEM:
             function: Callable[..., Any] = operator.getitem
         else:
             function = resolve_operator(op.target)
-            names = [parameter.name for parameter in function._schema.arguments]  # type: ignore[attr-defined]
-            for name, argument in zip(names, arguments, strict=False):
-                check_elements(op.name, name, argument)
-            # a keyword that is a value, or a list with values, becomes positional or stays; see below
-        keywords = {key: self._settle(op, argument, sizes) for key, argument in op.keywords.items()}
+        keywords = {key: self._settle(argument, sizes) for key, argument in op.keywords.items()}
+        check_amounts(op, arguments, keywords)
         if any(True for argument in op.keywords.values() for _ in references(argument)):
             function, arguments, keywords = _positional(function, arguments, keywords)
         slots = tuple((i, a.index) for i, a in enumerate(arguments) if isinstance(a, _Register))
@@ -156,15 +155,15 @@ class Runtime:
         )
         return _Step(op.name, function, arguments, slots, lists, keywords, self._indices[op.name], ends)
 
-    def _settle(self, op: Op, argument: Any, sizes: Mapping[str, int]) -> Any:
+    def _settle(self, argument: Any, sizes: Mapping[str, int]) -> Any:
         if isinstance(argument, Ref):
             return _Register(self._indices[argument.name])
         if isinstance(argument, Size):
             return argument.evaluate(sizes)
-        if isinstance(argument, (StageDevice, torch.device)):
+        if isinstance(argument, StageDevice):
             return self.device
         if isinstance(argument, (list, tuple)):
-            return [self._settle(op, item, sizes) for item in argument]
+            return [self._settle(item, sizes) for item in argument]
         return argument
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.runtime import Runtime
-from penstock.engine.tree import bind_inputs, build_output
+from penstock.engine.tree import bind_inputs, build_output, read_sizes
 from penstock.errors import CutError, UsageError
 from penstock.graph.blocks import find_blocks, parameter_pieces
 from penstock.graph.capture import capture
@@ -17,7 +18,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
-from penstock.graph.work import count_work
+from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
 from penstock.plan import partition
 from penstock.zoo.weights import ModuleWeights, Weights
 
@@ -47,21 +48,32 @@ def choose_cuts(
     """
     sizes = sizes or graph.sizes(graph.fixed_batch or 1)
     work = work if work is not None else count_work(graph, sizes)
+    if policy not in POLICIES:
+        raise CutError(f"the policy {policy!r} is not known; use one of {', '.join(POLICIES)}")
     partition.check_stages(len(cuts) + 1, stages)
     if stages == 1:
         return []
     if policy in {"balanced", "smallest-crossing"}:
         bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
-        units = [sum(work[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        units = [sum(work[a:b]) for a, b in pairwise(bounds)]
         crossing = [0, *(cut.num_bytes(sizes) for cut in cuts), 0]
         choose = partition.balanced if policy == "balanced" else partition.smallest_crossing
-        return [cuts[boundary - 1] for boundary in choose(units, crossing, stages)]
+        boundaries = choose(units, crossing, stages, work_per_byte=SECONDS_PER_CROSSING_BYTE)
+        return [cuts[boundary - 1] for boundary in boundaries]
     if policy == "equal-blocks":
-        starts = [span.start for span in find_blocks(graph, work)]
-        return [_nearest_cut(cuts, position) for position in partition.evenly(starts, stages)]
-    if policy == "equal-size":
-        return _equal_size(graph, cuts, work, stages)
-    raise CutError(f"the policy {policy!r} is not known; use one of {', '.join(POLICIES)}")
+        return _equal_blocks(graph, cuts, work, stages)
+    return _equal_size(graph, cuts, work, stages)
+
+
+def _equal_blocks(graph: Graph, cuts: Cuts, work: Sequence[float], stages: int) -> list[Cut]:
+    starts = [span.start for span in find_blocks(graph, work)]
+    chosen = [_nearest_cut(cuts, position) for position in partition.evenly(starts, stages)]
+    if len({cut.position for cut in chosen}) < len(chosen):
+        raise CutError(
+            f"{graph.model} allows no cut between some of its blocks, so {stages} stages of whole blocks "
+            "cannot be; use fewer stages or the policy 'balanced'"
+        )
+    return chosen
 
 
 def _equal_size(graph: Graph, cuts: Cuts, work: Sequence[float], stages: int) -> list[Cut]:
@@ -110,8 +122,6 @@ class Stage:
         return sum(state.value.num_bytes({}) for state in self.program.parameters)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        from penstock.engine.tree import read_sizes
-
         sizes = read_sizes(self.program.symbols, self.program.inputs, inputs)
         with torch.no_grad():
             return tuple(self.runtime(sizes, inputs))

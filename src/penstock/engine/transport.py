@@ -1,29 +1,28 @@
 """The seam between stages and the network: four methods, and an in-process network for tests.
 
-Receives are posted before the message comes, sends return at once; both give a `Pending`. Messages
-between two ranks on one channel arrive in the order they were sent. A message may be shorter than
-the buffer that was posted for it, never longer.
+Receives are posted before the message comes, sends return at once; both give a `Pending`. A send is
+done when a receive has been posted for it, at the earliest. Messages between two ranks on one
+channel arrive in the order they were sent. A message may be shorter than the buffer that was posted
+for it, never longer.
 """
 
-import queue
+import struct
 import threading
-from collections import defaultdict
+import zlib
+from collections import defaultdict, deque
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.errors import TransportError
+from penstock.errors import ConnectionBroken, TransportError
 
 
 class Pending(Protocol):
     """A send or receive under way."""
 
     def wait(self) -> None:
-        """Block until it is done; raises `TransportError` when the connection is gone."""
-
-    def done(self) -> bool:
-        """Tell whether `wait` would return at once."""
+        """Block until it is done; raises `ConnectionBroken` when the connection is gone."""
 
 
 class Transport(Protocol):
@@ -39,14 +38,17 @@ class Transport(Protocol):
         """Post a buffer for the next message on a channel."""
 
     def abort(self) -> None:
-        """End every wait of this process with a `TransportError`, now and from now on."""
+        """End every wait of this process with `ConnectionBroken`, now and from now on."""
 
     def close(self) -> None:
         """Let go of all connections."""
 
 
 class MemoryNetwork:
-    """Ranks within one process that exchange buffers through queues.
+    """Ranks within one process that exchange buffers: for tests, and the shortest description of a transport.
+
+    As with gloo a send is done when the receiver has posted a buffer for it, and a rank that aborts
+    also ends the waits of others for it.
 
     Example:
         network = MemoryNetwork(2)
@@ -55,14 +57,14 @@ class MemoryNetwork:
     """
 
     def __init__(self, size: int) -> None:
-        self.queues: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
-        self.lock = threading.Lock()
+        self.changed = threading.Condition()
+        self.gone: set[int] = set()
+        self.lanes: defaultdict[tuple[int, int, int], _Lane] = defaultdict(_Lane)
         self.transports = [MemoryTransport(self, rank, size) for rank in range(size)]
 
-    def queue(self, source: int, to: int, channel: int) -> queue.Queue[Tensor]:
-        """Give the queue of messages from one rank to another on one channel."""
-        with self.lock:
-            return self.queues[source, to, channel]
+    def num_open(self) -> int:
+        """Count the sends and receives that nobody has met yet."""
+        return sum(len(lane.sends) + len(lane.receives) for lane in self.lanes.values())
 
 
 class MemoryTransport:
@@ -72,85 +74,105 @@ class MemoryTransport:
         self.rank = rank
         self.size = size
         self._network = network
-        self._aborted = threading.Event()
 
     def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
-        """Copy the buffer into the receiver's queue."""
-        self._check()
-        self._network.queue(self.rank, to, channel).put(buffer.clone())
-        return _Done()
+        """Put the buffer behind those on their way to a rank."""
+        pending = _MemoryPending(self._network, buffer, (self.rank, to))
+        with self._network.changed:
+            pending.check()
+            lane = self._network.lanes[self.rank, to, channel]
+            lane.sends.append(pending)
+            lane.meet()
+            self._network.changed.notify_all()
+        return pending
 
     def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
-        """Wait for the copy when asked to."""
-        self._check()
-        return _MemoryReceive(self._network.queue(source, self.rank, channel), buffer, self._aborted)
+        """Post a buffer behind those that wait for a rank."""
+        pending = _MemoryPending(self._network, buffer, (self.rank, source))
+        with self._network.changed:
+            pending.check()
+            lane = self._network.lanes[source, self.rank, channel]
+            lane.receives.append(pending)
+            lane.meet()
+            self._network.changed.notify_all()
+        return pending
 
     def abort(self) -> None:
-        """End every wait."""
-        self._aborted.set()
+        """End every wait of this rank, and of others for it."""
+        with self._network.changed:
+            self._network.gone.add(self.rank)
+            self._network.changed.notify_all()
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _check(self) -> None:
-        if self._aborted.is_set():
-            raise TransportError("the connection was given up")
 
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-    def done(self) -> bool:
-        return True
-
-
-class _MemoryReceive:
-    def __init__(self, messages: "queue.Queue[Tensor]", buffer: Tensor, aborted: threading.Event) -> None:
-        self._messages = messages
-        self._buffer = buffer
-        self._aborted = aborted
+class _MemoryPending:
+    def __init__(self, network: MemoryNetwork, buffer: Tensor, ranks: tuple[int, int]) -> None:
+        self.buffer = buffer
+        self.done = False
+        self.error: TransportError | None = None
+        self._network = network
+        self._ranks = ranks
 
     def wait(self) -> None:
-        while True:
-            try:
-                message = self._messages.get(timeout=0.02)
-                break
-            except queue.Empty:
-                if self._aborted.is_set():
-                    raise TransportError("the connection was given up") from None
-        if message.numel() > self._buffer.numel():
-            raise TransportError(
-                f"a message of {message.numel()} bytes does not fit the {self._buffer.numel()} that were posted"
-            )
-        self._buffer[: message.numel()] = message
+        with self._network.changed:
+            while not self.done:
+                self.check()
+                self._network.changed.wait()
+        if self.error is not None:
+            raise self.error
 
-    def done(self) -> bool:
-        return not self._messages.empty()
+    def check(self) -> None:
+        if not self._network.gone.isdisjoint(self._ranks):
+            raise ConnectionBroken(f"the connection to rank {self._ranks[1]} was given up")
+
+
+class _Lane:
+    """What was sent from one rank to another on one channel, and the buffers posted for it."""
+
+    def __init__(self) -> None:
+        self.sends: deque[_MemoryPending] = deque()
+        self.receives: deque[_MemoryPending] = deque()
+
+    def meet(self) -> None:
+        """Copy each message into the buffer that waits for it."""
+        while self.sends and self.receives:
+            sent, received = self.sends.popleft(), self.receives.popleft()
+            size, room = sent.buffer.numel(), received.buffer.numel()
+            if size > room:
+                received.error = TransportError(f"a message of {size} bytes does not fit the {room} that were posted")
+            else:
+                received.buffer[:size] = sent.buffer
+            sent.done = received.done = True
 
 
 CONTROL_CHANNEL = 0
+_BYTES_HEADER = struct.Struct("<QQ")  # length, checksum
 
 
 def send_bytes(transport: Transport, data: bytes, to: int, channel: int = CONTROL_CHANNEL) -> None:
     """Send bytes of any length to a rank that calls `receive_bytes`, and wait until they are gone."""
-    length = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
-    transport.send(length, to, channel).wait()
+    header = bytearray(_BYTES_HEADER.pack(len(data), zlib.crc32(data)))
+    transport.send(torch.frombuffer(header, dtype=torch.uint8), to, channel).wait()
     if data:
         transport.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, channel).wait()
 
 
 def receive_bytes(transport: Transport, source: int, channel: int = CONTROL_CHANNEL, limit: int = 2**31) -> bytes:
-    """Wait for the bytes of `send_bytes`; raises `TransportError` for more than `limit`."""
-    length = torch.empty(8, dtype=torch.uint8)
-    transport.receive(length, source, channel).wait()
-    size = int.from_bytes(bytes(length.tolist()), "little")
+    """Wait for the bytes of `send_bytes`; raises `TransportError` for more than `limit` and for damaged ones."""
+    header = torch.zeros(_BYTES_HEADER.size, dtype=torch.uint8)
+    transport.receive(header, source, channel).wait()
+    size, checksum = _BYTES_HEADER.unpack(header.numpy().tobytes())
     if size > limit:
-        raise TransportError(f"rank {source} announced {size} bytes, beyond the limit of {limit}")
-    data = torch.empty(size, dtype=torch.uint8)
+        raise TransportError(f"rank {source} announced {size} bytes, beyond the limit of {limit}; try again")
+    data = torch.zeros(size, dtype=torch.uint8)
     if size:
         transport.receive(data, source, channel).wait()
-    return data.numpy().tobytes()
+    received = data.numpy().tobytes()
+    if zlib.crc32(received) != checksum:
+        raise TransportError(f"{size} bytes from rank {source} are damaged; check the network and try again")
+    return received
 
 
 def send_tensor(transport: Transport, tensor: Tensor, to: int, channel: int = CONTROL_CHANNEL) -> None:

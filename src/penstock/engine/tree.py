@@ -26,6 +26,13 @@ def bind_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             "call it as in the example"
         )
     tensors = [leaf for leaf, value in zip(leaves, graph.inputs, strict=True) if value is not None]
+    for position, plain in graph.plain_inputs.items():
+        given = leaves[position]
+        if isinstance(given, Tensor) or type(given) is not type(plain.value) or given != plain.value:
+            raise UsageError(
+                f"{graph.model} was captured with {plain.name}={plain.value!r} and called with {_given(given)}; "
+                "capture it again with the value that you want"
+            )
     try:
         return tensors, read_sizes(graph.symbols, graph.tensor_inputs(), tensors)
     except UsageError as error:
@@ -94,7 +101,7 @@ def _shape(value: Value) -> str:
 
 def _given(tensor: object) -> str:
     if not isinstance(tensor, Tensor):
-        return type(tensor).__name__
+        return repr(tensor)[:80]
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 

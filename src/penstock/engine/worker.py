@@ -1,6 +1,7 @@
 """A worker process: it joins, does one job after the other, and leaves. It knows no model."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 
 from penstock.engine.executor import serve
-from penstock.engine.jobs import build_slots, do_alone, read_stages, receive_job
-from penstock.engine.world import World, join_local
+from penstock.engine.jobs import build_slots, do_alone, read_stages, receive_job, tell_progress
+from penstock.engine.peer import do_peer
+from penstock.engine.transport import send_bytes
+from penstock.engine.world import FEEDER, World, join_local
 from penstock.errors import PenstockError, TransportError
 from penstock.plan.schedule import forward_only
 
@@ -35,9 +38,13 @@ def do_job(world: World, document: Mapping[str, Any]) -> None:
     if document["kind"] == "alone":
         do_alone(world.transport, document)
         return
+    if document["kind"] == "peer":
+        send_bytes(world.transport, json.dumps(do_peer(world, document)).encode(), FEEDER)
+        return
     job, runtimes = read_stages(world.transport, document)
     torch.set_num_threads(job.threads)
     slots, _ = build_slots(world.transport, job, runtimes)
+    tell_progress(world, job, slots)
     serve(slots, lambda: forward_only(sorted(slots)))
 
 

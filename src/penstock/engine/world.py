@@ -4,16 +4,18 @@ import datetime
 import itertools
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.cluster.launch import LocalWorkers
+from penstock.engine.faulty import wrap_if_faulty
 from penstock.engine.gloo import GlooTransport, local_address
-from penstock.engine.health import Health
+from penstock.engine.health import Health, Verdict
 from penstock.engine.transport import Transport
-from penstock.errors import DeviceLost, PenstockError, RunError, TransportError, UsageError
+from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
 
 FEEDER = 0
 # a script that makes several pipelines joins several times; all its processes count alike
@@ -36,8 +38,10 @@ class World:
     health: Health
     names: list[str]
     devices: list[int]
+    store: Store
+    bandwidths: list[float | None]  # bytes per second of each rank's link, where it is known
     workers: LocalWorkers | None = None
-    close_store: Callable[[], None] | None = None
+    reason_s: float = _REASON_S
 
     @property
     def rank(self) -> int:
@@ -51,17 +55,25 @@ class World:
             if gone is not None:
                 # its own report, if it could write one, says more than the exit status
                 self.health.wait_for_failure(1.0)
-                raise DeviceLost(f"{self.names[gone.index + 1]} {gone}; its results so far are complete")
+                self.health.announce(Verdict(gone.index + 1, f"{self.names[gone.index + 1]} {gone}", lost=True))
         self.health.check()
 
     def explain(self, error: TransportError) -> PenstockError:
-        """Give the reason behind a broken connection: the verdict of the group, or the error itself."""
-        try:
-            if self.workers is not None:
+        """Give the reason behind an error and tell it to everybody.
+
+        A broken connection is only a symptom: the reason is the verdict of the group, which may take
+        a moment, or the error itself if there is none.
+        """
+        deadline = time.monotonic() + self.reason_s
+        while isinstance(error, ConnectionBroken):
+            try:
                 self.check()
-            self.health.wait_for_failure(_REASON_S)
-        except PenstockError as reason:
-            return reason
+            except PenstockError as reason:
+                return reason
+            if not self.health.watching or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        self.health.report(error)
         return error
 
     def close(self, grace_s: float = 5.0) -> None:
@@ -112,9 +124,16 @@ def start_local(num_workers: int, env: dict[str, str] | None = None) -> World:
     size = num_workers + 1
     arguments = [["--port", str(port), "--rank", str(rank), "--size", str(size)] for rank in range(1, size)]
     workers = LocalWorkers("penstock.engine.worker", arguments, {"OMP_NUM_THREADS": "1", **(env or {})})
+
+    def watch_workers() -> None:
+        gone = workers.exited()
+        if gone is not None:
+            raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
+
     try:
         watch = TCPStore(LOOPBACK, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
-        world = _join(store, watch, FEEDER, size, LOOPBACK, "run0", "the feeding process", list(range(1, size)))
+        world = _join(store, watch, FEEDER, size, LOOPBACK, "run0", "the feeding process", list(range(1, size)),
+                      watch_workers)  # fmt: skip
     except BaseException:
         workers.stop(0.0)
         raise
@@ -131,13 +150,17 @@ def join_local(port: int, rank: int, size: int) -> World:
 
 def _join(
     store: Store, watch: Store, rank: int, size: int, address: str, run: str, name: str,
-    devices: Sequence[int],
+    devices: Sequence[int], watch_others: Callable[[], None] = lambda: None,
 ) -> World:  # fmt: skip
     store.set(f"penstock/{run}/name/{rank}", name)
-    transport = GlooTransport(store, rank, size, address, name=run)
+    store.set(f"penstock/{run}/bandwidth/{rank}", os.environ.get("PENSTOCK_BANDWIDTH") or "0")
+    transport = wrap_if_faulty(GlooTransport(store, rank, size, address, name=run, watch=watch_others))
     names = [store.get(f"penstock/{run}/name/{other}").decode() for other in range(size)]
+    bandwidths = [float(store.get(f"penstock/{run}/bandwidth/{other}")) or None for other in range(size)]
     health = Health(PrefixStore(run, watch), rank, names, transport.abort)
-    return World(transport=transport, health=health, names=names, devices=list(devices))
+    return World(
+        transport=transport, health=health, names=names, devices=list(devices), store=store, bandwidths=bandwidths
+    )  # fmt: skip
 
 
 def _store_message(host: str, port: int, serve: bool, error: Exception) -> str:

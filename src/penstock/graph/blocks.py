@@ -30,9 +30,7 @@ def find_blocks(graph: Graph, work: Sequence[float]) -> list[Span]:
         if len(group) > 1 and sum(sum(work[span.start : span.stop]) for span in group) >= total / 2
     ]
     if not candidates:
-        raise CutError(
-            f"{graph.model} has no repeated blocks that do half of its work; use the policy 'balanced'"
-        )
+        raise CutError(f"{graph.model} has no repeated blocks that do half of its work; use the policy 'balanced'")
     return max(candidates, key=lambda group: (len(group), -min(span.depth for span in group)))
 
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import inspect
+import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError
 from penstock.graph.graph import Graph
+from penstock.graph.reason import export_reason
 from penstock.graph.translate import translate
 
 BATCH = "batch"
@@ -50,23 +53,16 @@ def capture(
         if rows is None:
             return _export(model, arguments, keywords, None, fixed_batch=None)
         wide_arguments, wide_keywords = (_widen(x, rows) for x in (arguments, keywords))
-        shapes = _dynamic_shapes(model, wide_arguments, wide_keywords, dynamic or {})
+        labels = _label(model, wide_arguments, wide_keywords, dynamic or {})
+        shapes = _dynamic_shapes(model, labels, dynamic or {})
         try:
-            return _export(model, wide_arguments, wide_keywords, shapes, fixed_batch=None)
-        except CaptureError as error:
+            return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
+        except CaptureError:
             if dynamic:
                 raise
-            return _capture_fixed(model, arguments, keywords, rows, error)
-
-
-def _capture_fixed(
-    model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], rows: int, first: CaptureError
-) -> Graph:
-    """Capture at the example's own batch size, which is the right thing only where the model demands it."""
-    try:
+        # at the example's own batch size, which is right only where the model demands it; the example's
+        # own error says more than that of rows which nobody gave
         return _export(model, arguments, keywords, None, fixed_batch=rows)
-    except CaptureError:
-        raise first from None
 
 
 def _export(
@@ -74,19 +70,32 @@ def _export(
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
     shapes: object,
+    labels: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     *,
     fixed_batch: int | None,
 ) -> Graph:
     try:
-        with warnings.catch_warnings():
+        # torch prints the graph of an export that fails; the error says it in one line
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             exported: ExportedProgram = torch.export.export(
                 model, arguments, keywords, dynamic_shapes=shapes, strict=False
             )
     # torch.export lets any exception of the model's own code through, so any can mean "does not export"
     except Exception as error:
-        raise CaptureError(f"{type(model).__name__} cannot be captured: {_one_line(error)}") from error
-    return translate(exported, model, fixed_batch=fixed_batch)
+        raise CaptureError(f"{type(model).__name__} cannot be captured: {export_reason(error)}") from error
+    return translate(exported, model, _in_order(exported, labels), fixed_batch=fixed_batch)
+
+
+def _in_order(
+    exported: ExportedProgram, labels: tuple[tuple[Any, ...], dict[str, Any]] | None
+) -> list[tuple[str | None, ...]]:
+    """List the labels in the order of the exported inputs; without labels no dimension carries a symbol."""
+    if labels is None:
+        return [()] * exported.call_spec.in_spec.num_leaves
+    positional, keyword = labels
+    ordered = {name: keyword[name] for name in exported.call_spec.in_spec.child(1).context or []}
+    return [leaf.names for leaf in pytree.tree_leaves((positional, ordered))]
 
 
 @contextlib.contextmanager
@@ -104,9 +113,7 @@ def _fake_parameters(model: nn.Module) -> Iterator[None]:
         for module, name, parameter in owners:
             if id(parameter) not in stand_ins:  # tied parameters stay one
                 with mode:
-                    fake = torch.empty_strided(
-                        parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu"
-                    )
+                    fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
                 stand_ins[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
             module._parameters[name] = stand_ins[id(parameter)]
         yield
@@ -139,27 +146,46 @@ def _widen(tree: Any, rows: int) -> Any:
     return tree if rows >= _EXAMPLE_ROWS else pytree.tree_map(widen, tree)
 
 
-def _dynamic_shapes(
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """The symbol of each dimension of one input, None for a dimension that is fixed; empty for a plain value."""
+
+    names: tuple[str | None, ...] = ()
+
+
+def _label(
     model: nn.Module,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
     dynamic: Mapping[str, Mapping[str | int, int]],
-) -> object:
-    """Say for every input which of its dimensions carry a symbol, in the shape torch.export wants."""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Say for every input which of its dimensions carry a symbol; the result has the structure of the call."""
     rows = _batch_rows(arguments, keywords)
-    batch = Dim(BATCH)
-    further = {name: Dim(name) for name in dynamic}
-
-    def of(leaf: Any, key: str | int) -> Any:
-        if not isinstance(leaf, Tensor):
-            return None
-        named = {places[key]: further[name] for name, places in dynamic.items() if key in places}
-        if rows is not None and _has_batch(leaf, rows):
-            named.setdefault(0, batch)
-        return {dimension: named.get(dimension, Dim.STATIC) for dimension in range(leaf.dim())}
-
     names = _parameter_names(model, len(arguments))
-    known = {*range(len(arguments)), *names, *keywords}
+    _check_dynamic(dynamic, names, keywords)
+
+    def label(leaf: Any, *keys: str | int) -> _Labels:
+        if not isinstance(leaf, Tensor):
+            return _Labels()
+        named: dict[int, str] = {0: BATCH} if rows is not None and _has_batch(leaf, rows) else {}
+        for name, places in dynamic.items():
+            named |= {places[key] % leaf.dim(): name for key in keys if key in places}
+        return _Labels(tuple(named.get(dimension) for dimension in range(leaf.dim())))
+
+    positional = tuple(
+        pytree.tree_map(lambda leaf, keys=keys: label(leaf, *keys), argument)
+        for keys, argument in zip(enumerate(names), arguments, strict=True)
+    )
+    keyword = {
+        name: pytree.tree_map(lambda leaf, key=name: label(leaf, key), argument) for name, argument in keywords.items()
+    }
+    return positional, keyword
+
+
+def _check_dynamic(
+    dynamic: Mapping[str, Mapping[str | int, int]], names: Sequence[str], keywords: Mapping[str, Any]
+) -> None:
+    known = {*range(len(names)), *names, *keywords}
     for name, places in dynamic.items():
         for key in places:
             if key not in known:
@@ -167,20 +193,18 @@ def _dynamic_shapes(
                     f"dynamic dimension {name!r} names the input {key!r}, but the inputs are "
                     f"{', '.join([*names, *keywords])}"
                 )
-    positional = tuple(
-        pytree.tree_map(lambda leaf, key=key: of(leaf, key), argument)
-        for key, argument in zip(_keys(names, dynamic), arguments, strict=True)
-    )
-    keyword = {
-        name: pytree.tree_map(lambda leaf, key=name: of(leaf, key), argument) for name, argument in keywords.items()
-    }
-    return _merge(model, positional, keyword)
 
 
-def _keys(names: list[str], dynamic: Mapping[str, Mapping[str | int, int]]) -> list[str | int]:
-    """A positional input may be named by its position or by its parameter's name."""
-    used = {key for places in dynamic.values() for key in places}
-    return [position if position in used else name for position, name in enumerate(names)]
+def _dynamic_shapes(
+    model: nn.Module, labels: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Mapping[str, object]
+) -> object:
+    """Turn labels into what torch.export wants."""
+    dims = {name: Dim(name) for name in (BATCH, *dynamic)}
+
+    def of(label: _Labels) -> Any:
+        return {i: dims[name] if name else Dim.STATIC for i, name in enumerate(label.names)} or None
+
+    return _merge(model, *pytree.tree_map(of, labels))
 
 
 def _parameter_names(model: nn.Module, count: int) -> list[str]:
@@ -205,9 +229,3 @@ def _merge(model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any
         elif parameter.name in remaining:
             merged[parameter.name] = remaining.pop(parameter.name)
     return merged
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

@@ -4,6 +4,7 @@ import difflib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.errors import CutError
 from penstock.graph.graph import Call, Graph
@@ -76,12 +77,12 @@ class Cuts(Sequence[Cut]):
             raise CutError(f"the cut {name!r} leaves an empty stage; cut inside the model")
         nearest = min(self._cuts, key=lambda cut: abs(cut.position - position), default=None)
         advice = f"the nearest allowed cut is {nearest.name}" if nearest else "this model allows no cut"
-        raise CutError(f"the cut {name!r} would part a view from a later write to what it views; {advice}")
+        raise CutError(f"the cut {name!r} would {self.graph.forbidden[position]}; {advice}")
 
     def find_all(self, names: Sequence[str]) -> list[Cut]:
         """Give the cuts of several names in the order of the model; raises `CutError` for repeats."""
         found = sorted((self.find(name) for name in names), key=lambda cut: cut.position)
-        for first, second in zip(found, found[1:], strict=False):
+        for first, second in pairwise(found):
             if first.position == second.position:
                 raise CutError(f"two cuts lie in the same place, {first.name}; give each place once")
         return found
@@ -155,4 +156,3 @@ def crossing_values(graph: Graph) -> list[tuple[Value, ...]]:
         for position in range(first, last.get(value.name, -1) + 1):
             crossing[position].append(value)
     return [tuple(values) for values in crossing]
-

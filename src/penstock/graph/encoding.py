@@ -47,7 +47,7 @@ def encode(argument: Argument) -> Any:
         return {"value": argument.name}
     if isinstance(argument, Size):
         return {"size": _listed(argument.expression)}
-    if isinstance(argument, (torch.device, StageDevice)):
+    if isinstance(argument, StageDevice):
         return {"device": "stage"}
     for kind, known in (("dtype", DTYPES), ("memory_format", _FORMATS), ("layout", _LAYOUTS)):
         for name, constant in known.items():
@@ -76,7 +76,7 @@ def decode(item: Any, symbols: frozenset[str], depth: int = 0) -> Argument:
         }  # fmt: skip
         if kind in tables and isinstance(content, str) and content in tables[kind]:
             return tables[kind][content]
-    raise ProgramError(f"{str(item)[:80]!r} is not an argument; the program file is damaged or forged")
+    raise ProgramError(f"{repr(item)[:80]} is not an argument; the program file is damaged or forged")
 
 
 def _listed(expression: Any) -> Any:

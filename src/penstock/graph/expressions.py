@@ -19,11 +19,14 @@ Number: TypeAlias = int | float
 # Larger than any tensor dimension of a real model; a forged program must not make us allocate more.
 LARGEST_SIZE = 2**40
 _DEEPEST = 32
+_MOST_OPERANDS = 64
 
 
 def _power(base: Number, exponent: Number) -> Number:
     if not 0 <= exponent <= 8:
         raise ProgramError(f"a size may raise to a power from 0 to 8, not {exponent}; capture the model again")
+    if base < 0 and exponent != int(exponent):
+        raise ProgramError(f"a size may not be a root of {base}; capture the model again")
     return base**exponent
 
 
@@ -38,6 +41,7 @@ _OPERATORS: dict[str, Callable[..., Number]] = {
     "min": min,
 }
 
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """A number that depends on the sizes of the microbatch, evaluated where it is used.
@@ -50,12 +54,7 @@ class Size:
 
     def evaluate(self, sizes: Mapping[str, int]) -> Number:
         """Give the number for these sizes; raises `ProgramError` for unknown symbols and absurd results."""
-        value = _evaluate(self.expression, sizes, 0)
-        if not abs(value) <= LARGEST_SIZE:
-            raise ProgramError(
-                f"a size of {value} is beyond the limit of {LARGEST_SIZE}; the program file is damaged or forged"
-            )
-        return value
+        return _evaluate(self.expression, sizes)
 
 
 def check_expression(expression: object, symbols: frozenset[str], depth: int = 0) -> Expression:
@@ -63,18 +62,14 @@ def check_expression(expression: object, symbols: frozenset[str], depth: int = 0
     if depth > _DEEPEST:
         raise ProgramError("a size expression is nested too deeply; the program file is damaged or forged")
     if isinstance(expression, (int, float)) and not isinstance(expression, bool):
-        if not abs(expression) <= LARGEST_SIZE:
-            raise ProgramError(
-                f"a size of {expression} is beyond the limit of {LARGEST_SIZE}; the program file is damaged or forged"
-            )
-        return expression
+        return _within_limit(expression)
     if isinstance(expression, str):
         if expression not in symbols:
             raise ProgramError(f"a size uses the unknown symbol {expression!r}; known: {', '.join(sorted(symbols))}")
         return expression
-    if isinstance(expression, (list, tuple)) and len(expression) >= 2 and expression[0] in _OPERATORS:
+    if isinstance(expression, (list, tuple)) and 2 <= len(expression) <= _MOST_OPERANDS and expression[0] in _OPERATORS:
         return (expression[0], *[check_expression(item, symbols, depth + 1) for item in expression[1:]])
-    raise ProgramError(f"{str(expression)[:80]!r} is not a size expression; the program file is damaged or forged")
+    raise ProgramError(f"{repr(expression)[:80]} is not a size expression; the program file is damaged or forged")
 
 
 def write_expression(expression: Expression) -> str:
@@ -82,23 +77,35 @@ def write_expression(expression: Expression) -> str:
     if not isinstance(expression, tuple):
         return str(expression)
     name, *operands = expression
-    written = [write_expression(operand) for operand in operands]
     if name in {"max", "min"}:
-        return f"{name}({', '.join(written)})"
-    return str(name).join(f"({text})" if "+" in text else text for text in written)
+        return f"{name}({', '.join(map(write_expression, operands))})"
+    written = [
+        f"({write_expression(operand)})"
+        if isinstance(operand, tuple) and (name, operand[0]) != ("+", "*")
+        else write_expression(operand)
+        for operand in operands
+    ]
+    return str(name).join(written)
 
 
-def _evaluate(expression: Expression, sizes: Mapping[str, int], depth: int) -> Number:
+def _evaluate(expression: Expression, sizes: Mapping[str, int]) -> Number:
     if isinstance(expression, (int, float)):
-        return expression
+        return _within_limit(expression)
     if isinstance(expression, str):
         try:
-            return sizes[expression]
+            return _within_limit(sizes[expression])
         except KeyError:
             raise ProgramError(f"no value was given for the size {expression!r}") from None
     name, *operands = expression
-    values = [_evaluate(operand, sizes, depth + 1) for operand in operands]
+    values = [_evaluate(operand, sizes) for operand in operands]
     try:
-        return _OPERATORS[str(name)](*values)
+        return _within_limit(_OPERATORS[str(name)](*values))
     except (ZeroDivisionError, OverflowError, TypeError) as error:
         raise ProgramError(f"the size {write_expression(expression)} cannot be computed: {error}") from None
+
+
+def _within_limit(number: Number) -> Number:
+    """Check every number on the way: a power of a power would take the machine before the end is seen."""
+    if not abs(number) <= LARGEST_SIZE:  # so that nan does not pass
+        raise ProgramError(f"a size is beyond the limit of {LARGEST_SIZE}; the program file is damaged or forged")
+    return number

@@ -33,13 +33,22 @@ class Visit:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """An input that is no tensor: its name and the value it was captured with."""
+
+    name: str
+    value: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """One captured forward pass: state, inputs, operations in order, and outputs.
 
     `prelude` holds the operations that depend on sizes and constants alone (masks, position tables):
     every stage that needs such a value computes it itself, once per microbatch size. `ops` are the
-    others; a cut may lie between any two of them that `allowed` names.
+    others; a cut may lie between any two of them but where `forbidden` says why not. `plain_inputs`
+    are the inputs that are no tensors, by their position in the call: part of what was captured.
 
         position   0     1     2           N
                    | op0 | op1 | op2 … opN-1 |
@@ -48,6 +57,7 @@ class Graph:
     model: str
     symbols: tuple[str, ...]
     inputs: tuple[Value | None, ...]
+    plain_inputs: Mapping[int, Plain]
     input_spec: Any
     states: tuple[State, ...]
     prelude: tuple[Op, ...]
@@ -58,7 +68,12 @@ class Graph:
     output_spec: Any
     fixed_batch: int | None
     constants: Mapping[str, Tensor] = field(repr=False)
-    allowed: tuple[int, ...] = field(repr=False)
+    forbidden: Mapping[int, str] = field(repr=False)
+
+    @property
+    def allowed(self) -> tuple[int, ...]:
+        """The positions where the graph may be cut."""
+        return tuple(position for position in range(1, len(self.ops)) if position not in self.forbidden)
 
     def tensor_inputs(self) -> tuple[Value, ...]:
         """Give the inputs that are tensors, in the order of the call."""

@@ -95,14 +95,20 @@ def resolve_operator(target: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
+# The schema says that they write, but they change only what autograd knows of a tensor.
+_WRITES_NOTHING = {"aten.detach_.default"}
+
+
 def effect(op: Op) -> Effect:
     """Read from the operator's schema which values a call shares storage with, and which it writes."""
     if op.target == GETITEM:
         return Effect(shares=tuple(references(op.arguments[0])), writes=())
     operator = resolve_operator(op.target)
     schema = operator._schema
-    if torch.Tag.maybe_aliasing_or_mutating in operator.tags:  # dropout, batch_norm: the schema does not say
+    if op.target in _WRITES_NOTHING:
         return Effect(shares=tuple(op.uses()), writes=())
+    if torch.Tag.maybe_aliasing_or_mutating in operator.tags:
+        return _undeclared_effect(op)
     returned = {tag for result in schema.returns if result.alias_info for tag in result.alias_info.before_set}
     shares: list[str] = []
     writes: list[str] = []
@@ -118,6 +124,14 @@ def effect(op: Op) -> Effect:
         if alias.is_write or "*" in alias.after_set or returned & set(alias.before_set):
             shares += names
     return Effect(shares=tuple(shares), writes=tuple(writes))
+
+
+def _undeclared_effect(op: Op) -> Effect:
+    """Say what an operator does whose schema does not tell: what may be a view counts as one."""
+    if op.target == "aten.batch_norm.default":  # a new tensor; training also updates the running statistics
+        *_, mean, variance, training = op.arguments[:6]
+        return Effect(shares=(), writes=tuple(references([mean, variance])) if training else ())
+    return Effect(shares=tuple(op.uses()), writes=())
 
 
 def is_random(op: Op) -> bool:

@@ -1,13 +1,13 @@
 """Put a translated graph in order: drop what nobody reads, set constants apart, find the possible cuts."""
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from penstock.graph.graph import Graph, Output, Visit
+from penstock.graph.graph import Graph, Output, Plain, Visit
 from penstock.graph.ops import GETITEM, Op, State, Value, effect, is_random, references
 
 
@@ -16,6 +16,7 @@ def prepare(
     model: str,
     symbols: tuple[str, ...],
     inputs: tuple[Value | None, ...],
+    plain_inputs: Mapping[int, Plain],
     input_spec: Any,
     states: tuple[State, ...],
     ops: Sequence[Op],
@@ -36,6 +37,7 @@ def prepare(
         model=model,
         symbols=symbols,
         inputs=inputs,
+        plain_inputs=plain_inputs,
         input_spec=input_spec,
         states=tuple(state for state in states if state.value.name in used),
         prelude=tuple(op for op in live if op.name in prelude),
@@ -46,7 +48,7 @@ def prepare(
         output_spec=output_spec,
         fixed_batch=fixed_batch,
         constants=constants,
-        allowed=_allowed(ordered, outputs, prelude, storage, values),
+        forbidden=_forbidden(ordered, outputs, prelude, storage, values),
     )
 
 
@@ -126,40 +128,38 @@ def last_uses(ops: Sequence[Op], outputs: Iterable[str]) -> dict[str, int]:
     return last | dict.fromkeys(outputs, len(ops))
 
 
-def _allowed(
+def _forbidden(
     ops: Sequence[Op],
     outputs: tuple[Output, ...],
     prelude: set[str],
     storage: Storage,
     values: Mapping[str, Value],
-) -> tuple[int, ...]:
-    """Find the positions where the graph may be cut.
+) -> dict[int, str]:
+    """Find the positions where the graph may not be cut, and say what a cut there would do.
 
     Forbidden is a cut
     - across a list of tensors (the result of `split`): its items are read by getitem first;
     - between a write to a buffer and the other uses of that buffer;
     - across two values that share memory which is written further down: as messages they would part.
     """
-    forbidden: set[int] = set()
+    forbidden: dict[int, str] = {}
     last = last_uses(ops, references(outputs))
     made = {op.name: index for index, op in enumerate(ops)}
-    for op in ops:
-        if op.name not in values and op.target != GETITEM:
-            forbidden.update(range(made[op.name] + 1, last.get(op.name, made[op.name]) + 1))
-    for first, final in _written_state(ops, storage):
-        forbidden.update(range(first + 1, final + 1))
     for root, final_write in _final_writes(ops, storage).items():
         # a value of this memory crosses every position after its making up to its last use
-        crossing: dict[int, int] = defaultdict(int)
+        crossing: Counter[int] = Counter()
         for name in {name for op in ops for name in (op.name, *op.uses())}:
-            if storage.root(name) != root or name in prelude or name in storage.states:
-                continue
-            for position in range(made.get(name, -1) + 1, last.get(name, -1) + 1):
-                crossing[position] += 1
-        forbidden.update(
-            position for position, count in crossing.items() if count > 1 and position <= final_write
-        )
-    return tuple(position for position in range(1, len(ops)) if position not in forbidden)
+            if storage.root(name) == root and name not in prelude and name not in storage.states:
+                crossing.update(range(made.get(name, -1) + 1, last.get(name, -1) + 1))
+        shared = [position for position, count in crossing.items() if count > 1 and position <= final_write]
+        forbidden |= dict.fromkeys(shared, "part a view from a later write to what it views")
+    for first, final in _written_state(ops, storage):
+        forbidden |= dict.fromkeys(range(first + 1, final + 1), "part a write to a buffer from its other uses")
+    for op in ops:
+        if op.name not in values and op.target != GETITEM:
+            torn = range(made[op.name] + 1, last.get(op.name, made[op.name]) + 1)
+            forbidden |= dict.fromkeys(torn, "cross a list of tensors before its items are taken out")
+    return forbidden
 
 
 def _final_writes(ops: Sequence[Op], storage: Storage) -> dict[str, int]:

@@ -13,24 +13,22 @@ value is made before it is used, names, dtypes and sizes. Nothing in it is ever 
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ProgramError
+from penstock.graph.calls import FORGED as _FORGED
+from penstock.graph.calls import check_call, check_product
 from penstock.graph.encoding import DTYPES, decode, encode
 from penstock.graph.expressions import Size, check_expression
-from penstock.graph.ops import GETITEM, Op, State, Value, references, resolve_operator
+from penstock.graph.ops import GETITEM, Op, State, Value, references
 
 FORMAT, VERSION = "penstock-program", 1
-_FORGED = "the program file is damaged or forged; split the model again"
-_NAME = re.compile(r"[\w.@/-]{1,512}", re.ASCII)
 _TARGET = re.compile(r"aten\.[A-Za-z0-9_]+\.[A-Za-z0-9_]+", re.ASCII)
 # aten operators that reach outside of tensors: files, storages, devices
 _REFUSED = {"from_file", "set_", "set_data", "pin_memory", "_pin_memory", "record_stream", "resize_", "resize_as_"}
-_LARGEST_ELEMENTS = 2**36
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,34 +75,37 @@ def read_program(text: str | bytes) -> StageProgram:
         raise ProgramError(f"not a stage program: {str(error)[:120]}; {_FORGED}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ProgramError(f"not a stage program: the field 'format' is not {FORMAT!r}")
-    if document.get("version") != VERSION:
+    version = document.get("version")
+    if version != VERSION or isinstance(version, bool):
         raise ProgramError(
-            f"the program has version {document.get('version')!r}, this Penstock reads {VERSION}; split the model again"
+            f"the program has version {_quoted(version)}, this Penstock reads {VERSION}; split the model again"
         )
     try:
         program = _read_document(document)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ProgramError(f"a field is missing or of the wrong kind ({type(error).__name__}: {error}); {_FORGED}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"[:120]
+        raise ProgramError(f"a field is missing or of the wrong kind ({reason}); {_FORGED}") from None
     _check(program)
     return program
 
 
 def _read_document(document: Mapping[str, Any]) -> StageProgram:
-    symbols = tuple(_name(item) for item in document["symbols"])
+    symbols = tuple(_name(item) for item in _list(document["symbols"]))
     known = frozenset(symbols)
-    states = []
-    for item in document["states"]:
-        if item["kind"] not in {"parameter", "buffer", "constant"}:
-            raise ProgramError(f"a state's kind is parameter, buffer or constant, not {item['kind']!r}; {_FORGED}")
-        states.append(State(value=_read_value(item, frozenset()), source=_name(item["source"]), kind=item["kind"]))
     return StageProgram(
         symbols=symbols,
-        states=tuple(states),
-        inputs=tuple(_read_value(item, known) for item in document["inputs"]),
-        prelude=tuple(_read_op(item, known) for item in document["prelude"]),
-        ops=tuple(_read_op(item, known) for item in document["ops"]),
-        outputs=tuple(_read_value(item, known) for item in document["outputs"]),
+        states=tuple(_read_state(item) for item in _list(document["states"])),
+        inputs=tuple(_read_value(item, known) for item in _list(document["inputs"])),
+        prelude=tuple(_read_op(item, known) for item in _list(document["prelude"])),
+        ops=tuple(_read_op(item, known) for item in _list(document["ops"])),
+        outputs=tuple(_read_value(item, known) for item in _list(document["outputs"])),
     )
+
+
+def _read_state(item: Mapping[str, Any]) -> State:
+    if item["kind"] not in {"parameter", "buffer", "constant"}:
+        raise ProgramError(f"a state's kind is parameter, buffer or constant, not {_quoted(item['kind'])}; {_FORGED}")
+    return State(value=_read_value(item, frozenset()), source=_name(item["source"]), kind=item["kind"])
 
 
 def _write_value(value: Value) -> dict[str, Any]:
@@ -113,18 +114,17 @@ def _write_value(value: Value) -> dict[str, Any]:
 
 
 def _read_value(item: Mapping[str, Any], symbols: frozenset[str]) -> Value:
+    name, dimensions = _name(item["name"]), _list(item["shape"])
     if item["dtype"] not in DTYPES:
-        raise ProgramError(f"{str(item['dtype'])[:40]!r} is not a dtype; {_FORGED}")
-    if len(item["shape"]) > 16:
-        raise ProgramError(f"{item['name']} has {len(item['shape'])} dimensions, more than 16; {_FORGED}")
-    shape: list[int | Size] = []
-    for dimension in item["shape"]:
-        checked = check_expression(dimension, symbols)
-        shape.append(checked if isinstance(checked, int) else Size(checked))
-    fixed = math.prod(d for d in shape if isinstance(d, int))
-    if not 0 <= fixed <= _LARGEST_ELEMENTS:
-        raise ProgramError(f"{item['name']} has {fixed} elements, beyond the limit of {_LARGEST_ELEMENTS}; {_FORGED}")
-    return Value(name=_name(item["name"]), dtype=DTYPES[item["dtype"]], shape=tuple(shape))
+        raise ProgramError(f"{_quoted(item['dtype'])} is not a dtype; {_FORGED}")
+    if len(dimensions) > 16:
+        raise ProgramError(f"{name} has {len(dimensions)} dimensions, more than 16; {_FORGED}")
+    checked = [check_expression(dimension, symbols) for dimension in dimensions]
+    if any(isinstance(d, float) or (isinstance(d, int) and d < 0) for d in checked):
+        raise ProgramError(f"{name} has a dimension that is no size; {_FORGED}")
+    shape = tuple(d if isinstance(d, int) else Size(d) for d in checked)
+    check_product(name, [d for d in shape if isinstance(d, int)])
+    return Value(name=name, dtype=DTYPES[item["dtype"]], shape=shape)
 
 
 def _write_op(op: Op) -> list[Any]:
@@ -132,53 +132,36 @@ def _write_op(op: Op) -> list[Any]:
 
 
 def _read_op(item: Any, symbols: frozenset[str]) -> Op:
-    name, target, arguments, keywords = item
+    name, target, arguments, keywords = _list(item)
     if target != GETITEM and not (
         isinstance(target, str) and _TARGET.fullmatch(target) and target.split(".")[1] not in _REFUSED
     ):
-        raise ProgramError(f"the operator {str(target)[:80]!r} is not allowed in a stage program; {_FORGED}")
+        raise ProgramError(f"the operator {_quoted(target)} is not allowed in a stage program; {_FORGED}")
     op = Op(
         name=_name(name),
         target=target,
-        arguments=tuple(decode(argument, symbols) for argument in arguments),
+        arguments=tuple(decode(argument, symbols) for argument in _list(arguments)),
         keywords={_name(key): decode(argument, symbols) for key, argument in keywords.items()},
     )
-    _check_call(op)
+    check_call(op)
     return op
 
 
 def _name(text: Any) -> str:
-    if not isinstance(text, str) or not _NAME.fullmatch(text):
-        raise ProgramError(f"{str(text)[:80]!r} is not a name; {_FORGED}")
+    if not isinstance(text, str) or not 1 <= len(text) <= 512 or not text.isprintable():
+        raise ProgramError(f"{_quoted(text)} is not a name; {_FORGED}")
     return text
 
 
-def _check_call(op: Op) -> None:
-    """Check a call against its operator's schema, and its literal sizes against the limit."""
-    if op.target == GETITEM:
-        if len(op.arguments) != 2 or op.keywords or not isinstance(op.arguments[1], int):
-            raise ProgramError(f"{op.name}: getitem takes a value and an index; {_FORGED}")
-        return
-    try:
-        schema = resolve_operator(op.target)._schema
-    except AttributeError:
-        raise ProgramError(f"this PyTorch has no operator {op.target!r}; capture and run with the same version") from None
-    names = [parameter.name for parameter in schema.arguments]
-    if len(op.arguments) > len(names) or not set(op.keywords) <= set(names):
-        raise ProgramError(f"{op.name}: {op.target} does not take these arguments; {_FORGED}")
-    for name, argument in [*zip(names, op.arguments, strict=False), *op.keywords.items()]:
-        check_elements(op.name, name, argument)
+def _list(item: Any) -> list[Any]:
+    if not isinstance(item, list):
+        raise TypeError(f"{_quoted(item)} is not a list")
+    return item
 
 
-def check_elements(op_name: str, parameter: str, argument: Any) -> None:
-    """Refuse a size, count or end so large that making the tensor would exhaust the machine."""
-    if parameter not in {"size", "shape", "end", "steps", "repeats", "n", "m"}:
-        return
-    numbers = argument if isinstance(argument, list) else [argument]
-    product = math.prod(abs(n) for n in numbers if isinstance(n, (int, float)) and not isinstance(n, bool) and n)
-    # an open end of a slice is the largest 64-bit integer
-    if product > _LARGEST_ELEMENTS and product != 2**63 - 1:
-        raise ProgramError(f"{op_name} asks for {product} elements, beyond the limit of {_LARGEST_ELEMENTS}; {_FORGED}")
+def _quoted(item: Any) -> str:
+    """Show a piece of a file in a message of one line."""
+    return repr(item)[:80]
 
 
 def _check(program: StageProgram) -> None:
@@ -208,4 +191,3 @@ def _check_uses(known: set[str], op: Op) -> None:
     missing = {name for argument in (*op.arguments, *op.keywords.values()) for name in references(argument)} - known
     if missing:
         raise ProgramError(f"{op.name} uses {min(missing)!r} before it is made; {_FORGED}")
-

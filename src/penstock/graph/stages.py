@@ -1,6 +1,7 @@
 """Divide a graph at cuts into stage programs."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from penstock.graph.cuts import Cut, crossing_values
 from penstock.graph.graph import Graph
@@ -22,7 +23,7 @@ def divide(graph: Graph, cuts: Sequence[Cut]) -> list[StageProgram]:
     crossing = crossing_values(graph)
     results = output_values(graph)
     programs = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         outputs = results if stop == len(graph.ops) else crossing[stop]
         inputs = graph.tensor_inputs() if start == 0 else crossing[start]
         programs.append(_program(graph, graph.ops[start:stop], inputs, outputs))
@@ -35,9 +36,7 @@ def output_values(graph: Graph) -> tuple[Value, ...]:
     return tuple(graph.values[name] for name in names)
 
 
-def _program(
-    graph: Graph, ops: tuple[Op, ...], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
-) -> StageProgram:
+def _program(graph: Graph, ops: tuple[Op, ...], inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> StageProgram:
     needed = {name for op in ops for name in op.uses()} | {value.name for value in outputs}
     prelude: list[Op] = []
     for op in reversed(graph.prelude):
@@ -52,4 +51,3 @@ def _program(
         ops=ops,
         outputs=outputs,
     )
-

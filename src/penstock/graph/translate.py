@@ -12,8 +12,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
 from penstock.errors import CaptureError
+from penstock.graph.encoding import STAGE_DEVICE
 from penstock.graph.expressions import Size
-from penstock.graph.graph import Call, Graph, Output, Visit
+from penstock.graph.graph import Call, Graph, Output, Plain, Visit
+from penstock.graph.nodes import is_idle, module_calls
 from penstock.graph.ops import GETITEM, Op, Ref, State, Value
 from penstock.graph.prepare import prepare
 from penstock.graph.symbolic import from_sympy
@@ -35,15 +37,21 @@ _CHECKS = {
 _REGIONS: dict[str, int] = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
-def translate(exported: ExportedProgram, model: nn.Module, *, fixed_batch: int | None) -> Graph:
-    """Turn an exported program into a graph; raises `CaptureError` for what a stage cannot run."""
-    translator = _Translator(exported, model)
+def translate(
+    exported: ExportedProgram, model: nn.Module, labels: Sequence[Sequence[str | None]], *, fixed_batch: int | None
+) -> Graph:
+    """Turn an exported program into a graph; raises `CaptureError` for what a stage cannot run.
+
+    `labels` names, for every input in the order of the call, the symbol of each of its dimensions.
+    """
+    translator = _Translator(exported, model, labels)
     translator.placeholders()
     translator.nodes(exported.graph_module, exported.graph, translator.values)
     return prepare(
         model=type(model).__name__,
         symbols=translator.symbol_names,
         inputs=tuple(translator.inputs),
+        plain_inputs=translator.plain_inputs,
         input_spec=exported.call_spec.in_spec,
         states=tuple(translator.states),
         ops=translator.ops,
@@ -60,6 +68,8 @@ def translate(exported: ExportedProgram, model: nn.Module, *, fixed_batch: int |
 class _Translator:
     exported: ExportedProgram
     model: nn.Module
+    labels: Sequence[Sequence[str | None]]
+    plain_inputs: dict[int, Plain] = field(default_factory=dict)
     inputs: list[Value | None] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -69,6 +79,13 @@ class _Translator:
     constants: dict[str, Tensor] = field(default_factory=dict)
     symbols: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    first_names: dict[str, str] = field(default_factory=dict)  # of tensors that have several, as tied weights
+
+    def __post_init__(self) -> None:
+        first: dict[Tensor, str] = {}
+        for tensors in (self.model.named_parameters, self.model.named_buffers):
+            for name, tensor in tensors(remove_duplicate=False):
+                self.first_names[name] = first.setdefault(tensor, name)
 
     @property
     def symbol_names(self) -> tuple[str, ...]:
@@ -77,7 +94,10 @@ class _Translator:
     def placeholders(self) -> None:
         """Sort torch's placeholders into the model's state and the user's inputs."""
         nodes = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
-        for node, spec in zip(nodes, self.exported.graph_signature.input_specs, strict=True):
+        specs = self.exported.graph_signature.input_specs
+        # inputs keep their names, and state that has the same name gets another
+        self.used |= {node.name for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT}
+        for node, spec in zip(nodes, specs, strict=True):
             if spec.kind is InputKind.USER_INPUT:
                 self._user_input(node, spec.arg)
             elif spec.kind in _KINDS:
@@ -89,31 +109,36 @@ class _Translator:
                 )
 
     def _user_input(self, node: fx.Node, argument: object) -> None:
-        if not isinstance(argument, TensorArgument):
+        position = len(self.inputs)
+        if isinstance(argument, ConstantArgument):
             self.inputs.append(None)
-            self.values[node.name] = getattr(argument, "value", None)
+            self.plain_inputs[position] = Plain(name=node.name, value=argument.value)
+            self.values[node.name] = argument.value
             return
-        for dimension in node.meta["val"].shape:
-            self._learn_symbol(dimension)
-        self.used.add(node.name)
-        value = self._value(node.name, node.meta["val"])
-        self.inputs.append(value)
+        if not isinstance(argument, TensorArgument):
+            raise CaptureError(
+                f"{type(self.model).__name__} takes {node.name} as a {type(argument).__name__}; "
+                "only tensors and plain values can be inputs of a stage"
+            )
+        for dimension, label in zip(node.meta["val"].shape, self.labels[position], strict=False):
+            if isinstance(dimension, torch.SymInt) and isinstance(dimension.node.expr, sympy.Symbol) and label:
+                self.symbols.setdefault(dimension.node.expr.name, label)
+        self.inputs.append(self._value(node.name, node.meta["val"]))
         self.values[node.name] = Ref(node.name)
 
-    def _learn_symbol(self, dimension: object) -> None:
-        """Give torch's symbols our names: `batch` first, then the order of appearance."""
-        if isinstance(dimension, torch.SymInt) and isinstance(dimension.node.expr, sympy.Symbol):
-            names = ("batch", "sequence", *(f"size{index}" for index in range(2, 99)))
-            self.symbols.setdefault(dimension.node.expr.name, names[len(self.symbols)])
-
     def _state(self, node: fx.Node, source: str, kind: Any) -> None:
-        value = self._value(source, node.meta["val"])
+        source = self.first_names.get(source, source)
         if kind != "parameter":
             self.constants[source] = self._constant(source, kind)
-        if source not in self.tensors or all(state.value.name != source for state in self.states):
-            self.states.append(State(value=value, source=source, kind=kind))
-        self.used.add(source)
-        self.values[node.name] = Ref(source)
+        self.values[node.name] = self._add_state(source, node.meta["val"], kind)
+
+    def _add_state(self, source: str, meta: Tensor, kind: Any) -> Ref:
+        """Add a tensor of the model once, however many places use it."""
+        known = next((state.value.name for state in self.states if state.source == source), None)
+        name = known or self._unique(source)
+        if known is None:
+            self.states.append(State(value=self._value(name, meta), source=source, kind=kind))
+        return Ref(name)
 
     def _constant(self, source: str, kind: str) -> Tensor:
         if kind == "buffer":
@@ -129,20 +154,20 @@ class _Translator:
             if node.op == "get_attr":
                 values[node.name] = self._attribute(owner, node)
             elif node.op == "call_function":
-                self._call(owner, node, values, outer)
+                self._call(node, values, outer)
 
     def _attribute(self, owner: fx.GraphModule, node: fx.Node) -> Any:
         target = operator.attrgetter(str(node.target))(owner)
         if isinstance(target, Tensor):
             source = str(node.target)
+            while source in self.constants and self.constants[source] is not target:
+                source += "_"  # regions name their constants each from the start
             self.constants[source] = target
-            value = self._value(source, target)
-            self.states.append(State(value=value, source=source, kind="constant"))
-            return Ref(source)
+            return self._add_state(source, target, "constant")
         return target
 
-    def _call(self, owner: fx.GraphModule, node: fx.Node, values: dict[str, Any], outer: Sequence[Call]) -> None:
-        calls = _module_calls(node) or tuple(outer)
+    def _call(self, node: fx.Node, values: dict[str, Any], outer: Sequence[Call]) -> None:
+        calls = module_calls(node) or tuple(outer)
         name = getattr(node.target, "__name__", str(node.target))
         if name in _REGIONS and isinstance(node.target, torch._ops.HigherOrderOperator):
             self._region(node, values, calls, _REGIONS[name])
@@ -156,7 +181,7 @@ class _Translator:
             return
         arguments = tuple(self._argument(item, values) for item in node.args)
         keywords = {key: self._argument(item, values) for key, item in node.kwargs.items()}
-        if _is_idle(target, arguments, keywords):
+        if is_idle(target, arguments, keywords):
             values[node.name] = arguments[0]
             self.visits.append(Visit(calls=calls, op=None, position=len(self.ops)))
             return
@@ -177,7 +202,7 @@ class _Translator:
                 f"{type(self.model).__name__} switches autocast on inside its forward pass; "
                 "take autocast out of the model and convert it to the wanted dtype instead"
             )
-        body = values[node.args[num_settings].name]  # type: ignore[union-attr]
+        body = self._argument(node.args[num_settings], values)
         operands = [self._argument(item, values) for item in node.args[num_settings + 1 :]]
         inner: dict[str, Any] = {}
         placeholders = [inside for inside in body.graph.nodes if inside.op == "placeholder"]
@@ -216,6 +241,8 @@ class _Translator:
             return values[item.name]
         if isinstance(item, (list, tuple)):
             return [self._argument(inner, values) for inner in item]
+        if isinstance(item, torch.device):
+            return STAGE_DEVICE
         if isinstance(item, slice):
             raise CaptureError(f"{type(self.model).__name__} passes a slice object to an operator")
         if isinstance(item, torch.SymInt):
@@ -262,24 +289,3 @@ class _Translator:
                 continue  # a mutated buffer's new value: the operation that writes it is in the graph
             kept.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else item)
         return tuple(kept)
-
-
-def _is_idle(target: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-    """Tell whether a call hands back its input: dropout in evaluation."""
-    if target.split(".")[1] not in {"dropout", "feature_dropout", "alpha_dropout"}:
-        return False
-    given = [*arguments, *keywords.values()]
-    return len(given) == 3 and given[2] is False
-
-
-def _module_calls(node: fx.Node) -> tuple[Call, ...]:
-    """Read the chain of modules that a node was called in, outermost first."""
-    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    calls = []
-    for key, (path, kind) in stack.items():
-        if not path or path.startswith("_empty_nn_module_stack"):
-            continue
-        _, _, repeat = key.partition("@")
-        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
-        calls.append(Call(path=f"{path}@{repeat}" if repeat else path, kind=name.rsplit(".", 1)[-1]))
-    return tuple(calls)

@@ -14,6 +14,8 @@ from penstock.graph.ops import GETITEM, Op, resolve_operator
 NOMINAL_FLOPS_PER_S = 60e9
 NOMINAL_BYTES_PER_S = 12e9
 SECONDS_PER_CALL = 4e-6
+# copying, checking and the system's own work on each side of a cut
+SECONDS_PER_CROSSING_BYTE = 2e-9
 # Elements per second of functions that are computed, not copied: exp, erf, tanh and their kin
 _TRANSCENDENTAL = {
     "gelu": 1.2e9,
@@ -104,4 +106,3 @@ def first_uses(graph: Graph) -> list[tuple[int, str]]:
             if name in names:
                 seen.setdefault(name, position)
     return sorted((position, name) for name, position in seen.items())
-

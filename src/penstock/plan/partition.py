@@ -5,32 +5,43 @@ boundaries, so they are tested in milliseconds and know nothing of models.
 """
 
 import math
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import CutError
 
 # Sums of floats taken in another order differ in the last bits; such differences are not a choice.
 _ROUNDING = 1e-12
+_Matrix: TypeAlias = NDArray[np.float64]
 
 
-def balanced(work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int) -> list[int]:
+def balanced(
+    work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, *, work_per_byte: float = 0.0
+) -> list[int]:
     """Make the largest stage as small as it can be; among equals, let the fewest bytes cross.
 
-    `crossing_bytes[b]` is what crosses boundary `b`, for `b` from 0 to `len(work)`.
+    `crossing_bytes[b]` is what crosses boundary `b`, for `b` from 0 to `len(work)`. Every byte costs
+    the stages on both sides `work_per_byte`: sending and receiving are work too.
 
     >>> balanced([1, 1, 1, 3], [0, 1, 1, 1, 0], 2)
     [3]
 
     Raises `CutError` for more stages than units.
     """
-    return smallest_crossing(work, crossing_bytes, num_stages, slack=0.0)
+    return smallest_crossing(work, crossing_bytes, num_stages, slack=0.0, work_per_byte=work_per_byte)
 
 
 def smallest_crossing(
-    work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, *, slack: float = 0.10
+    work: Sequence[float],
+    crossing_bytes: Sequence[int],
+    num_stages: int,
+    *,
+    slack: float = 0.10,
+    work_per_byte: float = 0.0,
 ) -> list[int]:
     """Let the fewest bytes cross among divisions whose largest stage is within `slack` of the best.
 
@@ -40,30 +51,15 @@ def smallest_crossing(
     Raises `CutError` for more stages than units.
     """
     check_stages(len(work), num_stages)
-    limit = smallest_largest(work, num_stages) * (1 + slack)
-    return _fewest_bytes(_prefix(work), crossing_bytes, num_stages, limit * (1 + _ROUNDING))
+    costs = _costs(work, crossing_bytes, work_per_byte)
+    limit = _smallest_largest(costs, num_stages) * (1 + slack)
+    return _fewest_bytes(costs <= limit * (1 + _ROUNDING), crossing_bytes, num_stages)
 
 
 def smallest_largest(work: Sequence[float], num_stages: int) -> float:
-    """Give the work of the largest stage in the best division.
-
-    Dynamic programming over the number of stages; for a fixed end the best start is where the work
-    before it and the work of the last stage meet, found by bisection: O(stages x units x log units).
-    """
+    """Give the work of the largest stage in the best division; raises `CutError` for more stages than units."""
     check_stages(len(work), num_stages)
-    prefix = _prefix(work)
-    best = list(prefix)
-    for stage in range(1, num_stages):
-        following = [math.inf] * len(prefix)
-        for end in range(stage + 1, len(prefix)):
-            # best[] grows and the last stage shrinks with its start: look where they cross
-            start = bisect_left(range(stage, end), True, key=lambda s: best[s] >= prefix[end] - prefix[s])
-            for candidate in (stage + start - 1, stage + start):
-                if stage <= candidate < end:
-                    largest = max(best[candidate], prefix[end] - prefix[candidate])
-                    following[end] = min(following[end], largest)
-        best = following
-    return best[-1]
+    return _smallest_largest(_costs(work, [0] * (len(work) + 1), 0.0), num_stages)
 
 
 def evenly(starts: Sequence[int], num_stages: int) -> list[int]:
@@ -114,7 +110,7 @@ def stage_sums(values: Sequence[float], boundaries: Sequence[int]) -> list[float
     [1, 9]
     """
     bounds = [0, *boundaries, len(values)]
-    return [sum(values[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [sum(values[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def check_stages(num_units: int, num_stages: int) -> None:
@@ -128,43 +124,35 @@ def check_stages(num_units: int, num_stages: int) -> None:
         )
 
 
-def _prefix(work: Sequence[float]) -> list[float]:
-    return [0.0, *accumulate(work)]
+def _costs(work: Sequence[float], crossing_bytes: Sequence[int], work_per_byte: float) -> _Matrix:
+    """Give the cost of every possible stage: row for its start, column for its end, infinite where it is empty."""
+    prefix = np.array([0.0, *accumulate(work)])
+    ends = np.array(crossing_bytes, dtype=np.float64) * work_per_byte
+    costs: _Matrix = prefix[None, :] - prefix[:, None] + ends[None, :] + ends[:, None]
+    costs[np.tril_indices(len(prefix))] = math.inf
+    return costs
 
 
-def _fewest_bytes(
-    prefix: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, limit: float
-) -> list[int]:
-    """Choose boundaries with the fewest bytes so that no stage exceeds the limit.
+def _smallest_largest(costs: _Matrix, num_stages: int) -> float:
+    """Dynamic programming over the number of stages: the best end of so many, from the best of one fewer."""
+    best = costs[0]
+    for _ in range(1, num_stages):
+        best = np.maximum(best[:, None], costs).min(axis=0)
+    return float(best[-1])
 
-    For each number of stages and each end, the best start lies in the window of starts that keep the
-    last stage within the limit; the window's minimum moves along in a deque.
-    """
-    ends = len(prefix)
-    best: list[float] = [0.0 if total <= limit else math.inf for total in prefix]
-    choices: list[list[int]] = []
-    for stage in range(1, num_stages):
-        following = [math.inf] * ends
-        choice = [0] * ends
-        window: deque[int] = deque()
-        for end in range(stage + 1, ends):
-            entering = end - 1
-            cost = best[entering] + crossing_bytes[entering]
-            while window and best[window[-1]] + crossing_bytes[window[-1]] >= cost:
-                window.pop()
-            window.append(entering)
-            while prefix[end] - prefix[window[0]] > limit:
-                window.popleft()
-                if not window:
-                    break
-            if window:
-                choice[end] = window[0]
-                following[end] = best[window[0]] + crossing_bytes[window[0]]
-        best = following
-        choices.append(choice)
+
+def _fewest_bytes(fits: NDArray[np.bool_], crossing_bytes: Sequence[int], num_stages: int) -> list[int]:
+    """Choose boundaries with the fewest bytes so that every stage fits, the same way."""
+    crossing = np.array(crossing_bytes, dtype=np.float64)
+    best = np.where(fits[0], 0.0, math.inf)
+    choices: list[NDArray[np.intp]] = []
+    for _ in range(1, num_stages):
+        following = np.where(fits, (best + crossing)[:, None], math.inf)
+        choices.append(following.argmin(axis=0))
+        best = following.min(axis=0)
     boundaries: list[int] = []
-    end = ends - 1
+    end = fits.shape[0] - 1
     for choice in reversed(choices):
-        end = choice[end]
+        end = int(choice[end])
         boundaries.append(end)
     return boundaries[::-1]

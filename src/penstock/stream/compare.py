@@ -21,6 +21,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.ops import State
 from penstock.graph.stages import divide
 from penstock.measure.units import random_input
+from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.zoo.models import ZooModel
 
 # Distinct inputs; the stream takes them in turn, so that every result can be checked bit for bit.
@@ -35,7 +36,7 @@ class Comparison:
 
     def __init__(
         self, zoo: ZooModel, world: World, *, num_images: int, passes: int, microbatch_size: int,
-        threads: int | None, depth: int, max_stages: int, seed: int = 0,
+        threads: int | None, depth: int, max_stages: int, seed: int = 0, serial_images: int | None = None,
     ) -> None:  # fmt: skip
         self._zoo = zoo
         self._world = world
@@ -58,6 +59,7 @@ class Comparison:
         self._ceilings: dict[int, float] = {}
         self._peers: dict[int, float] = {}
         self._seed = seed
+        self._num_serial = max(1, (serial_images or num_images * passes) // self._rows)
 
     def settings(self) -> dict[str, Any]:
         """Give what all rows have in common."""
@@ -77,9 +79,9 @@ class Comparison:
         devices = self._world.devices[:1] if self._world.workers else self._world.devices
         rates = []
         for rank in devices:
-            outputs, seconds = self._alone([rank], self._num_microbatches * self._passes)
+            outputs, seconds = self._alone([rank], self._num_serial)
             self._reference = self._reference or outputs
-            rates.append(self._num_microbatches * self._passes * self._rows / seconds[0])
+            rates.append(self._num_serial * self._rows / seconds[0])
         self._serial_images_per_s = sum(rates) / len(rates)
         return {
             "mode": "serial", "stages": 1, "policy": None, "cuts": [],
@@ -95,6 +97,10 @@ class Comparison:
             _, seconds = self._alone(self._world.devices[:num_devices], count)
             self._ceilings[num_devices] = sum(count * self._rows / s for s in seconds)
         return self._ceilings[num_devices]
+
+    def forget_ceilings(self) -> None:
+        """Measure ceilings again when they are next needed."""
+        self._ceilings.clear()
 
     def pipeline(self, stages: int, *, policy: str | None = None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
         """Stream through so many stages."""
@@ -120,7 +126,8 @@ class Comparison:
                 reports.append(deployment.last_report)
         deployment.close()
         row = self._row(stages, policy, [cut.name for cut in chosen], ceiling, reports, difference)
-        return row | {"peer_images_per_second": self._peers.get(stages)}
+        limit = limit_of(world, deployment.job.ranks, [cut.num_bytes(self._sizes) for cut in chosen], reports)
+        return row | {"peer_images_per_second": self._peers.get(stages), "limit": limit}
 
     def peer(self, stages: int) -> dict[str, Any]:
         """Run torch.distributed.pipelining with the same number of stages, cut between equal numbers of blocks.
@@ -238,3 +245,29 @@ def block_after(cut: Cut) -> str:
     """Give the module that begins at a cut between blocks, as the peer wants it named."""
     names = [name.removesuffix(":before") for name in (cut.name, *cut.aliases) if name.endswith(":before")]
     return min((name for name in names if "/" not in name), key=len)
+
+
+def limit_of(world: World, ranks: Sequence[int], crossing_bytes: Sequence[int], reports: Sequence[StreamReport]) -> str:
+    """Say what sets the pace, with the arithmetic: the slowest stage, or a link that takes longer than it.
+
+    `crossing_bytes` is what crosses behind each stage but the last, per microbatch.
+    """
+    stages = reports[0].stages
+    compute_s = [
+        sum(r.stages[i].compute_s for r in reports) / sum(r.stages[i].num_microbatches for r in reports)
+        for i in range(len(stages))
+    ]
+    slowest = max(range(len(stages)), key=compute_s.__getitem__)
+    stage = f"stage {slowest} computes {format_seconds(compute_s[slowest])} per microbatch"
+    links = []
+    for index, num_bytes in enumerate(crossing_bytes):
+        known = [rate for rank in ranks[index : index + 2] if (rate := world.bandwidths[rank]) is not None]
+        if known and ranks[index] != ranks[index + 1]:
+            links.append((num_bytes / min(known), num_bytes, min(known), index))
+    if links and max(links)[0] > compute_s[slowest]:
+        seconds, num_bytes, rate, index = max(links)
+        return (
+            f"the link behind stage {index}: {format_bytes(num_bytes)} per microbatch at {format_rate(rate)} take "
+            f"{format_seconds(seconds)}, so at most {1 / seconds:.2f} microbatches/s; {stage}"
+        )
+    return f"{stage}, so at most {1 / compute_s[slowest]:.2f} microbatches/s"

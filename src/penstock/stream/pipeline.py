@@ -1,6 +1,8 @@
 """What users import: a model as a pipeline over processes, fed from an ordinary loop."""
 
+import contextlib
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -12,14 +14,15 @@ from torch.utils import _pytree as pytree
 from penstock.cluster.launch import available_cores
 from penstock.engine.deployment import DEPTH, Deployment, Microbatch, StreamReport
 from penstock.engine.executor import execute
-from penstock.engine.jobs import build_slots, read_stages, receive_job, send_leave
+from penstock.engine.jobs import build_slots, dismiss, read_stages, receive_job, tell_progress
 from penstock.engine.messages import CLOSE
+from penstock.engine.progress import STALL_S
 from penstock.engine.split import choose_cuts, load_state
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
 from penstock.errors import TransportError, UsageError
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.graph.stages import divide
@@ -46,9 +49,12 @@ class Pipeline:
         weights: where tensors are read from, one at a time; the model itself where not given.
         threads: per stage; what this machine's cores allow where not given.
         depth: microbatches that may wait at a cut.
+        stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
+            counts as lost; longer than the slowest link takes for one message.
 
     Raises `CaptureError` and `CutError` as `penstock.split` does, `RunError` when the processes do not
-    come together, and `DeviceLost` while streaming when one of them is gone.
+    come together, and `DeviceLost` while streaming when one of them is gone. After a `RunError` nothing
+    more can be streamed; after an exception of the caller's own the next stream works.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Pipeline:
         dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
         threads: int | None = None,
         depth: int = DEPTH,
+        stall_s: float = STALL_S,
         world: World | None = None,
     ) -> None:
         self._owns_world = world is None
@@ -75,28 +82,25 @@ class Pipeline:
             self._join_stages()
             return
         self._feeds = True
-        if model is None:
-            raise UsageError("the process that feeds needs the model; pass it to Pipeline")
-        graph = capture(model, args, kwargs, dynamic=dynamic)
-        if cuts is not None:
-            chosen = Cuts(graph).find_all(cuts)
-        else:
-            count = stages or (len(world.devices) if world else 4)
-            chosen = choose_cuts(graph, Cuts(graph), stages=count, policy=policy)
-        self.graph: Graph = graph
-        self.cuts = tuple(chosen)
-        source = weights or ModuleWeights(model)
-        programs = divide(graph, chosen)
-        self._world = world or start_local(len(programs))
-        _, sizes = bind_inputs(graph, args, kwargs or {})
-        self.threads = threads or threads_per_stage(self._world)
         try:
+            if model is None:
+                raise UsageError("the process that feeds needs the model; pass it to Pipeline")
+            self.graph: Graph = capture(model, args, kwargs, dynamic=dynamic)
+            count = stages or (len(world.devices) if world else 4)
+            self.cuts = _choose(self.graph, count, policy, cuts)
+            source = weights or ModuleWeights(model)
+            programs = divide(self.graph, self.cuts)
+            world = self._world = world or start_local(len(programs))
+            _, sizes = bind_inputs(self.graph, args, kwargs or {})
+            self.threads = threads or threads_per_stage(world)
             self._deployment = Deployment(
-                self._world, programs, lambda state: load_state(graph, state, source),
-                sizes=sizes, threads=self.threads, depth=depth,
+                world, programs, lambda state: load_state(self.graph, state, source),
+                sizes=sizes, threads=self.threads, depth=depth, stall_s=stall_s,
             )  # fmt: skip
-        except BaseException:
-            self._world.close(0.0)
+        except BaseException as error:
+            if world is not None and self._owns_world:
+                world.health.report(error)  # the other processes wait for their stages
+                world.close(0.0)
             raise
 
     def _join_stages(self) -> None:
@@ -105,8 +109,12 @@ class Pipeline:
             job, runtimes = read_stages(self._world.transport, receive_job(self._world.transport))
             torch.set_num_threads(job.threads)
             self._slots, _ = build_slots(self._world.transport, job, runtimes)
+            tell_progress(self._world, job, self._slots)
         except TransportError as error:
             raise self._world.explain(error) from error
+        except Exception as error:
+            self._world.health.report(error)
+            raise
 
     def stream(self, inputs: Iterable[Any]) -> Iterator[Any]:
         """Give the model's output for every input, in order, while later inputs are on their way.
@@ -114,14 +122,17 @@ class Pipeline:
         Each input is one microbatch: a tensor, a tuple of positional inputs, or a dict of keyword
         inputs. The batch size may be smaller than the example's at any time. In a process that does
         not feed, `inputs` is not touched and no output comes: it works on its stage until the stream
-        has ended. Leaving the loop early cancels what is under way.
+        has ended. Leaving the loop early cancels what is under way, as does an exception of `inputs` or
+        of the loop's body, which then reaches the caller; the pipeline stays ready for another stream.
+
+        Raises `UsageError` for a closed pipeline, an input unlike the example and a second stream at once.
         """
         if self._closed:
             raise UsageError("the pipeline is closed; make a new one")
         if not self._feeds:
             self._serve()
             return
-        shapes: list[dict[str, int]] = []
+        shapes: deque[dict[str, int]] = deque()
 
         def bound() -> Iterator[Microbatch]:
             for item in inputs:
@@ -130,15 +141,21 @@ class Pipeline:
                 shapes.append(sizes)
                 yield tensors, sizes
 
-        for index, tensors in enumerate(self._deployment.stream(bound())):
-            yield build_output(self.graph, tensors, shapes[index])
+        with contextlib.closing(self._deployment.stream(bound())) as results:
+            for tensors in results:
+                yield build_output(self.graph, tensors, shapes.popleft())
 
     def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
         """Run one batch of any size: cut into microbatches, streamed, and put together again.
 
-        Raises `UsageError` where an output has no batch dimension to put together.
+        Gives None in a process that does not feed. Raises `UsageError` for an empty batch, and where an
+        output has no batch dimension to put together.
         """
         outputs = list(self.stream(self._microbatches(args, kwargs, microbatch_size)))
+        if not self._feeds:
+            return None
+        if not outputs:
+            raise UsageError("the batch is empty; give it at least one row")
         for output in self.graph.outputs:
             value = self.graph.values.get(output.name) if isinstance(output, Ref) else None
             if len(outputs) > 1 and (value is None or not value.shape or isinstance(value.shape[0], int)):
@@ -168,6 +185,8 @@ class Pipeline:
                 )
 
     def _serve(self) -> None:
+        for slot in self._slots.values():
+            slot.start_report()
         try:
             self._closed = execute(forward_only(sorted(self._slots)), self._slots) == CLOSE
         except TransportError as error:
@@ -189,8 +208,8 @@ class Pipeline:
             if self._feeds:
                 self._deployment.close()
                 if self._owns_world and self._world.workers is not None:
-                    send_leave(self._world.transport)
-            elif not self._closed:
+                    dismiss(self._world)
+            while not self._feeds and not self._closed:
                 self._serve()
         finally:
             self._closed = True
@@ -206,14 +225,25 @@ class Pipeline:
         if error is None or isinstance(error, GeneratorExit):
             self.close()
         else:
+            if self._owns_world and not self._closed:
+                self._world.health.report(error)  # the other processes would wait for the next stream
             self.abandon()
 
     def abandon(self) -> None:
         """Give everything up at once, without waiting for work under way."""
         self._closed = True
+        if self._feeds:
+            self._deployment.abandon()
         if self._owns_world:
             self._world.transport.abort()
             self._world.close(0.0)
+
+
+def _choose(graph: Graph, stages: int, policy: str, names: Sequence[str] | None) -> tuple[Cut, ...]:
+    possible = Cuts(graph)
+    if names is not None:
+        return tuple(possible.find_all(names))
+    return tuple(choose_cuts(graph, possible, stages=stages, policy=policy))
 
 
 class _Call:

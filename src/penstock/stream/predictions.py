@@ -27,7 +27,8 @@ class PredictionFile:
         try:
             if resume and path.exists():
                 self.done = self._keep_complete_rows()
-            self._file = path.open("a" if self.done else "w", encoding="utf-8", newline="")
+            # file names may hold bytes that are no text
+            self._file = path.open("a" if self.done else "w", encoding="utf-8", errors="surrogateescape", newline="")
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --output") from None
         if self._is_csv and not self.done:
@@ -54,21 +55,33 @@ class PredictionFile:
         self._file.flush()
 
     def _keep_complete_rows(self) -> list[dict[str, Any]]:
-        """Read the rows of an earlier run; a last line without its end was being written and is dropped."""
+        """Read the rows of an earlier run; a last row without its end was being written and is dropped."""
         data = self.path.read_bytes()
-        complete = data[: data.rfind(b"\n") + 1]
-        if complete != data:
-            self.path.write_bytes(complete)
-        text = complete.decode("utf-8")
+        complete = data[: _end_of_rows(data, quoted=self._is_csv)]
+        # at line ends only: JSON and CSV rows may hold other characters that `splitlines` takes for one
+        lines = io.StringIO(complete.decode("utf-8", errors="surrogateescape"), newline="\n")
         try:
-            if self._is_csv:
-                return list(csv.DictReader(io.StringIO(text)))
-            return [json.loads(line) for line in text.splitlines()]
-        except ValueError as error:
+            rows = list(csv.DictReader(lines, strict=True)) if self._is_csv else [json.loads(line) for line in lines]
+        except (ValueError, csv.Error) as error:
             raise UsageError(f"{self.path} is not a file of predictions ({error}); leave --resume out") from None
+        if not all(isinstance(row, dict) and "image" in row for row in rows):
+            raise UsageError(f"{self.path} is not a file of predictions (no column 'image'); leave --resume out")
+        if complete != data:
+            with self.path.open("r+b") as file:
+                file.truncate(len(complete))
+        return rows
+
+
+def _end_of_rows(data: bytes, *, quoted: bool) -> int:
+    """Find the end of the last complete row: a line end, in CSV one outside of quotes."""
+    end = data.rfind(b"\n") + 1
+    while quoted and data[:end].count(b'"') % 2:
+        end = data.rfind(b"\n", 0, end - 1) + 1
+    return end
 
 
 def _csv_line(row: dict[str, Any]) -> str:
     buffer = io.StringIO()
-    csv.DictWriter(buffer, COLUMNS, lineterminator="\n", restval="").writerow(row)
-    return buffer.getvalue()
+    # the writer quotes what looks like its line end, so it is given the longer one
+    csv.DictWriter(buffer, COLUMNS, lineterminator="\r\n", restval="").writerow(row)
+    return buffer.getvalue().removesuffix("\r\n") + "\n"

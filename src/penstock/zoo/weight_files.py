@@ -78,9 +78,12 @@ class FileWeights:
         return DTYPES[kind]
 
     def load(self, name: str) -> Tensor:
-        """Return one tensor, mapped into memory and read from disk where it is touched."""
+        """Return one tensor, mapped into memory and read from disk where it is touched.
+
+        Each has a mapping of its own, so that what was read leaves memory together with the tensor.
+        """
         key = self._key(name)
-        tensor: Tensor = self._open(self._shards[key]).get_tensor(key)
+        tensor: Tensor = _open_file(self._shards[key]).get_tensor(key)
         return tensor
 
     def _key(self, name: str) -> str:
@@ -94,15 +97,19 @@ class FileWeights:
 
     def _open(self, path: Path) -> Any:
         if path not in self._handles:
-            try:
-                self._handles[path] = safe_open(str(path), framework="pt")
-            except FileNotFoundError as problem:
-                raise ModelError(f"there is no weights file {path}; check the path") from problem
-            except (SafetensorError, OSError, ValueError) as problem:
-                raise ModelError(
-                    f"{path} is not a whole safetensors file ({one_line(problem)}); copy or convert it again"
-                ) from problem
+            self._handles[path] = _open_file(path)
         return self._handles[path]
+
+
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except FileNotFoundError as problem:
+        raise ModelError(f"there is no weights file {path}; check the path") from problem
+    except (SafetensorError, OSError, ValueError) as problem:
+        raise ModelError(
+            f"{path} is not a whole safetensors file ({one_line(problem)}); copy or convert it again"
+        ) from problem
 
 
 def _shards(path: Path) -> list[Path]:

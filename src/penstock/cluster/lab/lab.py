@@ -222,6 +222,7 @@ class Lab:
                 host=host.name,
                 address=network.host_address(index),
                 cpu=host.cpu,
+                bandwidth_bytes_per_s=host.bandwidth_bytes_per_s,
                 memory_bytes=host.memory_bytes,
                 directories=tuple(self._machine.cgroups.directories(self.spec.name, host.name)),
             )

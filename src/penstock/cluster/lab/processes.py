@@ -40,6 +40,7 @@ class Target:
     host: str
     address: str
     cpu: float
+    bandwidth_bytes_per_s: float | None
     memory_bytes: int
     directories: tuple[Path, ...]
 
@@ -80,6 +81,7 @@ def environment(
         "PENSTOCK_HOST": targets[node_rank].host,
         # the cgroups cannot be seen from inside a namespace that `ip netns` entered
         "PENSTOCK_CPU": f"{targets[node_rank].cpu:g}",
+        "PENSTOCK_BANDWIDTH": f"{targets[node_rank].bandwidth_bytes_per_s or 0:g}",
         # a pipe would otherwise hold lines back until a block of them is full
         "PYTHONUNBUFFERED": "1",
     }

@@ -1,0 +1,1 @@
+"""How many architectures split by themselves and give the same bits as the model."""

@@ -1,0 +1,63 @@
+"""The cases: one thing varied at a time around the base case."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DEIT_S = "timm:deit_small_patch16_224"
+BASE = "4 stages, balanced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One lab and what is measured on it."""
+
+    name: str
+    hosts: int = 4
+    cpu: float = 0.35
+    bandwidth: str = "1 Gbit/s"
+    model: str = DEIT_S
+    num_images: int = 200
+    serial_images: int = 12
+    microbatch_size: int = 1
+    rounds: int = 1
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+
+
+def pipeline(stages: int, policy: str = "balanced", **more: Any) -> dict[str, Any]:
+    """A pipeline as a task."""
+    return {"kind": "pipeline", "label": f"{stages} stages, {policy}", "stages": stages, "policy": policy, **more}
+
+
+def peer(stages: int, **more: Any) -> dict[str, Any]:
+    """torch.distributed.pipelining with equal numbers of blocks as a task."""
+    return {"kind": "peer", "label": f"{stages} stages, torch.distributed.pipelining", "stages": stages, **more}
+
+
+def all_cases() -> list[Case]:
+    """Give the cases of the full benchmark."""
+    by_hand = {
+        "kind": "pipeline", "label": "4 stages, blocks.{2,5,8}.attn.proj:after", "stages": 4, "rounds": 1,
+        "cuts": [f"blocks.{block}.attn.proj:after" for block in (2, 5, 8)],
+    }  # fmt: skip
+    once: dict[str, Any] = {"rounds": 1}
+    varied = [pipeline(stages, **once) for stages in (2, 3, 6)]
+    varied += [pipeline(4, policy, **once) for policy in ("equal-blocks", "equal-size", "smallest-crossing")]
+    return [
+        Case(name="base", rounds=3, tasks=[peer(4), pipeline(4), *varied, by_hand]),
+        Case(name="two hosts", hosts=2, tasks=[pipeline(2)]),
+        Case(name="six hosts of 0.22", hosts=6, cpu=0.22, tasks=[pipeline(6)]),
+        Case(name="100 Mbit/s", bandwidth="100 Mbit/s", tasks=[pipeline(4)]),
+        Case(name="10 Mbit/s", bandwidth="10 Mbit/s", num_images=60, tasks=[pipeline(4)]),
+        Case(name="microbatches of 4", microbatch_size=4, tasks=[pipeline(4)]),
+        Case(name="microbatches of 16", microbatch_size=16, num_images=480, serial_images=16, tasks=[pipeline(4)]),
+        Case(name="ViT-B", model="timm:vit_base_patch16_224", num_images=60, serial_images=4, tasks=[pipeline(4)]),
+        Case(name="GPT-2 small", model="hf:gpt2", num_images=60, serial_images=4, tasks=[pipeline(4)]),
+    ]
+
+
+def quick_cases() -> list[Case]:
+    """Give a shorter run of the same shape."""
+    return [
+        Case(name="base", num_images=60, serial_images=4, tasks=[peer(4), pipeline(4)]),
+        Case(name="two hosts", hosts=2, num_images=60, serial_images=4, tasks=[pipeline(2)]),
+    ]

@@ -1,0 +1,59 @@
+"""What runs on every host of a lab: a list of measurements on one world, their order rotated round by round."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.jobs import send_leave
+from penstock.engine.worker import work
+from penstock.engine.world import FEEDER, World, join_torchrun
+from penstock.stream.compare import Comparison
+from penstock.zoo.models import load_model
+
+
+def main() -> None:
+    """Read the session's JSON file, measure, and write the rows beside it; other ranks work."""
+    file = Path(sys.argv[1])
+    world = join_torchrun()
+    try:
+        if world.rank != FEEDER:
+            work(world)
+            return
+        session = json.loads(file.read_text())
+        rows = measure(world, session)
+        file.with_suffix(".rows.json").write_text(json.dumps(rows))
+        send_leave(world.transport)
+    except BaseException as error:
+        world.health.report(error)
+        raise
+    finally:
+        world.close()
+
+
+def measure(world: World, session: dict[str, Any]) -> list[dict[str, Any]]:
+    """Do every task of a session once per round; round `r` begins with task `r`."""
+    tasks = session["tasks"]
+    comparison = Comparison(
+        load_model(session["model"]), world, num_images=session["num_images"], passes=1,
+        microbatch_size=session["microbatch_size"], threads=1, depth=session["depth"], max_stages=len(world.devices),
+        serial_images=session["serial_images"],
+    )  # fmt: skip
+    rows = [comparison.serial()]
+    for turn in range(session["rounds"]):
+        for position in range(len(tasks)):
+            task = tasks[(turn + position) % len(tasks)]
+            if turn < task.get("rounds", session["rounds"]):
+                row = comparison.peer(task["stages"]) if task["kind"] == "peer" else _pipeline(comparison, task)
+                rows.append(row | {"round": turn, "label": task["label"]})
+                print(f"{session['name']}: {task['label']}: {row['images_per_second']:.2f} images/s", file=sys.stderr)
+    return rows
+
+
+def _pipeline(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
+    comparison.forget_ceilings()  # the ceiling is measured right before what is compared with it
+    return comparison.pipeline(task["stages"], policy=task.get("policy"), cuts=task.get("cuts"))
+
+
+if __name__ == "__main__":
+    main()

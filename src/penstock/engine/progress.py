@@ -1,0 +1,98 @@
+"""How far every stage is, and the difference between slow work and a message that was lost.
+
+A process says with every heartbeat what its stages have counted. The feeder, while it waits, looks
+for anything that moves: a count, or a stage that computes. Only when nothing has moved for `stall_s`
+is a message lost, and the counts say where:
+
+    feeder fed 3 ──▶ stage 0 took 3, passed 3 ──▶ stage 1 took 2, passed 2 ──▶ feeder got 2
+                                               ^ here
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+STALL_S = 60.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """One stage's messages so far, streams' ends included."""
+
+    taken: int = 0
+    computed: int = 0
+    passed: int = 0
+
+
+def write_progress(job: int, stages: Mapping[int, Progress]) -> str:
+    """Write what the stages of one process have counted."""
+    return json.dumps([job, [[index, p.taken, p.computed, p.passed] for index, p in stages.items()]])
+
+
+class StallWatch:
+    """Watches, from the feeding process, whether anything moves.
+
+    `holders` names the device of every stage, `listen` gives what all processes said last. The feeder
+    counts `fed` and `got` itself, and calls `begin` when it starts to wait.
+
+    Example:
+        watch.begin()
+        while not arrived(timeout_s=0.1):
+            if (stalled := watch.check()) is not None:
+                raise RunError(stalled)
+    """
+
+    def __init__(
+        self, job: int, holders: Sequence[str], listen: Callable[[], Iterable[str]], stall_s: float = STALL_S
+    ) -> None:
+        self.stall_s = stall_s
+        self.fed = 0
+        self.got = 0
+        self._job = job
+        self._holders = holders
+        self._listen = listen
+        self._seen: object = None
+        self._since = time.monotonic()
+
+    def begin(self) -> None:
+        """Start to wait: time that the user's own code took does not count."""
+        self._since = time.monotonic()
+
+    def check(self) -> str | None:
+        """Say what was lost, once nothing has moved for `stall_s`."""
+        stages = self._read()
+        seen = (self.fed, self.got, stages)
+        busy = any(progress.taken > progress.computed for progress in stages.values())
+        if busy or seen != self._seen:
+            self._seen = seen
+            self._since = time.monotonic()
+        if time.monotonic() - self._since < self.stall_s:
+            return None
+        return self._explain(stages)
+
+    def _read(self) -> dict[int, Progress]:
+        stages: dict[int, Progress] = {}
+        for text in self._listen():
+            job, counted = json.loads(text) if text else (None, [])
+            if job == self._job:
+                stages.update({index: Progress(*counts) for index, *counts in counted})
+        return stages
+
+    def _explain(self, stages: Mapping[int, Progress]) -> str:
+        """Find the first place where more went in than came out."""
+        sent, sender = self.fed, "the feeding process"
+        for index, device in enumerate(self._holders):
+            name = f"stage {index} on {device}"
+            if index not in stages:
+                return self._sentence(name, "its program and weights", sender)
+            if stages[index].taken < sent:
+                return self._sentence(name, f"message {stages[index].taken + 1} of {sent} to it", sender)
+            sent, sender = stages[index].passed, name
+        return self._sentence("the feeding process", f"result {self.got + 1}", sender)
+
+    def _sentence(self, name: str, what: str, sender: str) -> str:
+        return (
+            f"{name} has waited {self.stall_s:g} s for {what}, and nothing computes: {sender} sent it, so it was "
+            "lost; start again, with a larger stall_s if one message takes longer than that on the slowest link"
+        )

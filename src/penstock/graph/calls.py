@@ -1,0 +1,86 @@
+"""Check a call against its operator's schema: which arguments, and none that would exhaust the machine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import ProgramError
+from penstock.graph.expressions import Number
+from penstock.graph.ops import GETITEM, Op, resolve_operator
+
+FORGED = "the program file is damaged or forged; split the model again"
+_LARGEST_ELEMENTS = 2**36
+_OPEN_END = 2**63 - 1  # how a slice says "to the end"
+# Integers that say how much is made: what a call makes is at most their product.
+_AMOUNTS = {
+    "size", "shape", "output_size", "repeats", "pad", "padding", "steps", "n", "m", "row", "col",
+    "num_classes", "minlength", "bins", "window_length",
+}  # fmt: skip
+
+
+def check_call(op: Op) -> None:
+    """Refuse arguments that the operator does not take, that are missing or given twice, or that are too large.
+
+    Raises `ProgramError`.
+    """
+    if op.target == GETITEM:
+        if len(op.arguments) != 2 or op.keywords or not isinstance(op.arguments[1], int):
+            raise ProgramError(f"{op.name}: getitem takes a value and an index; {FORGED}")
+        return
+    try:
+        schema = resolve_operator(op.target)._schema
+    except AttributeError:
+        raise ProgramError(
+            f"this PyTorch has no operator {op.target!r}; capture and run with the same version"
+        ) from None
+    names = [parameter.name for parameter in schema.arguments]
+    positional = [parameter.name for parameter in schema.arguments if not parameter.kwarg_only]
+    given = set(names[: len(op.arguments)])
+    if len(op.arguments) > len(positional) or not set(op.keywords) <= set(names) - given:
+        raise ProgramError(f"{op.name}: {op.target} does not take these arguments; {FORGED}")
+    for parameter in schema.arguments:
+        if parameter.name not in given and parameter.name not in op.keywords and not parameter.has_default_value():
+            raise ProgramError(f"{op.name}: {op.target} lacks the argument {parameter.name!r}; {FORGED}")
+    check_amounts(op, op.arguments, op.keywords)
+
+
+def check_amounts(op: Op, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Refuse numbers with which the call would make a tensor beyond all measure; sizes not yet known are let pass.
+
+    Raises `ProgramError`.
+    """
+    if op.target == GETITEM:
+        return
+    parameters = resolve_operator(op.target)._schema.arguments
+    given = {**dict(zip((p.name for p in parameters), arguments, strict=False)), **keywords}
+    made: list[Number] = []
+    for parameter in parameters:
+        numbers = _numbers(given.get(parameter.name))
+        if "int" not in str(parameter.type).lower():
+            continue
+        if any(abs(n) > _LARGEST_ELEMENTS and n != _OPEN_END for n in numbers):
+            raise ProgramError(_too_much(op.name))
+        if parameter.name in _AMOUNTS or op.target.startswith("aten.tile."):
+            made += numbers
+    check_product(op.name, made)
+    if op.target.startswith(("aten.arange.", "aten.range.")):
+        first, last, step = (_numbers(given.get(key)) for key in ("start", "end", "step"))
+        if last and not abs(last[0] - sum(first)) <= _LARGEST_ELEMENTS * min(1, abs(step[0]) if step else 1):
+            raise ProgramError(_too_much(op.name))
+
+
+def check_product(name: str, numbers: Sequence[Number]) -> None:
+    """Refuse a shape of too many elements; a dimension of 0 does not excuse the others."""
+    product: Number = 1
+    for number in numbers:
+        product *= max(1, abs(number))
+        if not product <= _LARGEST_ELEMENTS:
+            raise ProgramError(_too_much(name))
+
+
+def _numbers(argument: Any) -> list[Number]:
+    items = argument if isinstance(argument, (list, tuple)) else [argument]
+    return [item for item in items if isinstance(item, (int, float)) and not isinstance(item, bool)]
+
+
+def _too_much(name: str) -> str:
+    return f"{name} asks for more than the limit of {_LARGEST_ELEMENTS} elements; {FORGED}"

@@ -1,0 +1,62 @@
+"""Every test leaves the machine as it found it."""
+
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+_SETTLE_S = 3.0
+_NOT_OURS = {"PYTEST_CURRENT_TEST"}
+
+
+def _left_behind() -> dict[str, dict[Any, str]]:
+    """Everything of this process that a test could leave: by kind, what it is and how to call it."""
+    process = psutil.Process()
+    children = {child.pid: f"{child.pid} {_command(child)}" for child in process.children(recursive=True)}
+    threads = {t.native_id: t.name for t in threading.enumerate() if not t.daemon or t.name.startswith("penstock")}
+    sockets = {c.laddr.port: str(c.laddr) for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+    files = {path: str(path) for folder in folders for path in folder.glob("*penstock*")}
+    return {"process": children, "thread": threads, "listening socket": sockets, "temporary file": files}
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:200]
+    except psutil.Error:
+        return "(gone)"
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves a process, a thread, a socket, a file or a changed environment."""
+    before = _left_behind()
+    environment = dict(os.environ)
+    yield
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        after = _left_behind()
+        new = [
+            f"{kind}: {name}"
+            for kind, things in after.items()
+            for key, name in things.items()
+            if key not in before[kind]
+        ]
+        if not new or time.monotonic() > deadline:
+            break
+        gc.collect()
+        time.sleep(0.02)
+    changed = {
+        name
+        for name in (environment.keys() | os.environ.keys()) - _NOT_OURS
+        if environment.get(name) != os.environ.get(name)
+    }
+    assert not new, f"left behind: {new}"
+    assert not changed, f"changed in the environment: {sorted(changed)}"

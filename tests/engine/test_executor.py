@@ -1,0 +1,153 @@
+"""The executor over a network in memory: what it counts, and the messages that it misses."""
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from penstock.engine.executor import StageReport, StageSlot, execute, serve
+from penstock.engine.jobs import StagesJob, build_slots, feeder_edges
+from penstock.engine.messages import CLOSE, DATA, END, Message
+from penstock.engine.progress import Progress
+from penstock.engine.runtime import Runtime
+from penstock.engine.split import load_state
+from penstock.engine.transport import MemoryNetwork
+from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
+from penstock.plan.schedule import forward_only
+from penstock.zoo.weights import ModuleWeights
+from tests.worlds import Divided, divided_tower, poison, tower_inputs
+
+
+@pytest.fixture(scope="module")
+def halves() -> Divided:
+    return divided_tower(2)
+
+
+class Stages:
+    """Both stages on one rank, served by a thread, with the feeder's ends for the test."""
+
+    def __init__(self, divided: Divided) -> None:
+        self.network = MemoryNetwork(2)
+        job = StagesJob(
+            number=0, ranks=(1, 1), sizes={"batch": 2}, depth=2, threads=1, device_names=("feeder", "host1")
+        )
+        weights = ModuleWeights(divided.model)
+        runtimes = {
+            index: Runtime(p, {s.value.name: load_state(divided.graph, s, weights) for s in p.states})
+            for index, p in enumerate(divided.programs)
+        }
+        self.slots, _ = build_slots(self.network.transports[1], job, runtimes)
+        first, last = divided.programs
+        self.outlet, self.inlet = feeder_edges(self.network.transports[0], job, first, last, {})
+        self.error: PenstockError | None = None
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            serve(self.slots, lambda: forward_only([0, 1]))
+        except PenstockError as error:
+            self.error = error
+
+    def put(self, *messages: Message) -> None:
+        for message in messages:
+            self.outlet.put(message)
+
+    def join(self) -> None:
+        """Wait until the stages have ended."""
+        self._thread.join(5.0)
+
+    def failure(self) -> str:
+        """What the stages ended with."""
+        self.join()
+        assert self.error is not None
+        return str(self.error)
+
+    def close(self) -> None:
+        for transport in self.network.transports:
+            transport.abort()
+        self._thread.join(5.0)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def stages(halves: Divided) -> Iterator[Stages]:
+    made = Stages(halves)
+    yield made
+    made.close()
+
+
+def data(index: int) -> Message:
+    return Message(DATA, index, (2,), list(tower_inputs(4)[index]))
+
+
+def test_results_and_reports(stages: Stages, halves: Divided) -> None:
+    for num in (3, 1):
+        reports: list[StageReport] = []
+        thread = threading.Thread(target=stages.put, args=[*(data(i) for i in range(num)), Message(END, num)])
+        thread.start()
+        for index in range(num):
+            message = stages.inlet.take()
+            with torch.no_grad():
+                assert torch.equal(message.tensors[0], halves.model(*tower_inputs(4)[index]))
+            stages.inlet.release()
+        message = stages.inlet.take()
+        reports = [StageReport(**report) for report in json.loads(message.body)]
+        stages.inlet.release()
+        thread.join()
+        assert [(r.stage, r.device, r.num_microbatches) for r in reports] == [(0, "host1", num), (1, "host1", num)]
+        assert all(report.compute_s > 0 for report in reports)
+    thread = threading.Thread(target=stages.put, args=[Message(CLOSE)])
+    thread.start()
+    assert stages.inlet.take().kind == CLOSE
+    thread.join()
+    stages.join()
+    assert stages.error is None
+    assert stages.slots[1].progress == Progress(taken=7, computed=7, passed=7)
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ([data(0), data(2)], "stage 0 expected microbatch 1, got microbatch 2"),
+        ([data(0), data(0)], "stage 0 expected microbatch 1, got microbatch 0"),
+        ([data(0), Message(END, 2)], "stage 0 expected microbatch 1, got the end of a stream of 2"),
+        ([Message(END, 0), Message(END, 1)], "stage 0 expected microbatch 0, got the end of a stream of 1"),
+    ],
+)
+def test_lost_and_repeated_messages_are_noticed(stages: Stages, sent: list[Message], expected: str) -> None:
+    stages.put(*sent)
+    assert expected in stages.failure()
+    assert isinstance(stages.error, TransportError)
+
+
+def test_a_failing_operation_names_stage_and_microbatch(stages: Stages) -> None:
+    stages.put(data(0), Message(DATA, 1, (2,), list(poison(tower_inputs(2)[1], 5))))
+    assert stages.failure().startswith("stage 1, microbatch 1: operation embedding")
+
+
+def test_a_broken_connection_stays_one(stages: Stages) -> None:
+    stages.network.transports[0].abort()
+    stages.failure()
+    assert isinstance(stages.error, ConnectionBroken)
+
+
+def test_a_schedule_that_ends_too_early_says_so(halves: Divided) -> None:
+    class Endless:
+        def take(self) -> Message:
+            return data(0)
+
+        def put(self, message: Message) -> None:
+            pass
+
+        def release(self) -> None:
+            pass
+
+    weights = ModuleWeights(halves.model)
+    program = halves.programs[0]
+    runtime = Runtime(program, {s.value.name: load_state(halves.graph, s, weights) for s in program.states})
+    slot = StageSlot(0, runtime, Endless(), Endless(), StageReport(0, "here"))
+    with pytest.raises(RunError, match="schedule ended before the stream"):
+        execute(forward_only([0], num_microbatches=1), {0: slot})

@@ -1,0 +1,273 @@
+import contextlib
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.runtime import Runtime
+from penstock.errors import ProgramError, RunError
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cuts
+from penstock.graph.program import StageProgram, read_program, write_program
+from penstock.graph.stages import divide
+from tests.models import UNet, deit, gpt2, seeded
+
+SMALL: dict[str, Any] = {
+    "format": "penstock-program",
+    "version": 1,
+    "symbols": ["batch"],
+    "states": [
+        {"name": "head.weight", "source": "head.weight", "kind": "parameter", "dtype": "float32", "shape": [4, 8]},
+        {"name": "scale", "source": "scale", "kind": "buffer", "dtype": "float32", "shape": []},
+    ],
+    "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 8]}],
+    "prelude": [["arange", "aten.arange.default", [{"size": ["*", 4, "batch"]}],
+                 {"dtype": {"dtype": "float32"}, "device": {"device": "stage"}}]],
+    "ops": [
+        ["linear", "aten.linear.default", [{"value": "x"}, {"value": "head.weight"}], {}],
+        ["view", "aten.view.default", [{"value": "arange"}, [{"size": "batch"}, 4]], {}],
+        ["add", "aten.add.Tensor", [{"value": "linear"}, {"value": "view"}], {"alpha": 2}],
+        ["mul", "aten.mul.Tensor", [{"value": "add"}, {"value": "scale"}], {}],
+        ["split", "aten.split.Tensor", [{"value": "mul"}, 2, -1], {}],
+        ["getitem", "operator.getitem", [{"value": "split"}, 0], {}],
+    ],
+    "outputs": [{"name": "getitem", "dtype": "float32", "shape": ["batch", 2]}],
+}  # fmt: skip
+
+
+def refused(document: object) -> str:
+    with pytest.raises(ProgramError) as caught:
+        read_program(json.dumps(document))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 400
+    return message
+
+
+def changed(*path: Any, to: Any) -> dict[str, Any]:
+    document = copy.deepcopy(SMALL)
+    place: Any = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = to
+    return document
+
+
+def programs() -> list[StageProgram]:
+    found: list[StageProgram] = []
+    for model, inputs in (
+        (deit(1), torch.randn(2, 3, 32, 32)),
+        (gpt2(), torch.randint(0, 80, (2, 6))),
+        (seeded(UNet), torch.randn(2, 3, 8, 8)),
+    ):
+        graph = capture(model, (inputs,))
+        cuts = Cuts(graph)
+        found += divide(graph, [cuts[len(cuts) // 3], cuts[len(cuts) // 2]])
+    return found
+
+
+def test_a_small_program_runs() -> None:
+    program = read_program(json.dumps(SMALL))
+    weight, x = torch.randn(4, 8), torch.randn(3, 8)
+    runtime = Runtime(program, {"head.weight": weight, "scale": torch.tensor(0.5)})
+    (result,) = runtime({"batch": 3}, [x])
+    assert torch.equal(result, ((x @ weight.T + 2 * torch.arange(12.0).view(3, 4)) * 0.5)[:, :2])
+
+
+def test_written_and_read_again() -> None:
+    for program in programs():
+        text = write_program(program)
+        assert read_program(text) == program
+        assert write_program(read_program(text.encode())) == text
+
+
+def test_special_numbers_travel() -> None:
+    inf = changed("ops", 2, 3, to={"alpha": {"float": "-inf"}})
+    program = read_program(json.dumps(inf))
+    assert program.ops[2].keywords == {"alpha": float("-inf")}
+    assert json.loads(write_program(program)) == inf
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "aten.from_file.default", "os.system", "aten.set_.source_Storage", "operator.attrgetter", "prim.device.default",
+        "aten.linear", "aten.linear.default.__call__", "aten.__class__", "aten..default", "builtins.eval.default",
+        "aten.pin_memory.default", "aten.linear.default\n", "", None, 7, ["aten.linear.default"],
+    ],
+)  # fmt: skip
+def test_operators_that_are_not_on_the_list(target: object) -> None:
+    assert "is not allowed in a stage program" in refused(changed("ops", 0, 1, to=target))
+
+
+def test_an_operator_that_this_torch_lacks() -> None:
+    message = refused(changed("ops", 0, 1, to="aten.no_such_thing.default"))
+    assert message == (
+        "this PyTorch has no operator 'aten.no_such_thing.default'; capture and run with the same version"
+    )
+    refused(changed("ops", 0, 1, to="aten.linear.__init__"))
+    refused(changed("ops", 0, 1, to="aten.linear.overloads"))
+
+
+@pytest.mark.parametrize(
+    ("path", "to", "words"),
+    [
+        (("ops", 0, 2), [{"value": "x"}], "lacks the argument 'weight'"),
+        (("ops", 0, 3), {"nothing": 1}, "does not take these arguments"),
+        (("ops", 0, 3), {"input": {"value": "x"}}, "does not take these arguments"),
+        (("ops", 0, 2), [{"value": "x"}] * 9, "does not take these arguments"),
+        (("ops", 5, 2), [{"value": "split"}, "__class__"], "getitem takes a value and an index"),
+        (("ops", 5, 2), [{"value": "split"}], "getitem takes a value and an index"),
+        (("ops", 0, 2, 0), {"value": "add"}, "linear uses 'add' before it is made"),
+        (("ops", 1, 0), "linear", "the value 'linear' is made twice"),
+        (("inputs", 0, "name"), "scale", "the value 'scale' is made twice"),
+        (("outputs", 0, "name"), "nothing", "the output 'nothing' is never made"),
+        (("prelude", 0, 2), [{"value": "x"}], "arange uses 'x' before it is made"),
+        (("states", 0, "dtype"), "quint8", "'quint8' is not a dtype"),
+        (("states", 0, "kind"), "secret", "a state's kind is parameter, buffer or constant, not 'secret'"),
+        (("states", 0, "name"), "", "is not a name"),
+        (("states", 0, "name"), "two\nlines", "is not a name"),
+        (("states", 0, "name"), "n" * 513, "is not a name"),
+        (("states", 0, "shape"), ["batch"], "a size uses the unknown symbol 'batch'"),
+        (("ops", 0, 2, 0), {"code": "x"}, "is not an argument"),
+        (("ops", 0, 2, 0), {"dtype": "object"}, "is not an argument"),
+        (("ops", 0, 2, 0), {"device": "cuda:7"}, "is not an argument"),
+        (("ops", 0, 2, 0), [[[[[[[1]]]]]]], "an argument is nested too deeply"),
+        (("ops",), {}, "is not a list"),
+        (("symbols",), "batch", "is not a list"),
+        (("version",), 2, "the program has version 2, this Penstock reads 1; split the model again"),
+        (("version",), True, "the program has version True, this Penstock reads 1"),
+        (("format",), "zip", "the field 'format' is not 'penstock-program'"),
+    ],
+)
+def test_forged_programs(path: tuple[Any, ...], to: object, words: str) -> None:
+    assert words in refused(changed(*path, to=to))
+
+
+@pytest.mark.parametrize(
+    ("path", "to"),
+    [
+        (("states", 0, "shape"), [2**20, 2**20]),
+        (("states", 0, "shape"), [2**41]),
+        (("states", 0, "shape"), [-1, -1]),
+        (("states", 0, "shape"), [0, 2**39]),
+        (("states", 0, "shape"), [1.5]),
+        (("states", 0, "shape"), [1] * 17),
+        (("inputs", 0, "shape"), ["batch", 2**37]),
+        (("inputs", 0, "shape"), ["batch", ["*", 2**41, 1]]),
+        (("prelude", 0, 2), [2**40]),
+        (("prelude", 0, 2), [1e300]),
+        (("prelude", 0), ["arange", "aten.arange.start_step", [0, 10, 1e-12], {}]),
+        (("prelude", 0), ["zeros", "aten.zeros.default", [[2**20, 2**20]], {}]),
+        (("prelude", 0), ["zeros", "aten.zeros.default", [], {"size": [2**20, 2**20]}]),
+        (("prelude", 0), ["zeros", "aten.zeros.default", [[10**400, 10**4000]], {}]),
+        (("prelude", 0), ["full", "aten.full.default", [[2**37], 1], {}]),
+        (("prelude", 0), ["eye", "aten.eye.m", [2**20, 2**20], {}]),
+        (("prelude", 0), ["ones", "aten.tril_indices.default", [2**20, 2**20], {}]),
+        (("ops", 1), ["view", "aten.repeat.default", [{"value": "arange"}, [2**20, 2**20]], {}]),
+        (("ops", 1), ["view", "aten.constant_pad_nd.default", [{"value": "arange"}, [2**20, 2**20]], {}]),
+        (("ops", 1), ["view", "aten.one_hot.default", [{"value": "arange"}, 2**40], {}]),
+    ],
+)
+def test_sizes_beyond_all_measure(path: tuple[Any, ...], to: object) -> None:
+    refused(changed(*path, to=to))
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        ["zeros", "aten.zeros.default", [[{"size": ["*", 2**30, "batch"]}, {"size": ["*", 2**30, "batch"]}]], {}],
+        ["zeros", "aten.zeros.default", [], {"size": [{"size": ["**", "batch", 8]}, 2**20, 2**20]}],
+        ["zeros", "aten.arange.default", [{"size": ["*", 2**39, "batch"]}], {}],
+        ["zeros", "aten.arange.default", [{"size": ["**", ["**", ["*", 2**36, "batch"], 8], 8]}], {}],
+    ],
+)
+def test_sizes_known_only_when_a_microbatch_comes(op: list[Any]) -> None:
+    document = copy.deepcopy(SMALL)
+    document["prelude"].append(op)
+    try:
+        program = read_program(json.dumps(document))
+    except ProgramError:
+        return
+    runtime = Runtime(program, {"head.weight": torch.randn(4, 8), "scale": torch.tensor(0.5)})
+    with pytest.raises(ProgramError, match=r"beyond the limit|more than the limit"):
+        runtime({"batch": 3}, [torch.randn(3, 8)])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{", b"\xff\xfe\x00", "[" * 100_000, '{"format":' * 5000, "NaN", "1" * 9999]
+)
+def test_files_that_are_no_programs(text: str | bytes) -> None:
+    with pytest.raises(ProgramError, match=r"^not a stage program: [^\n]*$"):
+        read_program(text)
+
+
+def test_every_truncation_is_refused() -> None:
+    text = json.dumps(SMALL)
+    for end in range(0, len(text) - 1, 7):
+        with pytest.raises(ProgramError):
+            read_program(text[:end])
+
+
+def test_a_missing_field() -> None:
+    for field in SMALL:
+        refused({key: value for key, value in SMALL.items() if key != field})
+
+
+WEIRD = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.sampled_from([2**63, -(2**63), 10**400, 0, -1]),
+        st.floats(), st.text(max_size=8), st.sampled_from(["x", "batch", "linear", "aten.zeros.default", "float32"]),
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
+        st.sampled_from(["value", "size", "dtype", "device", "float", "x", "name", "shape"]), inner, max_size=2
+    ),
+    max_leaves=6,
+)  # fmt: skip
+
+
+def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inside: list[tuple[Any, ...]] = []
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, inner in items:
+        inside += [(*path, key), *_places(inner, (*path, key))]
+    return inside
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.sampled_from(_places(SMALL)), WEIRD), min_size=1, max_size=3))
+def test_whatever_a_file_holds_it_is_a_program_or_refused(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
+    document = copy.deepcopy(SMALL)
+    for path, to in changes:
+        place: Any = document
+        try:
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = to
+        except (TypeError, LookupError):
+            continue
+    try:
+        program = read_program(json.dumps(document))
+    except ProgramError as error:
+        message = str(error)
+    else:
+        _runs_or_is_refused(program)
+        return
+    assert "\n" not in message
+
+
+def _runs_or_is_refused(program: StageProgram) -> None:
+    assert read_program(write_program(program)) == program
+    tensors = {}
+    for state in program.states:
+        shape = state.value.evaluate({})
+        if torch.Size(shape).numel() > 1000:
+            return
+        tensors[state.value.name] = torch.zeros(shape, dtype=state.value.dtype)
+    if len(program.inputs) == 1:
+        with contextlib.suppress(ProgramError, RunError):
+            Runtime(program, tensors)(dict.fromkeys(program.symbols, 3), [torch.zeros(3, 8)])

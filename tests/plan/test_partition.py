@@ -1,0 +1,173 @@
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import CutError
+from penstock.plan.partition import (
+    balanced,
+    check_stages,
+    evenly,
+    fill,
+    smallest_crossing,
+    smallest_largest,
+    stage_sums,
+)
+
+# whole numbers, so that sums in any order are exact; zeros and ties come often
+WORK = st.lists(st.integers(0, 6).map(float), min_size=1, max_size=9)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> tuple[list[float], list[int], int]:
+    work = draw(WORK)
+    crossing = draw(st.lists(st.integers(0, 5), min_size=len(work) + 1, max_size=len(work) + 1))
+    return work, crossing, draw(st.integers(1, len(work)))
+
+
+def divisions(num_units: int, num_stages: int) -> list[list[int]]:
+    return [list(chosen) for chosen in combinations(range(1, num_units), num_stages - 1)]
+
+
+def largest(work: list[float], boundaries: list[int]) -> float:
+    return max(stage_sums(work, boundaries))
+
+
+def test_balanced_puts_the_heavy_unit_alone() -> None:
+    assert balanced([1, 1, 1, 3], [0, 1, 1, 1, 0], 2) == [3]
+
+
+def test_balanced_lets_fewer_bytes_cross_among_equals() -> None:
+    assert balanced([2, 0, 0, 2], [0, 7, 3, 5, 0], 2) == [2]
+
+
+def test_balanced_of_nothing_but_zeros() -> None:
+    assert balanced([0, 0, 0], [0, 4, 2, 0], 2) == [2]
+
+
+def test_as_many_stages_as_units() -> None:
+    assert balanced([5, 1, 1], [0, 1, 1, 0], 3) == [1, 2]
+
+
+def test_one_stage_has_no_boundary() -> None:
+    assert balanced([1, 2], [0, 1, 0], 1) == []
+
+
+def test_slack_buys_a_cheaper_cut() -> None:
+    work, crossing = [1.0, 1.0, 1.0, 1.0], [0, 9, 9, 1, 0]
+    assert smallest_crossing(work, crossing, 2, slack=0.49) == [2]
+    assert smallest_crossing(work, crossing, 2, slack=0.5) == [3]
+
+
+def test_twelve_blocks_on_four_and_five_stages() -> None:
+    starts = list(range(0, 24, 2))
+    assert evenly(starts, 4) == [6, 12, 18]
+    assert evenly(starts, 5) == [6, 12, 16, 20]
+    assert evenly(starts, 1) == []
+
+
+def test_more_stages_than_blocks() -> None:
+    with pytest.raises(CutError, match=r"^3 stages of whole blocks need as many blocks, but there are 2; use fewer"):
+        evenly([0, 4], 3)
+
+
+@pytest.mark.parametrize(
+    ("num_units", "num_stages", "message"),
+    [
+        (3, 0, "the number of stages must be at least 1, not 0"),
+        (3, 4, "4 stages need at least 3 cuts, but this model allows 2; use at most 3 stages"),
+    ],
+)
+def test_stages_that_cannot_be(num_units: int, num_stages: int, message: str) -> None:
+    with pytest.raises(CutError) as caught:
+        check_stages(num_units, num_stages)
+    assert str(caught.value) == message
+
+
+def test_fill_as_pippy_does() -> None:
+    assert fill([3, 1, 1, 3], 2) == [2]
+    assert fill([1] * 12, 4) == [3, 6, 9]
+    assert fill([5, 1, 1, 1], 2) == [1]  # the first item alone is more than the average
+    assert fill([1, 1, 1, 9], 4) == [3]  # too coarse for four
+    assert fill([0, 0, 4, 4], 2) == [3]
+
+
+def test_sums_per_stage() -> None:
+    assert stage_sums([1, 2, 3, 4], [1]) == [1, 9]
+    assert stage_sums([1, 2, 3, 4], []) == [10]
+
+
+@given(lines())
+def test_the_largest_stage_is_as_small_as_it_can_be(line: tuple[list[float], list[int], int]) -> None:
+    work, crossing, num_stages = line
+    best = min(largest(work, d) for d in divisions(len(work), num_stages))
+    assert smallest_largest(work, num_stages) == best
+    chosen = balanced(work, crossing, num_stages)
+    assert chosen in divisions(len(work), num_stages)
+    assert largest(work, chosen) == best
+
+
+@given(lines(), st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+def test_the_fewest_bytes_within_the_slack(line: tuple[list[float], list[int], int], slack: float) -> None:
+    work, crossing, num_stages = line
+    every = divisions(len(work), num_stages)
+    limit = min(largest(work, d) for d in every) * (1 + slack)
+    fewest = min(sum(crossing[b] for b in d) for d in every if largest(work, d) <= limit)
+    chosen = smallest_crossing(work, crossing, num_stages, slack=slack)
+    assert chosen in every
+    assert largest(work, chosen) <= limit
+    assert sum(crossing[b] for b in chosen) == fewest
+
+
+@given(st.lists(st.floats(0, 1e-3), min_size=2, max_size=40), st.data())
+def test_floats_of_any_size_give_stages_within_rounding(work: list[float], data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(work)))
+    chosen = balanced(work, [1] * (len(work) + 1), num_stages)
+    assert len(chosen) == num_stages - 1
+    assert chosen == sorted(set(chosen))
+    assert largest(work, chosen) <= smallest_largest(work, num_stages) * (1 + 1e-9) + 1e-15
+
+
+@given(st.integers(1, 30), st.data())
+def test_even_stages_differ_by_one_block_at_most(num_blocks: int, data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, num_blocks))
+    counts = stage_sums([1] * num_blocks, evenly(range(num_blocks), num_stages))
+    assert sum(counts) == num_blocks
+    assert max(counts) - min(counts) <= 1
+    assert counts == sorted(counts, reverse=True)
+
+
+@given(WORK, st.integers(1, 6))
+def test_filled_stages_stop_at_the_average(sizes: list[float], num_stages: int) -> None:
+    boundaries = fill(sizes, num_stages)
+    assert len(boundaries) < num_stages
+    assert boundaries == sorted(set(boundaries))
+    average = sum(sizes) / num_stages
+    bounds = [0, *boundaries]
+    for start, stop in zip(bounds, boundaries, strict=False):
+        filled = sum(sizes[start:stop])
+        heads = [size for size in sizes[start:stop] if size]
+        assert filled <= average * (1 + 1e-9) or len(heads) == 1
+        assert filled + sizes[stop] > average
+
+
+def test_bytes_that_cost_work_move_the_cut() -> None:
+    work, crossing = [4.0, 1.0, 1.0, 4.0], [0, 1, 9, 1, 0]
+    assert balanced(work, crossing, 2) == [2]
+    assert balanced(work, crossing, 2, work_per_byte=0.5) == [1]
+
+
+@given(lines(), st.integers(0, 3))
+def test_the_costliest_stage_is_as_cheap_as_it_can_be(
+    line: tuple[list[float], list[int], int], work_per_byte: int
+) -> None:
+    work, crossing, num_stages = line
+
+    def costliest(boundaries: list[int]) -> float:
+        bounds = [0, *boundaries, len(work)]
+        ends = [crossing[a] + crossing[b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return max(s + e * work_per_byte for s, e in zip(stage_sums(work, boundaries), ends, strict=True))
+
+    chosen = balanced(work, crossing, num_stages, work_per_byte=work_per_byte)
+    assert costliest(chosen) == min(costliest(d) for d in divisions(len(work), num_stages))

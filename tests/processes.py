@@ -1,0 +1,136 @@
+"""Fresh processes for tests: they meet through a file, have a deadline, and their tracebacks reach the reader."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+class Running:
+    """A process with a deadline; leaving the block kills it and everything it started."""
+
+    def __init__(
+        self, command: Sequence[str], *, deadline_s: float, stdin: str = "", env: Mapping[str, str] | None = None
+    ) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+        self._deadline = time.monotonic() + deadline_s
+        self._stdin = stdin
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self._known: set[psutil.Process] = set()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def children(self) -> list[psutil.Process]:
+        """Every process that it or its children started and that still runs."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._known |= set(psutil.Process(self.pid).children(recursive=True))
+        return [child for child in self._known if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+    def line(self) -> str:
+        """Wait for a line of its output."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        """Kill it alone, and see what its children do."""
+        self.children()
+        self._process.kill()
+
+    def wait(self) -> Finished:
+        """Wait for its end; at the deadline it is killed and the test fails with what it wrote."""
+        try:
+            out, err = self._process.communicate(self._stdin, timeout=max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._kill_all()
+            out, err = self._process.communicate()
+            raise AssertionError(f"{self._process.args!r} is over its deadline\n{out}\n{err}") from None
+        return Finished(self._process.returncode, out, err)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill_all()
+        with contextlib.suppress(ValueError):
+            self._process.communicate()
+
+    def _kill_all(self) -> None:
+        for process in [*self.children(), self._process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def run_python(*arguments: str, deadline_s: float, stdin: str = "", env: Mapping[str, str] | None = None) -> Finished:
+    """Run `python ARGUMENTS` to its end."""
+    with Running([sys.executable, *arguments], deadline_s=deadline_s, stdin=stdin, env=env) as running:
+        return running.wait()
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, deadline_s: float, folder: Path, *arguments: Any
+) -> list[Any]:
+    """Call `function(rank, store, *arguments)` in so many fresh processes; gives what each returned, as JSON can.
+
+    The function is at the top of a test file; `store` is a FileStore in `folder`. A rank that raises
+    fails the test with its traceback.
+    """
+    file, name = function.__code__.co_filename, function.__name__
+    folder.mkdir(parents=True, exist_ok=True)
+    calls = [json.dumps([file, name, rank, num_ranks, str(folder), list(arguments)]) for rank in range(num_ranks)]
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Running([sys.executable, str(TESTS / "processes.py"), call], deadline_s=deadline_s))
+            for call in calls
+        ]
+        finished = [rank.wait() for rank in ranks]
+    failed = [f"rank {rank}:\n{end.stderr}" for rank, end in enumerate(finished) if end.status]
+    assert not failed, "\n".join(failed)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def _be_rank(file: str, name: str, rank: int, num_ranks: int, folder: str, arguments: list[Any]) -> int:
+    try:
+        spec = importlib.util.spec_from_file_location("rank_code", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        store = FileStore(f"{folder}/store", num_ranks)
+        result = getattr(module, name)(rank, store, *arguments)
+        Path(folder, f"rank{rank}.json").write_text(json.dumps(result))
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_be_rank(*json.loads(sys.argv[1])))

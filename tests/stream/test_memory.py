@@ -1,0 +1,64 @@
+"""Weights never pile up: a worker holds its stage, the process that feeds holds nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.zoo import load_model, save_weights
+
+MODEL = "timm:vit_base_patch16_224"
+MIB = 2**20
+
+# In a process of its own: peak memory never goes down again, so what ran before would hide what runs now.
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import timm, torch, torch.export, torch._dynamo, sympy
+import penstock
+import penstock.stream.pipeline
+from penstock.zoo import load_model
+
+def peak(pid):
+    lines = dict(line.split(":", 1) for line in open(f"/proc/{pid}/status"))
+    return int(lines["VmHWM"].split()[0]) * 1024
+
+before = peak(os.getpid())
+zoo = load_model(sys.argv[1], weights=Path(sys.argv[2]))
+image = torch.randn(1, 3, 224, 224)
+with penstock.Pipeline(zoo.module, (image,), stages=4, threads=1, weights=zoo.weights) as pipe:
+    list(pipe.stream(image for _ in range(4)))
+    stages = penstock.graph.stages.divide(pipe.graph, pipe.cuts)
+    print(json.dumps({
+        "feeder": peak(os.getpid()) - before,
+        "workers": [peak(pid) for pid in pipe._world.workers.pids],
+        "stages": [program.state_bytes() for program in stages],
+    }))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads peak memory from /proc")
+def test_each_process_holds_its_own_share(tmp_path: Path) -> None:
+    import json
+
+    weights = tmp_path / "vit.safetensors"
+    model_bytes = save_weights(load_model(MODEL).weights, weights)
+    said = json.loads(_python(SCRIPT, MODEL, str(weights)))
+    assert sum(said["stages"]) == pytest.approx(model_bytes, rel=0.01)
+    worker_bytes = int(_python(
+        "import penstock.engine.worker\n"
+        "print([int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line][0] * 1024)"
+    ))  # fmt: skip
+    for peak, stage in zip(said["workers"], said["stages"], strict=True):
+        # 24 MiB for activations, message buffers and the libraries' own work space
+        assert peak <= worker_bytes + 1.15 * stage + 24 * MIB
+    assert said["feeder"] < model_bytes / 2
+
+
+def _python(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

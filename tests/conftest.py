@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 _SETTLE_S = 3.0
-_NOT_OURS = {"PYTEST_CURRENT_TEST"}
+# pytest's own, and what torch and scikit-learn set for themselves when they are first used
+_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 
 
 def _left_behind() -> dict[str, dict[Any, str]]:

@@ -1,4 +1,4 @@
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -166,7 +166,7 @@ def test_the_costliest_stage_is_as_cheap_as_it_can_be(
 
     def costliest(boundaries: list[int]) -> float:
         bounds = [0, *boundaries, len(work)]
-        ends = [crossing[a] + crossing[b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        ends = [crossing[a] + crossing[b] for a, b in pairwise(bounds)]
         return max(s + e * work_per_byte for s, e in zip(stage_sums(work, boundaries), ends, strict=True))
 
     chosen = balanced(work, crossing, num_stages, work_per_byte=work_per_byte)

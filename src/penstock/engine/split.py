@@ -199,8 +199,6 @@ def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
     if state.kind == "buffer" and state.source not in weights.names():
         return graph.constants[state.source]  # a buffer that checkpoints leave out: computed when the model was built
     tensor = weights.load(state.source)
-    if tensor.device.type == "meta":
-        raise UsageError(f"the parameter {state.source!r} has no data; give weights= or load the model for real")
     wanted = state.value.evaluate({})
     if tuple(tensor.shape) != wanted:
         raise UsageError(f"{state.source} is {tuple(tensor.shape)} in the weights but {wanted} in the model")

@@ -89,6 +89,7 @@ def test_weights_from_a_file_are_used_and_checked(penstock: Run, photos: Path, t
         assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("photos")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -98,7 +99,7 @@ def test_weights_from_a_file_are_used_and_checked(penstock: Run, photos: Path, t
     ],
 )
 def test_bad_input_is_one_line(
-    arguments: list[str], said: str, penstock: Run, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], said: str, penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()

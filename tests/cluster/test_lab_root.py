@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.cluster.labs import MIB, Collected, make_spec, output_of, traces
 
 from penstock.cluster.lab import Lab, LabSpec, lab_session, take_down, write_lab
 from penstock.cluster.lab.cgroups import Cgroups
 from penstock.cluster.lab.machine import find_cgroups
 from penstock.errors import ClusterError, RunError
+from tests.cluster.labs import MIB, Collected, make_spec, output_of, traces
 
 PROGRAMS = ("ip", "tc", "unshare")
 pytestmark = [

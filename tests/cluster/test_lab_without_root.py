@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cluster.labs import make_spec
 
 from penstock.cluster.lab import Lab, LabSpec, lab_session
 from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, quota
@@ -16,6 +15,7 @@ from penstock.cluster.lab.network import up_commands
 from penstock.cluster.lab.processes import Target, command_line, environment
 from penstock.cluster.lab.shell import RecordingShell, SystemShell
 from penstock.errors import ClusterError, RunError
+from tests.cluster.labs import make_spec
 
 UP = """
 ip netns add penstock.lab

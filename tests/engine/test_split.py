@@ -136,7 +136,7 @@ def test_a_model_without_blocks() -> None:
 def test_parameters_without_data() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4).eval()
-    with pytest.raises(UsageError, match=r"^the tensor weight has a shape but no values; load the model"):
+    with pytest.raises(UsageError, match=r"^the tensor weight has a shape but no values; give weights="):
         penstock.split(model, (torch.randn(2, 4),), stages=1)
     real = nn.Linear(4, 4).eval()
     x = torch.randn(2, 4)

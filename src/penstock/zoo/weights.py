@@ -65,7 +65,7 @@ class TensorWeights:
         """Return the tensor itself, on the CPU."""
         tensor = self._find(name)
         if tensor.device.type == "meta":
-            raise ModelError(f"the tensor {name} has a shape but no values; give weights=, or load the model with whole=True")
+            raise ModelError(f"the tensor {name} has a shape but no values; give weights= or load it whole")
         return tensor.cpu()
 
     def _find(self, name: str) -> Tensor:

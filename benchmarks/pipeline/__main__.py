@@ -6,6 +6,7 @@ Needs root and two free cores; see the README beside this file.
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -14,10 +15,11 @@ from typing import Any
 
 from benchmarks.pipeline.cases import BASE, Case, all_cases, quick_cases
 from benchmarks.pipeline.figure import draw
-from penstock.cluster.lab import lab_session, parse_lab
+from penstock.cluster.lab import lab_session, parse_lab, take_down
 from penstock.cluster.lab.run import OutputLine
 
 ROOT = Path(__file__).parents[2]
+LAB = "bench"
 
 
 def main() -> None:
@@ -32,6 +34,8 @@ def main() -> None:
     cases = quick_cases() if given.quick else all_cases()
     if given.only:
         cases = [case for case in cases if case.name in given.only.split(",")]
+    take_down(LAB)  # what an earlier run that was killed may have left
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     rows: list[dict[str, Any]] = []
     for case in cases:
         rows += run(case, given.depth)
@@ -47,7 +51,7 @@ def run(case: Case, depth: int) -> list[dict[str, Any]]:
     hosts = "".join(
         f'[[hosts]]\nname = "host{index}"\ncpu = {case.cpu}\nmemory = "3 GiB"\n' for index in range(case.hosts)
     )
-    spec = parse_lab(f'name = "bench"\nbandwidth = "{case.bandwidth}"\n{hosts}')
+    spec = parse_lab(f'name = "{LAB}"\nbandwidth = "{case.bandwidth}"\n{hosts}')
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         file = Path(folder) / "session.json"
         session = {

@@ -36,14 +36,14 @@ def peer(stages: int, **more: Any) -> dict[str, Any]:
 def all_cases() -> list[Case]:
     """Give the cases of the full benchmark."""
     by_hand = {
-        "kind": "pipeline", "label": "4 stages, blocks.{2,5,8}.attn.proj:after", "stages": 4, "rounds": 1,
+        "kind": "pipeline", "label": "4 stages, blocks.{2,5,8}.attn.proj:after", "stages": 4,
         "cuts": [f"blocks.{block}.attn.proj:after" for block in (2, 5, 8)],
     }  # fmt: skip
-    once: dict[str, Any] = {"rounds": 1}
-    varied = [pipeline(stages, **once) for stages in (2, 3, 6)]
-    varied += [pipeline(4, policy, **once) for policy in ("equal-blocks", "equal-size", "smallest-crossing")]
+    policies = [pipeline(4, policy) for policy in ("equal-blocks", "equal-size", "smallest-crossing")]
     return [
-        Case(name="base", rounds=3, tasks=[peer(4), pipeline(4), *varied, by_hand]),
+        Case(name="base", rounds=3, tasks=[peer(4), pipeline(4)]),
+        Case(name="stages on four hosts", tasks=[pipeline(stages) for stages in (2, 3, 6)]),
+        Case(name="policies", tasks=[*policies, by_hand]),
         Case(name="two hosts", hosts=2, tasks=[pipeline(2)]),
         Case(name="six hosts of 0.22", hosts=6, cpu=0.22, tasks=[pipeline(6)]),
         Case(name="100 Mbit/s", bandwidth="100 Mbit/s", tasks=[pipeline(4)]),

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, quota
 from penstock.cluster.lab.machine import Machine, find_cgroups, this_machine
 from penstock.cluster.lab.memory import MemoryWatch, explain
 from penstock.cluster.lab.network import up_commands
-from penstock.cluster.lab.processes import Target, command_line, environment
+from penstock.cluster.lab.processes import Target, choose_cores, command_line, environment
 from penstock.cluster.lab.shell import RecordingShell, SystemShell
 from penstock.errors import ClusterError, RunError
 from tests.cluster.labs import make_spec
@@ -326,6 +327,24 @@ def test_a_command_joins_its_host_before_it_starts() -> None:
         *("unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"', "host1"),
         *("python", "-c", "print('a b')"),
     ]
+
+
+def test_a_small_host_keeps_to_one_core() -> None:
+    target = replace(targets(make_spec("lab"))[1], core=3)
+    assert command_line(target, ["true"])[6:9] == ["taskset", "--cpu-list", "3"]
+
+
+@pytest.mark.parametrize(
+    ("shares", "cores", "chosen"),
+    [
+        ([0.35] * 4, [0, 1], [0, 1, 0, 1]),
+        ([0.2, 0.9, 0.2, 0.6], [4, 5], [5, 4, 5, 5]),
+        ([1.5, 0.5], [0, 1], [None, 0]),
+        ([0.9, 0.9, 0.9], [0, 1], [0, 1, None]),
+    ],
+)
+def test_cores_are_shared_out(shares: list[float], cores: list[int], chosen: list[int | None]) -> None:
+    assert choose_cores(shares, cores) == chosen
 
 
 def write_process(proc: Path, pid: int, command: str, peak_kb: int) -> None:

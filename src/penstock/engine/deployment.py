@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.executor import StageReport, serve
 from penstock.engine.jobs import (
     LoadState,
+    MakeRuntime,
     StagesJob,
     build_slots,
     feeder_edges,
@@ -26,6 +28,7 @@ from penstock.engine.jobs import (
 from penstock.engine.layout import copy_exactly
 from penstock.engine.messages import CLOSE, DATA, END, Message
 from penstock.engine.progress import STALL_S, StallWatch
+from penstock.engine.runtime import StageRuntime
 from penstock.engine.world import FEEDER, World, check_world
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
 from penstock.graph.program import StageProgram
@@ -77,8 +80,8 @@ class Deployment:
     """
 
     def __init__(
-        self, world: World, programs: Sequence[StageProgram], load: LoadState, *, sizes: Mapping[str, int],
-        threads: int, number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
+        self, world: World, programs: Sequence[StageProgram], load: LoadState | None, *, sizes: Mapping[str, int],
+        threads: int, make: MakeRuntime | None = None, number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
         self.world = world
         self._symbols = programs[0].symbols
@@ -97,18 +100,18 @@ class Deployment:
         )
         try:
             send_stages(world.transport, self.job, programs, load)
-            self._local = self._serve_own_stages(programs, load)
+            self._local = self._serve_own_stages(programs, make or partial(_load_stage, load))
             self._outlet, self._inlet = feeder_edges(world.transport, self.job, programs[0], programs[-1], self._local)
         except TransportError as error:
             raise world.explain(error) from error
         self.last_report = StreamReport()
 
-    def _serve_own_stages(self, programs: Sequence[StageProgram], load: LoadState) -> Mapping[int, Any]:
+    def _serve_own_stages(self, programs: Sequence[StageProgram], make: MakeRuntime) -> Mapping[int, Any]:
         """Under torchrun the feeding process holds stages too; a thread of its own runs them."""
         own = [index for index, rank in enumerate(self.job.ranks) if rank == FEEDER]
         if not own:
             return {}
-        runtimes = {index: load_program(programs[index], load) for index in own}
+        runtimes = {index: make(index, programs[index]) for index in own}
         slots, local = build_slots(self.world.transport, self.job, runtimes)
         tell_progress(self.world, self.job, slots)
 
@@ -206,6 +209,12 @@ class Deployment:
         if self._executor is not None:
             self._executor.join(_JOIN_S)
             self._executor = None
+
+
+def _load_stage(load: LoadState | None, _index: int, program: StageProgram) -> StageRuntime:
+    if load is None:
+        raise UsageError("a deployment needs weights to load, or modules to run; give load or make")
+    return load_program(program, load)
 
 
 class _Ends:

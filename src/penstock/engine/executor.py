@@ -10,7 +10,7 @@ import torch
 from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.messages import CLOSE, DATA, END, Message
 from penstock.engine.progress import Progress
-from penstock.engine.runtime import Runtime
+from penstock.engine.runtime import StageRuntime
 from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.plan.schedule import Action
 
@@ -32,7 +32,7 @@ class StageSlot:
     """A stage on this device: what it runs, where its microbatches come from and go to."""
 
     index: int
-    runtime: Runtime
+    runtime: StageRuntime
     inlet: Inlet
     outlet: Outlet
     report: StageReport

@@ -19,16 +19,18 @@ from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteO
 from penstock.engine.executor import StageReport, StageSlot
 from penstock.engine.messages import Format
 from penstock.engine.progress import write_progress
-from penstock.engine.runtime import Runtime
+from penstock.engine.runtime import Runtime, StageRuntime
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.world import FEEDER, World
-from penstock.errors import TransportError
+from penstock.errors import TransportError, UsageError
 from penstock.graph.ops import State
-from penstock.graph.program import StageProgram, read_program, write_program
+from penstock.graph.program import StageProgram, read_interface, read_program, write_program
 
 # channel 0 carries jobs; each job's edges get channels of their own
 _CHANNELS_PER_JOB = 1024
 LoadState = Callable[[State], Tensor]
+# makes a stage's runtime in a process that has the stage's module; only its interface travels
+MakeRuntime = Callable[[int, StageProgram], StageRuntime]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +45,23 @@ class StagesJob:
     device_names: tuple[str, ...]
 
 
-def send_stages(transport: Transport, job: StagesJob, programs: Sequence[StageProgram], load: LoadState) -> None:
-    """Send every other rank the stages that it holds, reading one weight at a time."""
+def send_stages(transport: Transport, job: StagesJob, programs: Sequence[StageProgram], load: LoadState | None) -> None:
+    """Send every other rank the stages that it holds, reading one weight at a time.
+
+    Without `load` the stages are modules that the ranks have themselves.
+    """
     for rank in sorted(set(job.ranks) - {transport.rank}):
         indices = [index for index, holder in enumerate(job.ranks) if holder == rank]
         texts = {index: write_program(programs[index]) for index in indices}
         document = {
-            "kind": "stages", "number": job.number, "ranks": list(job.ranks), "sizes": dict(job.sizes),
+            "kind": "stages" if load else "modules", "number": job.number,
+            "ranks": list(job.ranks), "sizes": dict(job.sizes),
             "depth": job.depth, "threads": job.threads, "device_names": list(job.device_names), "programs": texts,
         }  # fmt: skip
         send_bytes(transport, json.dumps(document).encode(), rank)
-        for index in indices:
-            send_state(transport, programs[index], load, rank)
+        if load is not None:
+            for index in indices:
+                send_state(transport, programs[index], load, rank)
 
 
 def send_state(transport: Transport, program: StageProgram, load: LoadState, rank: int) -> None:
@@ -126,8 +133,13 @@ def receive_job(transport: Transport) -> dict[str, Any]:
     return document
 
 
-def read_stages(transport: Transport, document: Mapping[str, Any]) -> tuple[StagesJob, dict[int, Runtime]]:
-    """Read a stages job and receive its weights."""
+def read_stages(
+    transport: Transport, document: Mapping[str, Any], make: MakeRuntime | None = None
+) -> tuple[StagesJob, dict[int, StageRuntime]]:
+    """Read a stages job and receive its weights, or make its stages where they are modules.
+
+    Raises `UsageError` for a job of modules in a process that has none.
+    """
     job = StagesJob(
         number=int(document["number"]),
         ranks=tuple(int(rank) for rank in document["ranks"]),
@@ -136,15 +148,20 @@ def read_stages(transport: Transport, document: Mapping[str, Any]) -> tuple[Stag
         threads=int(document["threads"]),
         device_names=tuple(str(name) for name in document["device_names"]),
     )
-    runtimes: dict[int, Runtime] = {}
+    runtimes: dict[int, StageRuntime] = {}
     for index, text in document["programs"].items():
-        program = read_program(text)
-        runtimes[int(index)] = Runtime(program, receive_state(transport, program))
+        if document["kind"] == "stages":
+            program = read_program(text)
+            runtimes[int(index)] = Runtime(program, receive_state(transport, program))
+        elif make is None:
+            raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
+        else:
+            runtimes[int(index)] = make(int(index), read_interface(text))
     return job, runtimes
 
 
 def build_slots(
-    transport: Transport, job: StagesJob, runtimes: Mapping[int, Runtime]
+    transport: Transport, job: StagesJob, runtimes: Mapping[int, StageRuntime]
 ) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
     """Put a rank's stages between their edges; gives the stages and the edges within this process.
 

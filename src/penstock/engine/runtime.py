@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,15 @@ class _Bound:
 
     registers: list[Any]
     steps: list[_Step]
+
+
+class StageRuntime(Protocol):
+    """What the executor runs for one stage."""
+
+    program: StageProgram
+
+    def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run on one microbatch; `sizes` gives every symbol of the program its value."""
 
 
 class Runtime:

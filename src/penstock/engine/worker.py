@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.engine.executor import serve
-from penstock.engine.jobs import build_slots, do_alone, read_stages, receive_job, tell_progress
+from penstock.engine.jobs import MakeRuntime, build_slots, do_alone, read_stages, receive_job, tell_progress
 from penstock.engine.peer import do_peer
 from penstock.engine.transport import send_bytes
 from penstock.engine.world import FEEDER, World, join_local
@@ -20,11 +20,11 @@ from penstock.errors import PenstockError, TransportError
 from penstock.plan.schedule import forward_only
 
 
-def work(world: World) -> str:
+def work(world: World, make: MakeRuntime | None = None) -> str:
     """Do jobs until told to leave; gives the last word. What goes wrong is reported to the whole world, then raised."""
     try:
         while (document := receive_job(world.transport))["kind"] != "leave":
-            do_job(world, document)
+            do_job(world, document, make)
         return str(document.get("message", ""))
     except TransportError as error:
         raise world.explain(error) from error
@@ -33,7 +33,7 @@ def work(world: World) -> str:
         raise
 
 
-def do_job(world: World, document: Mapping[str, Any]) -> None:
+def do_job(world: World, document: Mapping[str, Any], make: MakeRuntime | None = None) -> None:
     """Do one job: run a model alone, or serve stages until they are closed."""
     if document["kind"] == "alone":
         do_alone(world.transport, document)
@@ -41,7 +41,7 @@ def do_job(world: World, document: Mapping[str, Any]) -> None:
     if document["kind"] == "peer":
         send_bytes(world.transport, json.dumps(do_peer(world, document)).encode(), FEEDER)
         return
-    job, runtimes = read_stages(world.transport, document)
+    job, runtimes = read_stages(world.transport, document, make)
     torch.set_num_threads(job.threads)
     slots, _ = build_slots(world.transport, job, runtimes)
     tell_progress(world, job, slots)

@@ -7,10 +7,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from penstock.cluster.launch import LocalWorkers
+from penstock.cluster.launch import LocalWorkers, WorkerExit
 from penstock.engine.faulty import wrap_if_faulty
 from penstock.engine.gloo import GlooTransport, local_address
 from penstock.engine.health import Health, Verdict
@@ -24,6 +25,20 @@ LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = datetime.timedelta(seconds=5)
 # after a broken connection, the time in which a verdict must come: silence, two beats, and a store that hangs
 _REASON_S = 9.0
+
+
+class Workers(Protocol):
+    """What this process has started to do the stages' work: processes, or threads of its own."""
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the processes; none where they are threads."""
+
+    def exited(self) -> WorkerExit | None:
+        """Give the first one that has ended by itself, or None."""
+
+    def stop(self, grace_s: float) -> None:
+        """Wait for their end, and bring it about where it does not come."""
 
 
 @dataclass
@@ -40,7 +55,7 @@ class World:
     devices: list[int]
     store: Store
     bandwidths: list[float | None]  # bytes per second of each rank's link, where it is known
-    workers: LocalWorkers | None = None
+    workers: Workers | None = None
     reason_s: float = _REASON_S
 
     @property

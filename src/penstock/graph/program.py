@@ -69,6 +69,20 @@ def write_program(program: StageProgram) -> str:
 
 def read_program(text: str | bytes) -> StageProgram:
     """Read a program and check all of it; raises `ProgramError` in one line for anything unknown."""
+    program = _read(text)
+    _check(program)
+    return program
+
+
+def read_interface(text: str | bytes) -> StageProgram:
+    """Read what goes in and comes out of a stage that has no operations of its own; raises `ProgramError` likewise."""
+    program = _read(text)
+    if program.states or program.prelude or program.ops:
+        raise ProgramError(f"an interface has operations of its own; {_FORGED}")
+    return program
+
+
+def _read(text: str | bytes) -> StageProgram:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -81,12 +95,10 @@ def read_program(text: str | bytes) -> StageProgram:
             f"the program has version {_quoted(version)}, this Penstock reads {VERSION}; split the model again"
         )
     try:
-        program = _read_document(document)
+        return _read_document(document)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:120]
         raise ProgramError(f"a field is missing or of the wrong kind ({reason}); {_FORGED}") from None
-    _check(program)
-    return program
 
 
 def _read_document(document: Mapping[str, Any]) -> StageProgram:

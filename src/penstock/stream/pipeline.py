@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -14,13 +15,22 @@ from torch.utils import _pytree as pytree
 from penstock.cluster.launch import available_cores
 from penstock.engine.deployment import DEPTH, Deployment, Microbatch, StreamReport
 from penstock.engine.executor import execute
-from penstock.engine.jobs import build_slots, dismiss, read_stages, receive_job, tell_progress
+from penstock.engine.jobs import (
+    LoadState,
+    MakeRuntime,
+    build_slots,
+    dismiss,
+    read_stages,
+    receive_job,
+    tell_progress,
+)
 from penstock.engine.messages import CLOSE
+from penstock.engine.modules import chain, runtime_maker, start_threads
 from penstock.engine.progress import STALL_S
 from penstock.engine.split import choose_cuts, load_state
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
-from penstock.errors import TransportError, UsageError
+from penstock.errors import CaptureError, TransportError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
@@ -43,6 +53,8 @@ class Pipeline:
 
     Arguments:
         model: any module that `torch.export` takes; its parameters may lie on the meta device if `weights` is given.
+            Or a list of modules, one per stage, called one after the other: the way in for what does not export.
+            They run as threads of this process, or under torchrun in the processes, which all have the list.
         args, kwargs: an example call with the largest microbatch that will be streamed.
         stages: how many; under torchrun as many as processes unless given.
         policy, cuts: how the model is cut, by a policy or by hand, as for `penstock.split`.
@@ -59,7 +71,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | None,
+        model: nn.Module | Sequence[nn.Module] | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -79,22 +91,33 @@ class Pipeline:
             world = join_torchrun()
         if world is not None and world.rank != FEEDER:
             self._world, self._feeds = world, False
-            self._join_stages()
+            self._join_stages(None if model is None or isinstance(model, nn.Module) else runtime_maker(model, None))
             return
         self._feeds = True
         try:
+            load: LoadState | None = None
+            make: MakeRuntime | None = None
             if model is None:
                 raise UsageError("the process that feeds needs the model; pass it to Pipeline")
-            self.graph: Graph = capture(model, args, kwargs, dynamic=dynamic)
-            count = stages or (len(world.devices) if world else 4)
-            self.cuts = _choose(self.graph, count, policy, cuts)
-            source = weights or ModuleWeights(model)
-            programs = divide(self.graph, self.cuts)
-            world = self._world = world or start_local(len(programs))
+            if isinstance(model, nn.Module):
+                self.graph: Graph = _capture(model, args, kwargs, dynamic)
+                count = stages or (len(world.devices) if world else 4)
+                self.cuts = _choose(self.graph, count, policy, cuts)
+                source = weights or ModuleWeights(model)
+                load = partial(load_state, self.graph, weights=source)
+                programs = divide(self.graph, self.cuts)
+                world = self._world = world or start_local(len(programs))
+            else:
+                if cuts is not None or stages not in {None, len(model)}:
+                    raise UsageError(f"a list of {len(model)} modules is that many stages; leave stages and cuts out")
+                self.graph, programs = chain(model, args, kwargs or {})
+                self.cuts = ()
+                make = runtime_maker(model, self.graph)
+                world = self._world = world or start_threads(len(programs), make)
             _, sizes = bind_inputs(self.graph, args, kwargs or {})
             self.threads = threads or threads_per_stage(world)
             self._deployment = Deployment(
-                world, programs, lambda state: load_state(self.graph, state, source),
+                world, programs, load, make=make,
                 sizes=sizes, threads=self.threads, depth=depth, stall_s=stall_s,
             )  # fmt: skip
         except BaseException as error:
@@ -103,10 +126,10 @@ class Pipeline:
                 world.close(0.0)
             raise
 
-    def _join_stages(self) -> None:
-        """In a process that does not feed: receive stages and weights."""
+    def _join_stages(self, make: MakeRuntime | None) -> None:
+        """In a process that does not feed: receive stages and weights, or take the modules that it has."""
         try:
-            job, runtimes = read_stages(self._world.transport, receive_job(self._world.transport))
+            job, runtimes = read_stages(self._world.transport, receive_job(self._world.transport), make)
             torch.set_num_threads(job.threads)
             self._slots, _ = build_slots(self._world.transport, job, runtimes)
             tell_progress(self._world, job, self._slots)
@@ -237,6 +260,20 @@ class Pipeline:
         if self._owns_world:
             self._world.transport.abort()
             self._world.close(0.0)
+
+
+def _capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    dynamic: Mapping[str, Mapping[str | int, int]] | None,
+) -> Graph:
+    try:
+        return capture(model, args, kwargs, dynamic=dynamic)
+    except CaptureError as error:
+        if not isinstance(model, nn.Sequential):
+            raise
+        raise CaptureError(f"{error}; pass list(model) to run its modules as they are, one per stage") from error
 
 
 def _choose(graph: Graph, stages: int, policy: str, names: Sequence[str] | None) -> tuple[Cut, ...]:

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.cluster.lab import network, presence
 from penstock.cluster.lab.machine import Machine, this_machine
-from penstock.cluster.lab.processes import Target
+from penstock.cluster.lab.processes import Target, choose_cores
 from penstock.cluster.lab.run import GRACE_S, LabRun, Output, print_line
 from penstock.cluster.lab.spec import LabSpec, check_cpu, check_fit, read_lab
 from penstock.errors import ClusterError, PenstockError
@@ -216,6 +216,7 @@ class Lab:
 
     def _targets(self, on: Sequence[str] | None) -> list[Target]:
         chosen = {self.spec.host(name).name for name in on} if on else None
+        cores = choose_cores([host.cpu for host in self.spec.hosts], sorted(os.sched_getaffinity(0)))
         return [
             Target(
                 lab=self.spec.name,
@@ -225,6 +226,7 @@ class Lab:
                 bandwidth_bytes_per_s=host.bandwidth_bytes_per_s,
                 memory_bytes=host.memory_bytes,
                 directories=tuple(self._machine.cgroups.directories(self.spec.name, host.name)),
+                core=cores[index],
             )
             for index, host in enumerate(self.spec.hosts)
             if chosen is None or host.name in chosen

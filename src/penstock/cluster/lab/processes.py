@@ -43,6 +43,7 @@ class Target:
     bandwidth_bytes_per_s: float | None
     memory_bytes: int
     directories: tuple[Path, ...]
+    core: int | None = None
 
     @property
     def process_files(self) -> list[str]:
@@ -54,9 +55,29 @@ def command_line(target: Target, command: Sequence[str]) -> list[str]:
     """Write the command that runs `command` inside a host."""
     return [
         *("sh", "-c", _JOIN, "penstock-lab", *target.process_files, "--"),
+        *(() if target.core is None else ("taskset", "--cpu-list", str(target.core))),
         *("ip", "netns", "exec", host_namespace(target.lab, target.host)),
         *("unshare", "--uts", "sh", "-c", _RENAME, target.host, *command),
     ]
+
+
+def choose_cores(shares: Sequence[float], cores: Sequence[int]) -> list[int | None]:
+    """Give each host with at most one core a core of the machine, so that no core has more than one host's worth.
+
+    A small board cannot run two threads at once, and a quota that is used up on two cores strands a
+    part of itself on the one where a thread goes to sleep. None where a host is larger, or does not fit.
+
+    >>> choose_cores([0.35, 0.35, 0.35, 0.35], [0, 1])
+    [0, 1, 0, 1]
+    """
+    load = dict.fromkeys(cores, 0.0)
+    chosen: list[int | None] = [None] * len(shares)
+    for index in sorted(range(len(shares)), key=lambda i: -shares[i]):
+        core = min(load, key=lambda c: load[c])
+        if load[core] + shares[index] <= 1.0 + 1e-9:
+            load[core] += shares[index]
+            chosen[index] = core
+    return chosen
 
 
 def environment(

@@ -7,7 +7,6 @@ programs list their state. Workers know no model: this is all they get.
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -230,79 +229,6 @@ def feeder_edges(
 
 def _channel(job: StagesJob, edge: int) -> int:
     return 1 + (job.number * _CHANNELS_PER_JOB + edge) % 2**30
-
-
-def send_alone(
-    transport: Transport, rank: int, program: StageProgram, load: LoadState, *, inputs: Sequence[Sequence[Tensor]],
-    sizes: Mapping[str, int], num_microbatches: int, threads: int,
-) -> None:  # fmt: skip
-    """Ask a rank to run the whole model by itself; `collect_alone` gives what came of it."""
-    document = {
-        "kind": "alone", "program": write_program(program), "sizes": dict(sizes), "threads": threads,
-        "num_inputs": len(inputs), "num_microbatches": num_microbatches,
-    }  # fmt: skip
-    send_bytes(transport, json.dumps(document).encode(), rank)
-    send_state(transport, program, load, rank)
-    for microbatch in inputs:
-        for tensor in microbatch:
-            send_tensor(transport, tensor, rank)
-
-
-def do_alone(transport: Transport, document: Mapping[str, Any]) -> None:
-    """Run the whole model on this rank, from memory to memory, when everybody is ready."""
-    program = read_program(document["program"])
-    sizes = {str(name): int(size) for name, size in document["sizes"].items()}
-    runtime = Runtime(program, receive_state(transport, program))
-    inputs = []
-    for _ in range(int(document["num_inputs"])):
-        tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.inputs]
-        for tensor in tensors:
-            receive_tensor(transport, tensor, FEEDER)
-        inputs.append(tensors)
-    torch.set_num_threads(int(document["threads"]))
-    outputs, seconds = run_alone(runtime, sizes, inputs, int(document["num_microbatches"]), transport)
-    send_bytes(transport, json.dumps({"seconds": seconds}).encode(), FEEDER)
-    for result in outputs:
-        for tensor in result:
-            send_tensor(transport, tensor, FEEDER)
-
-
-def run_alone(
-    runtime: Runtime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int,
-    transport: Transport | None = None,
-) -> tuple[list[list[Tensor]], float]:  # fmt: skip
-    """Warm up on every input, wait for the word to start, then time so many microbatches."""
-    with torch.inference_mode():
-        outputs = [[tensor.clone() for tensor in runtime(sizes, microbatch)] for microbatch in inputs]
-        if transport is not None:
-            send_bytes(transport, b"ready", FEEDER)
-            receive_bytes(transport, FEEDER)
-        begin = time.perf_counter()
-        for index in range(num_microbatches):
-            runtime(sizes, inputs[index % len(inputs)])
-        return outputs, time.perf_counter() - begin
-
-
-def release_alone(transport: Transport, ranks: Sequence[int]) -> None:
-    """Wait until all of these ranks are warm, then let them start at once."""
-    for rank in ranks:
-        receive_bytes(transport, rank)
-    for rank in ranks:
-        send_bytes(transport, b"go", rank)
-
-
-def collect_alone(
-    transport: Transport, rank: int, program: StageProgram, sizes: Mapping[str, int], num_inputs: int
-) -> tuple[list[list[Tensor]], float]:
-    """Give what came of `send_alone`: the outputs for each input, and the seconds."""
-    seconds = float(json.loads(receive_bytes(transport, rank))["seconds"])
-    outputs = []
-    for _ in range(num_inputs):
-        tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.outputs]
-        for tensor in tensors:
-            receive_tensor(transport, tensor, rank)
-        outputs.append(tensors)
-    return outputs, seconds
 
 
 def load_program(program: StageProgram, load: LoadState) -> Runtime:

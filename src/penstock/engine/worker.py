@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from penstock.engine.alone import do_alone
 from penstock.engine.executor import serve
-from penstock.engine.jobs import MakeRuntime, build_slots, do_alone, read_stages, receive_job, tell_progress
+from penstock.engine.jobs import MakeRuntime, build_slots, read_stages, receive_job, tell_progress
 from penstock.engine.peer import do_peer
 from penstock.engine.transport import send_bytes
 from penstock.engine.world import FEEDER, World, join_local

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.cluster.launch import available_cores
+from penstock.engine.alone import collect_alone, release_alone, run_alone, send_alone
 from penstock.engine.deployment import Deployment, Microbatch, StreamReport
-from penstock.engine.jobs import collect_alone, load_program, release_alone, run_alone, send_alone
+from penstock.engine.jobs import load_program
 from penstock.engine.peer import do_peer, peer_document
 from penstock.engine.split import choose_cuts, load_state
 from penstock.engine.transport import receive_bytes, send_bytes

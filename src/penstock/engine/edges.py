@@ -16,6 +16,8 @@ from penstock.engine.messages import CLOSE, Format, Message
 from penstock.engine.transport import Pending, Transport
 from penstock.errors import ConnectionBroken
 
+_POLL_S = 0.1
+
 
 class Inlet(Protocol):
     """Where messages come in, in order."""
@@ -103,30 +105,45 @@ class RemoteOutlet:
 class LocalEdge:
     """Both ends within one process; as an outlet it copies, as a remote one does."""
 
-    def __init__(self, depth: int) -> None:
-        self._messages: queue.Queue[Message] = queue.Queue(depth)
+    def __init__(self, depth: int, *, copies: bool = True) -> None:
+        # SimpleQueue needs no Python while it waits or hands over; places are counted by tokens
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._places.put(None)
+        self._copies = copies
         self._aborted = False
 
     def take(self) -> Message:
         """Wait for the next message."""
         while True:
             try:
-                return self._messages.get(timeout=0.1)
+                message = self._messages.get(timeout=_POLL_S)
             except queue.Empty:
                 self._check()
+                continue
+            self._places.put(None)
+            return message
 
     def release(self) -> None:
         """Nothing is kept."""
 
     def put(self, message: Message) -> None:
         """Hand over a copy, once there is room."""
-        copies = [copy_exactly(tensor) for tensor in message.tensors]
-        copied = Message(message.kind, message.index, message.sizes, copies, message.body)
-        while True:
-            try:
-                return self._messages.put(copied, timeout=0.1)
-            except queue.Full:
-                self._check()
+        while not self.offer(message, _POLL_S):
+            self._check()
+
+    def offer(self, message: Message, timeout_s: float) -> bool:
+        """Hand over a copy if there is room within some seconds; tells whether there was."""
+        try:
+            self._places.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        if self._copies:
+            copies = [copy_exactly(tensor) for tensor in message.tensors]
+            message = Message(message.kind, message.index, message.sizes, copies, message.body)
+        self._messages.put(message)
+        return True
 
     def abort(self) -> None:
         """End every wait with `ConnectionBroken`."""

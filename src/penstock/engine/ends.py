@@ -1,12 +1,11 @@
 """The feeding process's two ends of a pipeline, with every wait interruptible."""
 
-import contextlib
 import json
 import queue
 import threading
 from collections.abc import Callable
 
-from penstock.engine.edges import Inlet, Outlet
+from penstock.engine.edges import Inlet, LocalEdge, Outlet
 from penstock.engine.executor import StageReport
 from penstock.engine.jobs import StagesJob
 from penstock.engine.layout import copy_exactly
@@ -37,11 +36,15 @@ class Ends:
         self._finished = False
         self._num_fed = 0
         self._ended = False
-        self._outgoing: queue.Queue[Message | None] = queue.Queue(1)
-        self._results: queue.Queue[Message | BaseException] = queue.Queue()
+        self._results: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        targets = {"results": self._receive}
+        if isinstance(outlet, LocalEdge):
+            self._entry = outlet  # the first stage is in this process: nothing blocks for good
+        else:
+            self._entry = LocalEdge(1, copies=False)
+            targets["feed"] = self._send
         self._threads = [
-            threading.Thread(target=target, name=f"penstock-{name}", daemon=True)
-            for name, target in (("feed", self._send), ("results", self._receive))
+            threading.Thread(target=target, name=f"penstock-{name}", daemon=True) for name, target in targets.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -51,13 +54,12 @@ class Ends:
         self._watch.begin()
         while True:
             self._check()
-            try:
-                self._outgoing.put(message, timeout=_POLL_S)
-            except queue.Full:
-                self._check_stall()
-                continue
-            self._num_fed += 1
-            return
+            if self._entry.offer(message, _POLL_S):
+                break
+            self._check_stall()
+        self._num_fed += 1
+        if self._entry is self._outlet:
+            self._watch.fed += 1
 
     def result(self) -> Message:
         """Wait for the next result."""
@@ -115,8 +117,7 @@ class Ends:
         """After a failure both threads end by themselves, once nothing waits for other processes any more."""
         self._finished = True
         self._give_up()
-        with contextlib.suppress(queue.Full):
-            self._outgoing.put_nowait(None)
+        self._entry.abort()
         for thread in self._threads:
             thread.join(JOIN_S)
 
@@ -148,7 +149,8 @@ class Ends:
 
     def _send(self) -> None:
         try:
-            while (message := self._outgoing.get()) is not None:
+            while True:
+                message = self._entry.take()
                 self._outlet.put(message)
                 self._watch.fed += 1
                 if message.kind != DATA:

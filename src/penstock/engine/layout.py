@@ -45,17 +45,23 @@ def num_payload_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: in
     return elements
 
 
+def place(tensor: Tensor, target: Tensor) -> tuple[Tensor, list[int] | None]:
+    """View a flat uint8 buffer of `num_payload_bytes` as the place where tensors of this layout are copied to.
+
+    Gives the view, and the shape of what is copied where it is not the tensor's own.
+    """
+    if target.numel() == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype), None
+    shape, strides = stored_shape(tensor.shape, tensor.stride()), tensor.stride()
+    flat = target.view(tensor.dtype)
+    view = flat.as_strided(shape, strides, flat.storage_offset()) if is_dense(shape, strides) else flat.view(shape)
+    return view, shape if shape != list(tensor.shape) else None
+
+
 def pack(tensor: Tensor, target: Tensor) -> None:
     """Copy a tensor's elements into a flat uint8 buffer of `num_payload_bytes`."""
-    if target.numel() == 0:
-        return
-    shape, strides = stored_shape(tensor.shape, tensor.stride()), tensor.stride()
-    source = tensor.as_strided(shape, strides)
-    flat = target.view(tensor.dtype)
-    if is_dense(shape, strides):
-        flat.as_strided(shape, strides, flat.storage_offset()).copy_(source)
-    else:
-        flat.view(shape).copy_(source)
+    view, shape = place(tensor, target)
+    view.copy_(tensor if shape is None else tensor.as_strided(shape, tensor.stride()))
 
 
 def unpack(source: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -71,6 +77,8 @@ def unpack(source: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Se
 
 def copy_exactly(tensor: Tensor) -> Tensor:
     """Copy a tensor together with its strides."""
+    if tensor.is_contiguous():
+        return tensor.clone()
     shape, strides = stored_shape(tensor.shape, tensor.stride()), tensor.stride()
     return _spread(tensor.as_strided(shape, strides), strides).as_strided(tensor.shape, strides)
 

@@ -12,18 +12,25 @@ that arrives is ever unpickled or evaluated.
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.engine.layout import aligned, num_payload_bytes, pack, unpack
+from penstock.engine.layout import aligned, is_dense, num_payload_bytes, place, stored_shape, unpack
 from penstock.errors import TransportError
 from penstock.graph.ops import Value
 
 _MAGIC = 0x504E53544F434B31  # "PNSTOCK1"
 _HEADER = struct.Struct("<QIIqQQq")
+_CHECKSUM = struct.Struct("<q")
+_CHECKSUM_AT = _HEADER.size - _CHECKSUM.size
 _LAYOUTS_AT = 64
 BODY_BYTES = 64 * 1024
+# A stream uses few buffers and two sizes of microbatch, the last one ragged.
+_KEPT_LAYOUTS = 16
+
+_T = TypeVar("_T")
 
 DATA, END, CLOSE = 1, 2, 3
 _KINDS = {DATA: "data", END: "end", CLOSE: "close"}
@@ -45,6 +52,19 @@ class Message:
         return f"the end of a stream of {self.index}" if self.kind == END else "the word to stop"
 
 
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """Where everything of one message lies in one buffer."""
+
+    num_bytes: int
+    view: memoryview
+    head: bytes  # sizes and strides, with what lies around them
+    paddings: list[slice]
+    tensors: list[Tensor]
+    stored: list[list[int] | None]  # the shape to copy where it is not the tensor's own
+    words: Tensor
+
+
 class Format:
     """How messages across one cut lie in memory.
 
@@ -60,6 +80,8 @@ class Format:
         self._numbers = struct.Struct(f"<{len(symbols) + self._num_strides}q")
         self._body_at = aligned(_LAYOUTS_AT + self._numbers.size)
         self._shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self._laid: dict[tuple[int, int, bytes], _Laid] = {}
+        self._arrived: dict[tuple[int, int, bytes], list[Tensor]] = {}
 
     def largest(self, sizes: Mapping[str, int]) -> int:
         """Give the bytes of the largest message for microbatches up to these sizes."""
@@ -68,32 +90,58 @@ class Format:
 
     def write(self, message: Message, buffer: Tensor) -> int:
         """Lay a message out in a buffer and give the bytes it takes."""
-        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        body_end = aligned(self._body_at + len(message.body))
-        self._fits(body_end, buffer)
-        view[self._body_at : self._body_at + len(message.body)] = message.body
-        view[self._body_at + len(message.body) : body_end] = bytes(body_end - self._body_at - len(message.body))
-        offset = body_end
-        strides: list[int] = []
-        for tensor in message.tensors:
-            num_bytes = num_payload_bytes(tensor.shape, tensor.stride(), tensor.dtype.itemsize)
-            self._fits(offset + num_bytes, buffer)
-            pack(tensor, buffer[offset : offset + num_bytes])
-            padding = aligned(num_bytes) - num_bytes
-            view[offset + num_bytes : offset + num_bytes + padding] = bytes(padding)
-            strides += tensor.stride()
-            offset += num_bytes + padding
-        numbers = [*message.sizes, *strides]
-        numbers += [0] * (len(self.symbols) + self._num_strides - len(numbers))
-        self._numbers.pack_into(view, _LAYOUTS_AT, *numbers)
-        end = _LAYOUTS_AT + self._numbers.size
-        view[end : self._body_at] = bytes(self._body_at - end)
+        numbers = self._write_numbers(message)
+        laid = None if message.body else self._laid.get((buffer.data_ptr(), message.kind, numbers))
+        if laid is None:
+            laid = self._lay_out(message, numbers, buffer)
+        view, offset = laid.view, laid.num_bytes
         _HEADER.pack_into(
             view, 0, _MAGIC, message.kind, len(message.tensors), message.index, offset, len(message.body), 0
         )
-        view[_HEADER.size : _LAYOUTS_AT] = bytes(_LAYOUTS_AT - _HEADER.size)
-        struct.pack_into("<q", view, _HEADER.size - 8, _checksum(buffer, offset))
+        view[_HEADER.size : self._body_at] = laid.head
+        view[self._body_at : self._body_at + len(message.body)] = message.body
+        for padding in laid.paddings:
+            view[padding] = bytes(padding.stop - padding.start)
+        for target, shape, tensor in zip(laid.tensors, laid.stored, message.tensors, strict=True):
+            target.copy_(tensor if shape is None else tensor.as_strided(shape, tensor.stride()))
+        _CHECKSUM.pack_into(view, _CHECKSUM_AT, int(laid.words.sum()))
         return offset
+
+    def _write_numbers(self, message: Message) -> bytes:
+        numbers = list(message.sizes)
+        for tensor in message.tensors:
+            numbers += tensor.stride()
+        numbers += [0] * (len(self.symbols) + self._num_strides - len(numbers))
+        return self._numbers.pack(*numbers)
+
+    def _lay_out(self, message: Message, numbers: bytes, buffer: Tensor) -> "_Laid":
+        """Find the place of everything in this buffer; kept, since a stream sends the same layout again and again."""
+        body_end = aligned(self._body_at + len(message.body))
+        self._fits(body_end, buffer)
+        paddings = [slice(self._body_at + len(message.body), body_end)]
+        targets: list[Tensor] = []
+        shapes: list[list[int] | None] = []
+        offset = body_end
+        for tensor in message.tensors:
+            num_bytes = num_payload_bytes(tensor.shape, tensor.stride(), tensor.dtype.itemsize)
+            self._fits(offset + num_bytes, buffer)
+            target, shape = place(tensor, buffer[offset : offset + num_bytes])
+            targets.append(target)
+            shapes.append(shape)
+            paddings.append(slice(offset + num_bytes, offset + aligned(num_bytes)))
+            offset += aligned(num_bytes)
+        laid = _Laid(
+            num_bytes=offset,
+            view=memoryview(buffer.numpy()),  # type: ignore[arg-type]
+            head=bytes(_LAYOUTS_AT - _HEADER.size) + numbers + bytes(self._body_at - _LAYOUTS_AT - len(numbers)),
+            paddings=[padding for padding in paddings if padding.stop > padding.start],
+            tensors=targets,
+            stored=shapes,
+            words=buffer[:offset].view(torch.int64),
+        )
+        if not message.body:
+            _keep(self._laid, (buffer.data_ptr(), message.kind, numbers), laid)
+        return laid
 
     def read(self, buffer: Tensor) -> Message:
         """Read a message; its tensors are views of the buffer. Raises `TransportError` for a damaged one."""
@@ -101,7 +149,7 @@ class Format:
         magic, kind, num_tensors, index, total, num_body, checksum = _HEADER.unpack_from(view, 0)
         if magic != _MAGIC or kind not in _KINDS or not self._body_at <= total <= buffer.numel() or total % 64:
             raise TransportError("a message is damaged: its header makes no sense; check the network and try again")
-        struct.pack_into("<q", view, _HEADER.size - 8, 0)
+        _CHECKSUM.pack_into(view, _CHECKSUM_AT, 0)
         if _checksum(buffer, total) != checksum:
             raise TransportError(
                 f"{_KINDS[kind]} message {index} is damaged: its checksum does not fit; check the network and try again"
@@ -120,9 +168,17 @@ class Format:
     ) -> None:
         if num_tensors != len(self.values):
             raise TransportError(f"message {message.index} has {num_tensors} tensors, {len(self.values)} were expected")
-        numbers = self._numbers.unpack_from(view, _LAYOUTS_AT)
+        raw = bytes(view[_LAYOUTS_AT : _LAYOUTS_AT + self._numbers.size])
+        numbers = self._numbers.unpack(raw)
         message.sizes = numbers[: len(self.symbols)]
+        key = (buffer.data_ptr(), total, raw)
+        known = self._arrived.get(key)
+        if known is not None:
+            # a new view each time: an operation may change a tensor's shape in place
+            message.tensors = [tensor.detach() for tensor in known]
+            return
         position = len(self.symbols)
+        lies_there = True
         for value, shape in zip(self.values, self._evaluate(message.sizes), strict=True):
             strides = numbers[position : position + len(shape)]
             position += len(shape)
@@ -130,7 +186,10 @@ class Format:
             if offset + num_bytes > total:
                 raise TransportError(f"message {message.index} is too short for {value.name}")
             message.tensors.append(unpack(buffer[offset : offset + num_bytes], value.dtype, shape, strides))
+            lies_there &= is_dense(stored_shape(shape, strides), strides)
             offset += aligned(num_bytes)
+        if lies_there:
+            _keep(self._arrived, key, [tensor.detach() for tensor in message.tensors])
 
     def _evaluate(self, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
         shapes = self._shapes.get(sizes)
@@ -145,6 +204,13 @@ class Format:
                 f"a microbatch takes {end} bytes but the buffers hold {buffer.numel()}; "
                 "give the pipeline the largest microbatch as its example"
             )
+
+
+def _keep(kept: dict[tuple[int, int, bytes], _T], key: tuple[int, int, bytes], item: _T) -> None:
+    """Keep an item for the next message like this one, and let go of the oldest."""
+    if len(kept) >= _KEPT_LAYOUTS:
+        kept.pop(next(iter(kept)))
+    kept[key] = item
 
 
 def _checksum(buffer: Tensor, num_bytes: int) -> int:

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.cluster.launch import LocalWorkers, WorkerExit
+from penstock.engine.cores import keep_to_share
 from penstock.engine.faulty import wrap_if_faulty
 from penstock.engine.gloo import GlooTransport, local_address
 from penstock.engine.health import Health, Verdict
@@ -56,6 +57,7 @@ class World:
     store: Store
     bandwidths: list[float | None]  # bytes per second of each rank's link, where it is known
     workers: Workers | None = None
+    cores: int | None = None  # of this process alone, where it shares a machine with others of the same run
     reason_s: float = _REASON_S
 
     @property
@@ -116,14 +118,17 @@ def join_torchrun() -> World:
         except RuntimeError as error:
             raise RunError(_store_message(host, port, serve, error)) from error
 
+    cores = keep_to_share(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     store = connect(rank == FEEDER and not hosted, datetime.timedelta(seconds=120))
     prefix = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joins)}"
     address = LOOPBACK if host in {"localhost", LOOPBACK, socket.gethostname()} else local_address(host)
     name = os.environ.get("PENSTOCK_HOST") or socket.gethostname()
-    return _join(
+    world = _join(
         store, connect(False, _STORE_TIMEOUT), rank, size, address, f"run{prefix}", f"rank {rank} on {name}",
         list(range(size)),
     )  # fmt: skip
+    world.cores = cores
+    return world
 
 
 def start_local(num_workers: int, env: dict[str, str] | None = None) -> World:

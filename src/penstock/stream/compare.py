@@ -48,7 +48,7 @@ class Comparison:
         self._rows = self.graph.fixed_batch or microbatch_size
         self._sizes = self.graph.sizes(self._rows)
         self._num_microbatches = max(1, num_images // self._rows)
-        self._threads = threads or max(1, available_cores() // (max_stages if world.workers else 1))
+        self._threads = threads or world.cores or max(1, available_cores() // max_stages)
         generator = torch.Generator().manual_seed(0)
         self._inputs = [
             [_example_input(zoo, self.graph, i, self._sizes, generator) for i in range(len(self.graph.tensor_inputs()))]

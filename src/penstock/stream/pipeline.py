@@ -1,7 +1,6 @@
 """What users import: a model as a pipeline over processes, fed from an ordinary loop."""
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -303,5 +302,4 @@ def _as_call(item: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 def threads_per_stage(world: World) -> int:
     """Share this machine's cores among the stages on it; torchrun's default of one thread is not a choice."""
-    here = len(world.devices) if world.workers is not None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, available_cores() // max(1, here))
+    return world.cores or max(1, available_cores() // len(world.devices))

@@ -29,7 +29,7 @@ def pipeline(stages: int, policy: str = "balanced", **more: Any) -> dict[str, An
 
 
 def peer(stages: int, **more: Any) -> dict[str, Any]:
-    """torch.distributed.pipelining with equal numbers of blocks as a task."""
+    """torch.distributed.pipelining, cut between blocks as well as it can be, as a task."""
     return {"kind": "peer", "label": f"{stages} stages, torch.distributed.pipelining", "stages": stages, **more}
 
 

@@ -1,5 +1,6 @@
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.split import choose_cuts, load_state
+from penstock.engine.split import best_blocks, choose_cuts, load_state
 from penstock.errors import CutError, UsageError
 from penstock.graph.capture import capture
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.work import count_work
 from penstock.zoo.weights import ModuleWeights
 from tests.models import UNet, as_messages, assert_same, deit, gpt2, random_cuts, seeded, split_at, swin, t5
 
@@ -163,3 +165,21 @@ def test_the_result_of_a_call_is_not_that_of_the_one_before() -> None:
     first["sum"].add_(100)
     assert torch.equal(split(x)["sum"], x + 1)
     assert torch.equal(split(x)["positions"], torch.tensor([0, 2, 4]))
+
+
+def test_best_blocks_leave_the_heavy_ends_fewer_blocks() -> None:
+    model = nn.Sequential(nn.Linear(8, 512), *(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)))
+    graph = capture(model, (torch.randn(4, 8),))
+    cuts = Cuts(graph)
+    chosen = best_blocks(graph, cuts, stages=3, sizes=graph.sizes(4))
+    assert [cut.position for cut in chosen] == sorted({cut.position for cut in chosen})
+    equal = choose_cuts(graph, cuts, stages=3, policy="equal-blocks", sizes=graph.sizes(4))
+    work = count_work(graph, graph.sizes(4))
+
+    def largest(cuts: list[Cut]) -> float:
+        bounds = [0, *(cut.position for cut in cuts), len(work)]
+        return max(sum(work[a:b]) for a, b in pairwise(bounds))
+
+    assert largest(chosen) <= largest(equal)
+    with pytest.raises(CutError):
+        best_blocks(graph, cuts, stages=9, sizes=graph.sizes(4))

@@ -1,6 +1,6 @@
 """Split a model into stages that run one after the other in this process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -54,15 +54,33 @@ def choose_cuts(
     if stages == 1:
         return []
     if policy in {"balanced", "smallest-crossing"}:
-        bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
-        units = [sum(work[a:b]) for a, b in pairwise(bounds)]
-        crossing = [0, *(cut.num_bytes(sizes) for cut in cuts), 0]
         choose = partition.balanced if policy == "balanced" else partition.smallest_crossing
-        boundaries = choose(units, crossing, stages, work_per_byte=SECONDS_PER_CROSSING_BYTE)
-        return [cuts[boundary - 1] for boundary in boundaries]
+        return _choose_among(list(cuts), choose, graph, work, sizes, stages)
     if policy == "equal-blocks":
         return _equal_blocks(graph, cuts, work, stages)
     return _equal_size(graph, cuts, work, stages)
+
+
+def best_blocks(graph: Graph, cuts: Cuts, *, stages: int, sizes: Mapping[str, int]) -> list[Cut]:
+    """Choose the cuts between whole blocks that make the largest stage smallest, by counted work.
+
+    Raises `CutError` where the model has no repeated blocks, or fewer than stages.
+    """
+    work = count_work(graph, sizes)
+    starts = {_nearest_cut(cuts, span.start) for span in find_blocks(graph, work)[1:]}
+    among = sorted(starts, key=lambda cut: cut.position)
+    return _choose_among(among, partition.balanced, graph, work, sizes, stages)
+
+
+def _choose_among(
+    cuts: Sequence[Cut], choose: Callable[..., list[int]], graph: Graph, work: Sequence[float],
+    sizes: Mapping[str, int], stages: int,
+) -> list[Cut]:  # fmt: skip
+    """Let a function of `plan.partition` choose among cuts; every crossing byte is work on both sides."""
+    bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
+    units = [sum(work[a:b]) for a, b in pairwise(bounds)]
+    crossing = [0, *(cut.num_bytes(sizes) for cut in cuts), 0]
+    return [cuts[b - 1] for b in choose(units, crossing, stages, work_per_byte=SECONDS_PER_CROSSING_BYTE)]
 
 
 def _equal_blocks(graph: Graph, cuts: Cuts, work: Sequence[float], stages: int) -> list[Cut]:

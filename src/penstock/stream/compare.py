@@ -13,7 +13,7 @@ from penstock.engine.alone import collect_alone, release_alone, run_alone, send_
 from penstock.engine.deployment import Deployment, Microbatch, StreamReport
 from penstock.engine.jobs import load_program
 from penstock.engine.peer import do_peer, peer_document
-from penstock.engine.split import choose_cuts, load_state
+from penstock.engine.split import best_blocks, choose_cuts, load_state
 from penstock.engine.transport import receive_bytes, send_bytes
 from penstock.engine.world import FEEDER, World
 from penstock.errors import RunError
@@ -131,12 +131,12 @@ class Comparison:
         return row | {"peer_images_per_second": self._peers.get(stages), "limit": limit}
 
     def peer(self, stages: int) -> dict[str, Any]:
-        """Run torch.distributed.pipelining with the same number of stages, cut between equal numbers of blocks.
+        """Run torch.distributed.pipelining with the same number of stages and its best cuts between blocks.
 
         Its pipelines measured later in this run carry the figure as `peer_images_per_second`.
         """
         possible = Cuts(self.graph)
-        chosen = choose_cuts(self.graph, possible, stages=stages, policy="equal-blocks", sizes=self._sizes)
+        chosen = best_blocks(self.graph, possible, stages=stages, sizes=self._sizes)
         modules = [block_after(cut) for cut in chosen]
         ranks = self._world.devices[:stages]
         self._number += 1
@@ -153,7 +153,7 @@ class Comparison:
             raise RunError("no device took part in the peer's run")
         self._peers[stages] = rate = count * self._rows / seconds
         return {
-            "mode": "peer", "stages": stages, "policy": "equal-blocks", "cuts": [f"{name}:before" for name in modules],
+            "mode": "peer", "stages": stages, "policy": "best blocks", "cuts": [f"{name}:before" for name in modules],
             "images_per_second": rate, "speedup": rate / self._serial_images_per_s, "bit_equal": None,
             "max_abs_difference": None, "fill_s": None, "efficiency": None, "ceiling_images_per_second": None,
             "per_stage": [], "peer_images_per_second": rate,

@@ -13,8 +13,9 @@ from penstock.engine.deployment import Deployment
 from penstock.engine.faulty import Fault, FaultyTransport
 from penstock.engine.health import Health
 from penstock.engine.jobs import send_leave
-from penstock.engine.split import choose_cuts, load_state
+from penstock.engine.split import choose_cuts, divide_in_turns, load_state
 from penstock.engine.transport import MemoryNetwork
+from penstock.engine.turns import Turns
 from penstock.engine.worker import work
 from penstock.engine.world import World
 from penstock.errors import PenstockError
@@ -22,7 +23,6 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
-from penstock.graph.stages import divide
 from penstock.zoo.weights import ModuleWeights
 
 WIDTH, ROWS = 8, 4
@@ -73,7 +73,7 @@ class Divided:
 
     model: nn.Module
     graph: Graph
-    programs: list[StageProgram]
+    programs: list[Turns[StageProgram]]
 
     def deploy(self, world: World, *, batch: int = 2, **settings: float) -> Deployment:
         """Put the stages on a world."""
@@ -92,7 +92,7 @@ def divided_tower(num_stages: int) -> Divided:
     """A tower in so many stages."""
     model = tower()
     graph = capture(model, tower_inputs(1)[0])
-    return Divided(model, graph, divide(graph, choose_cuts(graph, Cuts(graph), stages=num_stages)))
+    return Divided(model, graph, divide_in_turns(graph, [choose_cuts(graph, Cuts(graph), stages=num_stages)]))
 
 
 @dataclass

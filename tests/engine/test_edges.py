@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
-from penstock.engine.messages import CLOSE, DATA, END, Format, Message
+from penstock.engine.messages import CLOSE, DATA, END, Format, Formats, Message
 from penstock.engine.transport import MemoryNetwork
+from penstock.engine.turns import Turns
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.graph.expressions import Size
 from penstock.graph.ops import Value
 
-FORMAT = Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"])
+FORMAT = Formats(Turns([Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"])]))
 NUM_BYTES = FORMAT.largest({"batch": 3})
 DEPTH = 2
 

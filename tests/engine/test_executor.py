@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from penstock.engine.executor import StageReport, StageSlot, execute, serve
-from penstock.engine.jobs import StagesJob, build_slots, feeder_edges
+from penstock.engine.jobs import StagesJob, build_slots, feeder_edges, load_programs
 from penstock.engine.messages import CLOSE, DATA, END, Message
 from penstock.engine.progress import Progress
-from penstock.engine.runtime import Runtime
 from penstock.engine.split import load_state
 from penstock.engine.transport import MemoryNetwork
+from penstock.engine.turns import Turns
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
 from penstock.plan.schedule import forward_only
 from penstock.zoo.weights import ModuleWeights
@@ -35,8 +35,8 @@ class Stages:
         )
         weights = ModuleWeights(divided.model)
         runtimes = {
-            index: Runtime(p, {s.value.name: load_state(divided.graph, s, weights) for s in p.states})
-            for index, p in enumerate(divided.programs)
+            index: Turns(load_programs(turns.items, lambda state: load_state(divided.graph, state, weights)))
+            for index, turns in enumerate(divided.programs)
         }
         self.slots, _ = build_slots(self.network.transports[1], job, runtimes)
         first, last = divided.programs
@@ -146,8 +146,7 @@ def test_a_schedule_that_ends_too_early_says_so(halves: Divided) -> None:
             pass
 
     weights = ModuleWeights(halves.model)
-    program = halves.programs[0]
-    runtime = Runtime(program, {s.value.name: load_state(halves.graph, s, weights) for s in program.states})
-    slot = StageSlot(0, runtime, Endless(), Endless(), StageReport(0, "here"))
+    runtimes = Turns(load_programs(halves.programs[0].items, lambda s: load_state(halves.graph, s, weights)))
+    slot = StageSlot(0, runtimes, Endless(), Endless(), StageReport(0, "here"))
     with pytest.raises(RunError, match="schedule ended before the stream"):
         execute(forward_only([0], num_microbatches=1), {0: slot})

@@ -25,7 +25,7 @@ def send_alone(
         "num_inputs": len(inputs), "num_microbatches": num_microbatches,
     }  # fmt: skip
     send_bytes(transport, json.dumps(document).encode(), rank)
-    send_state(transport, program, load, rank)
+    send_state(transport, program.states, load, rank)
     for microbatch in inputs:
         for tensor in microbatch:
             send_tensor(transport, tensor, rank)
@@ -35,7 +35,7 @@ def do_alone(transport: Transport, document: Mapping[str, Any]) -> None:
     """Run the whole model on this rank, from memory to memory, when everybody is ready."""
     program = read_program(document["program"])
     sizes = {str(name): int(size) for name, size in document["sizes"].items()}
-    runtime = Runtime(program, receive_state(transport, program))
+    runtime = Runtime(program, receive_state(transport, program.states))
     inputs = []
     for _ in range(int(document["num_inputs"])):
         tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.inputs]

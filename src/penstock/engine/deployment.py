@@ -19,13 +19,14 @@ from penstock.engine.jobs import (
     StagesJob,
     build_slots,
     feeder_edges,
-    load_program,
+    load_programs,
     send_stages,
     tell_progress,
 )
 from penstock.engine.messages import DATA, Message
 from penstock.engine.progress import STALL_S, StallWatch
 from penstock.engine.runtime import StageRuntime
+from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World, check_world
 from penstock.errors import ConnectionBroken, TransportError, UsageError
 from penstock.graph.program import StageProgram
@@ -69,18 +70,22 @@ Microbatch = tuple[Sequence[Tensor], Mapping[str, int]]
 class Deployment:
     """Stages placed on the devices of a world, ready for one stream after the other.
 
+    Each stage is one program, or several that take turns where the cuts around it do; all stages take turns
+    in the same order.
+
     Raises what happened to a device as `RunError` or `DeviceLost`; after that nothing more can be
     streamed. A message that is lost without any device failing shows when nothing has moved and no
     stage has computed for `stall_s`, while the feeder waits.
     """
 
     def __init__(
-        self, world: World, programs: Sequence[StageProgram], load: LoadState | None, *, sizes: Mapping[str, int],
-        threads: int, make: MakeRuntime | None = None, number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
+        self, world: World, programs: Sequence[Turns[StageProgram]], load: LoadState | None, *,
+        sizes: Mapping[str, int], threads: int, make: MakeRuntime | None = None, ranks: Sequence[int] | None = None,
+        number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
         self.world = world
-        self._symbols = programs[0].symbols
-        ranks = check_world(world, len(programs))
+        self._symbols = programs[0].items[0].symbols
+        ranks = check_world(world, len(programs)) if ranks is None else list(ranks)
         self.job = StagesJob(
             number=number, ranks=tuple(ranks), sizes=dict(sizes), depth=depth, threads=threads,
             device_names=tuple(world.names),
@@ -95,18 +100,20 @@ class Deployment:
         )
         try:
             send_stages(world.transport, self.job, programs, load)
-            self._local = self._serve_own_stages(programs, make or partial(_load_stage, load))
+            self._local = self._serve_own_stages(programs, load, make)
             self._outlet, self._inlet = feeder_edges(world.transport, self.job, programs[0], programs[-1], self._local)
         except TransportError as error:
             raise world.explain(error) from error
         self.last_report = StreamReport()
 
-    def _serve_own_stages(self, programs: Sequence[StageProgram], make: MakeRuntime) -> Mapping[int, Any]:
+    def _serve_own_stages(
+        self, programs: Sequence[Turns[StageProgram]], load: LoadState | None, make: MakeRuntime | None
+    ) -> Mapping[int, Any]:
         """Under torchrun the feeding process holds stages too; a thread of its own runs them."""
         own = [index for index, rank in enumerate(self.job.ranks) if rank == FEEDER]
         if not own:
             return {}
-        runtimes = {index: make(index, programs[index]) for index in own}
+        runtimes = {index: _make_runtimes(index, programs[index], load, make) for index in own}
         slots, local = build_slots(self.world.transport, self.job, runtimes)
         tell_progress(self.world, self.job, slots)
 
@@ -206,7 +213,11 @@ class Deployment:
             self._executor = None
 
 
-def _load_stage(load: LoadState | None, _index: int, program: StageProgram) -> StageRuntime:
+def _make_runtimes(
+    index: int, programs: Turns[StageProgram], load: LoadState | None, make: MakeRuntime | None
+) -> Turns[StageRuntime]:
+    if make is not None:
+        return programs.map(partial(make, index))
     if load is None:
         raise UsageError("a deployment needs weights to load, or modules to run; give load or make")
-    return load_program(program, load)
+    return Turns(load_programs(programs.items, load), programs.order)

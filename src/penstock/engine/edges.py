@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.layout import copy_exactly
-from penstock.engine.messages import CLOSE, Format, Message
+from penstock.engine.messages import CLOSE, Formats, Message
 from penstock.engine.transport import Pending, Transport
 from penstock.errors import ConnectionBroken
 
@@ -39,7 +39,7 @@ class Outlet(Protocol):
 class RemoteInlet:
     """Receives from another rank, with `depth` receives posted ahead."""
 
-    def __init__(self, transport: Transport, source: int, channel: int, layout: Format, num_bytes: int, depth: int):
+    def __init__(self, transport: Transport, source: int, channel: int, layout: Formats, num_bytes: int, depth: int):
         self._transport = transport
         self._source = source
         self._channel = channel
@@ -75,7 +75,7 @@ class RemoteInlet:
 class RemoteOutlet:
     """Sends to another rank, with up to `depth` sends under way."""
 
-    def __init__(self, transport: Transport, to: int, channel: int, layout: Format, num_bytes: int, depth: int):
+    def __init__(self, transport: Transport, to: int, channel: int, layout: Formats, num_bytes: int, depth: int):
         self._transport = transport
         self._to = to
         self._channel = channel

@@ -11,6 +11,7 @@ from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.messages import CLOSE, DATA, END, Message
 from penstock.engine.progress import Progress
 from penstock.engine.runtime import StageRuntime
+from penstock.engine.turns import Turns
 from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.plan.schedule import Action
 
@@ -32,7 +33,7 @@ class StageSlot:
     """A stage on this device: what it runs, where its microbatches come from and go to."""
 
     index: int
-    runtime: StageRuntime
+    runtimes: Turns[StageRuntime]
     inlet: Inlet
     outlet: Outlet
     report: StageReport
@@ -80,9 +81,10 @@ def _forward(slot: StageSlot, microbatch: int) -> int:
     if message.kind != DATA:
         _pass_on(slot, message)
         return message.kind
-    sizes = dict(zip(slot.runtime.program.symbols, message.sizes, strict=True))
+    runtime = slot.runtimes[microbatch]
+    sizes = dict(zip(runtime.program.symbols, message.sizes, strict=True))
     try:
-        outputs = slot.runtime(sizes, message.tensors)
+        outputs = runtime(sizes, message.tensors)
     except RunError as error:
         raise RunError(f"stage {slot.index}, microbatch {microbatch}: {error}") from error
     computed = slot.clock()

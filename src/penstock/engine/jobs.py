@@ -7,7 +7,7 @@ programs list their state. Workers know no model: this is all they get.
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
 from penstock.engine.executor import StageReport, StageSlot
-from penstock.engine.messages import Format
+from penstock.engine.messages import Format, Formats
 from penstock.engine.progress import write_progress
 from penstock.engine.runtime import Runtime, StageRuntime
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World
 from penstock.errors import TransportError, UsageError
 from penstock.graph.ops import State
@@ -44,29 +45,37 @@ class StagesJob:
     device_names: tuple[str, ...]
 
 
-def send_stages(transport: Transport, job: StagesJob, programs: Sequence[StageProgram], load: LoadState | None) -> None:
+def send_stages(
+    transport: Transport, job: StagesJob, programs: Sequence[Turns[StageProgram]], load: LoadState | None
+) -> None:
     """Send every other rank the stages that it holds, reading one weight at a time.
 
     Without `load` the stages are modules that the ranks have themselves.
     """
     for rank in sorted(set(job.ranks) - {transport.rank}):
         indices = [index for index, holder in enumerate(job.ranks) if holder == rank]
-        texts = {index: write_program(programs[index]) for index in indices}
+        texts = {index: [write_program(program) for program in programs[index].items] for index in indices}
         document = {
             "kind": "stages" if load else "modules", "number": job.number,
             "ranks": list(job.ranks), "sizes": dict(job.sizes),
-            "depth": job.depth, "threads": job.threads, "device_names": list(job.device_names), "programs": texts,
+            "depth": job.depth, "threads": job.threads, "device_names": list(job.device_names),
+            "programs": texts, "turns": list(programs[0].order),
         }  # fmt: skip
         send_bytes(transport, json.dumps(document).encode(), rank)
         if load is not None:
             for index in indices:
-                send_state(transport, programs[index], load, rank)
+                send_state(transport, states_of(programs[index].items), load, rank)
 
 
-def send_state(transport: Transport, program: StageProgram, load: LoadState, rank: int) -> None:
-    """Send a program's state tensor by tensor, then a checksum of all of it."""
+def states_of(programs: Iterable[StageProgram]) -> list[State]:
+    """Give the state of programs that take turns; what several of them use is there once."""
+    return list({state.value.name: state for program in programs for state in program.states}.values())
+
+
+def send_state(transport: Transport, states: Iterable[State], load: LoadState, rank: int) -> None:
+    """Send state tensor by tensor, then a checksum of all of it."""
     checksum = 0
-    for state in program.states:
+    for state in states:
         tensor = load(state)
         send_tensor(transport, tensor, rank)
         checksum = _add_up(checksum, tensor)
@@ -74,14 +83,14 @@ def send_state(transport: Transport, program: StageProgram, load: LoadState, ran
     send_bytes(transport, checksum.to_bytes(8, "little"), rank)
 
 
-def receive_state(transport: Transport, program: StageProgram) -> dict[str, Tensor]:
-    """Receive a program's state tensor by tensor, each straight into its place.
+def receive_state(transport: Transport, states: Iterable[State]) -> dict[str, Tensor]:
+    """Receive state tensor by tensor, each straight into its place.
 
     Raises `TransportError` when it does not arrive as it was sent.
     """
     tensors: dict[str, Tensor] = {}
     checksum = 0
-    for state in program.states:
+    for state in states:
         tensor = torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
         receive_tensor(transport, tensor, FEEDER)
         tensors[state.value.name] = tensor
@@ -134,7 +143,7 @@ def receive_job(transport: Transport) -> dict[str, Any]:
 
 def read_stages(
     transport: Transport, document: Mapping[str, Any], make: MakeRuntime | None = None
-) -> tuple[StagesJob, dict[int, StageRuntime]]:
+) -> tuple[StagesJob, dict[int, Turns[StageRuntime]]]:
     """Read a stages job and receive its weights, or make its stages where they are modules.
 
     Raises `UsageError` for a job of modules in a process that has none.
@@ -147,20 +156,22 @@ def read_stages(
         threads=int(document["threads"]),
         device_names=tuple(str(name) for name in document["device_names"]),
     )
-    runtimes: dict[int, StageRuntime] = {}
-    for index, text in document["programs"].items():
+    order = [int(turn) for turn in document["turns"]]
+    runtimes: dict[int, Turns[StageRuntime]] = {}
+    for index, texts in document["programs"].items():
         if document["kind"] == "stages":
-            program = read_program(text)
-            runtimes[int(index)] = Runtime(program, receive_state(transport, program))
+            programs = [read_program(text) for text in texts]
+            tensors = receive_state(transport, states_of(programs))
+            runtimes[int(index)] = Turns([Runtime(program, tensors) for program in programs], order)
         elif make is None:
             raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
         else:
-            runtimes[int(index)] = make(int(index), read_interface(text))
+            runtimes[int(index)] = Turns([make(int(index), read_interface(text)) for text in texts], order)
     return job, runtimes
 
 
 def build_slots(
-    transport: Transport, job: StagesJob, runtimes: Mapping[int, StageRuntime]
+    transport: Transport, job: StagesJob, runtimes: Mapping[int, Turns[StageRuntime]]
 ) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
     """Put a rank's stages between their edges; gives the stages and the edges within this process.
 
@@ -171,13 +182,23 @@ def build_slots(
     ends = [FEEDER, *job.ranks, FEEDER]
     local: dict[int, LocalEdge] = {}
     slots: dict[int, StageSlot] = {}
-    for index, runtime in sorted(runtimes.items()):
-        program = runtime.program
-        inlet = _inlet(transport, job, index, ends, Format(program.inputs, program.symbols), local)
-        outlet = _outlet(transport, job, index + 1, ends, Format(program.outputs, program.symbols), local)
+    for index, turns in sorted(runtimes.items()):
+        programs = turns.map(lambda runtime: runtime.program)
+        inlet = _inlet(transport, job, index, ends, input_formats(programs), local)
+        outlet = _outlet(transport, job, index + 1, ends, output_formats(programs), local)
         report = StageReport(stage=index, device=job.device_names[job.ranks[index]])
-        slots[index] = StageSlot(index, runtime, inlet, outlet, report)
+        slots[index] = StageSlot(index, turns, inlet, outlet, report)
     return slots, local
+
+
+def input_formats(programs: Turns[StageProgram]) -> Formats:
+    """Give how messages lie in front of a stage."""
+    return Formats(programs.map(lambda program: Format(program.inputs, program.symbols)))
+
+
+def output_formats(programs: Turns[StageProgram]) -> Formats:
+    """Give how messages lie behind a stage."""
+    return Formats(programs.map(lambda program: Format(program.outputs, program.symbols)))
 
 
 def _inlet(
@@ -185,7 +206,7 @@ def _inlet(
     job: StagesJob,
     edge: int,
     ends: Sequence[int],
-    layout: Format,
+    layout: Formats,
     local: dict[int, LocalEdge],
 ) -> Inlet:
     if ends[edge] == transport.rank:
@@ -198,7 +219,7 @@ def _outlet(
     job: StagesJob,
     edge: int,
     ends: Sequence[int],
-    layout: Format,
+    layout: Formats,
     local: dict[int, LocalEdge],
 ) -> Outlet:
     if ends[edge + 1] == transport.rank:
@@ -215,15 +236,15 @@ def tell_progress(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) 
 def feeder_edges(
     transport: Transport,
     job: StagesJob,
-    first: StageProgram,
-    last: StageProgram,
+    first: Turns[StageProgram],
+    last: Turns[StageProgram],
     local: Mapping[int, LocalEdge],
 ) -> tuple[Outlet, Inlet]:
     """Give the feeder's ends of the pipeline: where microbatches go in, where results come out."""
     edges = dict(local)
     ends = [FEEDER, *job.ranks, FEEDER]
-    outlet = _outlet(transport, job, 0, ends, Format(first.inputs, first.symbols), edges)
-    inlet = _inlet(transport, job, len(job.ranks), ends, Format(last.outputs, last.symbols), edges)
+    outlet = _outlet(transport, job, 0, ends, input_formats(first), edges)
+    inlet = _inlet(transport, job, len(job.ranks), ends, output_formats(last), edges)
     return outlet, inlet
 
 
@@ -233,4 +254,10 @@ def _channel(job: StagesJob, edge: int) -> int:
 
 def load_program(program: StageProgram, load: LoadState) -> Runtime:
     """Make a runtime in this process."""
-    return Runtime(program, {state.value.name: load(state) for state in program.states})
+    return load_programs([program], load)[0]
+
+
+def load_programs(programs: Sequence[StageProgram], load: LoadState) -> list[Runtime]:
+    """Make runtimes in this process that share what they have in common."""
+    tensors = {state.value.name: load(state) for state in states_of(programs)}
+    return [Runtime(program, tensors) for program in programs]

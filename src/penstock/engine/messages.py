@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from penstock.engine.layout import aligned, is_dense, num_payload_bytes, place, stored_shape, unpack
+from penstock.engine.turns import Turns
 from penstock.errors import TransportError
 from penstock.graph.ops import Value
 
 _MAGIC = 0x504E53544F434B31  # "PNSTOCK1"
 _HEADER = struct.Struct("<QIIqQQq")
+_INDEX = 3
 _CHECKSUM = struct.Struct("<q")
 _CHECKSUM_AT = _HEADER.size - _CHECKSUM.size
 _LAYOUTS_AT = 64
@@ -204,6 +206,26 @@ class Format:
                 f"a microbatch takes {end} bytes but the buffers hold {buffer.numel()}; "
                 "give the pipeline the largest microbatch as its example"
             )
+
+
+class Formats:
+    """How messages lie in memory across a cut whose place takes turns: each as its microbatch's turn has it."""
+
+    def __init__(self, turns: Turns[Format]) -> None:
+        self._turns = turns
+
+    def largest(self, sizes: Mapping[str, int]) -> int:
+        """Give the bytes of the largest message for microbatches up to these sizes."""
+        return max(layout.largest(sizes) for layout in self._turns.items)
+
+    def write(self, message: Message, buffer: Tensor) -> int:
+        """Lay a message out in a buffer and give the bytes it takes."""
+        return self._turns[message.index].write(message, buffer)
+
+    def read(self, buffer: Tensor) -> Message:
+        """Read a message; its tensors are views of the buffer. Raises `TransportError` for a damaged one."""
+        # a damaged index leads to some other format, whose checksum then does not fit
+        return self._turns[_HEADER.unpack_from(memoryview(buffer.numpy()))[_INDEX]].read(buffer)  # type: ignore[arg-type]
 
 
 def _keep(kept: dict[tuple[int, int, bytes], _T], key: tuple[int, int, bytes], item: _T) -> None:

@@ -21,6 +21,7 @@ from penstock.engine.health import Health
 from penstock.engine.jobs import MakeRuntime
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.transport import MemoryNetwork
+from penstock.engine.turns import Turns
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World
 from penstock.errors import PenstockError, RunError, UsageError
@@ -32,7 +33,7 @@ from penstock.graph.program import StageProgram
 
 def chain(
     modules: Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Graph, list[StageProgram]]:
+) -> tuple[Graph, list[Turns[StageProgram]]]:
     """Learn the interfaces of modules that are called one after the other, from two runs of the example.
 
     A tuple that a module returns becomes the positional inputs of the next one. A dimension that grows
@@ -66,7 +67,7 @@ def chain(
     ]
     crossing = [[value for value in inputs if value is not None], *values]
     programs = [
-        StageProgram(symbols=("batch",), states=(), inputs=tuple(a), prelude=(), ops=(), outputs=tuple(b))
+        Turns([StageProgram(symbols=("batch",), states=(), inputs=tuple(a), prelude=(), ops=(), outputs=tuple(b))])
         for a, b in pairwise(crossing)
     ]
     graph = Graph(

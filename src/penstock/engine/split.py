@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.engine.runtime import Runtime
 from penstock.engine.tree import bind_inputs, build_output, read_sizes
+from penstock.engine.turns import Turns
 from penstock.errors import CutError, UsageError
 from penstock.graph.blocks import find_blocks, parameter_pieces
 from penstock.graph.capture import capture
@@ -143,6 +144,18 @@ class Stage:
         sizes = read_sizes(self.program.symbols, self.program.inputs, inputs)
         with torch.no_grad():
             return tuple(self.runtime(sizes, inputs))
+
+
+def divide_in_turns(
+    graph: Graph, cut_sets: Sequence[Sequence[Cut]], order: Sequence[int] = (0,)
+) -> list[Turns[StageProgram]]:
+    """Give for every stage its programs, one for each set of cuts, which take turns in this order.
+
+    Example:
+        divide_in_turns(graph, [cuts.find_all(["blocks.5:after"])])
+    """
+    sets = [divide(graph, cuts) for cuts in cut_sets]
+    return [Turns(programs, order) for programs in zip(*sets, strict=True)]
 
 
 class SplitModel:

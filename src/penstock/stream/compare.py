@@ -13,7 +13,7 @@ from penstock.engine.alone import collect_alone, release_alone, run_alone, send_
 from penstock.engine.deployment import Deployment, Microbatch, StreamReport
 from penstock.engine.jobs import load_program
 from penstock.engine.peer import do_peer, peer_document
-from penstock.engine.split import best_blocks, choose_cuts, load_state
+from penstock.engine.split import best_blocks, choose_cuts, divide_in_turns, load_state
 from penstock.engine.transport import receive_bytes, send_bytes
 from penstock.engine.world import FEEDER, World
 from penstock.errors import RunError
@@ -114,7 +114,7 @@ class Comparison:
         world = dataclasses.replace(self._world, devices=self._world.devices[:stages])
         self._number += 1
         deployment = Deployment(
-            world, divide(self.graph, chosen), self._load, sizes=self._sizes, threads=self._threads,
+            world, divide_in_turns(self.graph, [chosen]), self._load, sizes=self._sizes, threads=self._threads,
             number=self._number, depth=self._depth,
         )  # fmt: skip
         difference = _Difference(self._reference)

@@ -26,7 +26,7 @@ from penstock.engine.jobs import (
 from penstock.engine.messages import CLOSE
 from penstock.engine.modules import chain, runtime_maker, start_threads
 from penstock.engine.progress import STALL_S
-from penstock.engine.split import choose_cuts, load_state
+from penstock.engine.split import choose_cuts, divide_in_turns, load_state
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
 from penstock.errors import CaptureError, TransportError, UsageError
@@ -34,7 +34,6 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
-from penstock.graph.stages import divide
 from penstock.plan.schedule import forward_only
 from penstock.zoo.weights import ModuleWeights, Weights
 
@@ -104,7 +103,7 @@ class Pipeline:
                 self.cuts = _choose(self.graph, count, policy, cuts)
                 source = weights or ModuleWeights(model)
                 load = partial(load_state, self.graph, weights=source)
-                programs = divide(self.graph, self.cuts)
+                programs = divide_in_turns(self.graph, [self.cuts])
                 world = self._world = world or start_local(len(programs))
             else:
                 if cuts is not None or stages not in {None, len(model)}:

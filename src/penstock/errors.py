@@ -6,8 +6,9 @@
     │   ├── CutError          a cut that does not exist or is not allowed, or more stages than cuts
     │   ├── ModelError        a model name, its source or its weights cannot be had
     │   ├── DataError         a data set, an image or a text cannot be read
-    │   └── ClusterError      a cluster or lab file, or what it asks of this machine
-    ├── PlanError             no plan satisfies the limits
+    │   ├── ClusterError      a cluster or lab file, or what it asks of this machine
+    │   └── ProfileError      a profile cannot be read or does not fit together
+    ├── PlanError             no plan satisfies the limits, or a plan contradicts itself or what it is used with
     ├── ProgramError          a stage program or bundle is damaged, forged or of another plan
     └── RunError              something failed while running
         ├── TransportError    a message was lost, repeated, damaged or out of order
@@ -47,8 +48,12 @@ class ClusterError(UsageError):
     """A cluster or lab file is wrong, or asks what this machine cannot do."""
 
 
+class ProfileError(UsageError):
+    """A profile cannot be read or does not fit together."""
+
+
 class PlanError(PenstockError):
-    """No plan satisfies the limits."""
+    """No plan satisfies the limits, or a plan contradicts itself or what it is used with."""
 
 
 class ProgramError(PenstockError):

@@ -74,6 +74,20 @@ def parse_rate(text: str) -> float:
     return float(match[1]) * _BYTE_PREFIXES[match[2]] / 8
 
 
+def parse_seconds(text: str) -> float:
+    """Read a duration such as `0.2 ms`, `50us` or `1 s`.
+
+    Raises `UsageError` when the text is not a number with a unit of time.
+
+    >>> parse_seconds("250 ms")
+    0.25
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us|µs)\s*", text.lower())
+    if match is None:
+        raise UsageError(f"a duration is a number and a unit, not {text!r}; write it like 0.2 ms")
+    return float(match[1]) / {"s": 1, "ms": 10**3, "us": 10**6, "µs": 10**6}[match[2]]
+
+
 def _scaled(value: float, unit: str) -> str:
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # 999.5 of a unit would round to 1e+03 of it: move to the next prefix first

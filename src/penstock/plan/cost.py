@@ -1,0 +1,165 @@
+"""What a stage costs a device: seconds per microbatch, seconds on its link, bytes of memory.
+
+A stage from boundary `a` to boundary `b` keeps three things of its device busy, and the slowest sets the pace:
+
+    CPU        (seconds of units a..b  +  overhead  +  CPU time of the bytes at a and at b  +  feeding) / speed
+    link out   bytes that leave the device / bandwidth
+    link in    bytes that arrive / bandwidth
+
+Transfers themselves are hidden: with two buffers on each side of a cut the executor computes while the next
+message is on its way. The device that feeds also loads, hands over microbatches and takes results; where the
+first or last stage is its own, those bytes cross no link. Each of the three is a part that depends on `a`
+plus one that depends on `b`, which the search makes use of.
+
+Memory is a hard limit: what the process takes by itself; parameters, once for each tensor, with gradients
+and optimizer state in training; what forwards keep for backwards, for as many microbatches as the schedule has
+under way; the working memory of the hungriest unit; and `depth` messages on each side of the stage.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import PlanError
+from penstock.spec.plan import Schedule
+from penstock.spec.profile import Profile, interpolate
+
+Vector: TypeAlias = NDArray[np.float64]
+# a part that depends on the first boundary, and one that depends on the last
+Pair: TypeAlias = tuple[Vector, Vector]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How stages are run: rows per microbatch, messages that may wait at a cut, the schedule and what it needs.
+
+    `optimizer_state_factor` is the bytes of optimizer state per byte of parameters: 0 for plain SGD, 2 for AdamW.
+
+    >>> Setting(rows=4).schedule
+    'forward-only'
+    """
+
+    rows: int = 1
+    depth: int = 2
+    schedule: Schedule = "forward-only"
+    num_microbatches: int | None = None
+    optimizer_state_factor: float = 0.0
+
+    @property
+    def trains(self) -> bool:
+        """Whether microbatches also go backward."""
+        return self.schedule != "forward-only"
+
+    def in_flight(self, from_end: int) -> int:
+        """Give how many microbatches a stage keeps for their backward; the last stage is number 1 from the end."""
+        if not self.trains:
+            return 0
+        total = self.num_microbatches or 1
+        return total if self.schedule == "gpipe" else min(from_end, total)
+
+
+class Costs:
+    """A profile at one setting, as arrays over its boundaries; seconds are a device's of speed 1.
+
+    Example:
+        costs = Costs(profile, Setting(rows=1))
+        costs.seconds[5] - costs.seconds[2]         # of units 2, 3 and 4
+
+    Raises `PlanError` for a training schedule where the profile has no backward seconds or the setting no
+    number of microbatches.
+    """
+
+    def __init__(self, profile: Profile, setting: Setting) -> None:
+        if setting.trains and setting.num_microbatches is None:
+            raise PlanError(f"the schedule {setting.schedule} needs a number of microbatches; give --microbatches")
+        self.profile = profile
+        self.setting = setting
+        self.num_units = len(profile.units)
+        rows = setting.rows
+        self.seconds = _running_sum([_unit_seconds(profile, unit, setting) for unit in range(self.num_units)])
+        self.crossing = np.array([boundary.num_bytes(rows) for boundary in profile.boundaries])
+        # in training a gradient of the same size comes back across every cut, but not out of the model's ends
+        self.returning = self.crossing * float(setting.trains)
+        self.returning[[0, -1]] = 0.0
+        send, receive = profile.send_s_per_byte, profile.receive_s_per_byte
+        self.before_s = self.crossing * receive + self.returning * send
+        self.behind_s = self.crossing * send + self.returning * receive
+        self.overhead_s = profile.stage_overhead_s
+        self.feeding_s = profile.loader_s_per_row * rows + profile.feed_s + profile.result_s
+        self.kept_bytes = _running_sum([unit.kept_bytes_per_row * rows for unit in profile.units])
+
+    @property
+    def total_s(self) -> float:
+        """The seconds of all units for one microbatch, at speed 1."""
+        return float(self.seconds[-1])
+
+    @cached_property
+    def held_bytes(self) -> Vector:
+        """Bytes of parameters (with gradients and optimizer state) and working memory of units `a` to `b`: `[a, b]`."""
+        setting = self.setting
+        factor = 2.0 + setting.optimizer_state_factor if setting.trains else 1.0
+        return self._parameters() * factor + self._working()
+
+    def messages_bytes(self) -> Vector:
+        """Give the bytes of `depth` messages at each boundary, gradients included."""
+        return self.setting.depth * (self.crossing + self.returning)
+
+    def stage_bytes(self, start: int, end: int, in_flight: int) -> float:
+        """Give the memory of a stage on a device that does not feed, without what its process takes by itself."""
+        kept = float(self.kept_bytes[end] - self.kept_bytes[start]) * in_flight
+        messages = self.messages_bytes()
+        return float(self.held_bytes[start, end]) + kept + float(messages[start] + messages[end])
+
+    def _parameters(self) -> Vector:
+        uses: dict[str, list[tuple[int, int]]] = {}
+        for index, unit in enumerate(self.profile.units):
+            for name, num_bytes in dict(unit.parameters).items():
+                uses.setdefault(name, []).append((index, num_bytes))
+        per_unit = [sum(dict(unit.parameters).values()) for unit in self.profile.units]
+        prefix = _running_sum(per_unit)
+        matrix: Vector = prefix[None, :] - prefix[:, None]
+        for places in uses.values():
+            for (first, _), (second, num_bytes) in pairwise(places):
+                # a stage that has both units holds the tensor once
+                matrix[: first + 1, second + 1 :] -= num_bytes
+        return matrix
+
+    def _working(self) -> Vector:
+        rows = self.setting.rows
+        needs = [unit.working_bytes_per_row * rows + unit.working_bytes for unit in self.profile.units]
+        matrix = np.zeros((self.num_units + 1, self.num_units + 1))
+        for end, need in enumerate(needs, 1):
+            matrix[:end, end] = np.maximum(matrix[:end, end - 1], need)
+        return matrix
+
+
+def fractions_of(loads: Mapping[str, float]) -> dict[str, float]:
+    """Give shares in proportion to speed: who needs twice the seconds takes half as many microbatches.
+
+    >>> fractions_of({"a": 1.0, "b": 3.0})
+    {'a': 0.75, 'b': 0.25}
+    """
+    total = sum(1 / load for load in loads.values())
+    return {name: 1 / load / total for name, load in loads.items()}
+
+
+def _unit_seconds(profile: Profile, index: int, setting: Setting) -> float:
+    unit = profile.units[index]
+    forward = interpolate(profile.rows, unit.forward_s, setting.rows)
+    if not setting.trains:
+        return forward
+    if unit.backward_s is None:
+        raise PlanError(
+            f"a schedule {setting.schedule} needs backward seconds, but units[{index}] of the profile has none; "
+            "profile again with training"
+        )
+    return forward + interpolate(profile.rows, unit.backward_s, setting.rows)
+
+
+def _running_sum(values: Sequence[float]) -> Vector:
+    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])

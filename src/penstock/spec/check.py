@@ -1,0 +1,179 @@
+"""Refuse a plan that contradicts itself, or what it is used with: one line with the field and the reason."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from penstock.errors import PlanError
+from penstock.spec.cluster import Cluster
+from penstock.spec.files import fingerprint
+from penstock.spec.plan import Pipeline, Plan, Stage, load_plan
+from penstock.spec.profile import Profile
+
+# weights and shares are sums of floats
+_ROUNDING = 1e-6
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file and see that it is a plan.
+
+    Example:
+        plan = read_plan("plan.json")
+
+    Raises `PlanError` that starts with the path and names the field that is wrong and why.
+    """
+    try:
+        plan = load_plan(path)
+        check_plan(plan)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    return plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise `PlanError` unless the plan agrees with itself.
+
+    It sees that devices are used once, weights and shares add up to 1, all cut sets of a pipeline have one
+    cut fewer than stages, and numbers are possible.
+    """
+    if plan.version != 1:
+        _refuse("version", "is 1 in this penstock", plan.version)
+    for field in ("microbatch_rows", "depth"):
+        if getattr(plan, field) < 1:
+            _refuse(field, "is at least 1", getattr(plan, field))
+    _check_schedule(plan)
+    for field in ("loader", "writer"):
+        if not getattr(plan, field):
+            _refuse(field, "is a device's name", repr(getattr(plan, field)))
+    if not plan.pipelines:
+        _refuse("pipelines", "has at least one pipeline", [])
+    _check_parts("pipelines[*].share", [pipeline.share for pipeline in plan.pipelines])
+    for index, pipeline in enumerate(plan.pipelines):
+        _check_pipeline(f"pipelines[{index}]", pipeline, plan)
+    names = plan.devices
+    for where, name in _device_places(plan):
+        if names.count(name) > 1:
+            _refuse(where, "is a device that holds no other stage", repr(name))
+    _check_prediction(plan)
+
+
+def check_cuts(plan: Plan, cuts: Sequence[str]) -> None:
+    """Raise `PlanError` unless the plan's cuts are among these names, in this order.
+
+    Example:
+        check_cuts(plan, profile.cuts)
+    """
+    positions = {name: index for index, name in enumerate(cuts)}
+    for index, pipeline in enumerate(plan.pipelines):
+        for number, cut_set in enumerate(pipeline.cut_sets):
+            where = f"pipelines[{index}].cut_sets[{number}].cuts"
+            for name in cut_set.cuts:
+                if name not in positions:
+                    _refuse(where, f"is made of cuts of {plan.model}", repr(name))
+            for first, second in pairwise(cut_set.cuts):
+                if positions[first] >= positions[second]:
+                    _refuse(where, "is in the order of the model, each cut once", f"{first}, {second}")
+
+
+def check_devices(plan: Plan, cluster: Cluster) -> None:
+    """Raise `PlanError` unless every device of the plan is one of the cluster's."""
+    known = {device.name for device in cluster.devices}
+    places = [("loader", plan.loader), ("writer", plan.writer), *_device_places(plan)]
+    for where, name in places:
+        if name not in known:
+            _refuse(where, f"is a device of {cluster.name}", repr(name))
+
+
+def check_made_from(plan: Plan, profile: Profile, cluster: Cluster) -> None:
+    """Raise `PlanError` unless the plan was made from this profile and this cluster, as they are now."""
+    for field, given, made in (
+        ("graph", plan.graph, profile.graph),
+        ("profile", plan.profile, fingerprint(profile)),
+        ("cluster", plan.cluster, fingerprint(cluster)),
+    ):
+        if given != made:
+            raise PlanError(f"{field} of the plan is {given}, but what is given here is {made}; plan again")
+    check_cuts(plan, profile.cuts)
+    check_devices(plan, cluster)
+
+
+def _check_schedule(plan: Plan) -> None:
+    if plan.schedule == "forward-only":
+        if plan.num_microbatches is not None:
+            _refuse("num_microbatches", "is null for the schedule forward-only", plan.num_microbatches)
+    elif plan.num_microbatches is None or plan.num_microbatches < 1:
+        _refuse("num_microbatches", f"is at least 1 for the schedule {plan.schedule}", plan.num_microbatches)
+    if not 0 <= plan.optimizer_state_factor < math.inf:
+        _refuse("optimizer_state_factor", "is from 0 up", plan.optimizer_state_factor)
+
+
+def _check_pipeline(where: str, pipeline: Pipeline, plan: Plan) -> None:
+    if not pipeline.stages:
+        _refuse(f"{where}.stages", "has at least one stage", [])
+    for index, stage in enumerate(pipeline.stages):
+        _check_stage(f"{where}.stages[{index}]", stage, plan)
+    if not pipeline.cut_sets:
+        _refuse(f"{where}.cut_sets", "has at least one cut set", [])
+    _check_parts(f"{where}.cut_sets[*].weight", [cut_set.weight for cut_set in pipeline.cut_sets])
+    for index, cut_set in enumerate(pipeline.cut_sets):
+        place = f"{where}.cut_sets[{index}].cuts"
+        if len(cut_set.cuts) != len(pipeline.stages) - 1:
+            wanted = f"has {len(pipeline.stages) - 1} cuts for {len(pipeline.stages)} stages"
+            _refuse(place, wanted, f"{len(cut_set.cuts)} cuts")
+        if len(set(cut_set.cuts)) < len(cut_set.cuts):
+            _refuse(place, "has each cut once", ", ".join(cut_set.cuts))
+    sets = [cut_set.cuts for cut_set in pipeline.cut_sets]
+    if len(set(sets)) < len(sets):
+        _refuse(f"{where}.cut_sets", "has each cut set once", f"{len(sets)} of which {len(set(sets))} differ")
+    if len(sets) > 1 and any(len(stage.devices) > 1 for stage in pipeline.stages):
+        _refuse(f"{where}.cut_sets", "has one cut set where devices share a stage", f"{len(sets)}")
+
+
+def _check_stage(where: str, stage: Stage, plan: Plan) -> None:
+    if not stage.devices:
+        _refuse(f"{where}.devices", "has at least one device", [])
+    if len(stage.shares) != len(stage.devices):
+        _refuse(f"{where}.shares", f"has a share for each of {len(stage.devices)} devices", len(stage.shares))
+    _check_parts(f"{where}.shares", stage.shares)
+    if len(stage.devices) > 1 and plan.schedule != "forward-only":
+        _refuse(f"{where}.devices", f"is one device with the schedule {plan.schedule}", ", ".join(stage.devices))
+    if not stage.runtime:
+        _refuse(f"{where}.runtime", "is the name of a runtime, such as eager", repr(stage.runtime))
+
+
+def _check_prediction(plan: Plan) -> None:
+    prediction = plan.prediction
+    for field in ("rows_per_s", "bound_rows_per_s", "total_s", "latency_s"):
+        value = getattr(prediction, field)
+        if not 0 < value < math.inf:
+            _refuse(f"prediction.{field}", "is above 0", value)
+    if prediction.num_rows < 1:
+        _refuse("prediction.num_rows", "is at least 1", prediction.num_rows)
+    predicted = [load.device for load in prediction.devices]
+    for name in plan.devices:
+        if predicted.count(name) != 1:
+            _refuse("prediction.devices", "has each device of the plan once", f"{name} {predicted.count(name)} times")
+    for index, load in enumerate(prediction.devices):
+        for field in ("load_s", "memory_bytes"):
+            if not 0 <= getattr(load, field) < math.inf:
+                _refuse(f"prediction.devices[{index}].{field}", "is from 0 up", getattr(load, field))
+
+
+def _check_parts(where: str, parts: Sequence[float]) -> None:
+    for part in parts:
+        if not 0 < part <= 1 + _ROUNDING:
+            _refuse(where, "is above 0 and at most 1", part)
+    if not math.isclose(sum(parts), 1.0, abs_tol=_ROUNDING):
+        _refuse(where, "adds up to 1", f"{sum(parts):g}")
+
+
+def _device_places(plan: Plan) -> Iterator[tuple[str, str]]:
+    for index, pipeline in enumerate(plan.pipelines):
+        for number, stage in enumerate(pipeline.stages):
+            for name in stage.devices:
+                yield f"pipelines[{index}].stages[{number}].devices", name
+
+
+def _refuse(field: str, rule: str, value: object) -> None:
+    raise PlanError(f"{field} of a plan {rule}, not {value}; correct it or plan again")

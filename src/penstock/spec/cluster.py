@@ -1,0 +1,312 @@
+"""Which devices there are and what lies between them.
+
+name = "office"                   # optional
+feeder = "desk"                   # loads the data and takes the results; optional, else the first device
+bandwidth = "1 Gbit/s"            # of every device that gives none; optional, else not limited
+latency = "0.2 ms"                # optional
+[[devices]]
+name = "desk"
+speed = 1.0                       # times the speed of the device that was profiled
+memory = "8 GiB"                  # what penstock may use
+threads = 4                       # optional
+address = "192.168.1.10"          # optional
+bandwidth = "100 Mbit/s"          # optional, as is latency
+[[links]]                         # optional: what two devices have between them, if not what each has
+between = ["desk", "board"]
+bandwidth = "300 Mbit/s"
+latency = "2 ms"
+
+A lab file is a cluster file too: its hosts are devices, their share of a core is their speed.
+"""
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from penstock.errors import ClusterError, UsageError
+from penstock.units import parse_bytes, parse_rate, parse_seconds
+
+_CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
+_DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency")
+_HOST_FIELDS = ("name", "cpu", "memory", "bandwidth")
+_LINK_FIELDS = ("between", "bandwidth", "latency")
+_Number = TypeVar("_Number", int, float)
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One device: its speed in multiples of the profiled one's, its memory, and its link to the others.
+
+    `bandwidth_bytes_per_s` is each direction's, and None where nothing limits it.
+
+    >>> Device(name="board", speed=0.25, memory_bytes=2**30).threads
+    1
+    """
+
+    name: str
+    speed: float
+    memory_bytes: int
+    threads: int = 1
+    address: str = ""
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ClusterError('a device has a name, but one has none; write it like name = "desk"')
+        if not 0 < self.speed < math.inf:
+            raise ClusterError(f"speed is above 0, but {self.name} has {self.speed:g}; write it like speed = 0.5")
+        if self.memory_bytes < 1:
+            raise ClusterError(
+                f"memory is above 0, but {self.name} has {self.memory_bytes}; write it like memory = '1 GiB'"
+            )
+        if self.threads < 1:
+            raise ClusterError(f"threads is at least 1, but {self.name} has {self.threads}; write it like threads = 4")
+        _check_link(self.name, self.bandwidth_bytes_per_s, self.latency_s)
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What two devices have between them, in both directions alike, instead of what each of them has."""
+
+    between: tuple[str, str]
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_link(f"the link between {' and '.join(self.between)}", self.bandwidth_bytes_per_s, self.latency_s)
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The devices that a plan may use, the links between them, and the device that feeds.
+
+    Raises `ClusterError` where names repeat or are not known.
+
+    >>> Cluster(devices=(Device(name="a", speed=1, memory_bytes=2**30),)).feeding.name
+    'a'
+    """
+
+    devices: tuple[Device, ...]
+    name: str = "cluster"
+    feeder: str = ""
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ClusterError("a cluster has at least one device; write one [[devices]] table per device")
+        names = [device.name for device in self.devices]
+        known = set(names)
+        if len(known) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ClusterError(f"each device has its own name, but {twice!r} is given twice; rename one")
+        if self.feeder and self.feeder not in known:
+            raise ClusterError(f"the feeder is one of the devices, not {self.feeder!r}{_nearest(self.feeder, names)}")
+        pairs: set[frozenset[str]] = set()
+        for link in self.links:
+            for name in link.between:
+                if name not in known:
+                    raise ClusterError(f"a link is between devices, not {name!r}{_nearest(name, names)}")
+            pair = frozenset(link.between)
+            if len(pair) < 2 or pair in pairs:
+                raise ClusterError(
+                    f"a link is between two devices and given once, not {' and '.join(link.between)}; remove it"
+                )
+            pairs.add(pair)
+
+    @property
+    def feeding(self) -> Device:
+        """The device that loads the data and takes the results."""
+        return self.device(self.feeder) if self.feeder else self.devices[0]
+
+    def device(self, name: str) -> Device:
+        """Give the device of a name; raises `ClusterError` where there is none."""
+        for device in self.devices:
+            if device.name == name:
+                return device
+        names = [device.name for device in self.devices]
+        raise ClusterError(f"there is no device {name!r} in {self.name}{_nearest(name, names)}")
+
+    def without(self, names: Collection[str]) -> "Cluster":
+        """Give the cluster without some devices; the first that is left feeds where the feeder is gone."""
+        return msgspec.structs.replace(
+            self,
+            devices=tuple(device for device in self.devices if device.name not in names),
+            feeder="" if self.feeder in names else self.feeder,
+            links=tuple(link for link in self.links if not set(link.between) & set(names)),
+        )
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Read the text of a cluster file or a lab file.
+
+    >>> parse_cluster('[[devices]]\\nname = "a"\\nspeed = 0.5\\nmemory = "1 GiB"').devices[0].speed
+    0.5
+
+    Raises `ClusterError` when it is not TOML, names an unknown field or holds a wrong value.
+    """
+    try:
+        table = msgspec.toml.decode(text)
+    except msgspec.DecodeError as error:
+        raise ClusterError(f"a cluster file is TOML, but this one is not: {error}; correct that line") from None
+    _check_fields("a cluster file", table, _CLUSTER_FIELDS)
+    devices, hosts = _tables(table, "devices"), _tables(table, "hosts")
+    if devices and hosts:
+        raise ClusterError("a file has [[devices]] or, as a lab, [[hosts]], not both; keep one kind")
+    bandwidth = _parse("bandwidth of the cluster", table.get("bandwidth"), parse_rate)
+    latency_s = _parse("latency of the cluster", table.get("latency"), parse_seconds) or 0.0
+    read = [_device(item, bandwidth, latency_s) for item in devices]
+    read += [_host(item, bandwidth, latency_s) for item in hosts]
+    return Cluster(
+        name=_text("name of the cluster", table.get("name", "cluster")),
+        feeder=_text("feeder", table.get("feeder", "")),
+        devices=tuple(read),
+        links=tuple(_link(item) for item in _tables(table, "links")),
+    )
+
+
+def read_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """Read a cluster file or a lab file; raises `ClusterError` that starts with the path where it is wrong."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ClusterError(f"a cluster file must be readable, but {path} is not ({reason}); give another") from None
+    try:
+        return parse_cluster(text)
+    except ClusterError as error:
+        raise ClusterError(f"{path}: {error}") from None
+
+
+def write_cluster(cluster: Cluster) -> str:
+    """Write a cluster as the text of a cluster file; reading it gives an equal cluster."""
+    lines = [f'name = "{cluster.name}"']
+    if cluster.feeder:
+        lines.append(f'feeder = "{cluster.feeder}"')
+    for device in cluster.devices:
+        lines += ["", "[[devices]]", f'name = "{device.name}"', f"speed = {float(device.speed)!r}"]
+        lines += [f'memory = "{device.memory_bytes} B"', f"threads = {device.threads}"]
+        if device.address:
+            lines.append(f'address = "{device.address}"')
+        lines += _link_lines(device.bandwidth_bytes_per_s, device.latency_s)
+    for link in cluster.links:
+        lines += ["", "[[links]]", f'between = ["{link.between[0]}", "{link.between[1]}"]']
+        lines += _link_lines(link.bandwidth_bytes_per_s, link.latency_s)
+    return "\n".join(lines) + "\n"
+
+
+def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: float) -> Device:
+    where = _named(table)
+    _check_fields(where, table, _DEVICE_FIELDS)
+    return Device(
+        name=_text("a device's name", _needed(where, table, "name")),
+        speed=_number(f"speed of {where}", _needed(where, table, "speed"), float),
+        memory_bytes=_parse(f"memory of {where}", _needed(where, table, "memory"), parse_bytes) or 0,
+        threads=_number(f"threads of {where}", table.get("threads", 1), int),
+        address=_text(f"address of {where}", table.get("address", "")),
+        bandwidth_bytes_per_s=_parse(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
+        latency_s=latency_s
+        if "latency" not in table
+        else _parse(f"latency of {where}", table["latency"], parse_seconds) or 0.0,
+    )
+
+
+def _host(table: Mapping[str, object], bandwidth: float | None, latency_s: float) -> Device:
+    where = _named(table)
+    _check_fields(where, table, _HOST_FIELDS)
+    cpu = _number(f"cpu of {where}", _needed(where, table, "cpu"), float)
+    return Device(
+        name=_text("a host's name", _needed(where, table, "name")),
+        # one thread cannot use more than one core
+        speed=min(cpu, 1.0),
+        memory_bytes=_parse(f"memory of {where}", _needed(where, table, "memory"), parse_bytes) or 0,
+        bandwidth_bytes_per_s=_parse(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
+        latency_s=latency_s,
+    )
+
+
+def _link(table: Mapping[str, object]) -> Link:
+    _check_fields("a link", table, _LINK_FIELDS)
+    between = _needed("a link", table, "between")
+    if not isinstance(between, list) or len(between) != 2 or not all(isinstance(name, str) for name in between):
+        raise ClusterError(f'a link is between two devices, not {between!r}; write it like between = ["a", "b"]')
+    return Link(
+        between=(between[0], between[1]),
+        bandwidth_bytes_per_s=_parse("bandwidth of a link", table.get("bandwidth"), parse_rate),
+        latency_s=_parse("latency of a link", table.get("latency"), parse_seconds) or 0.0,
+    )
+
+
+def _link_lines(bandwidth_bytes_per_s: float | None, latency_s: float) -> list[str]:
+    lines = []
+    if bandwidth_bytes_per_s is not None:
+        lines.append(f'bandwidth = "{_plain(bandwidth_bytes_per_s * 8)} bit/s"')
+    if latency_s:
+        lines.append(f'latency = "{_plain(latency_s)} s"')
+    return lines
+
+
+def _plain(value: float) -> str:
+    """Write a number without an exponent, as many digits as it needs."""
+    return format(Decimal(repr(float(value))), "f")
+
+
+def _tables(table: Mapping[str, object], field: str) -> list[Mapping[str, object]]:
+    value = table.get(field, [])
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ClusterError(f"{field} are [[{field}]] tables; write one [[{field}]] for each")
+    return value
+
+
+def _named(table: Mapping[str, object]) -> str:
+    return f"device {table['name']}" if "name" in table else "a device without a name"
+
+
+def _needed(where: str, table: Mapping[str, object], field: str) -> object:
+    if field not in table:
+        raise ClusterError(f"{where} has no {field}; add it")
+    return table[field]
+
+
+def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...]) -> None:
+    for field in table:
+        if field not in known:
+            raise ClusterError(f"{where} has the fields {', '.join(known)}, not {field!r}{_nearest(field, known)}")
+
+
+def _check_link(where: str, bandwidth_bytes_per_s: float | None, latency_s: float) -> None:
+    if bandwidth_bytes_per_s is not None and not 0 < bandwidth_bytes_per_s < math.inf:
+        raise ClusterError(f"bandwidth is above 0, but {where} has {bandwidth_bytes_per_s:g}; write it like '1 Gbit/s'")
+    if not 0 <= latency_s < math.inf:
+        raise ClusterError(f"latency is from 0 up, but {where} has {latency_s:g}; write it like '0.2 ms'")
+
+
+def _parse(what: str, value: object, parse: Callable[[str], _Number]) -> _Number | None:
+    if value is None:
+        return None
+    try:
+        return parse(_text(what, value))
+    except ClusterError:
+        raise
+    except UsageError as error:
+        raise ClusterError(f"{what}: {error}") from None
+
+
+def _number(what: str, value: object, kind: type[_Number]) -> _Number:
+    if isinstance(value, bool) or not isinstance(value, (int, kind)):
+        raise ClusterError(f"{what} is a {'whole ' if kind is int else ''}number, not {value!r}; correct it")
+    return kind(value)
+
+
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ClusterError(f"{what} is text, not {value!r}; put it in quotes")
+    return value
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; remove or rename it"

@@ -1,0 +1,116 @@
+"""Which units run on which device, in what portions, and what is expected of it."""
+
+import os
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import PlanError
+from penstock.spec.files import decode_json, read_bytes, write_json
+
+Schedule = Literal["forward-only", "gpipe", "1f1b"]
+Precision = Literal["float32", "float16", "bfloat16"]
+
+
+class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a pipeline is cut, by name and in order, and the part of the microbatches that take these cuts."""
+
+    cuts: tuple[str, ...]
+    weight: float = 1.0
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage: the devices that take turns on its microbatches, and what part each of them takes."""
+
+    devices: tuple[str, ...]
+    shares: tuple[float, ...] = (1.0,)
+    precision: Precision = "float32"
+    runtime: str = "eager"
+
+
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Stages one behind the other, where they are cut, and the part of all microbatches that goes through them."""
+
+    stages: tuple[Stage, ...]
+    cut_sets: tuple[CutSet, ...]
+    share: float = 1.0
+
+
+class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device is expected to do for each microbatch of the plan, on average, and what memory it needs."""
+
+    device: str
+    load_s: float
+    memory_bytes: float
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a plan is expected to do.
+
+    - `rows_per_s`: steady throughput, without filling and draining;
+    - `bound_rows_per_s`: no plan of the kind that was searched is faster than this;
+    - `latency_s`: from feeding a microbatch into the empty pipeline until its result;
+    - `total_s`: for a stream of `num_rows` rows, filling and draining included;
+    - `limit`: what sets the pace.
+    """
+
+    rows_per_s: float
+    bound_rows_per_s: float
+    latency_s: float
+    num_rows: int
+    total_s: float
+    limit: str
+    devices: tuple[DeviceLoad, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to run where.
+
+    `profile` and `cluster` are the fingerprints of what the plan was made from, `graph` that of the model's
+    graph. Microbatches have `microbatch_rows` rows, a cut holds `depth` messages on each side; a training
+    step has `num_microbatches`. Data is loaded on the device `loader`, results are written on `writer`.
+
+    Example:
+        plan = read_plan("plan.json")
+        plan.pipelines[0].stages[1].devices, plan.prediction.rows_per_s
+    """
+
+    model: str
+    graph: str
+    profile: str
+    cluster: str
+    microbatch_rows: int
+    pipelines: tuple[Pipeline, ...]
+    loader: str
+    writer: str
+    prediction: Prediction
+    schedule: Schedule = "forward-only"
+    depth: int = 2
+    num_microbatches: int | None = None
+    optimizer_state_factor: float = 0.0
+    version: int = 1
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of the devices that hold stages, in the order of pipelines and stages."""
+        return tuple(name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices)
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """Give a plan as JSON, in one line."""
+    return msgspec.json.encode(plan)
+
+
+def decode_plan(data: bytes) -> Plan:
+    """Read a plan from JSON; raises `PlanError` for what is not a plan. `check_plan` looks at what it says."""
+    return decode_json(data, Plan, "a plan", PlanError)
+
+
+def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
+    """Write a plan file; reading it gives an equal plan."""
+    write_json(path, plan)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file without a look at what it says; see `read_plan` in `spec/check.py`."""
+    return decode_plan(read_bytes(path, "a plan", PlanError))

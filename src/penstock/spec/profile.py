@@ -1,0 +1,187 @@
+"""What a model costs on one kind of device."""
+
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.errors import ProfileError
+from penstock.spec.files import decode_json, read_bytes, write_json
+
+
+class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A place between two units, or one of the model's ends: its name and the bytes of one message across it.
+
+    >>> Boundary(name="blocks.0:after", bytes_per_row=100, constant_bytes=8).num_bytes(3)
+    308
+    """
+
+    name: str
+    bytes_per_row: float
+    constant_bytes: float = 0.0
+
+    def num_bytes(self, rows: float) -> float:
+        """Give the bytes that cross for one microbatch of so many rows."""
+        return self.bytes_per_row * rows + self.constant_bytes
+
+
+class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What lies between two boundaries: seconds at each of the profile's batch sizes, and bytes.
+
+    - `forward_s[i]`, `backward_s[i]`: median seconds for `profile.rows[i]` rows; no backward, no training plan;
+    - `forward_spread_s`, `backward_spread_s`: how far measurements lay apart (interquartile range), or empty;
+    - `parameters`: names and bytes of the tensors it uses; a name that several units use is one tensor;
+    - `kept_bytes_per_row`: what its forward keeps for its backward;
+    - `working_bytes_per_row`, `working_bytes`: what its values take while it runs, per row and constant.
+    """
+
+    forward_s: tuple[float, ...]
+    forward_spread_s: tuple[float, ...] = ()
+    backward_s: tuple[float, ...] | None = None
+    backward_spread_s: tuple[float, ...] = ()
+    parameters: tuple[tuple[str, int], ...] = ()
+    kept_bytes_per_row: float = 0.0
+    working_bytes_per_row: float = 0.0
+    working_bytes: float = 0.0
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a model costs on one kind of device: `boundaries[u]` and `boundaries[u + 1]` enclose `units[u]`.
+
+    The first boundary is the model's input and the last its output; those between are cuts by name.
+    Seconds are this kind of device's at speed 1:
+
+    - `loader_s_per_row`: to read and prepare a row where the data is loaded;
+    - `feed_s`, `result_s`: to hand over a microbatch, and to take back and write its result;
+    - `send_s_per_byte`, `receive_s_per_byte`: CPU time of the two sides of a message;
+    - `stage_overhead_s`: what a stage spends on each microbatch beside its units;
+    - `base_bytes`: what a process takes before it holds a stage.
+
+    Example:
+        profile = read_profile("profile.json")
+        profile.boundaries[3].name, profile.units[3].forward_s
+
+    Raises `ProfileError` where the parts do not fit together.
+    """
+
+    model: str
+    graph: str  # fingerprint of the captured graph
+    device: str
+    threads: int
+    rows: tuple[int, ...]
+    boundaries: tuple[Boundary, ...]
+    units: tuple[Unit, ...]
+    base_bytes: float = 0.0
+    loader_s_per_row: float = 0.0
+    feed_s: float = 0.0
+    result_s: float = 0.0
+    send_s_per_byte: float = 0.0
+    receive_s_per_byte: float = 0.0
+    stage_overhead_s: float = 0.0
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        if self.version != 1:
+            raise ProfileError(f"this penstock reads profiles of version 1, not {self.version}; profile again")
+        if self.threads < 1:
+            raise ProfileError(f"threads is at least 1, not {self.threads}; profile again")
+        if not self.units or len(self.boundaries) != len(self.units) + 1:
+            raise ProfileError(
+                f"a profile has one boundary more than units and at least one unit, not {len(self.boundaries)} "
+                f"boundaries and {len(self.units)} units; profile again"
+            )
+        if not self.rows or list(self.rows) != sorted(set(self.rows)) or self.rows[0] < 1:
+            raise ProfileError(f"rows are batch sizes from 1 up in rising order, not {list(self.rows)}; profile again")
+        names = [boundary.name for boundary in self.boundaries]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ProfileError(f"each boundary has its own name, but {twice!r} is given twice; profile again")
+        self._check_numbers()
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The names of the boundaries between units, in order."""
+        return tuple(boundary.name for boundary in self.boundaries[1:-1])
+
+    def _check_numbers(self) -> None:
+        for name in _NUMBERS:
+            _check_number(name, getattr(self, name))
+        for index, boundary in enumerate(self.boundaries):
+            _check_number(f"boundaries[{index}].bytes_per_row", boundary.bytes_per_row)
+            _check_number(f"boundaries[{index}].constant_bytes", boundary.constant_bytes)
+        sizes: dict[str, int] = {}
+        for index, unit in enumerate(self.units):
+            _check_unit(f"units[{index}]", unit, len(self.rows))
+            for name, num_bytes in unit.parameters:
+                if sizes.setdefault(name, num_bytes) != num_bytes:
+                    raise ProfileError(
+                        f"a tensor has one size, but {name} has {sizes[name]} and {num_bytes} bytes in "
+                        f"units[{index}].parameters; profile again"
+                    )
+
+
+def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: int) -> float:
+    """Give the seconds at a batch size, on straight lines between those measured.
+
+    Beyond them the nearest line goes on; with one measurement seconds are in proportion to rows.
+
+    >>> interpolate((1, 4), (2.0, 5.0), 3)
+    4.0
+    """
+    if wanted in rows:
+        return seconds[list(rows).index(wanted)]
+    if len(rows) == 1:
+        return seconds[0] * wanted / rows[0]
+    right = min(max(bisect_left(rows, wanted), 1), len(rows) - 1)
+    left = right - 1
+    slope = (seconds[right] - seconds[left]) / (rows[right] - rows[left])
+    return max(0.0, seconds[left] + slope * (wanted - rows[left]))
+
+
+def read_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read a profile file; raises `ProfileError` where it cannot be read or does not fit together."""
+    try:
+        return decode_json(read_bytes(path, "a profile", ProfileError), Profile, "a profile", ProfileError)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from None
+
+
+def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
+    """Write a profile file; reading it gives an equal profile."""
+    write_json(path, profile)
+
+
+_NUMBERS = (
+    "base_bytes", "loader_s_per_row", "feed_s", "result_s", "send_s_per_byte", "receive_s_per_byte",
+    "stage_overhead_s",
+)  # fmt: skip
+
+
+def _check_unit(where: str, unit: Unit, num_rows: int) -> None:
+    tables = {
+        "forward_s": unit.forward_s,
+        "backward_s": unit.backward_s,
+        "forward_spread_s": unit.forward_spread_s or None,
+        "backward_spread_s": unit.backward_spread_s or None,
+    }
+    for name, table in tables.items():
+        if table is None:
+            continue
+        if len(table) != num_rows:
+            raise ProfileError(
+                f"{where}.{name} has one number for each of the profile's {num_rows} batch sizes, not {len(table)}; "
+                "profile again"
+            )
+        for value in table:
+            _check_number(f"{where}.{name}", value)
+    for name in ("kept_bytes_per_row", "working_bytes_per_row", "working_bytes"):
+        _check_number(f"{where}.{name}", getattr(unit, name))
+    for name, num_bytes in unit.parameters:
+        _check_number(f"{where}.parameters {name}", num_bytes)
+
+
+def _check_number(where: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ProfileError(f"{where} is a number from 0 up, not {value}; profile again")

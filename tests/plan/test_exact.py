@@ -1,0 +1,73 @@
+"""The exact search against every plan there is."""
+
+import pytest
+
+from penstock.plan.cost import Setting
+from penstock.plan.exact import best_divisions
+from penstock.plan.problem import Problem, fits_all, latency_s, pace_s
+from tests.plan.instances import best_by_force, random_problem
+from tests.spec.samples import make_cluster, make_profile
+
+
+def agree(problem: Problem, aim: str = "pace", share: bool = False) -> None:
+    found = best_divisions(problem, aim=aim, share=share)  # type: ignore[arg-type]
+    assert found is not None
+    by_force = best_by_force(problem, aim, share=share)
+    if share:  # mixtures need not use every device of a larger selection, but the best of all must agree
+        values = [value for value, _ in found.values()]
+        assert min(values, default=0) == pytest.approx(min(by_force.values(), default=0), rel=1e-9)
+    else:
+        assert {n: value for n, (value, _) in found.items()} == pytest.approx(by_force, rel=1e-9)
+    for size, (value, division) in found.items():
+        assert fits_all(problem, division)
+        assert sum(len(stage.devices) for stage in division) == size
+        assert (pace_s if aim == "pace" else latency_s)(problem, division) == pytest.approx(value, rel=1e-9)
+
+
+@pytest.mark.parametrize("first", range(0, 500, 50))
+def test_500_small_instances(first: int) -> None:
+    for seed in range(first, first + 50):
+        agree(random_problem(seed))
+
+
+def test_training() -> None:
+    for seed in range(60):
+        agree(random_problem(seed, max_units=8, trains=True))
+
+
+def test_latency() -> None:
+    for seed in range(60):
+        agree(random_problem(seed, max_units=8), aim="latency")
+
+
+def test_devices_that_share_stages() -> None:
+    for seed in range(60):
+        problem = random_problem(seed, max_units=6)
+        if not problem.cluster.links:
+            agree(problem, share=True)
+
+
+def test_equal_devices_are_one_kind() -> None:
+    problem = Problem(make_profile([1.0] * 60), make_cluster(*[1.0] * 20), Setting())
+    found = best_divisions(problem, effort=5_000_000)
+    assert found is not None
+    assert found[20][0] == pytest.approx(3.0)
+    assert found[7][0] == pytest.approx(9.0)
+
+
+def test_a_bound_leaves_the_best_in() -> None:
+    for seed in range(100):
+        problem = random_problem(seed)
+        everything = best_divisions(problem)
+        assert everything is not None
+        if not everything:
+            continue
+        best = min(value for value, _ in everything.values())
+        bounded = best_divisions(problem, at_most_s=best * 1.0001)
+        assert bounded is not None
+        assert min(value for value, _ in bounded.values()) == pytest.approx(best, rel=1e-9)
+
+
+def test_too_much_effort_is_refused() -> None:
+    problem = Problem(make_profile([1.0] * 30), make_cluster(*[1 + index / 10 for index in range(9)]), Setting())
+    assert best_divisions(problem, effort=1000) is None

@@ -1,0 +1,68 @@
+"""The search for many devices: near the best where that is known, never beyond the bound, within memory."""
+
+import pytest
+
+from penstock.plan.bound import pace_bound_s
+from penstock.plan.cost import Setting
+from penstock.plan.exact import best_divisions
+from penstock.plan.large import good_division
+from penstock.plan.problem import Problem, fits_all, pace_s
+from penstock.plan.settle import settle
+from tests.plan.instances import every_division, random_problem
+from tests.spec.samples import make_cluster, make_profile
+
+
+def test_the_bound_holds() -> None:
+    for seed in range(120):
+        problem = random_problem(seed, max_units=7, max_devices=3, trains=seed % 2 == 1)
+        paces = [pace_s(problem, division) for division in every_division(problem)]
+        assert all(pace >= pace_bound_s(problem) * (1 - 1e-9) for pace in paces)
+        shared = [pace_s(problem, division) for division in every_division(problem, share=not problem.setting.trains)]
+        assert all(pace >= pace_bound_s(problem, share=True) * (1 - 1e-9) for pace in shared)
+
+
+def test_what_is_found_is_a_plan_and_near_the_best() -> None:
+    ratios = []
+    possible = 0
+    for seed in range(150):
+        problem = random_problem(seed, trains=seed % 3 == 0)
+        found = good_division(problem)
+        exact = best_divisions(problem)
+        assert exact is not None
+        possible += bool(exact)
+        if found is None:
+            continue
+        assert fits_all(problem, found)
+        assert [stage.start for stage in found] == [0, *(stage.end for stage in found[:-1])]
+        assert found[-1].end == problem.num_units
+        best = min(value for value, _ in exact.values())
+        assert pace_s(problem, found) >= best * (1 - 1e-9)
+        ratios.append(pace_s(problem, found) / best)
+    assert len(ratios) >= 0.95 * possible
+    assert sorted(ratios)[len(ratios) // 2] < 1.05
+
+
+def test_forty_unequal_devices_are_used_well() -> None:
+    seconds = [0.5 + (index * 7919 % 100) / 100 for index in range(600)]
+    problem = Problem(make_profile(seconds), make_cluster(*[0.3 + (k * 31 % 40) / 40 for k in range(40)]), Setting())
+    found = good_division(problem)
+    assert found is not None
+    assert pace_s(problem, found) <= pace_bound_s(problem) * 1.03
+
+
+def test_some_devices_only() -> None:
+    problem = Problem(make_profile([1.0] * 40), make_cluster(1, 2, 3, 4, 5), Setting())
+    found = good_division(problem, [1, 3])
+    assert found is not None
+    assert {stage.devices[0] for stage in found} == {1, 3}
+    assert pace_s(problem, found) == pytest.approx(40 / 6, rel=0.05)
+
+
+def test_settling_keeps_devices_and_is_never_slower() -> None:
+    for seed in range(80):
+        problem = random_problem(seed, trains=seed % 2 == 0)
+        for division in list(every_division(problem))[::37]:
+            settled = settle(problem, division)
+            assert [stage.devices for stage in settled] == [stage.devices for stage in division]
+            assert fits_all(problem, settled)
+            assert pace_s(problem, settled) <= pace_s(problem, division) * (1 + 1e-9)

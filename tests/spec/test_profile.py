@@ -1,0 +1,73 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ProfileError
+from penstock.spec.files import fingerprint
+from penstock.spec.profile import Boundary, Unit, interpolate, read_profile, write_profile
+from tests.spec.samples import make_profile
+
+
+def test_a_profile_loads_back_equal(tmp_path: Path) -> None:
+    unit = Unit(forward_s=(0.1, 0.3), forward_spread_s=(0.01, 0.02), backward_s=(0.2, 0.7), parameters=(("w", 12),))
+    profile = make_profile([1.0], rows=(1, 4), units=(unit,), loader_s_per_row=1e-3)
+    write_profile(tmp_path / "profile.json", profile)
+    assert read_profile(tmp_path / "profile.json") == profile
+    assert fingerprint(read_profile(tmp_path / "profile.json")) == fingerprint(profile)
+
+
+def test_cuts_are_the_boundaries_between_units() -> None:
+    assert make_profile([1, 2, 3]).cuts == ("unit0:after", "unit1:after")
+
+
+def test_a_message_has_a_constant_part() -> None:
+    assert Boundary(name="x", bytes_per_row=100, constant_bytes=8).num_bytes(3) == 308
+
+
+def test_seconds_between_and_beyond_what_was_measured() -> None:
+    assert interpolate((1, 4), (2.0, 5.0), 1) == 2.0
+    assert interpolate((1, 4), (2.0, 5.0), 2) == 3.0
+    assert interpolate((1, 4), (2.0, 5.0), 6) == 7.0
+    assert interpolate((2,), (2.0,), 5) == 5.0
+    assert interpolate((2, 4), (1.0, 9.0), 1) == 0.0  # seconds are never negative
+
+
+@given(st.integers(1, 40), st.floats(0, 10), st.floats(0, 10))
+def test_lines_are_kept(rows: int, start: float, slope: float) -> None:
+    table = [start + slope * row for row in (1, 3, 8)]
+    assert interpolate((1, 3, 8), table, rows) == pytest.approx(start + slope * rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": ()}, r"rows are batch sizes from 1 up in rising order, not \[\]"),
+        ({"rows": (4, 1)}, r"rows are batch sizes from 1 up in rising order, not \[4, 1\]"),
+        ({"rows": (1, 2)}, r"units\[0\].forward_s has one number for each of the profile's 2 batch sizes, not 1"),
+        ({"units": ()}, "one boundary more than units and at least one unit, not 3 boundaries and 0 units"),
+        ({"feed_s": -1.0}, "feed_s is a number from 0 up, not -1"),
+        ({"threads": 0}, "threads is at least 1, not 0"),
+        ({"version": 2}, "this penstock reads profiles of version 1, not 2"),
+        (
+            {"boundaries": (Boundary(name="a", bytes_per_row=1),) * 3},
+            "each boundary has its own name, but 'a' is given twice",
+        ),
+        (
+            {"units": tuple(Unit(forward_s=(1.0,), parameters=(("w", size),)) for size in (3, 4))},
+            r"a tensor has one size, but w has 3 and 4 bytes in units\[1\].parameters",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_together(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        make_profile([1.0, 1.0], **change)
+
+
+def test_a_file_that_is_no_profile(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text('{"model": 3}')
+    with pytest.raises(ProfileError, match=r"profile.json: a profile does not hold what it should at model: Expected"):
+        read_profile(file)

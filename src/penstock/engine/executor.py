@@ -18,12 +18,18 @@ from penstock.plan.schedule import Action
 
 @dataclass(slots=True)
 class StageReport:
-    """What one stage did during one stream; seconds."""
+    """What one stage did during one stream, in seconds.
+
+    `compute_cpu_s` is CPU time of the thread that computes while it computes; where it falls behind `compute_s`
+    something else had the core. `cpu_s` is CPU time of the whole process during the stream.
+    """
 
     stage: int
     device: str
     num_microbatches: int = 0
     compute_s: float = 0.0
+    compute_cpu_s: float = 0.0
+    cpu_s: float = 0.0
     wait_s: float = 0.0
     send_s: float = 0.0
 
@@ -39,6 +45,7 @@ class StageSlot:
     report: StageReport
     clock: Callable[[], float] = field(default=time.perf_counter)
     progress: Progress = field(default_factory=Progress)
+    began_cpu_s: float = 0.0
 
     def start_report(self) -> None:
         """Begin counting for another stream."""
@@ -82,12 +89,16 @@ def _forward(slot: StageSlot, microbatch: int) -> int:
         _pass_on(slot, message)
         return message.kind
     runtime = slot.runtimes[microbatch]
+    if not report.num_microbatches:
+        slot.began_cpu_s = time.process_time()
+    cpu_s = time.thread_time()
     sizes = dict(zip(runtime.program.symbols, message.sizes, strict=True))
     try:
         outputs = runtime(sizes, message.tensors)
     except RunError as error:
         raise RunError(f"stage {slot.index}, microbatch {microbatch}: {error}") from error
     computed = slot.clock()
+    report.compute_cpu_s += time.thread_time() - cpu_s
     slot.progress.computed += 1
     slot.outlet.put(Message(DATA, message.index, message.sizes, outputs))
     slot.progress.passed += 1
@@ -122,6 +133,8 @@ def _pass_on(slot: StageSlot, message: Message) -> None:
     """Send the end of the stream further, with this stage's report added to it."""
     body = message.body
     if message.kind == END:
+        if slot.report.num_microbatches:
+            slot.report.cpu_s = time.process_time() - slot.began_cpu_s
         reports = json.loads(message.body or b"[]")
         body = json.dumps([*reports, asdict(slot.report)]).encode()
     slot.progress.computed += 1

@@ -57,7 +57,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     - `feed_s`, `result_s`: to hand over a microbatch, and to take back and write its result;
     - `send_s_per_byte`, `receive_s_per_byte`: CPU time of the two sides of a message;
     - `stage_overhead_s`: what a stage spends on each microbatch beside its units;
-    - `base_bytes`: what a process takes before it holds a stage.
+    - `base_bytes`: what a process takes before it holds a stage;
+    - `calibration_s`: a round of reference work, by which other devices' speed is compared; 0 where not measured.
 
     Example:
         profile = read_profile("profile.json")
@@ -80,6 +81,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     send_s_per_byte: float = 0.0
     receive_s_per_byte: float = 0.0
     stage_overhead_s: float = 0.0
+    calibration_s: float = 0.0
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -155,7 +157,7 @@ def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
 
 _NUMBERS = (
     "base_bytes", "loader_s_per_row", "feed_s", "result_s", "send_s_per_byte", "receive_s_per_byte",
-    "stage_overhead_s",
+    "stage_overhead_s", "calibration_s",
 )  # fmt: skip
 
 

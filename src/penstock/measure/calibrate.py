@@ -1,0 +1,40 @@
+"""A short piece of work that says how fast a device is, whatever model it will run."""
+
+import time
+
+import torch
+from torch.nn import functional
+
+_BLOCKS, _ROWS, _WIDTH = 12, 197, 384
+
+
+def calibrate(seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False) -> float:
+    """Give the seconds that one round of a small transformer's matrix products takes here.
+
+    The weights do not fit in most caches, as a model's do not. Rounds are repeated for at least `seconds`, so a CPU
+    quota that comes in short slices evens out; `by_cpu` counts this thread's own CPU seconds.
+
+    Example:
+        speed = profile.calibration_s / calibrate()
+    """
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        (torch.randn(4 * _WIDTH, _WIDTH, generator=generator), torch.randn(_WIDTH, 4 * _WIDTH, generator=generator))
+        for _ in range(_BLOCKS)
+    ]
+    rows = torch.randn(_ROWS, _WIDTH, generator=generator)
+    clock = time.thread_time if by_cpu else time.perf_counter
+    with torch.inference_mode():
+        _round(rows, weights)
+        begin, started, rounds = clock(), time.perf_counter(), 0
+        while rounds < 3 or time.perf_counter() - started < seconds:
+            _round(rows, weights)
+            rounds += 1
+        return (clock() - begin) / rounds
+
+
+def _round(rows: torch.Tensor, weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for up, down in weights:
+        hidden = functional.gelu(functional.linear(functional.layer_norm(rows, (_WIDTH,)), up))
+        functional.linear(hidden, down)

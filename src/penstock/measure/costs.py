@@ -1,0 +1,130 @@
+"""What a graph's units take: seconds in place at several batch sizes, and bytes."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from penstock.engine.runtime import Runtime
+from penstock.graph.graph import Graph
+from penstock.graph.ops import State, Value, effect
+from penstock.graph.stages import divide
+from penstock.measure.units import random_input
+
+# passes are repeated while their totals lie further apart than this part of the median
+_STEADY = 0.03
+_MOST_ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Median seconds of every unit for one batch size, and their interquartile range."""
+
+    median_s: tuple[float, ...]
+    spread_s: tuple[float, ...]
+
+
+def measure_seconds(
+    graph: Graph, load: Callable[[State], Tensor], positions: Sequence[int], *, rows: Sequence[int],
+    threads: int, repeats: int = 7,
+) -> list[Seconds]:  # fmt: skip
+    """Time the operations between neighbouring positions in place, for each batch size.
+
+    One thread is timed by its own CPU clock, so that other work on the machine does not count; several by
+    the wall clock. Operations are timed one by one within whole passes, which stops nothing that they leave in
+    the caches; the sum is then brought to that of passes without a clock in between.
+    """
+    torch.set_num_threads(threads)
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    program = divide(graph, [])[0]
+    runtime = Runtime(program, {state.value.name: load(state) for state in program.states})
+    with torch.inference_mode():
+        return [
+            # larger batches vary less and take longer
+            _measure(runtime, graph, positions, count, clock, max(3, round(repeats / math.sqrt(count / rows[0]))))
+            for count in rows
+        ]
+
+
+def _measure(
+    runtime: Runtime, graph: Graph, positions: Sequence[int], rows: int, clock: Callable[[], float], repeats: int
+) -> Seconds:
+    sizes = graph.sizes(rows)
+    inputs = [random_input(value, sizes) for value in graph.tensor_inputs()]
+    runtime(sizes, inputs)
+    passes: list[list[float]] = []
+    wholes: list[float] = []
+    for _ in range(_MOST_ROUNDS):
+        for _ in range(repeats):
+            seconds = runtime.timed(sizes, inputs, clock)
+            passes.append([sum(seconds[a:b]) for a, b in pairwise(positions)])
+            begin = clock()
+            runtime(sizes, inputs)
+            wholes.append(clock() - begin)
+        if spread(wholes) <= _STEADY * statistics.median(wholes):
+            break
+    medians = [statistics.median(times) for times in zip(*passes, strict=True)]
+    scale = statistics.median(wholes) / sum(medians)
+    return Seconds(
+        tuple(median * scale for median in medians),
+        tuple(spread(times) * scale for times in zip(*passes, strict=True)),
+    )
+
+
+def spread(values: Sequence[float]) -> float:
+    """Give the interquartile range.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    2.0
+    """
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
+
+
+def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[str, int], ...]]:
+    """Give names and bytes of the state that the units between neighbouring positions use, tables included."""
+    sizes = {state.value.name: state.value.num_bytes({}) for state in graph.states}
+    sources: dict[str, set[str]] = {}
+    for op in graph.prelude:  # every stage computes the tables that it needs, from the state behind them
+        sources[op.name] = {name for used in op.uses() for name in sources.get(used, {used} & sizes.keys())}
+    held = []
+    for start, stop in pairwise(positions):
+        names = (used for op in graph.ops[start:stop] for used in op.uses())
+        found = dict.fromkeys(name for used in names for name in sources.get(used, {used} & sizes.keys()))
+        held.append(tuple((name, sizes[name]) for name in found))
+    return held
+
+
+def working_bytes(graph: Graph, positions: Sequence[int], rows: int) -> list[float]:
+    """Give the most bytes that values take at any moment between neighbouring positions, for so many rows."""
+    lives: dict[str, list[int]] = {value.name: [0, 0] for value in graph.tensor_inputs()}
+    owner = {name: name for name in lives}
+    for index, op in enumerate(graph.ops):
+        used = [owner[name] for name in op.uses() if name in owner]
+        for name in used:
+            lives[name][1] = index
+        shared = [owner[name] for name in effect(op).shares if name in owner]
+        owner[op.name] = shared[0] if shared else op.name  # a view keeps what it views
+        if not shared:
+            lives[op.name] = [index, index]
+    sizes = graph.sizes(rows)
+    change = [0.0] * (len(graph.ops) + 1)
+    for name, (first, last) in lives.items():
+        num_bytes = float(graph.values[name].num_bytes(sizes)) if name in graph.values else 0.0
+        change[first] += num_bytes
+        change[last + 1] -= num_bytes
+    live = list(accumulate(change))
+    return [max(live[start:stop]) for start, stop in pairwise(positions)]
+
+
+def line_through(values: Iterable[Value], graph: Graph) -> tuple[float, float]:
+    """Give bytes per row and constant bytes of some values; exact where sizes grow evenly with rows."""
+    one, two = (sum(value.num_bytes(graph.sizes(rows)) for value in values) for rows in (1, 2))
+    return float(two - one), float(2 * one - two)

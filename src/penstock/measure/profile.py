@@ -1,0 +1,131 @@
+"""Make a profile: what a model costs on this kind of device."""
+
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.graph.cuts import Cuts
+from penstock.graph.graph import Graph
+from penstock.graph.ops import State
+from penstock.graph.program import write_program
+from penstock.graph.stages import divide
+from penstock.measure.costs import held_by_units, line_through, measure_seconds, working_bytes
+from penstock.spec.profile import Boundary, Profile, Unit
+
+ROWS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCosts:
+    """CPU seconds that messages take, beside the model's own work; see `measure_messages`."""
+
+    send_s_per_byte: float = 0.0
+    receive_s_per_byte: float = 0.0
+    stage_overhead_s: float = 0.0
+    feed_s: float = 0.0
+    result_s: float = 0.0
+
+
+def profile_graph(
+    graph: Graph,
+    load: Callable[[State], Tensor],
+    *,
+    rows: Sequence[int] = ROWS,
+    threads: int = 1,
+    repeats: int = 7,
+    messages: MessageCosts | None = None,
+    calibration_s: float = 0.0,
+    base_bytes: float = 0.0,
+) -> Profile:
+    """Measure what every range between possible cuts takes, at several batch sizes.
+
+    Example:
+        profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages(), base_bytes=worker_bytes())
+
+    Needs the whole model in memory. Seconds are this device's with so many threads.
+    """
+    cuts = Cuts(graph)
+    positions = [0, *(cut.position for cut in cuts), len(graph.ops)]
+    rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
+    measured = measure_seconds(graph, load, positions, rows=rows, threads=threads, repeats=repeats)
+    held = held_by_units(graph, positions)
+    working = [working_bytes(graph, positions, count) for count in (1, 2)]
+    units = tuple(
+        Unit(
+            forward_s=tuple(seconds.median_s[index] for seconds in measured),
+            forward_spread_s=tuple(seconds.spread_s[index] for seconds in measured),
+            parameters=held[index],
+            working_bytes_per_row=working[1][index] - working[0][index],
+            working_bytes=max(0.0, 2 * working[0][index] - working[1][index]),
+        )
+        for index in range(len(positions) - 1)
+    )
+    costs = messages or MessageCosts()
+    return Profile(
+        model=graph.model,
+        graph=graph_fingerprint(graph),
+        device=device_kind(),
+        threads=threads,
+        rows=rows,
+        boundaries=_boundaries(graph, cuts),
+        units=units,
+        base_bytes=base_bytes,
+        feed_s=costs.feed_s,
+        result_s=costs.result_s,
+        send_s_per_byte=costs.send_s_per_byte,
+        receive_s_per_byte=costs.receive_s_per_byte,
+        stage_overhead_s=costs.stage_overhead_s,
+        calibration_s=calibration_s,
+    )
+
+
+def _boundaries(graph: Graph, cuts: Cuts) -> tuple[Boundary, ...]:
+    results = [graph.values[output.name] for output in graph.outputs if hasattr(output, "name")]
+    groups = [("input", graph.tensor_inputs()), *((cut.name, cut.crossing) for cut in cuts), ("output", results)]
+    boundaries = []
+    for name, values in groups:
+        per_row, constant = line_through(values, graph)
+        boundaries.append(Boundary(name=name, bytes_per_row=max(0.0, per_row), constant_bytes=max(0.0, constant)))
+    return tuple(boundaries)
+
+
+def graph_fingerprint(graph: Graph) -> str:
+    """Name a graph by its content, as plans and bundles refer to it."""
+    return hashlib.sha256(write_program(divide(graph, [])[0]).encode()).hexdigest()[:16]
+
+
+def device_kind() -> str:
+    """Describe this machine's processor in a few words."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+_MEASURE_BASE = """
+import torch
+import penstock.engine.worker
+torch.set_num_threads(1)
+torch.nn.functional.linear(torch.randn(8, 64), torch.randn(64, 64))
+with open("/proc/self/status", encoding="utf-8") as lines:
+    print([int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")][0])
+"""
+
+
+def worker_bytes() -> float:
+    """Measure what a process that could hold a stage takes before it holds one: anonymous memory, in bytes.
+
+    Raises `RunError` on systems that do not say.
+    """
+    done = subprocess.run([sys.executable, "-c", _MEASURE_BASE], capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RunError(f"a worker's memory could not be measured: {(done.stderr.splitlines() or ['no reason'])[-1]}")
+    return float(done.stdout)

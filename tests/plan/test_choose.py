@@ -59,7 +59,6 @@ def test_alternating_keeps_to_the_memory() -> None:
     profile = make_profile([1.0] * 18, units=weigh(18, 100))
     loose = make_plan(profile, make_cluster(1, 1, 1, 1, memory_bytes=700), Request(replicas=False))
     assert len(loose.pipelines[0].cut_sets) > 1
-    assert max(load.memory_bytes for load in loose.prediction.devices) > 500
     tight = make_plan(profile, make_cluster(1, 1, 1, 1, memory_bytes=500), Request(replicas=False))
     assert max(load.memory_bytes for load in tight.prediction.devices) <= 500
 

@@ -1,20 +1,26 @@
 """What no plan can be faster than."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.plan.cost import Vector
 from penstock.plan.problem import Problem
 
+_PRECISION = 1e-5
+# which part of the units is lighter than those that are counted
+_HEAVY = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+
 
 def pace_bound_s(problem: Problem, *, share: bool = False, numbers: Sequence[int] | None = None) -> float:
     """Give seconds between microbatches that no plan of these devices goes below.
 
-    It lets units be divided at will and devices be filled to the brim: every device that takes part pays its
-    overhead and the cheapest cut there is. Without sharing, the heaviest unit also needs the fastest device for
-    itself. With `share`, devices may take turns on stages or whole pipelines, which only leaves the work itself.
-    `numbers` are the devices that may be used, where not all may.
+    Each device could at most do the stage of the most work that it can do in time, wherever in the model that
+    lies; in all they must do the whole model. Memory and links are left out of account. With `share`, devices
+    may take turns on stages or whole pipelines; then a device can be filled to the brim, which leaves only the
+    work itself. `numbers` are the devices that may be used, where not all may.
 
     Example:
         gap = pace_s / pace_bound_s(problem) - 1
@@ -22,30 +28,61 @@ def pace_bound_s(problem: Problem, *, share: bool = False, numbers: Sequence[int
     costs = problem.costs
     chosen = list(range(len(problem.devices))) if numbers is None else list(numbers)
     speeds = problem.speeds[chosen]
-    inner = slice(1, problem.num_units)
-    cheapest = 0.0
-    if not share and problem.num_units > 1:
-        cheapest = float(costs.before_s[inner].min() + costs.behind_s[inner].min())
-    fixed = 0.0 if share else costs.overhead_s + cheapest
-    # n stages have n - 1 cuts, but every device pays for one in `fixed`
-    work = costs.total_s + (costs.overhead_s if share else -cheapest)
-    lost = fixed + costs.feeding_s * (np.array(chosen) == problem.feeder)
-    heaviest = float(np.diff(costs.seconds).max()) + costs.overhead_s
-    low = costs.feeding_s / problem.devices[problem.feeder].speed
-    if not share:
-        low = max(low, heaviest / float(speeds.max()))
-    high = max(low, (work + fixed + costs.feeding_s) / float(speeds.min())) * 2 + 1e-300
-    if _able(speeds, low, lost) >= work:
+    feeding = costs.feeding_s * (np.array(chosen) == problem.feeder)
+    alone = costs.feeding_s / problem.devices[problem.feeder].speed
+    work = costs.total_s + (costs.overhead_s if share else 0.0)
+    enough: Callable[[Vector], bool] = _Work(work).enough if share else _Stages(problem).enough
+    low = max(alone, work / float(speeds.sum()))
+    if enough(np.maximum(speeds * low - feeding, 0.0)):
         return low
-    for _ in range(100):
-        middle = (low + high) / 2
-        if _able(speeds, middle, lost) >= work:
+    high = max(low, (2 * work + costs.overhead_s + costs.feeding_s) / float(speeds.min()))
+    high += float(costs.before_s.max() + costs.behind_s.max()) / float(speeds.min())
+    while high > max(low * (1 + _PRECISION), 1e-300):
+        # the answer is mostly near the lower end, so halve the ratio
+        middle = math.sqrt(low * high) if low else high / 2
+        if enough(np.maximum(speeds * middle - feeding, 0.0)):
             high = middle
         else:
             low = middle
     return low
 
 
-def _able(speeds: Vector, pace_s: float, lost: Vector) -> float:
-    """Give the work that all devices can do in the time of one microbatch."""
-    return float(np.maximum(speeds * pace_s - lost, 0.0).sum())
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Whether devices that are filled to the brim could do the work."""
+
+    seconds: float
+
+    def enough(self, budgets: Vector) -> bool:
+        """Say whether devices with so many seconds of work for each microbatch might do the whole model."""
+        return float(budgets.sum()) >= self.seconds * (1 - 1e-12)
+
+
+class _Stages:
+    """Whether devices could do the whole model if each did the one stage of which it can do most.
+
+    That is asked of the work in seconds, and of the number of units at least as heavy as some: few devices may be
+    fast enough for a heavy unit, and those have time for few.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        costs = problem.costs
+        # messages of the model's ends may stay on the feeder: leave them out
+        before, behind = costs.before_s.copy(), costs.behind_s.copy()
+        before[0] = behind[-1] = 0.0
+        self.starts = costs.seconds - before - costs.overhead_s
+        ends = costs.seconds + behind
+        # the last boundary within a limit, though ends do not only rise: the least from each boundary on does
+        self.least = np.minimum.accumulate(ends[::-1])[::-1]
+        units = np.diff(costs.seconds)
+        heavy = [np.where(units >= limit, 1.0, 0.0) for limit in np.quantile(units, _HEAVY)]
+        self.measures = np.array([np.concatenate([[0.0], np.cumsum(m)]) for m in (units, *heavy)])
+
+    def enough(self, budgets: Vector) -> bool:
+        """Say whether devices with so many seconds of work for each microbatch might do the whole model."""
+        total = np.zeros(len(self.measures))
+        for budget, count in zip(*np.unique(budgets, return_counts=True), strict=True):
+            last = np.searchsorted(self.least, (self.starts + budget) * (1 + 1e-12), side="right") - 1
+            most = (self.measures[:, np.maximum(last, 0)] - self.measures).max(axis=1)
+            total += np.maximum(most, 0.0) * int(count)
+        return bool((total >= self.measures[:, -1] * (1 - 1e-12)).all())

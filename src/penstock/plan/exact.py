@@ -25,6 +25,8 @@ from penstock.plan.problem import Division, Placed, Problem
 
 # What one search may look at; a billion stages take some seconds
 EFFORT = 2_000_000_000
+# what one step of the recurrence costs beside the stages it looks at, in stages
+_STEP = 30_000
 # devices that share a stage in any mixture: the number of mixtures must stay small
 _MAX_MIXTURES = 64
 
@@ -82,7 +84,7 @@ class _Search:
         self.cache: dict[_State, Vector] = {}
 
     def run(self, effort: int) -> dict[int, tuple[float, Division]] | None:
-        if math.prod(count + 1 for count in self.counts) * len(self.options) > effort:
+        if self._least_effort() > effort:
             return None
         for state in self._states():
             for option in self.options:
@@ -93,6 +95,12 @@ class _Search:
                 if effort < 0:
                     return None
         return self._results()
+
+    def _least_effort(self) -> int:
+        """Give what the search costs at least: without a bound on the pace nearly every step looks at all stages."""
+        steps = math.prod(count + 1 for count in self.counts) * len(self.options) // 2
+        bounded = self.aim == "pace" and self.at_most_s < math.inf
+        return steps * (_STEP if bounded else _STEP + self.problem.num_units**2 // 2)
 
     def _options(self, share: bool) -> list[_State]:
         """Give the groups of devices that one stage may have."""
@@ -170,7 +178,7 @@ class _Search:
             key = (target, -1 if self.uniform else kind)
             known = self.table.get(key)
             self.table[key] = window if known is None else _merge(known, window)
-        return int(starts.stop - starts.start) * len(following.values)
+        return _STEP + int(starts.stop - starts.start) * len(following.values)
 
     def _possible_starts(self, left: _State, last: int) -> slice:
         """Leave out what the devices that are left could not do in time: a window around equal loads."""

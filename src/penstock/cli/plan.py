@@ -1,0 +1,71 @@
+"""`penstock plan`: choose stages, devices, cut sets, replicas and microbatch size."""
+
+from pathlib import Path
+from typing import Annotated, cast
+
+import msgspec
+import typer
+
+from penstock.cli.options import JsonFile, make_console, parse_numbers, write_json
+from penstock.errors import UsageError
+from penstock.plan.choose import PlanAim, Request, choose
+from penstock.plan.explain import explain, load_lines, summary, what_would_help
+from penstock.spec.cluster import read_cluster
+from penstock.spec.plan import Schedule, write_plan
+from penstock.spec.profile import read_profile
+
+_AIMS = ("throughput", "latency", "devices")
+_SCHEDULES = ("forward-only", "gpipe", "1f1b")
+
+
+def plan(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What `penstock profile` wrote.")],
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file or a lab file.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="plan.json", help="Write it here.")] = None,
+    aim: Annotated[str, typer.Option(help="throughput, latency, or devices: the fewest for --target.")] = "throughput",
+    target: Annotated[float | None, typer.Option(help="Rows per second to reach with --aim devices.")] = None,
+    rows: Annotated[str | None, typer.Option(help="Microbatch sizes to choose from, like 1,2,4.")] = None,
+    num_rows: Annotated[int, typer.Option(min=1, help="Rows of the stream that is predicted.")] = 500,
+    depth: Annotated[int, typer.Option(min=1, help="Microbatches that may wait at a cut.")] = 2,
+    schedule: Annotated[str, typer.Option(help="forward-only, or to train gpipe or 1f1b.")] = "forward-only",
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches per training step.")] = None,
+    optimizer_state: Annotated[float, typer.Option(min=0, help="Bytes per byte of weights; AdamW has 2.")] = 0.0,
+    alternate: Annotated[bool, typer.Option(help="Let microbatches take turns on several cut sets.")] = True,
+    replicas: Annotated[bool, typer.Option(help="Also consider devices that share the work of a stage.")] = True,
+    explanation: Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Choose how to run a profiled model on a cluster, and predict what that will do."""
+    if aim not in _AIMS:
+        raise UsageError(f"--aim is one of {', '.join(_AIMS)}, not {aim!r}")
+    if schedule not in _SCHEDULES:
+        raise UsageError(f"--schedule is one of {', '.join(_SCHEDULES)}, not {schedule!r}")
+    if target is not None and aim != "devices":
+        raise UsageError("--target goes with --aim devices; leave it out or add --aim devices")
+    request = Request(
+        aim=cast(PlanAim, aim), target_rows_per_s=target, num_rows=num_rows, depth=depth,
+        rows=tuple(parse_numbers(rows, "--rows")) if rows else (),
+        schedule=cast(Schedule, schedule), num_microbatches=microbatches, optimizer_state_factor=optimizer_state,
+        alternate=alternate, replicas=replicas,
+    )  # fmt: skip
+    measured, devices = read_profile(profile), read_cluster(cluster)
+    console = make_console()
+    with console.status("planning"):
+        choice = choose(measured, devices, request)
+        helps = what_would_help(choice, measured, devices, request) if explanation else []
+    lines = (
+        explain(choice, devices, helps) if explanation else [summary(choice.plan), *load_lines(choice.plan, devices)]
+    )
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    if output is not None:
+        write_plan(output, choice.plan)
+    others = [
+        {"kind": c.kind, "rows": c.rows, "num_devices": c.num_devices, "rows_per_s": c.prediction.rows_per_s}
+        for c in choice.others
+    ]
+    result = {
+        "plan": msgspec.to_builtins(choice.plan), "kind": choice.best.kind, "exact": choice.best.exact,
+        "others": others, "helps": [{"change": h.change, "rows_per_s": h.rows_per_s, "gain": h.gain} for h in helps],
+    }  # fmt: skip
+    write_json(json, result)

@@ -1,0 +1,338 @@
+"""Choose a plan: search every batch size, weigh the kinds of plans against each other, write the best one down."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from penstock.errors import PlanError
+from penstock.plan.alternate import Lines, alternate
+from penstock.plan.bound import pace_bound_s
+from penstock.plan.cost import Setting, Vector
+from penstock.plan.exact import best_divisions
+from penstock.plan.large import good_division
+from penstock.plan.misfit import explain_misfit
+from penstock.plan.predict import predict_pipelines
+from penstock.plan.problem import Division, Placed, Problem, pace_s, shared_load_s
+from penstock.plan.replicas import best_replicas, rates_of
+from penstock.plan.settle import settle
+from penstock.spec.check import check_plan
+from penstock.spec.cluster import Cluster
+from penstock.spec.files import fingerprint
+from penstock.spec.plan import CutSet, Pipeline, Plan, Prediction, Schedule, Stage
+from penstock.spec.profile import Profile
+
+PlanAim = Literal["throughput", "latency", "devices"]
+Kind = Literal["stages", "shared stages", "replicas", "alternating cuts"]
+# a program over more cuts than this takes longer than its gain is worth
+_MAX_ALTERNATING_STAGES = 64
+# how many pipelines beside the best are tried with alternating cuts
+_ALTERNATED = 3
+# plans this near to each other count as equal: then the one with fewer devices is better
+_EQUAL = 1e-3
+_SHARE_EFFORT = 300_000_000
+_BOUNDED_EFFORT = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is wanted of a plan.
+
+    `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes
+    to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
+
+    >>> Request(aim="latency").depth
+    2
+    """
+
+    aim: PlanAim = "throughput"
+    target_rows_per_s: float | None = None
+    rows: tuple[int, ...] = ()
+    num_rows: int = 500
+    depth: int = 2
+    schedule: Schedule = "forward-only"
+    num_microbatches: int | None = None
+    optimizer_state_factor: float = 0.0
+    alternate: bool = True
+    replicas: bool = True
+
+    def __post_init__(self) -> None:
+        if self.aim == "devices" and not (self.target_rows_per_s and self.target_rows_per_s > 0):
+            raise PlanError("the aim devices needs the throughput to reach; give --target in rows per second")
+
+    def setting(self, rows: int) -> Setting:
+        """Give how stages are run with so many rows per microbatch."""
+        return Setting(
+            rows=rows, depth=self.depth, schedule=self.schedule, num_microbatches=self.num_microbatches,
+            optimizer_state_factor=self.optimizer_state_factor,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to run the model: its kind, its pipelines with names, and what they are predicted to do.
+
+    `exact` says that no plan of its kind is better for its microbatch size.
+    """
+
+    kind: Kind
+    problem: Problem
+    pipelines: tuple[Pipeline, ...]
+    prediction: Prediction
+    exact: bool
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices hold stages."""
+        return sum(len(stage.devices) for pipeline in self.pipelines for stage in pipeline.stages)
+
+    @property
+    def rows(self) -> int:
+        """The rows of a microbatch."""
+        return self.problem.setting.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The plan that was chosen, as plan and as candidate, and the others, best first."""
+
+    plan: Plan
+    best: Candidate
+    others: tuple[Candidate, ...]
+
+
+def make_plan(profile: Profile, cluster: Cluster, request: Request | None = None) -> Plan:
+    """Choose stages, devices, cut sets, replicas and microbatch size for a model on a cluster.
+
+    Example:
+        plan = make_plan(read_profile("profile.json"), read_cluster("cluster.toml"))
+
+    Raises `PlanError` where nothing fits, with what is missing and what would fit, or no plan reaches the target.
+    """
+    return choose(profile, cluster, request or Request()).plan
+
+
+def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
+    """Choose a plan and keep what else was considered; see `make_plan`."""
+    candidates: list[Candidate] = []
+    problems = [Problem(profile, cluster, request.setting(rows)) for rows in request.rows or profile.rows]
+    for problem in problems:
+        candidates += candidates_of(problem, request)
+    if not candidates:
+        raise PlanError(explain_misfit(problems[0]))
+    ranked = rank(candidates, request)
+    best = ranked[0]
+    if request.alternate and request.aim == "throughput":
+        turning = [found for plain in _worth_alternating(ranked) if (found := alternating(plain, request)) is not None]
+        fastest = max(turning, key=lambda c: c.prediction.rows_per_s, default=best)
+        if fastest.prediction.rows_per_s > best.prediction.rows_per_s * (1 + _EQUAL):
+            ranked, best = [fastest, *ranked], fastest
+    plan = write_down(best, profile, cluster, request)
+    return Choice(plan=plan, best=best, others=tuple(ranked[1:]))
+
+
+def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
+    """Give the plans worth comparing for one microbatch size: the best pipeline for each number of devices,
+    stages that devices share, and whole pipelines side by side."""
+    found = _single(problem, request)
+    if request.replicas and request.aim != "latency" and not problem.setting.trains and len(problem.devices) > 1:
+        found += _shared(problem, request)
+        found += [_side_by_side(problem, divisions, request) for _, divisions in best_replicas(problem)[:2]]
+    return found
+
+
+def rank(candidates: Sequence[Candidate], request: Request) -> list[Candidate]:
+    """Order candidates by what was asked for; raises `PlanError` where none reaches the target."""
+    if request.aim == "latency":
+        return sorted(candidates, key=lambda c: (c.prediction.latency_s, c.num_devices))
+    target = request.target_rows_per_s
+    if request.aim == "devices" and target is not None:
+        fast = [c for c in candidates if c.prediction.rows_per_s >= target * (1 - 1e-9)]
+        if not fast:
+            most = max(candidates, key=lambda c: c.prediction.rows_per_s)
+            raise PlanError(
+                f"no plan reaches {target:g} rows/s: the best found has {most.prediction.rows_per_s:.4g} rows/s with "
+                f"{most.num_devices} devices; use a smaller --target or more devices"
+            )
+        return sorted(fast, key=lambda c: (c.num_devices, -c.prediction.rows_per_s, c.prediction.latency_s))
+    top = max(c.prediction.rows_per_s for c in candidates)
+    return sorted(candidates, key=lambda c: _by_throughput(c, top))
+
+
+def alternating(best: Candidate, request: Request) -> Candidate | None:
+    """Let a pipeline's cuts alternate, if that is faster with queues as short as they are."""
+    problem, (pipeline, *more) = best.problem, best.pipelines
+    stages = pipeline.stages
+    plain = not more and all(len(stage.devices) == 1 for stage in stages) and not problem.setting.trains
+    if not plain or not 2 <= len(stages) <= _MAX_ALTERNATING_STAGES:
+        return None
+    names = problem.profile.cuts
+    cuts = [names.index(name) + 1 for name in pipeline.cut_sets[0].cuts]
+    numbers = [problem.numbers[stage.devices[0]] for stage in stages]
+    bounds = [0, *cuts, problem.num_units]
+
+    def holds(stage: int, start: int, end: int) -> bool:
+        return _union_fits(problem, numbers[stage], (start, bounds[stage]), (bounds[stage + 1], end))
+
+    lines = _lines(problem, numbers)
+    sets = alternate(lines, cuts, holds=holds)
+    if len(sets) < 2:
+        return None
+    cut_sets = tuple(CutSet(cuts=tuple(names[b - 1] for b in chosen), weight=weight) for chosen, weight in sets)
+    pipelines = (Pipeline(stages=stages, cut_sets=cut_sets),)
+    bound = _bound_rows_per_s(problem, share=True)
+    prediction = predict_pipelines(problem, pipelines, request.num_rows, bound)
+    if prediction.rows_per_s <= best.prediction.rows_per_s * (1 + _EQUAL):
+        return None
+    return Candidate(kind="alternating cuts", problem=problem, pipelines=pipelines, prediction=prediction, exact=False)
+
+
+def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """Make a plan of a candidate."""
+    feeder = cluster.feeding.name
+    plan = Plan(
+        model=profile.model, graph=profile.graph, profile=fingerprint(profile), cluster=fingerprint(cluster),
+        microbatch_rows=candidate.rows, pipelines=candidate.pipelines, loader=feeder, writer=feeder,
+        prediction=candidate.prediction, schedule=request.schedule, depth=request.depth,
+        num_microbatches=request.num_microbatches, optimizer_state_factor=request.optimizer_state_factor,
+    )  # fmt: skip
+    check_plan(plan)
+    return plan
+
+
+def _worth_alternating(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Give the pipelines that may gain most: the best, and for its microbatch size those with the most devices."""
+    plain = [c for c in ranked if c.kind == "stages"]
+    if not plain:
+        return []
+    alike = [c for c in plain if c.rows == plain[0].rows and c is not plain[0]]
+    return [plain[0], *sorted(alike, key=lambda c: -c.num_devices)[:_ALTERNATED]]
+
+
+def _single(problem: Problem, request: Request) -> list[Candidate]:
+    """Find the best pipelines with a device for each stage."""
+    aim: Literal["pace", "latency"] = "latency" if request.aim == "latency" else "pace"
+    found = best_divisions(problem, aim=aim)
+    if found is None and aim == "pace":
+        return _many(problem, request)
+    if found is None:
+        raise PlanError(
+            f"the smallest latency on {len(problem.devices)} unequal devices is too much to search; "
+            "name fewer devices in the cluster file, the fastest ones"
+        )
+    divisions = [division for _, division in found.values()]
+    if aim == "pace":
+        divisions = [settle(problem, division) for division in divisions]
+    return [_candidate(problem, "stages", ((1.0, division),), request, exact=True) for division in divisions]
+
+
+def _many(problem: Problem, request: Request) -> list[Candidate]:
+    """Find pipelines where there are too many devices to look at every order."""
+    division = good_division(problem)
+    if division is None:
+        return []
+    # knowing how fast a pipeline can be makes the exact search much smaller
+    found = best_divisions(problem, at_most_s=pace_s(problem, division) * (1 + 1e-9), effort=_BOUNDED_EFFORT)
+    if found:
+        divisions = [settle(problem, d, reach=16) for _, d in found.values()]
+        return [_candidate(problem, "stages", ((1.0, d),), request, exact=True) for d in divisions]
+    candidates = [_candidate(problem, "stages", ((1.0, division),), request, exact=False)]
+    if request.aim == "devices":
+        candidates += _fewer(problem, request)
+    return candidates
+
+
+def _fewer(problem: Problem, request: Request) -> list[Candidate]:
+    """Find by halving how many of the fastest devices are enough for the target."""
+    order = sorted(range(len(problem.devices)), key=lambda number: -problem.devices[number].speed)
+    low, high = 1, len(order)
+    found: list[Candidate] = []
+    while low < high:
+        middle = (low + high) // 2
+        division = good_division(problem, order[:middle])
+        candidate = _candidate(problem, "stages", ((1.0, division),), request, exact=False) if division else None
+        if candidate is not None and candidate.prediction.rows_per_s >= (request.target_rows_per_s or 0.0):
+            found.append(candidate)
+            high = middle
+        else:
+            low = middle + 1
+    return found
+
+
+def _shared(problem: Problem, request: Request) -> list[Candidate]:
+    """Find pipelines in which devices take turns on a stage, where that is not the same as one device each."""
+    found = best_divisions(problem, share=True, effort=_SHARE_EFFORT)
+    if not found:
+        return []
+    kept = [d for _, d in found.values() if any(len(stage.devices) > 1 for stage in d)]
+    return [_candidate(problem, "shared stages", ((1.0, division),), request, exact=True) for division in kept]
+
+
+def _side_by_side(problem: Problem, divisions: tuple[Division, ...], request: Request) -> Candidate:
+    rates = rates_of(problem, divisions)
+    total = sum(rates)
+    shares = [(rate / total, division) for rate, division in zip(rates, divisions, strict=True) if rate > 1e-9 * total]
+    return _candidate(problem, "replicas", shares, request, exact=False)
+
+
+def _candidate(
+    problem: Problem, kind: Kind, divisions: Sequence[tuple[float, Division]], request: Request, *, exact: bool
+) -> Candidate:
+    pipelines = tuple(_pipeline(problem, division, share) for share, division in divisions)
+    pace = pace_s(problem, divisions[0][1])
+    bound = problem.setting.rows / pace if exact and kind == "stages" else _bound_rows_per_s(problem, kind != "stages")
+    prediction = predict_pipelines(problem, pipelines, request.num_rows, bound)
+    return Candidate(kind=kind, problem=problem, pipelines=pipelines, prediction=prediction, exact=exact)
+
+
+def _bound_rows_per_s(problem: Problem, share: bool) -> float:
+    bound = pace_bound_s(problem, share=share)
+    return problem.setting.rows / bound if bound else math.inf
+
+
+def _pipeline(problem: Problem, division: Division, share: float) -> Pipeline:
+    names = problem.profile.cuts
+    stages = tuple(
+        Stage(devices=tuple(problem.devices[number].name for number in stage.devices), shares=_shares(problem, stage))
+        for stage in division
+    )
+    cuts = tuple(names[stage.start - 1] for stage in division[1:])
+    return Pipeline(stages=stages, cut_sets=(CutSet(cuts=cuts),), share=share)
+
+
+def _shares(problem: Problem, stage: Placed) -> tuple[float, ...]:
+    """Give devices that share a stage parts after their speed; the feeder computes in the time that feeding leaves."""
+    if len(stage.devices) == 1:
+        return (1.0,)
+    pace = shared_load_s(problem, stage)
+    parts = []
+    for number in stage.devices:
+        own = max(float(a[stage.start] + b[stage.end]) for a, b in problem.terms(number).own)
+        spent = problem.feeding_alone_s() if number == problem.feeder else 0.0
+        parts.append((pace - spent) / own)
+    return tuple(part / sum(parts) for part in parts)
+
+
+def _lines(problem: Problem, numbers: Sequence[int]) -> Lines:
+    terms = [problem.terms(number) for number in numbers]
+    cpu = [t.pairs()[0] for t in terms]
+    crossing: list[Vector] = []
+    if any(device.bandwidth_bytes_per_s for device in problem.devices) or problem.cluster.links:
+        crossing = [problem.costs.crossing * problem.wire_s(a, b) for a, b in pairwise(numbers)]
+    return Lines(starts=[first for first, _ in cpu], ends=[last for _, last in cpu], crossing=crossing)
+
+
+def _union_fits(problem: Problem, number: int, starts: tuple[int, int], ends: tuple[int, int]) -> bool:
+    """Say whether a device can hold all units of a stage whose cuts move within these boundaries."""
+    first, last = problem.terms(number).memory
+    need = float(problem.costs.held_bytes[min(starts), max(ends)])
+    need += float(first[min(starts) : max(starts) + 1].max() + last[min(ends) : max(ends) + 1].max())
+    return need <= problem.devices[number].memory_bytes
+
+
+def _by_throughput(candidate: Candidate, top: float) -> tuple[float, float, float, float]:
+    rate = candidate.prediction.rows_per_s
+    if rate >= top * (1 - _EQUAL):
+        return (0.0, candidate.num_devices, -rate, candidate.prediction.latency_s)
+    return (1.0, -rate, candidate.num_devices, candidate.prediction.latency_s)

@@ -1,0 +1,206 @@
+"""Say why a plan is as it is: loads, what limits it, the runner-up, and what would help most."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from penstock.errors import PlanError
+from penstock.plan.choose import Candidate, Choice, Request, choose
+from penstock.spec.cluster import Cluster, Device
+from penstock.spec.plan import Plan
+from penstock.spec.profile import Profile
+from penstock.units import format_bytes, format_rate, format_seconds
+
+_BAR = 30
+# with many devices, planning again for each possible change would take longer than planning did
+_MAX_TRIED_DEVICES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """A change to the cluster and the throughput that a plan would then have."""
+
+    change: str
+    rows_per_s: float
+    gain: float
+
+
+def explain(choice: Choice, cluster: Cluster, helps: list[Help]) -> list[str]:
+    """Give the explanation of a choice as lines of text.
+
+    Example:
+        print("\\n".join(explain(choice, cluster, what_would_help(choice, profile, cluster, request))))
+    """
+    lines = [summary(choice.plan), *load_lines(choice.plan, cluster)]
+    lines.append(f"the pace is set by {choice.plan.prediction.limit}")
+    lines.append(_bound_line(choice))
+    lines += _runner_up(choice)
+    lines += _replica_line(choice)
+    useful = [item for item in helps if item.gain > 5e-3]
+    if useful:
+        lines.append("what would help most:")
+        lines += [f"  {item.change}: {item.rows_per_s:.4g} rows/s ({item.gain:+.1%})" for item in useful]
+    elif helps:
+        lines.append("none of the changes tried (faster links, more memory, one device more) would gain 0.5%")
+    return lines
+
+
+def summary(plan: Plan) -> str:
+    """Give a plan in one line.
+
+    Example:
+        print(summary(plan))
+    """
+    prediction = plan.prediction
+    stages = " + ".join(_stage_count(len(pipeline.stages)) for pipeline in plan.pipelines)
+    sets = max(len(pipeline.cut_sets) for pipeline in plan.pipelines)
+    turns = f", {sets} cut sets in turn" if sets > 1 else ""
+    return (
+        f"{plan.model}: {stages} on {len(plan.devices)} devices, {plan.microbatch_rows} rows per microbatch{turns}: "
+        f"{prediction.rows_per_s:.4g} rows/s steady, {prediction.num_rows} rows in "
+        f"{format_seconds(prediction.total_s)}, latency {format_seconds(prediction.latency_s)}"
+    )
+
+
+def load_lines(plan: Plan, cluster: Cluster) -> list[str]:
+    """Give each device's load as a bar, with its memory; the longest bars set the pace."""
+    prediction = plan.prediction
+    pace_s = plan.microbatch_rows / prediction.rows_per_s
+    longest = max(pace_s, *(load.load_s for load in prediction.devices))
+    width = max(len(load.device) for load in prediction.devices)
+    lines = []
+    for load in prediction.devices:
+        part = load.load_s / longest
+        bar = "█" * round(part * _BAR)
+        have = cluster.device(load.device).memory_bytes
+        memory = f"{format_bytes(load.memory_bytes)} of {format_bytes(have)}"
+        lines.append(f"  {load.device:<{width}} {bar:<{_BAR}} {load.load_s / pace_s:6.1%}  {memory}")
+    unused = [device.name for device in cluster.devices if device.name not in plan.devices]
+    if unused:
+        shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+        lines.append(f"  not used: {shown}")
+    return lines
+
+
+def what_would_help(choice: Choice, profile: Profile, cluster: Cluster, request: Request) -> list[Help]:
+    """Plan again with one change at a time: faster links, more memory on a device, one device more.
+
+    Each is planned for the microbatch sizes of the request. Sorted by gain, the largest first.
+    """
+    rate = choice.plan.prediction.rows_per_s
+    found = []
+    for change, make in _changes(choice, cluster):
+        try:
+            plan = choose(profile, make(), replace(request, aim="throughput")).plan
+        except PlanError:
+            continue
+        reached = plan.prediction.rows_per_s
+        found.append(Help(change, reached, reached / rate - 1))
+    return sorted(found, key=lambda item: -item.gain)
+
+
+def _changes(choice: Choice, cluster: Cluster) -> list[tuple[str, Callable[[], Cluster]]]:
+    devices = cluster.devices
+    changes: list[tuple[str, Callable[[], Cluster]]] = []
+    if any(device.bandwidth_bytes_per_s for device in devices) or cluster.links:
+        changes.append(("links ten times as fast", lambda: _with_faster_links(cluster)))
+    like = max(devices, key=lambda device: device.speed)
+    changes.append((f"one device more like {like.name}", lambda: _with_one_more(cluster, like)))
+    used = {load.device: load.memory_bytes for load in choice.plan.prediction.devices}
+    # memory can only help where it is nearly full, or where a device is left out for lack of it
+    full = [d for d in devices if used.get(d.name, d.memory_bytes) >= 0.5 * d.memory_bytes][:_MAX_TRIED_DEVICES]
+    for device in full:
+        text = f"{format_bytes(2 * device.memory_bytes)} of memory on {device.name} instead of "
+        text += format_bytes(device.memory_bytes)
+        changes.append((text, lambda device=device: _with_memory(cluster, device)))  # type: ignore[misc]
+    slowest = [d for d in devices if d.bandwidth_bytes_per_s][:_MAX_TRIED_DEVICES]
+    if len({d.bandwidth_bytes_per_s for d in slowest}) > 1:
+        slow = min(slowest, key=lambda d: d.bandwidth_bytes_per_s or 0.0)
+        rate = format_rate(10 * (slow.bandwidth_bytes_per_s or 0.0))
+        changes.append((f"a link of {rate} for {slow.name} alone", lambda: _with_link(cluster, slow)))
+    return changes
+
+
+def _with_faster_links(cluster: Cluster) -> Cluster:
+    devices = tuple(
+        msgspec.structs.replace(d, bandwidth_bytes_per_s=d.bandwidth_bytes_per_s and d.bandwidth_bytes_per_s * 10)
+        for d in cluster.devices
+    )
+    links = tuple(
+        msgspec.structs.replace(k, bandwidth_bytes_per_s=k.bandwidth_bytes_per_s and k.bandwidth_bytes_per_s * 10)
+        for k in cluster.links
+    )
+    return msgspec.structs.replace(cluster, devices=devices, links=links)
+
+
+def _with_one_more(cluster: Cluster, like: Device) -> Cluster:
+    names = {device.name for device in cluster.devices}
+    name = next(f"{like.name}+{number}" for number in range(1, len(names) + 2) if f"{like.name}+{number}" not in names)
+    more = msgspec.structs.replace(like, name=name, address="")
+    # the feeder stays the feeder, also where it is the first device by default
+    return msgspec.structs.replace(cluster, devices=(*cluster.devices, more), feeder=cluster.feeding.name)
+
+
+def _with_memory(cluster: Cluster, device: Device) -> Cluster:
+    return _with(cluster, msgspec.structs.replace(device, memory_bytes=2 * device.memory_bytes))
+
+
+def _with_link(cluster: Cluster, device: Device) -> Cluster:
+    rate = (device.bandwidth_bytes_per_s or 0.0) * 10
+    return _with(cluster, msgspec.structs.replace(device, bandwidth_bytes_per_s=rate))
+
+
+def _with(cluster: Cluster, changed: Device) -> Cluster:
+    devices = tuple(changed if device.name == changed.name else device for device in cluster.devices)
+    return msgspec.structs.replace(cluster, devices=devices)
+
+
+def _bound_line(choice: Choice) -> str:
+    prediction = choice.plan.prediction
+    gap = prediction.bound_rows_per_s / prediction.rows_per_s - 1
+    if choice.best.exact and gap < 1e-6:
+        return f"no plan with one cut set and {choice.best.rows} rows per microbatch is faster (exact search)"
+    return (
+        f"no plan can be faster than {prediction.bound_rows_per_s:.4g} rows/s: "
+        f"this one is within {gap:.1%} of that bound"
+    )
+
+
+def _runner_up(choice: Choice) -> list[str]:
+    if not choice.others:
+        return ["there was no other plan to compare with"]
+    other = choice.others[0]
+    cost = 1 - other.prediction.rows_per_s / choice.plan.prediction.rows_per_s
+    return [
+        f"the runner-up: {_describe(other)}, {other.prediction.rows_per_s:.4g} rows/s ({-cost:+.1%}), "
+        f"latency {format_seconds(other.prediction.latency_s)}"
+    ]
+
+
+def _replica_line(choice: Choice) -> list[str]:
+    everything = (choice.best, *choice.others)
+    kinds = {"stages": ("stages", "alternating cuts"), "replicas": ("replicas", "shared stages")}
+    best = {
+        name: max((c for c in everything if c.kind in members), key=lambda c: c.prediction.rows_per_s, default=None)
+        for name, members in kinds.items()
+    }
+    stages, replicas = best["stages"], best["replicas"]
+    if stages is None or replicas is None:
+        return []
+    faster = replicas.prediction.rows_per_s / stages.prediction.rows_per_s - 1
+    word = "beat" if faster > 0 else "do not beat"
+    return [
+        f"replicas {word} stages: {_describe(replicas)} {replicas.prediction.rows_per_s:.4g} rows/s, "
+        f"{_describe(stages)} {stages.prediction.rows_per_s:.4g} rows/s ({faster:+.1%})"
+    ]
+
+
+def _describe(candidate: Candidate) -> str:
+    stages = " + ".join(_stage_count(len(pipeline.stages)) for pipeline in candidate.pipelines[:4])
+    more = f" and {len(candidate.pipelines) - 4} pipelines more" if len(candidate.pipelines) > 4 else ""
+    return f"{candidate.kind}: {stages}{more} on {candidate.num_devices} devices, {candidate.rows} rows per microbatch"
+
+
+def _stage_count(number: int) -> str:
+    return f"{number} stage{'s' if number > 1 else ''}"

@@ -1,0 +1,90 @@
+"""`penstock plan`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.spec.check import read_plan
+from penstock.spec.cluster import write_cluster
+from penstock.spec.profile import Unit, write_profile
+from tests.spec.samples import make_cluster, make_profile
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A profile of twenty units of 1 MB and four unequal devices on slow links."""
+    units = tuple(Unit(forward_s=(0.1,), parameters=((f"w{index}", 10**6),)) for index in range(20))
+    profile = make_profile([0.0] * 20, [1000.0] * 21, units=units, send_s_per_byte=1e-6)
+    write_profile(tmp_path / "profile.json", profile)
+    cluster = make_cluster(1, 0.8, 0.5, 0.25, memory_bytes=12 * 10**6, bandwidth_bytes_per_s=1e4)
+    (tmp_path / "cluster.toml").write_text(write_cluster(cluster))
+    return tmp_path / "profile.json", tmp_path / "cluster.toml"
+
+
+def test_a_plan_is_written_and_printed(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
+    status, out, err = penstock("plan", *files, "-o", tmp_path / "plan.json", "--num-rows", 40)
+    assert (status, err) == (0, "")
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.prediction.num_rows == 40
+    assert "line: 4 stages on 4 devices, 1 rows per microbatch" in out
+    assert "of 12 MB" in out
+
+
+def test_an_explanation(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
+    status, out, _ = penstock("plan", *files, "--explain", "--json", tmp_path / "out.json")
+    assert status == 0
+    assert "the pace is set by" in out
+    assert "the runner-up: " in out
+    assert "replicas" in out
+    assert "one device more like a" in out
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["plan"]["model"] == "line"
+    assert result["helps"][0]["gain"] > 0.2
+
+
+def test_a_lab_file_is_a_cluster(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
+    lab = tmp_path / "lab.toml"
+    lab.write_text('[[hosts]]\nname = "h0"\ncpu = 0.5\nmemory = "1 GiB"\n')
+    status, out, _ = penstock("plan", files[0], lab)
+    assert status == 0
+    assert "1 stage on 1 devices" in out
+    assert "0.25 rows/s" in out
+
+
+def test_aims(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
+    assert penstock("plan", *files, "--aim", "latency", "-o", tmp_path / "l.json")[0] == 0
+    assert len(read_plan(tmp_path / "l.json").devices) == 2  # no device holds all
+    target = ["--aim", "devices", "--target", "0.85", "--no-alternate", "--no-replicas"]
+    assert penstock("plan", *files, *target, "-o", tmp_path / "d.json")[0] == 0
+    assert len(read_plan(tmp_path / "d.json").devices) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--aim", "speed"], 2, "--aim is one of throughput, latency, devices, not 'speed'"),
+        (["--target", "3"], 2, "--target goes with --aim devices"),
+        (["--rows", "0"], 2, "--rows takes whole numbers from 1 up"),
+        (["--schedule", "zigzag"], 2, "--schedule is one of forward-only, gpipe, 1f1b, not 'zigzag'"),
+        (["--aim", "devices", "--target", "99"], 1, "no plan reaches 99 rows/s"),
+        (["--schedule", "1f1b", "--microbatches", "4"], 1, "needs backward seconds"),
+    ],
+)
+def test_what_cannot_be(arguments: list[str], status: int, said: str, penstock: Run, files: tuple[Path, Path]) -> None:
+    ended, _, err = penstock("plan", *files, *arguments)
+    assert ended == status
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_model_too_large(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
+    small = tmp_path / "small.toml"
+    small.write_text(write_cluster(make_cluster(1, 1, memory_bytes=6 * 10**6)))
+    status, _, err = penstock("plan", files[0], small)
+    assert status == 1
+    assert "the model does not fit: it needs 20 MB" in err
+    assert "on each of 2 devices would do" in err

@@ -1,0 +1,68 @@
+import msgspec
+import pytest
+
+from penstock.errors import ClusterError, PlanError
+from penstock.plan.again import observed, plan_again
+from penstock.plan.choose import Request, make_plan
+from penstock.spec.check import check_made_from
+from tests.spec.samples import make_cluster, make_profile
+
+PROFILE = make_profile([1.0] * 40)
+CLUSTER = make_cluster(1, 1, 1, 1)
+PLAN = make_plan(PROFILE, CLUSTER, Request(replicas=False))
+
+
+def test_nothing_new_keeps_the_plan() -> None:
+    again = plan_again(PLAN, PROFILE, CLUSTER)
+    assert again.pipelines == PLAN.pipelines
+    assert again.prediction == PLAN.prediction
+
+
+def test_a_device_that_is_gone() -> None:
+    again = plan_again(PLAN, PROFILE, CLUSTER, missing={"c"})
+    assert set(again.devices) == {"a", "b", "d"}
+    assert again.prediction.rows_per_s == pytest.approx(3 / 40, rel=0.01)
+    check_made_from(again, PROFILE, observed(CLUSTER, {}, {"c"}))
+
+
+def test_a_device_that_slows_down() -> None:
+    again = plan_again(PLAN, PROFILE, CLUSTER, speeds={"c": 0.5})
+    assert again.prediction.rows_per_s == pytest.approx(3.5 / 40, rel=0.02)
+
+
+def test_a_little_slower_is_not_worth_moving_weights() -> None:
+    again = plan_again(PLAN, PROFILE, CLUSTER, speeds={"c": 0.99})
+    assert again.pipelines == PLAN.pipelines
+    assert again.prediction.rows_per_s == pytest.approx(0.099, rel=1e-3)
+
+
+def test_a_device_more() -> None:
+    again = plan_again(PLAN, PROFILE, make_cluster(1, 1, 1, 1, 1))
+    assert "e" in again.devices
+    assert again.prediction.rows_per_s == pytest.approx(5 / 40, rel=0.01)
+
+
+def test_it_is_a_pure_function() -> None:
+    first = plan_again(PLAN, PROFILE, CLUSTER, speeds={"b": 0.3}, missing={"d"})
+    assert plan_again(PLAN, PROFILE, CLUSTER, speeds={"b": 0.3}, missing={"d"}) == first
+
+
+def test_names_that_are_not_there() -> None:
+    with pytest.raises(ClusterError, match="there is no device 'z' in cluster"):
+        plan_again(PLAN, PROFILE, CLUSTER, missing={"z"})
+
+
+def test_without_the_feeder() -> None:
+    with pytest.raises(PlanError, match="a feeds and is gone; name another feeder"):
+        plan_again(PLAN, PROFILE, CLUSTER, missing={"a"})
+
+
+def test_what_no_longer_fits() -> None:
+    profile = msgspec.structs.replace(
+        PROFILE,
+        units=tuple(msgspec.structs.replace(u, parameters=((f"w{i}", 10),)) for i, u in enumerate(PROFILE.units)),
+    )
+    cluster = make_cluster(1, 1, 1, 1, memory_bytes=130)
+    plan = make_plan(profile, cluster, Request())
+    with pytest.raises(PlanError, match="the model does not fit"):
+        plan_again(plan, profile, cluster, missing={"b", "c"})

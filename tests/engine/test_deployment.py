@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.deployment import Deployment, Microbatch
+from penstock.engine.deployment import Deployment
 from penstock.engine.faulty import Fault
 from penstock.engine.jobs import StagesJob, send_stages
 from penstock.engine.split import load_state
+from penstock.engine.streaming import Microbatch
 from penstock.engine.world import check_world
 from penstock.errors import ConnectionBroken, PenstockError, RunError, UsageError
 from penstock.graph.ops import State

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.deployment import Deployment
+from penstock.engine.deployment import Deployment, Replicas
 from penstock.engine.jobs import states_of
 from penstock.engine.messages import DATA, Format, Formats, Message
 from penstock.engine.split import divide_in_turns, load_state
@@ -95,3 +95,33 @@ def test_a_message_of_another_turn_is_noticed() -> None:
     formats.write(Message(DATA, 0, (2,), [torch.randn(2, 4)]), buffer)
     with pytest.raises(TransportError, match="too short"):
         swapped.read(buffer)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (0, 0, 1), (1, 0, 0, 0, 1)])
+def test_pipelines_side_by_side_give_results_in_order(order: tuple[int, ...]) -> None:
+    model = deit()
+    graph = capture(model, (torch.randn(ROWS, 3, 32, 32),))
+    cuts = list(Cuts(graph))
+    load = partial(load_state, graph, weights=ModuleWeights(model))
+    inputs = [torch.randn(1 + index % ROWS, 3, 32, 32) for index in range(15)]
+    with memory_world(3) as world:
+        pipelines = [
+            Deployment(
+                world.feeder, divide_in_turns(graph, [chosen]), load, sizes={"batch": ROWS}, threads=1, ranks=ranks,
+                number=number,
+            )
+            for number, (chosen, ranks) in enumerate([([cuts[len(cuts) // 2]], [1, 2]), ([], [3])])
+        ]  # fmt: skip
+        replicas = Replicas(pipelines, order)
+        for _ in range(2):
+            results = list(replicas.stream([([x], {"batch": len(x)}) for x in inputs]))
+            assert len(results) == len(inputs)
+            with torch.no_grad():
+                for x, (result,) in zip(inputs, results, strict=True):
+                    assert torch.equal(result, model(x))
+            assert sum(stage.num_microbatches for stage in replicas.last_report.stages if stage.stage == 0) == 15
+        left = replicas.stream([([x], {"batch": len(x)}) for x in inputs])
+        next(left)
+        left.close()  # leaving early drains both
+        assert len(list(replicas.stream([([inputs[0]], {"batch": 1})]))) == 1
+        replicas.close()

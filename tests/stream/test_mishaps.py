@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.deployment import Deployment, Microbatch
+from penstock.engine.deployment import Deployment
 from penstock.engine.faulty import FAULTS_VARIABLE, Fault, write_faults
 from penstock.engine.jobs import dismiss
+from penstock.engine.streaming import Microbatch
 from penstock.engine.world import start_local
 from penstock.errors import DeviceLost, PenstockError, RunError
 from penstock.stream.pipeline import Pipeline

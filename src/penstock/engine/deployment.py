@@ -2,9 +2,7 @@
 
 import queue
 import threading
-import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,9 +21,9 @@ from penstock.engine.jobs import (
     send_stages,
     tell_progress,
 )
-from penstock.engine.messages import DATA, Message
 from penstock.engine.progress import STALL_S, StallWatch
 from penstock.engine.runtime import StageRuntime
+from penstock.engine.streaming import Lane, Microbatch, StreamReport, stream_through
 from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World, check_world
 from penstock.errors import ConnectionBroken, TransportError, UsageError
@@ -36,35 +34,6 @@ from penstock.plan.schedule import forward_only
 DEPTH = 2
 # stages say how far they are with every heartbeat: what is shorter than a few of these means nothing
 _SHORTEST_STALL_BEATS = 4
-
-
-@dataclass(slots=True)
-class StreamReport:
-    """Times of one stream, in seconds since its first microbatch was fed, and what each stage did."""
-
-    num_microbatches: int = 0
-    num_rows: int = 0
-    fill_s: float = 0.0  # until the first result
-    fed_s: float = 0.0  # until the last microbatch had been taken in
-    total_s: float = 0.0  # until the last result
-    results_s: list[float] = field(default_factory=list)
-    stages: list[StageReport] = field(default_factory=list)
-
-    @property
-    def rows_per_s(self) -> float:
-        """Rows over the whole stream, fill and drain included."""
-        return self.num_rows / self.total_s if self.total_s else 0.0
-
-    @property
-    def steady_rows_per_s(self) -> float:
-        """Rows per second from the first result until the last input was taken in; of all of it where that is short."""
-        steady = [moment for moment in self.results_s if self.fill_s < moment <= self.fed_s]
-        if len(steady) < 2:
-            return self.rows_per_s
-        return len(steady) * self.num_rows / self.num_microbatches / (steady[-1] - self.fill_s)
-
-
-Microbatch = tuple[Sequence[Tensor], Mapping[str, int]]
 
 
 class Deployment:
@@ -84,7 +53,7 @@ class Deployment:
         number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
         self.world = world
-        self._symbols = programs[0].items[0].symbols
+        self.symbols = programs[0].items[0].symbols
         ranks = check_world(world, len(programs)) if ranks is None else list(ranks)
         self.job = StagesJob(
             number=number, ranks=tuple(ranks), sizes=dict(sizes), depth=depth, threads=threads,
@@ -137,46 +106,19 @@ class Deployment:
         An exception of `microbatches` itself comes out here once what is under way has been drained;
         the next stream finds the stages ready. Raises `UsageError` while another stream is under way.
         """
+        return Replicas([self]).stream(microbatches)
+
+    def open(self) -> Lane:
+        """Begin a stream; raises `UsageError` while another one is under way."""
         if self._stream is not None:
             raise UsageError("another stream is under way; take all of its results or close() it first")
-        source = enumerate(iter(microbatches))
-        ends = self._stream = self._open()
-        report = self.last_report = StreamReport()
-        fed = taken = 0
-        exhausted = False
-        begin = time.perf_counter()
-        try:
-            while not exhausted or taken < fed:
-                while not exhausted and fed - taken < self._window:
-                    following = next(source, None)
-                    if following is None:
-                        exhausted = True
-                        ends.end()
-                        break
-                    index, (tensors, sizes) = following
-                    ends.feed(Message(DATA, index, tuple(sizes[s] for s in self._symbols), list(tensors)))
-                    fed += 1
-                    report.num_rows += sizes.get("batch", 1)
-                    report.fed_s = time.perf_counter() - begin
-                if taken < fed:
-                    message = ends.result()
-                    if message.kind != DATA or message.index != taken:
-                        raise TransportError(
-                            f"the feeding process expected result {taken} of the last stage, got {message}: a message "
-                            f"was lost or repeated; {taken} results are complete, start again behind them"
-                        )
-                    taken += 1
-                    report.results_s.append(time.perf_counter() - begin)
-                    report.total_s = report.results_s[-1]
-                    report.fill_s = report.results_s[0]
-                    report.num_microbatches = taken
-                    yield message.tensors
-        except TransportError as error:
-            self.world.health.report(error)  # the stages are out of step: nothing more can be streamed
-            raise
-        finally:
-            self._stream = None
-            report.stages = ends.finish()
+        self._stream = self._open()
+        return Lane(self._stream, self._window)
+
+    def finish(self) -> list[StageReport]:
+        """End the stream under way: what is on its way is thrown away. Gives the stages' reports."""
+        ends, self._stream = self._stream, None
+        return ends.finish() if ends is not None else []
 
     def _open(self) -> Ends:
         return Ends(self.world, self.job, self._outlet, self._inlet, self._errors, self._watch, self._give_up)
@@ -197,8 +139,7 @@ class Deployment:
     def close(self) -> None:
         """Tell the stages to stop serving; the world stays. A stream under way is cancelled."""
         try:
-            if self._stream is not None:
-                self._stream.finish()
+            self.finish()
             if self.world.health.failure is None:
                 ends = self._open()
                 ends.stop()
@@ -211,6 +152,48 @@ class Deployment:
         if self._executor is not None:
             self._executor.join(JOIN_S)
             self._executor = None
+
+
+class Replicas:
+    """Pipelines side by side, each with devices of its own, that take turns on the microbatches of one stream.
+
+    Example:
+        Replicas([first, second], order=(0, 0, 1)).stream(microbatches)     # the first one is twice as fast
+    """
+
+    def __init__(self, deployments: Sequence[Deployment], order: Sequence[int] | None = None) -> None:
+        self.deployments = tuple(deployments)
+        self._order = tuple(order) if order is not None else tuple(range(len(deployments)))
+        self.last_report = StreamReport()
+
+    @property
+    def world(self) -> World:
+        """The world that all of them run in."""
+        return self.deployments[0].world
+
+    def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
+        """Feed microbatches and give their results in order, as `Deployment.stream` does."""
+        lanes = Turns([deployment.open() for deployment in self.deployments], self._order)
+        report = self.last_report = StreamReport()
+        for deployment in self.deployments:
+            deployment.last_report = report
+        try:
+            yield from stream_through(lanes, self.deployments[0].symbols, microbatches, report)
+        except TransportError as error:
+            self.world.health.report(error)  # the stages are out of step: nothing more can be streamed
+            raise
+        finally:
+            report.stages = [stage for deployment in self.deployments for stage in deployment.finish()]
+
+    def abandon(self) -> None:
+        """End at once, whatever is under way; nothing more can be streamed."""
+        for deployment in self.deployments:
+            deployment.abandon()
+
+    def close(self) -> None:
+        """Tell all stages to stop serving; the world stays."""
+        for deployment in self.deployments:
+            deployment.close()
 
 
 def _make_runtimes(

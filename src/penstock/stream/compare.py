@@ -10,10 +10,11 @@ from torch import Tensor
 
 from penstock.cluster.launch import available_cores
 from penstock.engine.alone import collect_alone, release_alone, run_alone, send_alone
-from penstock.engine.deployment import Deployment, Microbatch, StreamReport
+from penstock.engine.deployment import Deployment
 from penstock.engine.jobs import load_program
 from penstock.engine.peer import do_peer, peer_document
 from penstock.engine.split import best_blocks, choose_cuts, divide_in_turns, load_state
+from penstock.engine.streaming import Microbatch, StreamReport
 from penstock.engine.transport import receive_bytes, send_bytes
 from penstock.engine.world import FEEDER, World
 from penstock.errors import RunError

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.cluster.launch import available_cores
-from penstock.engine.deployment import DEPTH, Deployment, Microbatch, StreamReport
+from penstock.engine.deployment import DEPTH, Deployment
 from penstock.engine.executor import execute
 from penstock.engine.jobs import (
     LoadState,
@@ -27,6 +27,7 @@ from penstock.engine.messages import CLOSE
 from penstock.engine.modules import chain, runtime_maker, start_threads
 from penstock.engine.progress import STALL_S
 from penstock.engine.split import choose_cuts, divide_in_turns, load_state
+from penstock.engine.streaming import Microbatch, StreamReport
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
 from penstock.errors import CaptureError, TransportError, UsageError

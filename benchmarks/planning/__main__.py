@@ -47,7 +47,7 @@ def main() -> None:
 
 def against_force(num_instances: int) -> dict[str, Any]:
     """Compare the exact search, and the search for many devices, with brute force on small instances."""
-    optimal = agreed = near = bounds_held = 0
+    optimal = agreed = near = feasible = bounds_held = 0
     ratios: list[float] = []
     for seed in range(num_instances):
         problem = small(seed)
@@ -59,13 +59,15 @@ def against_force(num_instances: int) -> dict[str, Any]:
         if best == math.inf:
             bounds_held += 1
             continue
+        feasible += 1
         bounds_held += pace_bound_s(problem) <= best * _EQUAL
         division = good_division(problem)
         if division is not None:
             ratios.append(pace_s(problem, division) / best)
             near += 1
     return {
-        "case": "brute force", "num_instances": num_instances, "optimal_fraction": optimal / num_instances,
+        "case": "brute force", "num_instances": num_instances, "num_feasible": feasible,
+        "optimal_fraction": optimal / num_instances,
         "feasibility_agrees": agreed / num_instances, "bound_holds": bounds_held / num_instances,
         "heuristic_found": near, "heuristic_median_over_optimum": statistics.median(ratios),
         "heuristic_worst_over_optimum": max(ratios),

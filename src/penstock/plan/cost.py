@@ -16,7 +16,7 @@ and optimizer state in training; what forwards keep for backwards, for as many m
 under way; the working memory of the hungriest unit; and `depth` messages on each side of the stage.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -109,12 +109,6 @@ class Costs:
         """Give the bytes of `depth` messages at each boundary, gradients included."""
         return self.setting.depth * (self.crossing + self.returning)
 
-    def stage_bytes(self, start: int, end: int, in_flight: int) -> float:
-        """Give the memory of a stage on a device that does not feed, without what its process takes by itself."""
-        kept = float(self.kept_bytes[end] - self.kept_bytes[start]) * in_flight
-        messages = self.messages_bytes()
-        return float(self.held_bytes[start, end]) + kept + float(messages[start] + messages[end])
-
     def _parameters(self) -> Vector:
         uses: dict[str, list[tuple[int, int]]] = {}
         for index, unit in enumerate(self.profile.units):
@@ -136,16 +130,6 @@ class Costs:
         for end, need in enumerate(needs, 1):
             matrix[:end, end] = np.maximum(matrix[:end, end - 1], need)
         return matrix
-
-
-def fractions_of(loads: Mapping[str, float]) -> dict[str, float]:
-    """Give shares in proportion to speed: who needs twice the seconds takes half as many microbatches.
-
-    >>> fractions_of({"a": 1.0, "b": 3.0})
-    {'a': 0.75, 'b': 0.25}
-    """
-    total = sum(1 / load for load in loads.values())
-    return {name: 1 / load / total for name, load in loads.items()}
 
 
 def _unit_seconds(profile: Profile, index: int, setting: Setting) -> float:

@@ -1,0 +1,85 @@
+"""Costs by hand: seconds, shared tensors, memory by schedule, the feeder's extra work, links."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.plan.cost import Costs, Setting
+from penstock.plan.problem import Placed, Problem, latency_s, pace_s
+from penstock.spec.cluster import Cluster, Device, Link
+from penstock.spec.profile import Unit
+from tests.plan.instances import random_problem
+from tests.spec.samples import make_cluster, make_profile
+
+
+def test_a_tensor_that_two_units_share_is_held_once() -> None:
+    units = (
+        Unit(forward_s=(1.0,), parameters=(("tied", 100), ("a", 1))),
+        Unit(forward_s=(1.0,), parameters=(("b", 10),)),
+        Unit(forward_s=(1.0,), parameters=(("tied", 100),), working_bytes_per_row=7, working_bytes=3),
+    )
+    held = Costs(make_profile([1.0] * 3, units=units), Setting(rows=2)).held_bytes
+    assert held[0, 3] == 111 + 17
+    assert held[0, 2] == 111
+    assert held[2, 3] == 100 + 17
+
+
+def test_training_holds_gradients_optimizer_state_and_what_backwards_need() -> None:
+    units = tuple(
+        Unit(forward_s=(1.0,), backward_s=(2.0,), kept_bytes_per_row=5, parameters=((f"w{i}", 100),)) for i in range(2)
+    )
+    profile = make_profile([1.0] * 2, units=units)
+    setting = Setting(schedule="gpipe", num_microbatches=6, optimizer_state_factor=2.0)
+    problem = Problem(profile, make_cluster(1, 1), setting)
+    assert setting.in_flight(1) == setting.in_flight(2) == 6
+    assert problem.costs.total_s == 6.0
+    assert problem.memory_bytes(1, 1, 2, in_flight=6) == 4 * 100 + 6 * 5
+    assert Setting(schedule="1f1b", num_microbatches=6).in_flight(4) == 4
+    assert Setting().in_flight(4) == 0
+
+
+def test_the_three_things_that_may_set_the_pace() -> None:
+    profile = make_profile([1.0, 1.0], [10, 40, 20], send_s_per_byte=0.01, receive_s_per_byte=0.02)
+    cluster = Cluster(
+        devices=(
+            Device(name="a", speed=1.0, memory_bytes=2**40, bandwidth_bytes_per_s=100.0),
+            Device(name="b", speed=0.5, memory_bytes=2**40, bandwidth_bytes_per_s=10.0),
+        )
+    )
+    problem = Problem(profile, cluster, Setting())
+    # its own unit, 40 bytes sent and 20 received as the feeder
+    assert problem.load_s(0, 0, 1) == pytest.approx(1 + 0.4 + 0.4)
+    # its link in is slower than its computing: (1 + 40 * 0.02 + 20 * 0.01) / 0.5
+    assert problem.load_s(1, 1, 2) == pytest.approx(4.0)
+    assert problem.limit(1, 1, 2) in {"compute", "link in"}
+    halves = (Placed((0,), 0, 1), Placed((1,), 1, 2))
+    assert pace_s(problem, halves) == pytest.approx(4.0)
+    # the way through: both stages, 40 bytes to b and 20 back, each at b's 10 bytes per second
+    assert latency_s(problem, halves) == pytest.approx((1 + 0.4) + 4.0 + 4.0 + 2.0)
+
+
+def test_a_narrow_place_between_two_devices() -> None:
+    profile = make_profile([1.0, 1.0], [0, 8, 0])
+    cluster = Cluster(
+        devices=make_cluster(1, 1).devices, links=(Link(between=("a", "b"), bandwidth_bytes_per_s=2.0, latency_s=0.5),)
+    )
+    problem = Problem(profile, cluster, Setting())
+    halves = (Placed((0,), 0, 1), Placed((1,), 1, 2))
+    assert pace_s(problem, halves) == pytest.approx(4.0)
+    assert latency_s(problem, halves) == pytest.approx(1 + 4.5 + 1 + 0.5)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 300), st.booleans())
+def test_blocks_agree_with_single_stages(seed: int, trains: bool) -> None:
+    problem = random_problem(seed, trains=trains)
+    in_flight = problem.setting.in_flight(2)
+    for device in range(len(problem.devices)):
+        block = problem.cost_block(device, in_flight, slice(0, None), slice(0, None))
+        for start in range(problem.num_units + 1):
+            for end in range(problem.num_units + 1):
+                if start >= end or not problem.fits(device, start, end, in_flight):
+                    assert block[start, end] == np.inf
+                else:
+                    assert block[start, end] == pytest.approx(problem.load_s(device, start, end))

@@ -24,6 +24,7 @@ from penstock.cli.options import (
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, join_torchrun, under_torchrun
 from penstock.errors import RunError, UsageError
+from penstock.spec.check import read_plan
 from penstock.stream.classify import Prediction, classify, labels_comparable
 from penstock.stream.pipeline import Pipeline
 from penstock.stream.predictions import PredictionFile
@@ -43,6 +44,7 @@ def infer(
     ] = None,
     policy: Policy = "balanced",
     cut: CutNames = None,
+    plan: Annotated[Path | None, typer.Option(metavar="plan.json", help="Run this plan; it says how to cut.")] = None,
     microbatch_size: MicrobatchSize = 1,
     num_images: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on behind the rows that are there.")] = False,
@@ -68,13 +70,16 @@ def infer(
         chosen = found.take(num_images) if num_images else found
         if zoo.transform is None or zoo.task != "image":
             raise UsageError(f"{model} does not classify images; name an image classification model")
+        chosen_plan = read_plan(plan) if plan else None
+        if chosen_plan is not None:
+            microbatch_size = chosen_plan.microbatch_rows
         with PredictionFile(output, resume=resume) as file:
             _check_done(file, chosen)
             example = _example(zoo, microbatch_size)
             pipe = Pipeline(
                 zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
                 stages=stages or (len(world.devices) if world else 2),
-                policy=policy, cuts=cut, weights=zoo.weights, threads=threads, world=world,
+                policy=policy, cuts=cut, plan=chosen_plan, weights=zoo.weights, threads=threads, world=world,
             )  # fmt: skip
             _run(pipe, zoo, chosen, file, microbatch_size, json)
     except BaseException as error:

@@ -31,7 +31,8 @@ def plan(
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches per training step.")] = None,
     optimizer_state: Annotated[float, typer.Option(min=0, help="Bytes per byte of weights; AdamW has 2.")] = 0.0,
     alternate: Annotated[bool, typer.Option(help="Let microbatches take turns on several cut sets.")] = True,
-    replicas: Annotated[bool, typer.Option(help="Also consider devices that share the work of a stage.")] = True,
+    replicas: Annotated[bool, typer.Option(help="Also consider whole pipelines side by side.")] = True,
+    shared: Annotated[bool, typer.Option(help="Also consider stages that devices share; not run yet.")] = False,
     explanation: Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")] = False,
     json: JsonFile = None,
 ) -> None:
@@ -46,7 +47,7 @@ def plan(
         aim=cast(PlanAim, aim), target_rows_per_s=target, num_rows=num_rows, depth=depth,
         rows=tuple(parse_numbers(rows, "--rows")) if rows else (),
         schedule=cast(Schedule, schedule), num_microbatches=microbatches, optimizer_state_factor=optimizer_state,
-        alternate=alternate, replicas=replicas,
+        alternate=alternate, replicas=replicas, shared=shared,
     )  # fmt: skip
     measured, devices = read_profile(profile), read_cluster(cluster)
     console = make_console()

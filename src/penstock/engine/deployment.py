@@ -108,6 +108,11 @@ class Deployment:
         """
         return Replicas([self]).stream(microbatches)
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of the largest microbatch."""
+        return self.job.sizes
+
     def open(self) -> Lane:
         """Begin a stream; raises `UsageError` while another one is under way."""
         if self._stream is not None:
@@ -165,6 +170,11 @@ class Replicas:
         self.deployments = tuple(deployments)
         self._order = tuple(order) if order is not None else tuple(range(len(deployments)))
         self.last_report = StreamReport()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of the largest microbatch."""
+        return self.deployments[0].sizes
 
     @property
     def world(self) -> World:

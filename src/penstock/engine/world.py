@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -57,6 +57,7 @@ class World:
     store: Store
     bandwidths: list[float | None]  # bytes per second of each rank's link, where it is known
     workers: Workers | None = None
+    hosts: list[str] = field(default_factory=list)  # each rank's, as plans name devices
     cores: int | None = None  # of this process alone, where it shares a machine with others of the same run
     reason_s: float = _REASON_S
 
@@ -173,13 +174,15 @@ def _join(
     devices: Sequence[int], watch_others: Callable[[], None] = lambda: None,
 ) -> World:  # fmt: skip
     store.set(f"penstock/{run}/name/{rank}", name)
+    store.set(f"penstock/{run}/host/{rank}", os.environ.get("PENSTOCK_HOST") or socket.gethostname())
     store.set(f"penstock/{run}/bandwidth/{rank}", os.environ.get("PENSTOCK_BANDWIDTH") or "0")
     transport = wrap_if_faulty(GlooTransport(store, rank, size, address, name=run, watch=watch_others))
     names = [store.get(f"penstock/{run}/name/{other}").decode() for other in range(size)]
+    hosts = [store.get(f"penstock/{run}/host/{other}").decode() for other in range(size)]
     bandwidths = [float(store.get(f"penstock/{run}/bandwidth/{other}")) or None for other in range(size)]
     health = Health(PrefixStore(run, watch), rank, names, transport.abort)
     return World(
-        transport=transport, health=health, names=names, devices=list(devices), store=store, bandwidths=bandwidths
+        transport=transport, health=health, names=names, devices=list(devices), store=store, bandwidths=bandwidths, hosts=hosts,
     )  # fmt: skip
 
 

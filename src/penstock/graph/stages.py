@@ -1,12 +1,13 @@
 """Divide a graph at cuts into stage programs."""
 
+import hashlib
 from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.graph.cuts import Cut, crossing_values
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Op, Ref, Value
-from penstock.graph.program import StageProgram
+from penstock.graph.program import StageProgram, write_program
 
 
 def divide(graph: Graph, cuts: Sequence[Cut]) -> list[StageProgram]:
@@ -51,3 +52,12 @@ def _program(graph: Graph, ops: tuple[Op, ...], inputs: tuple[Value, ...], outpu
         ops=ops,
         outputs=outputs,
     )
+
+
+def fingerprint(graph: Graph) -> str:
+    """Name a graph by its content, as plans refer to it: equal graphs have equal names.
+
+    Example:
+        plan.graph == fingerprint(capture(model, (image,)))
+    """
+    return hashlib.sha256(write_program(divide(graph, [])[0]).encode()).hexdigest()[:16]

@@ -1,6 +1,5 @@
 """Make a profile: what a model costs on this kind of device."""
 
-import hashlib
 import platform
 import subprocess
 import sys
@@ -13,8 +12,7 @@ from penstock.errors import RunError
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
-from penstock.graph.program import write_program
-from penstock.graph.stages import divide
+from penstock.graph.stages import fingerprint
 from penstock.measure.costs import held_by_units, line_through, measure_seconds, working_bytes
 from penstock.spec.profile import Boundary, Profile, Unit
 
@@ -69,7 +67,7 @@ def profile_graph(
     costs = messages or MessageCosts()
     return Profile(
         model=graph.model,
-        graph=graph_fingerprint(graph),
+        graph=fingerprint(graph),
         device=device_kind(),
         threads=threads,
         rows=rows,
@@ -93,11 +91,6 @@ def _boundaries(graph: Graph, cuts: Cuts) -> tuple[Boundary, ...]:
         per_row, constant = line_through(values, graph)
         boundaries.append(Boundary(name=name, bytes_per_row=max(0.0, per_row), constant_bytes=max(0.0, constant)))
     return tuple(boundaries)
-
-
-def graph_fingerprint(graph: Graph) -> str:
-    """Name a graph by its content, as plans and bundles refer to it."""
-    return hashlib.sha256(write_program(divide(graph, [])[0]).encode()).hexdigest()[:16]
 
 
 def device_kind() -> str:

@@ -41,6 +41,7 @@ class Request:
 
     `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes
     to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
+    `replicas` allows whole pipelines side by side, `shared` stages whose devices take turns.
 
     >>> Request(aim="latency").depth
     2
@@ -56,6 +57,7 @@ class Request:
     optimizer_state_factor: float = 0.0
     alternate: bool = True
     replicas: bool = True
+    shared: bool = True
 
     def __post_init__(self) -> None:
         if self.aim == "devices" and not (self.target_rows_per_s and self.target_rows_per_s > 0):
@@ -136,8 +138,11 @@ def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
     """Give the plans worth comparing for one microbatch size: the best pipeline for each number of devices,
     stages that devices share, and whole pipelines side by side."""
     found = _single(problem, request)
-    if request.replicas and request.aim != "latency" and not problem.setting.trains and len(problem.devices) > 1:
+    if request.aim == "latency" or problem.setting.trains or len(problem.devices) == 1:
+        return found
+    if request.shared:
         found += _shared(problem, request)
+    if request.replicas:
         found += [_side_by_side(problem, divisions, request) for _, divisions in best_replicas(problem)[:2]]
     return found
 

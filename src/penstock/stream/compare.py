@@ -10,9 +10,10 @@ from torch import Tensor
 
 from penstock.cluster.launch import available_cores
 from penstock.engine.alone import collect_alone, release_alone, run_alone, send_alone
-from penstock.engine.deployment import Deployment
+from penstock.engine.deployment import Deployment, Replicas
 from penstock.engine.jobs import load_program
 from penstock.engine.peer import do_peer, peer_document
+from penstock.engine.placing import place, ranks_of
 from penstock.engine.split import best_blocks, choose_cuts, divide_in_turns, load_state
 from penstock.engine.streaming import Microbatch, StreamReport
 from penstock.engine.transport import receive_bytes, send_bytes
@@ -23,6 +24,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.ops import State
 from penstock.graph.stages import divide
 from penstock.measure.units import random_input
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.zoo.models import ZooModel
 
@@ -118,18 +120,24 @@ class Comparison:
             world, divide_in_turns(self.graph, [chosen]), self._load, sizes=self._sizes, threads=self._threads,
             number=self._number, depth=self._depth,
         )  # fmt: skip
-        difference = _Difference(self._reference)
-        reports = []
-        for counted in range(-1, self._passes):
-            length = self._num_microbatches if counted >= 0 else min(self._num_microbatches, 10 * stages)
-            for index, outputs in enumerate(deployment.stream(self._feed(length))):
-                difference.add(index, outputs)
-            if counted >= 0:
-                reports.append(deployment.last_report)
-        deployment.close()
+        reports, difference = self._stream(deployment, stages)
         row = self._row(stages, policy, [cut.name for cut in chosen], ceiling, reports, difference)
         limit = limit_of(world, deployment.job.ranks, [cut.num_bytes(self._sizes) for cut in chosen], reports)
         return row | {"peer_images_per_second": self._peers.get(stages), "limit": limit}
+
+    def planned(self, plan: Plan) -> dict[str, Any]:
+        """Stream as a plan says, on the devices that it names."""
+        ranks = ranks_of(self._world, plan.devices)
+        ceiling = self.ceiling(len(self._world.devices))
+        self._number += len(plan.pipelines)
+        deployment = place(
+            self._world, self.graph, plan, self._load, threads=self._threads,
+            number=self._number - len(plan.pipelines) + 1,
+        )  # fmt: skip
+        reports, difference = self._stream(deployment, len(ranks))
+        cuts = [", ".join(cut_set.cuts) for pipeline in plan.pipelines for cut_set in pipeline.cut_sets]
+        row = self._row(len(ranks), "plan", cuts, ceiling, reports, difference)
+        return row | {"predicted_images_per_second": plan.prediction.rows_per_s}
 
     def peer(self, stages: int) -> dict[str, Any]:
         """Run torch.distributed.pipelining with the same number of stages and its best cuts between blocks.
@@ -159,6 +167,19 @@ class Comparison:
             "max_abs_difference": None, "fill_s": None, "efficiency": None, "ceiling_images_per_second": None,
             "per_stage": [], "peer_images_per_second": rate,
         }  # fmt: skip
+
+    def _stream(self, deployment: Deployment | Replicas, stages: int) -> tuple[list[StreamReport], "_Difference"]:
+        """Warm up, then stream so many passes and compare every result."""
+        difference = _Difference(self._reference)
+        reports = []
+        for counted in range(-1, self._passes):
+            length = self._num_microbatches if counted >= 0 else min(self._num_microbatches, 10 * stages)
+            for index, outputs in enumerate(deployment.stream(self._feed(length))):
+                difference.add(index, outputs)
+            if counted >= 0:
+                reports.append(deployment.last_report)
+        deployment.close()
+        return reports, difference
 
     def _row(
         self, stages: int, policy: str | None, cuts: list[str], ceiling: float,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.cluster.launch import available_cores
-from penstock.engine.deployment import DEPTH, Deployment
+from penstock.engine.deployment import DEPTH, Deployment, Replicas
 from penstock.engine.executor import execute
 from penstock.engine.jobs import (
     LoadState,
@@ -25,6 +25,7 @@ from penstock.engine.jobs import (
 )
 from penstock.engine.messages import CLOSE
 from penstock.engine.modules import chain, runtime_maker, start_threads
+from penstock.engine.placing import place
 from penstock.engine.progress import STALL_S
 from penstock.engine.split import choose_cuts, divide_in_turns, load_state
 from penstock.engine.streaming import Microbatch, StreamReport
@@ -36,6 +37,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.plan.schedule import forward_only
+from penstock.spec.plan import Plan
 from penstock.zoo.weights import ModuleWeights, Weights
 
 
@@ -57,6 +59,7 @@ class Pipeline:
         args, kwargs: an example call with the largest microbatch that will be streamed.
         stages: how many; under torchrun as many as processes unless given.
         policy, cuts: how the model is cut, by a policy or by hand, as for `penstock.split`.
+        plan: what `penstock plan` chose, in place of stages, policy, cuts and depth.
         weights: where tensors are read from, one at a time; the model itself where not given.
         threads: per stage; what this machine's cores allow where not given.
         depth: microbatches that may wait at a cut.
@@ -77,6 +80,7 @@ class Pipeline:
         stages: int | None = None,
         policy: str = "balanced",
         cuts: Sequence[str] | None = None,
+        plan: Plan | None = None,
         weights: Weights | None = None,
         dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
         threads: int | None = None,
@@ -100,10 +104,18 @@ class Pipeline:
                 raise UsageError("the process that feeds needs the model; pass it to Pipeline")
             if isinstance(model, nn.Module):
                 self.graph: Graph = _capture(model, args, kwargs, dynamic)
-                count = stages or (len(world.devices) if world else 4)
-                self.cuts = _choose(self.graph, count, policy, cuts)
                 source = weights or ModuleWeights(model)
                 load = partial(load_state, self.graph, weights=source)
+                if plan is not None:
+                    world = self._world = world or start_local(len(plan.devices))
+                    self.threads = threads or threads_per_stage(world)
+                    self.cuts = tuple(Cuts(self.graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
+                    self._deployment: Deployment | Replicas = place(
+                        world, self.graph, plan, load, threads=self.threads, stall_s=stall_s
+                    )
+                    return
+                count = stages or (len(world.devices) if world else 4)
+                self.cuts = _choose(self.graph, count, policy, cuts)
                 programs = divide_in_turns(self.graph, [self.cuts])
                 world = self._world = world or start_local(len(programs))
             else:
@@ -199,7 +211,7 @@ class Pipeline:
             yield _Call(*pytree.tree_unflatten(part, spec))
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
-        for name, largest in self._deployment.job.sizes.items():
+        for name, largest in self._deployment.sizes.items():
             if sizes[name] > largest:
                 raise UsageError(
                     f"a microbatch with {name} {sizes[name]} is larger than the example's {largest}; "

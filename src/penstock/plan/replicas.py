@@ -10,14 +10,18 @@ from penstock.plan.problem import Division, Problem, shared_load_s
 # with so many devices every way to divide them into groups is tried
 MAX_PARTITIONED = 5
 _MAX_GROUPS = 8
+# each number of groups takes about as long as one pipeline of all devices: with many, only these are tried
+_MANY = 64
+_GROUPS_OF_MANY = (4, 8)
 _EFFORT = 200_000_000
 
 
 def best_replicas(problem: Problem) -> list[tuple[float, tuple[Division, ...]]]:
     """Give good ways to run several pipelines at once, each with its microbatches per second in all.
 
-    Up to five devices, every grouping is tried with the best pipeline for each group; beyond that, groups of
-    equal strength in numbers up to eight, and every device by itself. Devices that cannot take part are left out.
+    Up to five devices, every grouping is tried with the best pipeline for each group; beyond that, up to eight
+    groups of equal strength (four or eight beyond 64 devices), and every device by itself. Devices that cannot
+    take part are left out.
     The feeder feeds all pipelines first and computes with the time that is left.
     """
     numbers = list(range(len(problem.devices)))
@@ -95,7 +99,8 @@ def _partitions(numbers: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
 def _dealt(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
     """Deal devices out to groups of about equal strength; then every device that can hold the model by itself."""
     order = sorted(range(len(problem.devices)), key=lambda number: -problem.devices[number].speed)
-    for num_groups in range(2, min(_MAX_GROUPS, len(order)) + 1):
+    numbers = range(2, min(_MAX_GROUPS, len(order)) + 1) if len(order) <= _MANY else _GROUPS_OF_MANY
+    for num_groups in numbers:
         groups: list[list[int]] = [[] for _ in range(num_groups)]
         for number in order:
             # the weakest group takes the next device

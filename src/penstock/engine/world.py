@@ -182,7 +182,8 @@ def _join(
     bandwidths = [float(store.get(f"penstock/{run}/bandwidth/{other}")) or None for other in range(size)]
     health = Health(PrefixStore(run, watch), rank, names, transport.abort)
     return World(
-        transport=transport, health=health, names=names, devices=list(devices), store=store, bandwidths=bandwidths, hosts=hosts,
+        transport=transport, health=health, names=names, devices=list(devices), store=store,
+        bandwidths=bandwidths, hosts=hosts,
     )  # fmt: skip
 
 

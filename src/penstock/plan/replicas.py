@@ -19,8 +19,9 @@ _EFFORT = 200_000_000
 def best_replicas(problem: Problem) -> list[tuple[float, tuple[Division, ...]]]:
     """Give good ways to run several pipelines at once, each with its microbatches per second in all.
 
-    Up to five devices, every grouping is tried with the best pipeline for each group; beyond that, groups of
-    equal strength, up to eight of them (four or eight beyond 64 devices), and every device by itself. Devices that cannot take part are left out.
+    Up to five devices, every grouping is tried with the best pipeline for each group; beyond that, up to eight
+    groups of equal strength (four or eight beyond 64 devices), and every device by itself. Devices that cannot
+    take part are left out.
     The feeder feeds all pipelines first and computes with the time that is left.
     """
     numbers = list(range(len(problem.devices)))

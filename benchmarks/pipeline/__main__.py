@@ -46,12 +46,17 @@ def main() -> None:
     draw(rows, given.png or given.json.with_suffix(".png"))
 
 
+def lab_text(case: Case) -> str:
+    """Write the case's lab file."""
+    hosts = "".join(
+        f'[[hosts]]\nname = "host{index}"\ncpu = {cpu}\nmemory = "3 GiB"\n' for index, cpu in enumerate(case.shares)
+    )
+    return f'name = "{LAB}"\nbandwidth = "{case.bandwidth}"\n{hosts}'
+
+
 def run(case: Case, depth: int) -> list[dict[str, Any]]:
     """Put the case's lab up, measure on it, and take it down."""
-    hosts = "".join(
-        f'[[hosts]]\nname = "host{index}"\ncpu = {case.cpu}\nmemory = "3 GiB"\n' for index in range(case.hosts)
-    )
-    spec = parse_lab(f'name = "{LAB}"\nbandwidth = "{case.bandwidth}"\n{hosts}')
+    spec = parse_lab(lab_text(case))
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         file = Path(folder) / "session.json"
         session = {

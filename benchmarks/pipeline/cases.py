@@ -13,7 +13,7 @@ class Case:
 
     name: str
     hosts: int = 4
-    cpu: float = 0.35
+    cpu: float | tuple[float, ...] = 0.35
     bandwidth: str = "1 Gbit/s"
     model: str = DEIT_S
     num_images: int = 200
@@ -21,6 +21,11 @@ class Case:
     microbatch_size: int = 1
     rounds: int = 1
     tasks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of a core that each host has."""
+        return self.cpu if isinstance(self.cpu, tuple) else (self.cpu,) * self.hosts
 
 
 def pipeline(stages: int, policy: str = "balanced", **more: Any) -> dict[str, Any]:

@@ -5,9 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.engine.jobs import send_leave
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
+from penstock.plan.choose import Request, make_plan
+from penstock.spec.cluster import Cluster
+from penstock.spec.profile import Profile
 from penstock.stream.compare import Comparison
 from penstock.zoo.models import load_model
 
@@ -44,16 +49,31 @@ def measure(world: World, session: dict[str, Any]) -> list[dict[str, Any]]:
         for position in range(len(tasks)):
             task = tasks[(turn + position) % len(tasks)]
             if turn < task.get("rounds", session["rounds"]):
-                row = comparison.peer(task["stages"]) if task["kind"] == "peer" else _pipeline(comparison, task)
+                row = _KINDS[task["kind"]](comparison, task)
                 rows.append(row | {"round": turn, "label": task["label"]})
                 print(f"{session['name']}: {task['label']}: {row['images_per_second']:.2f} images/s", file=sys.stderr)
     return rows
+
+
+def _plan(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
+    """Plan for the hosts as fast as they are seen to be, then measure the plan."""
+    comparison.forget_ceilings()
+    profile = msgspec.json.decode(task["profile"], type=Profile)
+    cluster = comparison.calibrated(msgspec.json.decode(task["cluster"], type=Cluster), profile)
+    request = msgspec.convert(task["request"], Request)
+    return comparison.planned(make_plan(profile, cluster, request))
+
+
+def _peer(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
+    return comparison.peer(task["stages"])
 
 
 def _pipeline(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
     comparison.forget_ceilings()  # the ceiling is measured right before what is compared with it
     return comparison.pipeline(task["stages"], policy=task.get("policy"), cuts=task.get("cuts"))
 
+
+_KINDS = {"peer": _peer, "pipeline": _pipeline, "plan": _plan}
 
 if __name__ == "__main__":
     main()

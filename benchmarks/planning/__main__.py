@@ -33,12 +33,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning")
     parser.add_argument("--json", type=Path, required=True, help="every row and the summary")
     parser.add_argument("--quick", action="store_true", help="a shorter run of the same shape")
+    parser.add_argument("--only", help="only the cases in the lab with these names, separated by commas")
     given = parser.parse_args()
-    rows = [against_force(100 if given.quick else 500)]
-    for num_units, num_devices in QUICK_SIZES if given.quick else SIZES:
+    rows = [against_force(100 if given.quick or given.only else 500)]
+    for num_units, num_devices in () if given.only else QUICK_SIZES if given.quick else SIZES:
         rows.append(growth(num_units, num_devices))
         print(f"{num_units} units on {num_devices} devices: {rows[-1]['seconds']:.2f} s", file=sys.stderr)
-    rows += lab_rows(quick=given.quick)
+    rows += lab_rows(quick=given.quick, only=given.only)
     result = {"summary": summarize(rows), "environment": environment(), "rows": rows}
     given.json.write_text(json.dumps(result, indent=2) + "\n")
     print_table(rows)

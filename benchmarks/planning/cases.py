@@ -1,13 +1,97 @@
-"""The cases that are measured in the lab: listed here before they are run.
+"""What is measured in the lab, listed here before it is run: a prediction each, and what it came to.
 
 A row of a case has `case` "prediction", what was varied, and throughputs `predicted` and `measured`; a row may
 also carry figures of the summary by name in `summary`, such as `uneven_efficiency`.
 """
 
+import os
+import sys
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import msgspec
 
-def lab_rows(*, quick: bool) -> list[dict[str, Any]]:
-    """Measure the cases and give their rows; there are none yet."""
-    del quick
-    return []
+from benchmarks.pipeline.__main__ import LAB, lab_text, run
+from benchmarks.pipeline.cases import Case, peer, pipeline
+from penstock.cluster.lab import take_down
+from penstock.engine.split import load_state
+from penstock.graph.capture import capture
+from penstock.measure.messages import measure_messages
+from penstock.measure.profile import profile_graph, worker_bytes
+from penstock.spec.cluster import parse_cluster
+from penstock.zoo.models import load_model
+
+TINY = "timm:deit_tiny_patch16_224"
+RESNET = "timm:resnet50"
+_UNEVEN = (0.5, 0.35, 0.25, 0.15)
+_ONE_PIPELINE = {"replicas": False, "shared": False, "rows": [1]}
+_NOT_SHARED = {"shared": False, "rows": [1]}
+
+
+def lab_cases() -> list[tuple[Case, dict[str, Any]]]:
+    """Give the cases and what is asked of the planner; the figures of the summary come from the first two."""
+    one_cut_set = {**_ONE_PIPELINE, "alternate": False}
+    return [
+        (Case(name="alternating", num_images=500, tasks=[peer(4)]), _ONE_PIPELINE),
+        (Case(name="uneven", cpu=_UNEVEN, tasks=[pipeline(4, "equal-blocks")]), _ONE_PIPELINE),
+        (Case(name="one cut set", num_images=120), one_cut_set),
+        (Case(name="two hosts", hosts=2, num_images=120), _ONE_PIPELINE),
+        (Case(name="three hosts", hosts=3, num_images=120), _ONE_PIPELINE),
+        (Case(name="six hosts", hosts=6, cpu=0.22, num_images=120), _ONE_PIPELINE),
+        (Case(name="uneven, one cut set", cpu=_UNEVEN, num_images=120), one_cut_set),
+        (Case(name="microbatches of 4", num_images=240, microbatch_size=4), {**_ONE_PIPELINE, "rows": [4]}),
+        (Case(name="tiny, two replicas", hosts=2, num_images=200, model=TINY), _NOT_SHARED),
+        (Case(name="tiny, slow link", num_images=200, model=TINY, bandwidth="20 Mbit/s"), _ONE_PIPELINE),
+        (Case(name="tiny, uneven pair", hosts=2, cpu=(0.5, 0.2), num_images=200, model=TINY), _ONE_PIPELINE),
+        (Case(name="ResNet-50", num_images=120, model=RESNET), _ONE_PIPELINE),
+    ]
+
+
+def lab_rows(*, quick: bool, only: str | None = None) -> list[dict[str, Any]]:
+    """Measure the cases and give their rows; none without root, since the lab needs it."""
+    if os.geteuid() != 0:
+        print("no lab without root: predictions are not measured", file=sys.stderr)
+        return []
+    take_down(LAB)
+    cases = lab_cases()[:2] if quick else lab_cases()
+    if only is not None:
+        cases = [case for case in cases if case[0].name in only.split(",")]
+    for model in dict.fromkeys(case.model for case, _ in cases):
+        frozen_profile(model)  # before anything runs in the lab
+    return [row for case, request in cases for row in _measure(case, request)]
+
+
+def _measure(case: Case, request: dict[str, Any]) -> list[dict[str, Any]]:
+    cluster = parse_cluster(lab_text(case))
+    task = {
+        "kind": "plan", "label": f"{case.name}: plan", "request": request,
+        "profile": frozen_profile(case.model), "cluster": msgspec.json.encode(cluster).decode(),
+    }  # fmt: skip
+    rows = run(replace(case, serial_images=4, tasks=[*case.tasks, task]), depth=2)
+    planned = next(row for row in rows if row.get("policy") == "plan")
+    planned |= {
+        "case": "prediction", "name": case.name, "measured": planned["steady_images_per_second"],
+        "predicted": planned["predicted_images_per_second"], "summary": {},
+    }  # fmt: skip
+    if case.name == "uneven":
+        planned["summary"] = {"uneven_efficiency": planned["efficiency"]}
+    if case.name == "alternating":
+        other = next(row for row in rows if row["mode"] == "peer")
+        planned["summary"] = {
+            "alternating_efficiency": planned["efficiency"],
+            "alternating_vs_torch_4": planned["images_per_second"] / other["images_per_second"],
+        }
+    return [row for row in rows if row["mode"] != "serial"]
+
+
+@cache
+def frozen_profile(model: str) -> str:
+    """Profile a model once, on a free core, as JSON."""
+    zoo = load_model(model)
+    graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+    profile = profile_graph(
+        graph, lambda state: load_state(graph, state, zoo.weights), rows=(1, 4),
+        messages=measure_messages(), base_bytes=worker_bytes(),
+    )  # fmt: skip
+    return msgspec.json.encode(profile).decode()

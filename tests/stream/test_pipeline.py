@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
+from penstock.engine.deployment import Deployment
 from penstock.engine.world import World, start_local
 from penstock.errors import DeviceLost, RunError, UsageError
 from penstock.stream.pipeline import Pipeline, threads_per_stage
@@ -209,6 +210,7 @@ def test_threads_per_stage(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     assert threads_per_stage(world) == 4
     with Pipeline(tower(), tower_inputs(1)[0], stages=2, threads=1, world=world) as pipe:
         assert pipe.threads == 1
+        assert isinstance(pipe._deployment, Deployment)
         assert pipe._deployment.job.threads == 1
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -24,7 +25,9 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.ops import State
 from penstock.graph.stages import divide
 from penstock.measure.units import random_input
+from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
+from penstock.spec.profile import Profile, interpolate
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.zoo.models import ZooModel
 
@@ -124,6 +127,19 @@ class Comparison:
         row = self._row(stages, policy, [cut.name for cut in chosen], ceiling, reports, difference)
         limit = limit_of(world, deployment.job.ranks, [cut.num_bytes(self._sizes) for cut in chosen], reports)
         return row | {"peer_images_per_second": self._peers.get(stages), "limit": limit}
+
+    def calibrated(self, cluster: Cluster, profile: Profile) -> Cluster:
+        """Give the cluster with the speeds that its devices show on the whole model, all at once."""
+        count = max(8, self._num_microbatches // 4)
+        _, seconds = self._alone(self._world.devices, count)
+        whole_s = sum(interpolate(profile.rows, unit.forward_s, self._rows) for unit in profile.units)
+        speeds = {
+            self._world.hosts[rank]: whole_s * count / taken
+            for rank, taken in zip(self._world.devices, seconds, strict=True)
+        }
+        self._ceilings[len(seconds)] = sum(count * self._rows / taken for taken in seconds)
+        devices = [msgspec.structs.replace(d, speed=speeds[d.name]) for d in cluster.devices]
+        return msgspec.structs.replace(cluster, devices=tuple(devices))
 
     def planned(self, plan: Plan) -> dict[str, Any]:
         """Stream as a plan says, on the devices that it names."""

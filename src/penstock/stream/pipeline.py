@@ -88,6 +88,7 @@ class Pipeline:
         stall_s: float = STALL_S,
         world: World | None = None,
     ) -> None:
+        self._deployment: Deployment | Replicas
         self._owns_world = world is None
         self._closed = False
         if world is None and under_torchrun():
@@ -110,9 +111,7 @@ class Pipeline:
                     world = self._world = world or start_local(len(plan.devices))
                     self.threads = threads or threads_per_stage(world)
                     self.cuts = tuple(Cuts(self.graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
-                    self._deployment: Deployment | Replicas = place(
-                        world, self.graph, plan, load, threads=self.threads, stall_s=stall_s
-                    )
+                    self._deployment = place(world, self.graph, plan, load, threads=self.threads, stall_s=stall_s)
                     return
                 count = stages or (len(world.devices) if world else 4)
                 self.cuts = _choose(self.graph, count, policy, cuts)

@@ -1,0 +1,74 @@
+"""`penstock profile`: measure what a model costs on this kind of device."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from penstock.cli.options import (
+    JsonFile,
+    Model,
+    Pretrained,
+    Seed,
+    WeightsFile,
+    make_console,
+    parse_numbers,
+    write_json,
+)
+from penstock.engine.split import load_state
+from penstock.graph.capture import capture
+from penstock.measure.calibrate import calibrate
+from penstock.measure.messages import measure_messages
+from penstock.measure.profile import profile_graph, worker_bytes
+from penstock.spec.profile import Profile, write_profile
+from penstock.units import format_bytes, format_seconds
+from penstock.zoo.models import load_model
+
+
+def profile(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="profile.json", help="Write it here.")] = Path(
+        "profile.json"
+    ),
+    rows: Annotated[str, typer.Option(help="Rows per microbatch to measure, like 1,2,4,8.")] = "1,2,4,8",
+    threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
+    repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size; more where they differ.")] = 7,
+    weights: WeightsFile = None,
+    pretrained: Pretrained = False,
+    seed: Seed = 0,
+    json: JsonFile = None,
+) -> None:
+    """Time every part of a model between two possible cuts, and what messages cost; write it for `penstock plan`."""
+    sizes = parse_numbers(rows, "--rows")
+    console = make_console()
+    zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
+    with console.status("capturing the model") as status:
+        graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+        status.update("measuring messages")
+        messages, base_bytes = measure_messages(), worker_bytes()
+        status.update("measuring the model")
+        calibration_s = calibrate(threads=threads)
+        made = profile_graph(
+            graph, lambda state: load_state(graph, state, zoo.weights), rows=sizes, threads=threads, repeats=repeats,
+            messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
+        )  # fmt: skip
+    write_profile(output, made)
+    console.print(
+        f"{made.model} on {made.device}, {made.threads} thread(s): {len(made.units)} units, "
+        f"{format_bytes(sum(dict(p for unit in made.units for p in unit.parameters).values()))} of parameters",
+        markup=False,
+    )
+    console.print(_table(made))
+    write_json(json, msgspec.to_builtins(made))
+
+
+def _table(profile: Profile) -> Table:
+    table = Table("rows", "seconds per microbatch", "rows per second", "spread of the unit sums")
+    for index, rows in enumerate(profile.rows):
+        seconds = sum(unit.forward_s[index] for unit in profile.units)
+        # units vary independently of each other at most, so their ranges add up to more than the whole varies
+        spread = sum(unit.forward_spread_s[index] for unit in profile.units)
+        table.add_row(str(rows), format_seconds(seconds), f"{rows / seconds:.2f}", f"{spread / seconds:.1%}")
+    return table

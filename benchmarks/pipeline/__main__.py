@@ -65,7 +65,10 @@ def run(case: Case, depth: int) -> list[dict[str, Any]]:
         }
         file.write_text(json.dumps(session | {"depth": depth}))
         command = [sys.executable, "-m", "benchmarks.pipeline.session", str(file)]
-        with lab_session(spec) as lab, lab.start(command, output=show, env={"PYTHONPATH": f"{ROOT}/src:{ROOT}"}) as started:
+        with (
+            lab_session(spec) as lab,
+            lab.start(command, output=show, env={"PYTHONPATH": f"{ROOT}/src:{ROOT}"}) as started,
+        ):
             started.wait()
         if started.first_failure:
             sys.exit(f"{case.name}: {started.first_failure}")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 from penstock.engine.jobs import send_leave
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
+from penstock.measure.messages import measure_messages
 from penstock.plan.choose import Request, make_plan
 from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile
@@ -59,6 +61,8 @@ def _plan(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
     """Plan for the hosts as fast as they are seen to be, then measure the plan."""
     comparison.forget_ceilings()
     profile = msgspec.json.decode(task["profile"], type=Profile)
+    # what messages cost depends on the hosts too: caches shared with others, a link that brings packets one by one
+    profile = msgspec.structs.replace(profile, **asdict(measure_messages(comparison.world)))
     cluster = comparison.calibrated(msgspec.json.decode(task["cluster"], type=Cluster), profile)
     request = msgspec.convert(task["request"], Request)
     return comparison.planned(make_plan(profile, cluster, request))

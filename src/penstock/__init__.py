@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.engine.split import SplitModel, split
     from penstock.graph.capture import capture
+    from penstock.stream.bundled import BundledPipeline
     from penstock.stream.pipeline import Pipeline
 
 __version__ = "0.1.0.dev0"
 _HOMES = {
+    "BundledPipeline": "penstock.stream.bundled",
     "Pipeline": "penstock.stream.pipeline",
     "SplitModel": "penstock.engine.split",
     "capture": "penstock.graph.capture",
     "split": "penstock.engine.split",
 }
-__all__ = ["Pipeline", "SplitModel", "__version__", "capture", "split"]
+__all__ = ["BundledPipeline", "Pipeline", "SplitModel", "__version__", "capture", "split"]
 
 
 def __getattr__(name: str) -> Any:

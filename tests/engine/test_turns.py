@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.engine.deployment import Deployment, Replicas
-from penstock.engine.jobs import states_of
 from penstock.engine.messages import DATA, Format, Formats, Message
 from penstock.engine.split import divide_in_turns, load_state
 from penstock.engine.turns import Turns
@@ -19,6 +18,7 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.expressions import Size
 from penstock.graph.ops import Value
+from penstock.graph.program import states_of
 from penstock.graph.stages import divide
 from penstock.zoo.weights import ModuleWeights
 from tests.models import deit, gpt2

@@ -2,8 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from penstock.engine.ends import JOIN_S, Ends
 from penstock.engine.executor import StageReport, serve
 from penstock.engine.jobs import (
     LoadState,
-    MakeRuntime,
+    Parts,
     StagesJob,
     build_slots,
     feeder_edges,
@@ -30,6 +29,8 @@ from penstock.errors import ConnectionBroken, TransportError, UsageError
 from penstock.graph.program import StageProgram
 from penstock.plan.schedule import forward_only
 
+# makes a stage's runtimes where they do not come from programs and weights
+MakeRuntimes = Callable[[int], Turns[StageRuntime]]
 # Two buffers per cut: one message is being worked on while the next one arrives.
 DEPTH = 2
 # stages say how far they are with every heartbeat: what is shorter than a few of these means nothing
@@ -49,8 +50,8 @@ class Deployment:
 
     def __init__(
         self, world: World, programs: Sequence[Turns[StageProgram]], load: LoadState | None, *,
-        sizes: Mapping[str, int], threads: int, make: MakeRuntime | None = None, ranks: Sequence[int] | None = None,
-        number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
+        sizes: Mapping[str, int], threads: int, make: MakeRuntimes | None = None, ranks: Sequence[int] | None = None,
+        parts: Parts | None = None, number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
         self.world = world
         self.symbols = programs[0].items[0].symbols
@@ -68,7 +69,7 @@ class Deployment:
             number, [world.names[rank] for rank in ranks], world.health.statuses, max(stall_s, shortest_s)
         )
         try:
-            send_stages(world.transport, self.job, programs, load)
+            send_stages(world.transport, self.job, programs, load, parts)
             self._local = self._serve_own_stages(programs, load, make)
             self._outlet, self._inlet = feeder_edges(world.transport, self.job, programs[0], programs[-1], self._local)
         except TransportError as error:
@@ -76,7 +77,7 @@ class Deployment:
         self.last_report = StreamReport()
 
     def _serve_own_stages(
-        self, programs: Sequence[Turns[StageProgram]], load: LoadState | None, make: MakeRuntime | None
+        self, programs: Sequence[Turns[StageProgram]], load: LoadState | None, make: MakeRuntimes | None
     ) -> Mapping[int, Any]:
         """Under torchrun the feeding process holds stages too; a thread of its own runs them."""
         own = [index for index, rank in enumerate(self.job.ranks) if rank == FEEDER]
@@ -207,10 +208,10 @@ class Replicas:
 
 
 def _make_runtimes(
-    index: int, programs: Turns[StageProgram], load: LoadState | None, make: MakeRuntime | None
+    index: int, programs: Turns[StageProgram], load: LoadState | None, make: MakeRuntimes | None
 ) -> Turns[StageRuntime]:
     if make is not None:
-        return programs.map(partial(make, index))
+        return make(index)
     if load is None:
         raise UsageError("a deployment needs weights to load, or modules to run; give load or make")
     return Turns(load_programs(programs.items, load), programs.order)

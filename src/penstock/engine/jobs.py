@@ -9,11 +9,13 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.engine.bundle import read_part
 from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
 from penstock.engine.executor import StageReport, StageSlot
 from penstock.engine.messages import Format, Formats
@@ -24,13 +26,22 @@ from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World
 from penstock.errors import TransportError, UsageError
 from penstock.graph.ops import State
-from penstock.graph.program import StageProgram, read_interface, read_program, write_program
+from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 
 # channel 0 carries jobs; each job's edges get channels of their own
 _CHANNELS_PER_JOB = 1024
 LoadState = Callable[[State], Tensor]
 # makes a stage's runtime in a process that has the stage's module; only its interface travels
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which plan's bundle the ranks have, and the device of every stage."""
+
+    plan: str
+    devices: tuple[str, ...]
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,30 +57,27 @@ class StagesJob:
 
 
 def send_stages(
-    transport: Transport, job: StagesJob, programs: Sequence[Turns[StageProgram]], load: LoadState | None
-) -> None:
+    transport: Transport, job: StagesJob, programs: Sequence[Turns[StageProgram]], load: LoadState | None,
+    parts: Parts | None = None,
+) -> None:  # fmt: skip
     """Send every other rank the stages that it holds, reading one weight at a time.
 
-    Without `load` the stages are modules that the ranks have themselves.
+    With `parts` every rank reads its own from its folder; with neither the stages are modules that the ranks have.
     """
     for rank in sorted(set(job.ranks) - {transport.rank}):
         indices = [index for index, holder in enumerate(job.ranks) if holder == rank]
         texts = {index: [write_program(program) for program in programs[index].items] for index in indices}
         document = {
-            "kind": "stages" if load else "modules", "number": job.number,
+            "kind": "parts" if parts else "stages" if load else "modules", "number": job.number,
             "ranks": list(job.ranks), "sizes": dict(job.sizes),
             "depth": job.depth, "threads": job.threads, "device_names": list(job.device_names),
-            "programs": texts, "turns": list(programs[0].order),
+            "programs": texts, "turns": list(parts.order if parts else programs[0].order),
+            "plan": parts.plan if parts else "", "devices": list(parts.devices) if parts else [],
         }  # fmt: skip
         send_bytes(transport, json.dumps(document).encode(), rank)
         if load is not None:
             for index in indices:
                 send_state(transport, states_of(programs[index].items), load, rank)
-
-
-def states_of(programs: Iterable[StageProgram]) -> list[State]:
-    """Give the state of programs that take turns; what several of them use is there once."""
-    return list({state.value.name: state for program in programs for state in program.states}.values())
 
 
 def send_state(transport: Transport, states: Iterable[State], load: LoadState, rank: int) -> None:
@@ -142,11 +150,11 @@ def receive_job(transport: Transport) -> dict[str, Any]:
 
 
 def read_stages(
-    transport: Transport, document: Mapping[str, Any], make: MakeRuntime | None = None
+    transport: Transport, document: Mapping[str, Any], make: MakeRuntime | None = None, bundle: Path | None = None
 ) -> tuple[StagesJob, dict[int, Turns[StageRuntime]]]:
-    """Read a stages job and receive its weights, or make its stages where they are modules.
+    """Read a stages job and receive its weights, make its stages where they are modules, or read them from a bundle.
 
-    Raises `UsageError` for a job of modules in a process that has none.
+    Raises `UsageError` for a job of modules or parts in a process that has none.
     """
     job = StagesJob(
         number=int(document["number"]),
@@ -159,7 +167,11 @@ def read_stages(
     order = [int(turn) for turn in document["turns"]]
     runtimes: dict[int, Turns[StageRuntime]] = {}
     for index, texts in document["programs"].items():
-        if document["kind"] == "stages":
+        if document["kind"] == "parts":
+            if bundle is None:
+                raise UsageError("the stages come from a bundle, which this process has not; give it the folder")
+            runtimes[int(index)] = load_part(bundle / document["devices"][int(index)], document["plan"], order)
+        elif document["kind"] == "stages":
             programs = [read_program(text) for text in texts]
             tensors = receive_state(transport, states_of(programs))
             runtimes[int(index)] = Turns([Runtime(program, tensors) for program in programs], order)
@@ -250,6 +262,12 @@ def feeder_edges(
 
 def _channel(job: StagesJob, edge: int) -> int:
     return 1 + (job.number * _CHANNELS_PER_JOB + edge) % 2**30
+
+
+def load_part(folder: Path, plan: str, order: Sequence[int]) -> Turns[StageRuntime]:
+    """Make a stage's runtimes from a device's part of a bundle."""
+    programs, tensors = read_part(folder, plan)
+    return Turns([Runtime(program, tensors) for program in programs], order)
 
 
 def load_program(program: StageProgram, load: LoadState) -> Runtime:

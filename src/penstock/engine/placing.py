@@ -1,19 +1,22 @@
 """Put a plan in place: its stages, with their cut sets and replicas, on the devices that it names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from penstock.engine.bundle import interfaces, read_bundle
 from penstock.engine.deployment import Deployment, Replicas
-from penstock.engine.jobs import LoadState
+from penstock.engine.jobs import LoadState, Parts, load_part
 from penstock.engine.progress import STALL_S
-from penstock.engine.split import divide_in_turns
+from penstock.engine.runtime import StageRuntime
+from penstock.engine.split import divide_plan, order_of
+from penstock.engine.turns import Turns
 from penstock.engine.world import World
 from penstock.errors import PlanError
-from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
-from penstock.graph.stages import fingerprint
+from penstock.graph.program import StageProgram
 from penstock.plan.turns import turns
-from penstock.spec.check import check_cuts, check_plan
-from penstock.spec.plan import Plan
+from penstock.spec.files import fingerprint
+from penstock.spec.plan import Pipeline, Plan
 
 
 def place(
@@ -24,15 +27,46 @@ def place(
     Pipelines take jobs from `number` on. Raises `PlanError` where the plan is of another model, names a device
     that is not there, or has stages that several devices share, which this version does not run.
     """
-    check_plan(plan)
-    if plan.graph != fingerprint(graph):
-        raise PlanError(
-            f"the plan is for the graph {plan.graph} of {plan.model}, but this model's is {fingerprint(graph)}; "
-            "profile and plan this model"
+    ranks = _ranks_for(world, plan)
+    sizes = graph.sizes(plan.microbatch_rows)
+    deployments = [
+        Deployment(
+            world, programs, load, sizes=sizes, threads=threads, ranks=_places(pipeline, ranks),
+            number=number + index, depth=plan.depth, stall_s=stall_s,
         )
-    cuts = Cuts(graph)
-    check_cuts(plan, [cut.name for cut in cuts])
-    ranks = ranks_of(world, plan.devices)
+        for index, (pipeline, programs) in enumerate(zip(plan.pipelines, divide_plan(graph, plan), strict=True))
+    ]  # fmt: skip
+    return Replicas(deployments, turns([pipeline.share for pipeline in plan.pipelines]))
+
+
+def place_bundle(
+    world: World, folder: Path, *, threads: int, number: int = 0, stall_s: float = STALL_S
+) -> tuple[Replicas, StageProgram]:
+    """Have every device read its part of a bundle; gives what streams through them, and what goes in and comes out.
+
+    Raises `ProgramError` for a bundle that is damaged, and `PlanError` as `place` does.
+    """
+    plan, interface = read_bundle(folder)
+    ranks = _ranks_for(world, plan)
+    sizes = {symbol: plan.microbatch_rows if symbol == "batch" else 1 for symbol in interface.symbols}
+    deployments = []
+    for index, pipeline in enumerate(plan.pipelines):
+        parts = Parts(fingerprint(plan), tuple(stage.devices[0] for stage in pipeline.stages), order_of(pipeline))
+
+        def own(stage: int, parts: Parts = parts) -> Turns[StageRuntime]:
+            return load_part(folder / parts.devices[stage], parts.plan, parts.order)
+
+        deployments.append(
+            Deployment(
+                world, interfaces(interface, len(parts.devices)), None, sizes=sizes, threads=threads,
+                ranks=_places(pipeline, ranks), make=own, parts=parts, number=number + index, depth=plan.depth,
+                stall_s=stall_s,
+            )
+        )  # fmt: skip
+    return Replicas(deployments, turns([pipeline.share for pipeline in plan.pipelines])), interface
+
+
+def _ranks_for(world: World, plan: Plan) -> dict[str, int]:
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             if len(stage.devices) > 1:
@@ -40,19 +74,11 @@ def place(
                     f"a stage runs on one device, but {', '.join(stage.devices)} share one in this plan; "
                     "plan with --no-shared"
                 )
-    sizes = graph.sizes(plan.microbatch_rows)
-    deployments = []
-    for index, pipeline in enumerate(plan.pipelines):
-        order = turns([cut_set.weight for cut_set in pipeline.cut_sets])
-        programs = divide_in_turns(graph, [cuts.find_all(each.cuts) for each in pipeline.cut_sets], order)
-        places = [ranks[stage.devices[0]] for stage in pipeline.stages]
-        deployments.append(
-            Deployment(
-                world, programs, load, sizes=sizes, threads=threads, ranks=places, number=number + index,
-                depth=plan.depth, stall_s=stall_s,
-            )
-        )  # fmt: skip
-    return Replicas(deployments, turns([pipeline.share for pipeline in plan.pipelines]))
+    return ranks_of(world, plan.devices)
+
+
+def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[int]:
+    return [ranks[stage.devices[0]] for stage in pipeline.stages]
 
 
 def ranks_of(world: World, devices: Sequence[str]) -> dict[str, int]:

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ from penstock.engine.world import FEEDER, World, join_local
 from penstock.errors import PenstockError, TransportError
 from penstock.plan.schedule import forward_only
 
+# where workers that a process on this machine starts find their parts of a bundle
+BUNDLE = "PENSTOCK_BUNDLE"
 
-def work(world: World, make: MakeRuntime | None = None) -> str:
+
+def work(world: World, make: MakeRuntime | None = None, bundle: Path | None = None) -> str:
     """Do jobs until told to leave; gives the last word. What goes wrong is reported to the whole world, then raised."""
     try:
         while (document := receive_job(world.transport))["kind"] != "leave":
-            do_job(world, document, make)
+            do_job(world, document, make, bundle)
         return str(document.get("message", ""))
     except TransportError as error:
         raise world.explain(error) from error
@@ -34,7 +38,9 @@ def work(world: World, make: MakeRuntime | None = None) -> str:
         raise
 
 
-def do_job(world: World, document: Mapping[str, Any], make: MakeRuntime | None = None) -> None:
+def do_job(
+    world: World, document: Mapping[str, Any], make: MakeRuntime | None = None, bundle: Path | None = None
+) -> None:
     """Do one job: run a model alone, or serve stages until they are closed."""
     if document["kind"] == "alone":
         do_alone(world.transport, document)
@@ -42,7 +48,7 @@ def do_job(world: World, document: Mapping[str, Any], make: MakeRuntime | None =
     if document["kind"] == "peer":
         send_bytes(world.transport, json.dumps(do_peer(world, document)).encode(), FEEDER)
         return
-    job, runtimes = read_stages(world.transport, document, make)
+    job, runtimes = read_stages(world.transport, document, make, bundle)
     torch.set_num_threads(job.threads)
     slots, _ = build_slots(world.transport, job, runtimes)
     tell_progress(world, job, slots)
@@ -59,7 +65,8 @@ def main() -> int:
     threading.Thread(target=_leave_with_parent, name="penstock-parent", daemon=True).start()
     world = join_local(given.port, given.rank, given.size)
     try:
-        work(world)
+        folder = os.environ.get(BUNDLE)
+        work(world, bundle=Path(folder) if folder else None)
     except PenstockError:
         return 1  # the feeding process has been told and prints it
     finally:

@@ -52,6 +52,11 @@ class StageProgram:
         return sum(state.value.num_bytes({}) for state in self.states)
 
 
+def states_of(programs: Iterable[StageProgram]) -> list[State]:
+    """Give the state of programs that take turns; what several of them use is there once."""
+    return list({state.value.name: state for program in programs for state in program.states}.values())
+
+
 def write_program(program: StageProgram) -> str:
     """Write a program as JSON; `read_program` gives an equal one back."""
     document = {

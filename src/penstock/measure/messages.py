@@ -16,6 +16,9 @@ from penstock.zoo.weights import ModuleWeights
 _FEW, _MANY = 16, 150_000  # numbers in a message: hardly any, and what a small ViT sends
 _BYTES_PER_NUMBER = 4
 
+# far from the numbers of a run's own jobs, whose channels these must not meet
+_JOBS = 1_000_000
+
 
 class _Stage(nn.Module):
     """Computes for some milliseconds, as stages do: messages find the caches full of something else."""
@@ -50,9 +53,9 @@ def measure_messages(world: World | None = None, *, num_microbatches: int = 150)
     own = world is None
     world = world or start_local(1)
     try:
-        few = _run(world, _Stage(), _FEW, num_microbatches, number=1)
-        take = _run(world, _Stage(), _MANY, num_microbatches, number=2)
-        give = _run(world, _Give(), _FEW, num_microbatches, number=3)
+        few = _run(world, _Stage(), _FEW, num_microbatches, number=_JOBS)
+        take = _run(world, _Stage(), _MANY, num_microbatches, number=_JOBS + 1)
+        give = _run(world, _Give(), _FEW, num_microbatches, number=_JOBS + 2)
     finally:
         if own:
             world.close()

@@ -68,6 +68,11 @@ class Comparison:
         self._seed = seed
         self._num_serial = max(1, (serial_images or num_images * passes) // self._rows)
 
+    @property
+    def world(self) -> World:
+        """The processes that are measured."""
+        return self._world
+
     def settings(self) -> dict[str, Any]:
         """Give what all rows have in common."""
         return {

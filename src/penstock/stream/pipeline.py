@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.cluster.launch import available_cores
-from penstock.engine.deployment import DEPTH, Deployment, Replicas
+from penstock.engine.deployment import DEPTH, Deployment, MakeRuntimes, Replicas
 from penstock.engine.executor import execute
 from penstock.engine.jobs import (
     LoadState,
@@ -27,9 +27,11 @@ from penstock.engine.messages import CLOSE
 from penstock.engine.modules import chain, runtime_maker, start_threads
 from penstock.engine.placing import place
 from penstock.engine.progress import STALL_S
+from penstock.engine.runtime import StageRuntime
 from penstock.engine.split import choose_cuts, divide_in_turns, load_state
 from penstock.engine.streaming import Microbatch, StreamReport
 from penstock.engine.tree import bind_inputs, build_output
+from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
 from penstock.errors import CaptureError, TransportError, UsageError
 from penstock.graph.capture import capture
@@ -100,7 +102,7 @@ class Pipeline:
         self._feeds = True
         try:
             load: LoadState | None = None
-            make: MakeRuntime | None = None
+            make: MakeRuntimes | None = None
             if model is None:
                 raise UsageError("the process that feeds needs the model; pass it to Pipeline")
             if isinstance(model, nn.Module):
@@ -122,8 +124,14 @@ class Pipeline:
                     raise UsageError(f"a list of {len(model)} modules is that many stages; leave stages and cuts out")
                 self.graph, programs = chain(model, args, kwargs or {})
                 self.cuts = ()
-                make = runtime_maker(model, self.graph)
-                world = self._world = world or start_threads(len(programs), make)
+                maker = runtime_maker(model, self.graph)
+                modules = programs
+
+                def make_modules(index: int) -> Turns[StageRuntime]:
+                    return modules[index].map(partial(maker, index))
+
+                make = make_modules
+                world = self._world = world or start_threads(len(programs), maker)
             _, sizes = bind_inputs(self.graph, args, kwargs or {})
             self.threads = threads or threads_per_stage(world)
             self._deployment = Deployment(

@@ -1,0 +1,85 @@
+"""Run a model from its bundle: every machine reads its own part, and nobody needs the model's source."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from penstock.engine.jobs import send_leave
+from penstock.engine.placing import place_bundle
+from penstock.engine.streaming import StreamReport
+from penstock.engine.tree import read_sizes
+from penstock.engine.worker import BUNDLE, work
+from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
+from penstock.errors import UsageError
+from penstock.spec.check import read_plan
+from penstock.stream.pipeline import threads_per_stage
+
+
+class BundledPipeline:
+    """A bundle in processes: alone it starts one worker for each device, under torchrun each host reads its part.
+
+    Example:
+        with penstock.BundledPipeline("bundle") as pipe:
+            for (logits,) in pipe.stream(images):
+                ...
+
+    Inputs and outputs are the model's tensors in order, without names. A process that does not feed works until
+    the feeding process leaves, and its `stream` gives nothing. Raises `ProgramError` for a part that is damaged or
+    of another plan, `PlanError` where the run's hosts are not the plan's devices.
+    """
+
+    def __init__(self, folder: str | Path, *, threads: int | None = None) -> None:
+        folder = Path(folder).absolute()
+        self._world: World
+        if under_torchrun():
+            self._world = join_torchrun()
+        else:
+            self._world = start_local(len(read_plan(folder / "plan.json").devices), {BUNDLE: str(folder)})
+        self._feeds = self._world.rank == FEEDER
+        try:
+            if not self._feeds:
+                work(self._world, bundle=folder)
+                return
+            count = threads or threads_per_stage(self._world)
+            self._pipelines, self._interface = place_bundle(self._world, folder, threads=count)
+        except BaseException as error:
+            self._world.health.report(error)
+            self._world.close(0.0)
+            raise
+
+    def stream(self, inputs: Iterable[Tensor | Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+        """Give the outputs for every microbatch, in order; raises `UsageError` for inputs of another shape."""
+        if not self._feeds:
+            return
+        program = self._interface
+
+        def bound() -> Iterator[tuple[list[Tensor], dict[str, int]]]:
+            for item in inputs:
+                tensors = [item] if isinstance(item, Tensor) else list(item)
+                if len(tensors) != len(program.inputs):
+                    raise UsageError(f"the model takes {len(program.inputs)} tensors, not {len(tensors)}")
+                yield tensors, dict(read_sizes(program.symbols, program.inputs, tensors))
+
+        yield from self._pipelines.stream(bound())
+
+    @property
+    def last_report(self) -> StreamReport:
+        """The times of the last stream, on the process that feeds."""
+        return self._pipelines.last_report
+
+    def close(self) -> None:
+        """Stop the stages and let go of the processes."""
+        if self._feeds and self._world.health.failure is None:
+            self._pipelines.close()
+            send_leave(self._world.transport)
+        self._world.close()
+
+    def __enter__(self) -> "BundledPipeline":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.cli import bench, convert, demo, hosts, infer, lab, plan, profile, split
+from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, split
 from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.errors import PenstockError, UsageError
 
@@ -21,6 +21,7 @@ app.command("demo")(demo.demo)
 app.command("split")(split.split)
 app.command("convert")(convert.convert)
 app.command("profile")(profile.profile)
+app.command("bundle")(bundle.bundle)
 app.command("infer")(infer.infer)
 app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)

@@ -54,6 +54,7 @@ def profile(
             graph, lambda state: load_state(graph, state, zoo.weights), rows=sizes, threads=threads, repeats=repeats,
             messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
         )  # fmt: skip
+    made = msgspec.structs.replace(made, model=model)
     write_profile(output, made)
     console.print(
         f"{made.model} on {made.device}, {made.threads} thread(s): {len(made.units)} units, "

@@ -1,0 +1,44 @@
+"""`penstock bundle`: a plan with every device's programs and weights, ready to copy."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from penstock.cli.options import JsonFile, Pretrained, Seed, WeightsFile, make_console, write_json
+from penstock.engine.bundle import write_bundle
+from penstock.engine.split import load_state
+from penstock.graph.capture import capture
+from penstock.spec.check import read_plan
+from penstock.units import format_bytes
+from penstock.zoo.models import load_model
+
+
+def bundle(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="What `penstock plan` wrote.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="The bundle's folder.")] = Path(
+        "bundle"
+    ),
+    model: Annotated[str | None, typer.Option(help="Where it is not the name in the plan.")] = None,
+    weights: WeightsFile = None,
+    pretrained: Pretrained = False,
+    seed: Seed = 0,
+    json: JsonFile = None,
+) -> None:
+    """Write each stage's programs and only its weights into a folder for its device."""
+    chosen = read_plan(plan)
+    console = make_console()
+    with console.status("bundling"):
+        zoo = load_model(model or chosen.model, weights=weights, pretrained=pretrained, seed=seed)
+        graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+        folders = write_bundle(output, graph, chosen, partial(load_state, graph, weights=zoo.weights))
+    table = Table("device", "folder", "weights")
+    parts = []
+    for folder in folders:
+        num_bytes = (folder / "weights.safetensors").stat().st_size
+        parts.append({"device": folder.name, "folder": str(folder), "weights_bytes": num_bytes})
+        table.add_row(folder.name, str(folder), format_bytes(num_bytes))
+    console.print(table)
+    write_json(json, {"plan": str(plan), "parts": parts})

@@ -1,0 +1,104 @@
+"""Profile, plan, bundle, run: every arrow of the design as a verb, on a small model."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock as library
+from penstock.cli.main import main
+from penstock.spec.check import read_plan
+from penstock.spec.profile import read_profile
+from penstock.zoo import load_model, open_images
+from tests.cli.conftest import SMALL
+
+Run = Callable[..., tuple[int, str, str]]
+CLUSTER = """
+[[devices]]
+name = "desk"
+speed = 1.0
+memory = "2 GiB"
+[[devices]]
+name = "board"
+speed = 0.5
+memory = "2 GiB"
+"""
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a profile, a cluster and a plan that has two stages."""
+    folder = tmp_path_factory.mktemp("planned")
+    profile, cluster, plan = (folder / name for name in ("profile.json", "cluster.toml", "plan.json"))
+    cluster.write_text(CLUSTER)
+    assert main(["profile", SMALL, "-o", str(profile), "--rows", "1,2", "--repeats", "3"]) == 0
+    made = read_profile(profile)
+    assert made.model == SMALL
+    assert made.rows == (1, 2)
+    assert all(second > 0 for second in (made.calibration_s, made.stage_overhead_s, made.base_bytes))
+    assert main(["plan", str(profile), str(cluster), "-o", str(plan), "--no-replicas", "--rows", "2"]) == 0
+    # so small a model is best on one device: two are wanted here
+    text = json.loads(plan.read_text())
+    cut = made.cuts[len(made.cuts) // 2]
+    stage = {"shares": [1.0], "precision": "float32", "runtime": "eager"}
+    text["pipelines"] = [
+        {
+            "stages": [stage | {"devices": ["desk"]}, stage | {"devices": ["board"]}],
+            "cut_sets": [
+                {"cuts": [cut], "weight": 0.5},
+                {"cuts": [made.cuts[len(made.cuts) // 2 + 5]], "weight": 0.5},
+            ],
+            "share": 1.0,
+        }
+    ]
+    text["prediction"]["devices"] = [
+        {"device": name, "load_s": 0.001, "memory_bytes": 1e6} for name in ("desk", "board")
+    ]
+    plan.write_text(json.dumps(text))
+    read_plan(plan)
+    return folder
+
+
+def test_a_plan_runs_and_predicts_what_the_model_does(penstock: Run, photos: Path, planned: Path) -> None:
+    output = planned / "out.csv"
+    status, _, err = penstock("infer", SMALL, "--images", photos, "-o", output, "--plan", planned / "plan.json")
+    assert status == 0, err
+    zoo, images = load_model(SMALL, whole=True), open_images(photos)
+    assert zoo.transform is not None
+    with torch.no_grad():
+        expected = [int(zoo.module(zoo.transform(images.read(i))[None]).argmax()) for i in range(len(images))]
+    with output.open(newline="") as lines:
+        assert [int(row["prediction"]) for row in csv.DictReader(lines)] == expected
+
+
+def test_a_bundle_runs_without_the_model_s_source(penstock: Run, planned: Path) -> None:
+    folder = planned / "bundle"
+    status, _, err = penstock("bundle", planned / "plan.json", "-o", folder, "--json", planned / "said.json")
+    assert status == 0, err
+    assert [part["device"] for part in json.loads((planned / "said.json").read_text())["parts"]] == ["desk", "board"]
+    module = load_model(SMALL, whole=True).module.eval()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        images = [torch.randn(2, 3, 32, 32) for _ in range(5)]
+        with library.BundledPipeline(folder, threads=1) as pipe, torch.no_grad():
+            for image, (result,) in zip(images, pipe.stream(images), strict=True):
+                assert torch.equal(result, module(image))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_plan_of_another_model_is_one_line(penstock: Run, photos: Path, planned: Path) -> None:
+    other = SMALL.replace("depth=2", "depth=3")
+    status, _, err = penstock("infer", other, "--images", photos, "--plan", planned / "plan.json")
+    assert status == 1
+    assert "profile and plan this model" in err.splitlines()[-1]
+
+
+def test_hosts_are_measured_on_a_cluster_only(penstock: Run, tmp_path: Path) -> None:
+    status, _, err = penstock("hosts", "measure", tmp_path / "none.toml")
+    assert status == 2
+    assert "none.toml" in err

@@ -1,0 +1,50 @@
+"""Hosts measured over real processes, and messages over a worker of one's own."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+from penstock.measure.calibrate import calibrate
+from penstock.measure.messages import measure_messages
+from tests.processes import Running
+
+SCRIPT = """
+import json, sys
+from dataclasses import asdict
+from penstock.engine.world import join_torchrun
+from penstock.measure.hosts import measure_hosts
+
+world = join_torchrun()
+measured = measure_hosts(world, seconds=0.1)
+if measured is not None:
+    print("MEASURED", json.dumps(asdict(measured)), flush=True)
+world.close()
+"""
+
+
+def test_calibration_gives_positive_seconds() -> None:
+    assert 0 < calibrate(0.01) < 60
+
+
+def test_messages_cost_something_and_not_much() -> None:
+    costs = measure_messages(num_microbatches=20)
+    assert 0 < costs.stage_overhead_s < 0.1
+    assert 0 <= costs.send_s_per_byte < 1e-6
+    assert costs.feed_s > 0
+
+
+def test_every_host_and_every_link_is_measured(tmp_path: Path) -> None:
+    script = tmp_path / "measure.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    with Running(command, deadline_s=100) as run:
+        finished = run.wait()
+    assert finished.status == 0, finished.stderr
+    line = next(line for line in finished.stdout.splitlines() if line.startswith("MEASURED"))
+    measured = json.loads(line.partition(" ")[2])
+    assert len(measured["calibration_s"]) == 3
+    assert {(link["source"], link["target"]) for link in measured["links"]} == {
+        (a, b) for a in range(3) for b in range(3) if a != b
+    }
+    assert all(0 < link["bandwidth_bytes_per_s"] < math.inf for link in measured["links"])

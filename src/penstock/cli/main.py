@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.cli import bench, convert, demo, infer, lab, split
+from penstock.cli import bench, convert, demo, infer, lab, schedule, split
 from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.errors import PenstockError, UsageError
 
@@ -22,6 +22,7 @@ app.command("split")(split.split)
 app.command("convert")(convert.convert)
 app.command("infer")(infer.infer)
 app.command("bench")(bench.bench)
+app.command("schedule")(schedule.schedule)
 app.add_typer(lab.app, name="lab")
 
 _ON_CLUSTERS = {"bench", "infer"}

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -37,10 +37,12 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.graph.stages import divide
 from penstock.plan.schedule import forward_only
+from penstock.train.batches import Call
+from penstock.train.methods import TrainingMethods, make_trainer, trains
 from penstock.zoo.weights import ModuleWeights, Weights
 
 
-class Pipeline:
+class Pipeline(TrainingMethods):
     """A model cut into stages that run in processes of their own, fed from this one.
 
     Started alone it makes one fresh worker process per stage. Under torchrun it uses the processes it
@@ -64,6 +66,16 @@ class Pipeline:
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
             counts as lost; longer than the slowest link takes for one message.
 
+    A model in training mode, or a function that makes one, is trained instead: see `TrainingMethods`.
+    All processes then run the same script, and alone this one does everything. That has further arguments:
+
+        replicas: how many whole pipelines share each batch; as many as fit beside `stages`.
+        schedule: gpipe, 1f1b, interleaved, zero-bubble, or a schedule of your own as text.
+        microbatches: how many a replica's rows of a batch are cut into; two for each stage where not given.
+        seed: of dropout and of the order of data.
+        autocast: torch.bfloat16 to compute in it where autocast does.
+        checkpointing: keep only a stage's inputs until its backward, and compute forward again.
+
     Raises `CaptureError` and `CutError` as `penstock.split` does, `RunError` when the processes do not
     come together, and `DeviceLost` while streaming when one of them is gone. After a `RunError` nothing
     more can be streamed; after an exception of the caller's own the next stream works.
@@ -71,8 +83,8 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module] | None,
-        args: Sequence[Any],
+        model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | None,
+        args: Any,
         kwargs: Mapping[str, Any] | None = None,
         *,
         stages: int | None = None,
@@ -84,9 +96,29 @@ class Pipeline:
         depth: int = DEPTH,
         stall_s: float = STALL_S,
         world: World | None = None,
+        replicas: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
+        checkpointing: bool = False,
     ) -> None:
         self._owns_world = world is None
         self._closed = False
+        args, kwargs = _example(args, kwargs)
+        if trains(model):
+            if threads:
+                torch.set_num_threads(threads)
+            self._trainer = make_trainer(
+                model, args, kwargs, stages=stages, policy=policy, cuts=cuts, weights=weights, dynamic=dynamic,
+                world=world, replicas=replicas, schedule=schedule, microbatches=microbatches, seed=seed,
+                autocast=autocast, checkpointing=checkpointing,
+            )  # fmt: skip
+            self.graph: Graph = self._trainer.captured.graph
+            self.cuts = tuple(self._trainer.cuts)
+            self._world = self._trainer.world
+            return
+        model = model if isinstance(model, (nn.Module, Sequence)) else None
         if world is None and under_torchrun():
             world = join_torchrun()
         if world is not None and world.rank != FEEDER:
@@ -100,7 +132,7 @@ class Pipeline:
             if model is None:
                 raise UsageError("the process that feeds needs the model; pass it to Pipeline")
             if isinstance(model, nn.Module):
-                self.graph: Graph = _capture(model, args, kwargs, dynamic)
+                self.graph = _capture(model, args, kwargs, dynamic)
                 count = stages or (len(world.devices) if world else 4)
                 self.cuts = _choose(self.graph, count, policy, cuts)
                 source = weights or ModuleWeights(model)
@@ -152,6 +184,8 @@ class Pipeline:
         """
         if self._closed:
             raise UsageError("the pipeline is closed; make a new one")
+        if self._trainer is not None:
+            raise UsageError("this pipeline trains; call it for outputs, or stream with a model in evaluation mode")
         if not self._feeds:
             self._serve()
             return
@@ -171,9 +205,12 @@ class Pipeline:
     def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
         """Run one batch of any size: cut into microbatches, streamed, and put together again.
 
-        Gives None in a process that does not feed. Raises `UsageError` for an empty batch, and where an
-        output has no batch dimension to put together.
+        Gives None in a process that does not feed. A pipeline that trains gives the outputs of its current
+        weights in evaluation mode, for this replica's rows, on every process of the replica. Raises
+        `UsageError` for an empty batch, and where an output has no batch dimension to put together.
         """
+        if self._trainer is not None:
+            return self._trainer.predict(Call(args, kwargs))
         outputs = list(self.stream(self._microbatches(args, kwargs, microbatch_size)))
         if not self._feeds:
             return None
@@ -225,6 +262,9 @@ class Pipeline:
 
     def close(self) -> None:
         """End the stages and the worker processes; nothing is left behind."""
+        if self._trainer is not None:
+            self._end_training(wait=True)
+            return
         if self._closed and self._feeds:
             return
         try:
@@ -236,6 +276,13 @@ class Pipeline:
                 self._serve()
         finally:
             self._closed = True
+            if self._owns_world:
+                self._world.close()
+
+    def _end_training(self, *, wait: bool) -> None:
+        if self._trainer is not None and not self._closed:
+            self._closed = True
+            self._trainer.close(wait=wait)
             if self._owns_world:
                 self._world.close()
 
@@ -254,6 +301,9 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Give everything up at once, without waiting for work under way."""
+        if self._trainer is not None:
+            self._end_training(wait=False)
+            return
         self._closed = True
         if self._feeds:
             self._deployment.abandon()
@@ -281,6 +331,15 @@ def _choose(graph: Graph, stages: int, policy: str, names: Sequence[str] | None)
     if names is not None:
         return tuple(possible.find_all(names))
     return tuple(choose_cuts(graph, possible, stages=stages, policy=policy))
+
+
+def _example(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[Sequence[Any], Mapping[str, Any] | None]:
+    """Read the example call: a lone tensor is its one positional input, a mapping its keyword inputs."""
+    if isinstance(args, torch.Tensor):
+        return (args,), kwargs
+    if isinstance(args, Mapping):
+        return (), {**args, **(kwargs or {})}
+    return args, kwargs
 
 
 class _Call:

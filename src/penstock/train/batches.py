@@ -23,8 +23,18 @@ class Microbatch:
     labels: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Inputs as a call with positional and keyword ones."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 def as_call(item: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Read inputs as a call: a tensor, a tuple of positional inputs, or a mapping of keyword inputs."""
+    """Read inputs as a call: a tensor, a tuple of positional inputs, a mapping of keyword inputs, or a `Call`."""
+    if isinstance(item, Call):
+        return item.args, item.kwargs
     if isinstance(item, Mapping):
         return (), dict(item)
     if isinstance(item, (tuple, list)):

@@ -428,4 +428,6 @@ class Trainer:
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):
                 exchange(self.world.transport, {})
+        for line in (self._lines, *([self._evaluation[0]] if self._evaluation else [])):
+            line.abort()
         self._synchronizer.close()

@@ -186,6 +186,7 @@ def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
         pipe.train_step(x, y[:5], F.cross_entropy)
     with pytest.raises(UsageError, match="7 parameters that are not this pipeline's"):
         pipe.optimizer(lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1)) for _ in range(7)]))
+    pipe.evaluate(x, y, F.cross_entropy)
     with pytest.raises(UsageError, match="this pipeline trains"):
         list(pipe.stream([x]))
     with pytest.raises(UsageError, match="has no length"):
@@ -205,6 +206,22 @@ def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
     assert float(pipe.train_step(x, y, F.cross_entropy)) > 0  # and on it goes
 
 
+def test_what_is_called_first_decides() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))  # in training mode, as modules are born
+    x = torch.randn(2, 4)
+    with penstock.Pipeline(model, x, stages=2, threads=1) as made:
+        assert torch.allclose(next(iter(made.stream([x]))), model(x))
+        with pytest.raises(UsageError, match="this pipeline streams"):
+            made.train_step(x, x, F.mse_loss)
+    with penstock.Pipeline(model, x):
+        pass  # neither
+    trained = penstock.Pipeline(model, x)
+    assert torch.allclose(trained(x), model(x))
+    trained.close()
+    with pytest.raises(UsageError, match="closed"):
+        penstock.Pipeline.train_step(trained, x)
+
+
 def test_bad_models(tmp_path: Path) -> None:
     class Unused(nn.Module):
         def __init__(self) -> None:
@@ -216,11 +233,11 @@ def test_bad_models(tmp_path: Path) -> None:
             return result
 
     with pytest.raises(UsageError, match=r"2 parameters of Unused are not used in its forward pass, first spare.bias"):
-        penstock.Pipeline(Unused(), torch.zeros(2, 4))
+        penstock.Pipeline(Unused(), torch.zeros(2, 4)).train_step(torch.zeros(2, 4))
     with pytest.raises(UsageError, match="is not known; use one of gpipe"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="2f2b")
     with (
-        pytest.raises(UsageError, match=r"call model.train\(\) first"),
+        pytest.raises(UsageError, match=r"after model.train\(\)"),
         penstock.Pipeline(small().eval(), images(2)[0], stages=1) as p,
     ):
         p.train_step(*images(2))

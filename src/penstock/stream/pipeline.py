@@ -30,7 +30,7 @@ from penstock.engine.progress import STALL_S
 from penstock.engine.split import choose_cuts, load_state
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
-from penstock.errors import CaptureError, TransportError, UsageError
+from penstock.errors import TransportError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
@@ -38,7 +38,8 @@ from penstock.graph.ops import Ref
 from penstock.graph.stages import divide
 from penstock.plan.schedule import forward_only
 from penstock.train.batches import Call
-from penstock.train.methods import TrainingMethods, make_trainer, trains
+from penstock.train.captured import advising
+from penstock.train.methods import TrainingMethods, trains
 from penstock.zoo.weights import ModuleWeights, Weights
 
 
@@ -66,8 +67,9 @@ class Pipeline(TrainingMethods):
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
             counts as lost; longer than the slowest link takes for one message.
 
-    A model in training mode, or a function that makes one, is trained instead: see `TrainingMethods`.
-    All processes then run the same script, and alone this one does everything. That has further arguments:
+    A model in training mode, or a function that makes one, can be trained: see `TrainingMethods`. Whether
+    it trains or streams is decided by what is called first. To train, all processes run the same script,
+    and alone this one does everything. That has further arguments:
 
         replicas: how many whole pipelines share each batch; as many as fit beside `stages`.
         schedule: gpipe, 1f1b, interleaved, zero-bubble, or a schedule of your own as text.
@@ -106,19 +108,30 @@ class Pipeline(TrainingMethods):
         self._owns_world = world is None
         self._closed = False
         args, kwargs = _example(args, kwargs)
-        if trains(model):
-            if threads:
-                torch.set_num_threads(threads)
-            self._trainer = make_trainer(
+        if trains(model) and (world is None or world.workers is None):
+            self._prepare_training(
                 model, args, kwargs, stages=stages, policy=policy, cuts=cuts, weights=weights, dynamic=dynamic,
                 world=world, replicas=replicas, schedule=schedule, microbatches=microbatches, seed=seed,
-                autocast=autocast, checkpointing=checkpointing,
+                autocast=autocast, checkpointing=checkpointing, threads=threads,
             )  # fmt: skip
-            self.graph: Graph = self._trainer.captured.graph
-            self.cuts = tuple(self._trainer.cuts)
-            self._world = self._trainer.world
+            if isinstance(model, nn.Module):
+                self._streaming = partial(
+                    self._start, model, args, kwargs, stages=stages, policy=policy, cuts=cuts, weights=weights,
+                    dynamic=dynamic, threads=threads, depth=depth, stall_s=stall_s,
+                )  # fmt: skip
             return
-        model = model if isinstance(model, (nn.Module, Sequence)) else None
+        self._start(
+            model if isinstance(model, (nn.Module, Sequence)) else None, args, kwargs, stages=stages, policy=policy,
+            cuts=cuts, weights=weights, dynamic=dynamic, threads=threads, depth=depth, stall_s=stall_s, world=world,
+        )  # fmt: skip
+
+    def _start(
+        self, model: nn.Module | Sequence[nn.Module] | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *,
+        stages: int | None, policy: str, cuts: Sequence[str] | None, weights: Weights | None,
+        dynamic: Mapping[str, Mapping[str | int, int]] | None, threads: int | None, depth: int, stall_s: float,
+        world: World | None,
+    ) -> None:  # fmt: skip
+        """Put the stages where they will stream."""
         if world is None and under_torchrun():
             world = join_torchrun()
         if world is not None and world.rank != FEEDER:
@@ -132,7 +145,7 @@ class Pipeline(TrainingMethods):
             if model is None:
                 raise UsageError("the process that feeds needs the model; pass it to Pipeline")
             if isinstance(model, nn.Module):
-                self.graph = _capture(model, args, kwargs, dynamic)
+                self.graph: Graph = _capture(model, args, kwargs, dynamic)
                 count = stages or (len(world.devices) if world else 4)
                 self.cuts = _choose(self.graph, count, policy, cuts)
                 source = weights or ModuleWeights(model)
@@ -184,8 +197,7 @@ class Pipeline(TrainingMethods):
         """
         if self._closed:
             raise UsageError("the pipeline is closed; make a new one")
-        if self._trainer is not None:
-            raise UsageError("this pipeline trains; call it for outputs, or stream with a model in evaluation mode")
+        self._check_streams()
         if not self._feeds:
             self._serve()
             return
@@ -209,8 +221,8 @@ class Pipeline(TrainingMethods):
         weights in evaluation mode, for this replica's rows, on every process of the replica. Raises
         `UsageError` for an empty batch, and where an output has no batch dimension to put together.
         """
-        if self._trainer is not None:
-            return self._trainer.predict(Call(args, kwargs))
+        if self._streaming is not None or self._trainer is not None:
+            return self.trainer.predict(Call(args, kwargs))
         outputs = list(self.stream(self._microbatches(args, kwargs, microbatch_size)))
         if not self._feeds:
             return None
@@ -262,8 +274,7 @@ class Pipeline(TrainingMethods):
 
     def close(self) -> None:
         """End the stages and the worker processes; nothing is left behind."""
-        if self._trainer is not None:
-            self._end_training(wait=True)
+        if self._end_training(wait=True):
             return
         if self._closed and self._feeds:
             return
@@ -279,12 +290,13 @@ class Pipeline(TrainingMethods):
             if self._owns_world:
                 self._world.close()
 
-    def _end_training(self, *, wait: bool) -> None:
-        if self._trainer is not None and not self._closed:
-            self._closed = True
-            self._trainer.close(wait=wait)
-            if self._owns_world:
-                self._world.close()
+    def _check_streams(self) -> None:
+        """A model in training mode that is streamed first was never meant to be trained."""
+        if self._trainer is not None or self._captured is not None:
+            if self._streaming is None or self._trainer is not None:
+                raise UsageError("this pipeline trains; call it for outputs, or stream with a model in evaluation mode")
+            start, self._streaming, self._captured = self._streaming, None, None
+            start(world=self._joined)
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -295,14 +307,13 @@ class Pipeline(TrainingMethods):
         if error is None or isinstance(error, GeneratorExit):
             self.close()
         else:
-            if self._owns_world and not self._closed:
+            if self._owns_world and not self._closed and hasattr(self, "_world"):
                 self._world.health.report(error)  # the other processes would wait for the next stream
             self.abandon()
 
     def abandon(self) -> None:
         """Give everything up at once, without waiting for work under way."""
-        if self._trainer is not None:
-            self._end_training(wait=False)
+        if self._end_training(wait=False):
             return
         self._closed = True
         if self._feeds:
@@ -318,12 +329,8 @@ def _capture(
     kwargs: Mapping[str, Any] | None,
     dynamic: Mapping[str, Mapping[str | int, int]] | None,
 ) -> Graph:
-    try:
+    with advising(model):
         return capture(model, args, kwargs, dynamic=dynamic)
-    except CaptureError as error:
-        if not isinstance(model, nn.Sequential):
-            raise
-        raise CaptureError(f"{error}; pass list(model) to run its modules as they are, one per stage") from error
 
 
 def _choose(graph: Graph, stages: int, policy: str, names: Sequence[str] | None) -> tuple[Cut, ...]:

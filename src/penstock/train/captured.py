@@ -1,8 +1,9 @@
 """A model captured twice, as it trains and as it evaluates, with cuts in the same places."""
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.engine.runtime import Runtime
 from penstock.engine.split import choose_cuts
 from penstock.engine.tree import bind_inputs
-from penstock.errors import CutError, UsageError
+from penstock.errors import CaptureError, CutError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
@@ -25,14 +26,24 @@ from penstock.zoo.weights import ModuleWeights, RandomWeights, Weights
 _CAPTURING = threading.Lock()
 
 
+@contextlib.contextmanager
+def advising(model: nn.Module) -> Iterator[None]:
+    """Say of a sequence that does not export how it can be streamed nevertheless."""
+    try:
+        yield
+    except CaptureError as error:
+        if not isinstance(model, nn.Sequential):
+            raise
+        raise CaptureError(f"{error}; pass list(model) to run its modules as they are, one per stage") from error
+
+
 class Captured:
     """A model with an example call, captured when it is needed.
 
     `model` is a module in training mode, or a function that makes one: its parameters are then made on
     the meta device, and have values only where `weights` are, or random ones.
 
-    Raises `UsageError` for trainable parameters that the forward pass does not use, and for a model that
-    fixes its batch size.
+    Raises `CaptureError` for a model that does not export.
     """
 
     def __init__(
@@ -47,12 +58,12 @@ class Captured:
         self.weights = weights or _weights(module, seed)
         self.names = {name: _first(module)[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
         self.trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        with _CAPTURING:
+        with _CAPTURING, advising(module):
             self.graph = capture(module, *self._call, dynamic=dynamic)
         self.example_sizes = bind_inputs(self.graph, *self._call)[1]
-        self._check()
 
-    def _check(self) -> None:
+    def check_trainable(self) -> None:
+        """Check that the model can be trained in microbatches, and all of it; raises `UsageError`."""
         used = {state.source for state in self.graph.states}
         unused = sorted(self.trainable - used)
         if unused:

@@ -1,6 +1,7 @@
 """What a Pipeline offers for training, in a class of its own so that streaming and training stay apart."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -12,10 +13,14 @@ from penstock.engine.health import Health
 from penstock.engine.transport import MemoryNetwork
 from penstock.engine.world import World, join_torchrun, under_torchrun
 from penstock.errors import UsageError
+from penstock.graph.cuts import Cut
+from penstock.graph.graph import Graph
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
+from penstock.train.lines import DEPTH
 from penstock.train.loader import Collate, Loader
 from penstock.train.losses import LossFunction
+from penstock.train.placement import ScheduleChoice
 from penstock.train.save import save_model
 from penstock.train.trainer import Trainer
 
@@ -36,15 +41,70 @@ class TrainingMethods:
     evaluation mode, `RunError` when something fails and `DeviceLost` when a process is gone.
     """
 
+    graph: Graph
+    cuts: tuple[Cut, ...]
+    _closed: bool
+    _owns_world: bool
+    _world: World
     _trainer: Trainer | None = None
+    _captured: Captured | None = None
+    _joined: World | None = None
+    _streaming: Callable[..., None] | None = None  # what would start streaming instead
     _loader: Loader | None = None
+
+    def _prepare_training(
+        self, model: nn.Module | Callable[[], nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any] | None, *,
+        dynamic: Mapping[str, Mapping[str | int, int]] | None, weights: Any, seed: int, world: World | None,
+        threads: int | None, **settings: Any,
+    ) -> None:  # fmt: skip
+        """Capture the model and meet the other processes; nothing is sent before the first call says what for."""
+        self._joined = world or (join_torchrun() if under_torchrun() else None)
+        if self._joined is not None:
+            self._world = self._joined
+        try:
+            self._captured = Captured(model, args, kwargs, dynamic=dynamic, weights=weights, seed=seed)
+            self.graph = self._captured.graph
+            count = settings["stages"] or (len(self._joined.devices) if self._joined else 1)
+            self.cuts = tuple(self._captured.choose(count, settings["policy"], settings["cuts"]))
+            ScheduleChoice(settings["schedule"], 2 * DEPTH)
+        except BaseException as error:
+            if self._owns_world and self._joined is not None:
+                self._joined.health.report(error)  # the others wait for this process
+                self._joined.close(0.0)
+            raise
+        self._make = partial(make_trainer, self._captured, threads=threads, seed=seed, **settings)
 
     @property
     def trainer(self) -> Trainer:
-        """The training that this pipeline does."""
+        """The training that this pipeline does, begun by the first call that needs it."""
+        if self._captured is None:
+            raise UsageError("this pipeline streams; to train, make one of a model after model.train()")
+        if self._closed:
+            raise UsageError("the pipeline is closed; make a new one")
         if self._trainer is None:
-            raise UsageError("this pipeline streams, since its model is in evaluation mode; call model.train() first")
+            self._captured.check_trainable()
+            self._world = self._joined or alone()
+            try:
+                self._trainer = self._make(world=self._world)
+            except BaseException:
+                self._closed = True
+                if self._owns_world:
+                    self._world.close(0.0)
+                raise
+            self._streaming = None
         return self._trainer
+
+    def _end_training(self, *, wait: bool) -> bool:
+        """Let go of a training, begun or not; tells whether there was one."""
+        if self._captured is None:
+            return False
+        if not self._closed:
+            self._closed = True
+            if self._trainer is not None:
+                self._trainer.close(wait=wait)
+            if self._owns_world and (self._trainer is not None or self._joined is not None):
+                self._world.close()
+        return True
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Make the optimizer of the parameters that this process holds.
@@ -159,19 +219,14 @@ def trains(model: Any) -> TypeGuard[nn.Module | Callable[[], nn.Module]]:
     return model.training if isinstance(model, nn.Module) else callable(model)
 
 
-def make_trainer(
-    model: nn.Module | Callable[[], nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any] | None,
-    *, dynamic: Mapping[str, Mapping[str | int, int]] | None, weights: Any, seed: int, world: World | None,
-    **settings: Any,
-) -> Trainer:  # fmt: skip
-    """Make this process's part of a training: alone, or with the processes that torchrun started."""
-    world = world or (join_torchrun() if under_torchrun() else alone())
+def make_trainer(captured: Captured, world: World, *, threads: int | None, **settings: Any) -> Trainer:
+    """Make this process's part of a training; what goes wrong is told to the others, who wait for it."""
+    if threads:
+        torch.set_num_threads(threads)
     try:
-        captured = Captured(model, args, kwargs, dynamic=dynamic, weights=weights, seed=seed)
-        return Trainer(captured, world, seed=seed, **settings)
+        return Trainer(captured, world, **settings)
     except BaseException as error:
-        world.health.report(error)  # the others wait for this process
-        world.close(0.0)
+        world.health.report(error)
         raise
 
 

@@ -53,9 +53,11 @@ class ScheduleChoice:
     def __init__(self, schedule: str, num_buffers: int) -> None:
         self.name = schedule
         self._num_buffers = num_buffers
-        self._own = (
-            read_schedule(schedule) if schedule not in SCHEDULES and any(c.isspace() for c in schedule) else None
-        )
+        if schedule not in SCHEDULES and not any(c.isspace() for c in schedule):
+            raise UsageError(
+                f"the schedule {schedule!r} is not known; use one of {', '.join(SCHEDULES)}, or write your own"
+            )
+        self._own = read_schedule(schedule) if schedule not in SCHEDULES else None
         self._made: dict[tuple[int, int, int], Schedule] = {}
 
     def make(self, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:

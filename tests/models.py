@@ -50,13 +50,23 @@ def gpt2(**settings: Any) -> nn.Module:
     return seeded(transformers.GPT2LMHeadModel, config)
 
 
-def t5() -> nn.Module:
+def t5(**settings: Any) -> nn.Module:
     import transformers
 
     config = transformers.T5Config(
-        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=80, use_cache=False
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=80, use_cache=False, **settings
     )
     return seeded(transformers.T5ForConditionalGeneration, config)
+
+
+def bert(**settings: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, vocab_size=80, num_labels=3,
+        **settings,
+    )  # fmt: skip
+    return seeded(transformers.BertForSequenceClassification, config)
 
 
 def albert() -> nn.Module:
@@ -94,8 +104,9 @@ class _Block(nn.Module):
 class UNet(nn.Module):
     """Convolutions down and up with skip connections, BatchNorm with statistics, and writes in place."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, add_in_place: bool = True) -> None:
         super().__init__()
+        self.add_in_place = add_in_place  # to what autograd still needs: such a model cannot be trained
         self.down1, self.down2 = _Block(3, width), _Block(width, 2 * width)
         self.bottom = _Block(2 * width, 2 * width)
         self.up2, self.up1 = _Block(4 * width, width), _Block(2 * width, width)
@@ -112,7 +123,10 @@ class UNet(nn.Module):
         lowest = F.interpolate(lowest, scale_factor=2.0)
         middle = self.up2(torch.cat([lowest, second], 1))
         highest = self.up1(torch.cat([F.interpolate(middle, scale_factor=2.0), first], 1))
-        highest += first
+        if self.add_in_place:
+            highest += first
+        else:
+            highest = highest + first
         result: Tensor = self.head(highest)
         return result
 

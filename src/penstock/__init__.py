@@ -7,6 +7,12 @@
         for output in pipe.stream(images):
             ...
 
+    pipe = penstock.Pipeline(model.train(), images)              # alone, or in as many processes as torchrun starts
+    optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters))
+    for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True):
+        loss = pipe.train_step(images, labels, loss_fn=F.cross_entropy)
+        optimizer.step(); optimizer.zero_grad()
+
 Names are loaded when they are first used, so that a worker never loads what it does not run.
 """
 

@@ -152,7 +152,7 @@ class Hungry(nn.Module):
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of other processes are Linux's")
 def test_a_worker_out_of_memory_is_named() -> None:
     rows = 4096  # the product takes a gigabyte
-    with Pipeline(Hungry(), (torch.zeros(rows, 4),), stages=2, threads=1) as pipe:
+    with Pipeline(Hungry().eval(), (torch.zeros(rows, 4),), stages=2, threads=1) as pipe:
         assert pipe._world.workers is not None
         list(pipe.stream([torch.ones(2, 4)]))
         for pid in pipe._world.workers.pids:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, split
+from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, schedule, split
 from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.errors import PenstockError, UsageError
 
@@ -26,6 +26,7 @@ app.command("infer")(infer.infer)
 app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
 app.add_typer(hosts.app, name="hosts")
+app.command("schedule")(schedule.schedule)
 app.add_typer(lab.app, name="lab")
 
 _ON_CLUSTERS = {"bench", "infer"}

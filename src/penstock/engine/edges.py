@@ -103,13 +103,14 @@ class RemoteOutlet:
 
 
 class LocalEdge:
-    """Both ends within one process; as an outlet it copies, as a remote one does."""
+    """Both ends within one process; as an outlet it copies, as a remote one does. Without a depth it never waits."""
 
-    def __init__(self, depth: int, *, copies: bool = True) -> None:
+    def __init__(self, depth: int | None, *, copies: bool = True) -> None:
         # SimpleQueue needs no Python while it waits or hands over; places are counted by tokens
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(depth):
+        self._bounded = depth is not None
+        for _ in range(depth or 0):
             self._places.put(None)
         self._copies = copies
         self._aborted = False
@@ -122,7 +123,8 @@ class LocalEdge:
             except queue.Empty:
                 self._check()
                 continue
-            self._places.put(None)
+            if self._bounded:
+                self._places.put(None)
             return message
 
     def release(self) -> None:
@@ -136,7 +138,8 @@ class LocalEdge:
     def offer(self, message: Message, timeout_s: float) -> bool:
         """Hand over a copy if there is room within some seconds; tells whether there was."""
         try:
-            self._places.get(timeout=timeout_s)
+            if self._bounded:
+                self._places.get(timeout=timeout_s)
         except queue.Empty:
             return False
         if self._copies:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -50,6 +51,19 @@ class StageSlot:
     def start_report(self) -> None:
         """Begin counting for another stream."""
         self.report = StageReport(self.report.stage, self.report.device)
+
+
+class Performer(Protocol):
+    """A stage that does whatever action a schedule has for it: one that is trained."""
+
+    def perform(self, action: Action) -> None:
+        """Do one action."""
+
+
+def carry_out(actions: Iterable[Action], stages: Mapping[int, Performer]) -> None:
+    """Do a finite schedule's actions, as of one step of training."""
+    for action in actions:
+        stages[action.stage].perform(action)
 
 
 def serve(slots: Mapping[int, StageSlot], schedule: Callable[[], Iterable[Action]]) -> None:

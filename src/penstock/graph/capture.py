@@ -38,6 +38,9 @@ def capture(
     Parameters may lie on the meta device: they are never read. A model that fixes its batch size is
     captured at the size of the example, and `Graph.fixed_batch` says so.
 
+    A model in training mode is captured for training: with its dropout, its updates of statistics, and
+    where its code switches gradients off the values are detached.
+
     `dynamic` declares further symbolic dimensions: a name, then input names or positions and their
     dimension, as in `{"sequence": {"input_ids": 1, "attention_mask": 1}}`.
 
@@ -49,7 +52,7 @@ def capture(
     """
     arguments, keywords = tuple(args), dict(kwargs or {})
     rows = _batch_rows(arguments, keywords)
-    with _fake_parameters(model), torch.no_grad():
+    with _fake_parameters(model), torch.set_grad_enabled(model.training):
         if rows is None:
             return _export(model, arguments, keywords, None, fixed_batch=None)
         wide_arguments, wide_keywords = (_widen(x, rows) for x in (arguments, keywords))

@@ -27,7 +27,7 @@ def divide(graph: Graph, cuts: Sequence[Cut]) -> list[StageProgram]:
     for start, stop in pairwise(bounds):
         outputs = results if stop == len(graph.ops) else crossing[stop]
         inputs = graph.tensor_inputs() if start == 0 else crossing[start]
-        programs.append(_program(graph, graph.ops[start:stop], inputs, outputs))
+        programs.append(make_program(graph, graph.ops[start:stop], inputs, outputs))
     return programs
 
 
@@ -37,7 +37,10 @@ def output_values(graph: Graph) -> tuple[Value, ...]:
     return tuple(graph.values[name] for name in names)
 
 
-def _program(graph: Graph, ops: tuple[Op, ...], inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> StageProgram:
+def make_program(
+    graph: Graph, ops: tuple[Op, ...], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
+) -> StageProgram:
+    """Make the program of some neighbouring operations, with the state and the part of the prelude that it needs."""
     needed = {name for op in ops for name in op.uses()} | {value.name for value in outputs}
     prelude: list[Op] = []
     for op in reversed(graph.prelude):

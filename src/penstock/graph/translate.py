@@ -33,7 +33,7 @@ _CHECKS = {
     "aten.sym_constrain_range_for_size.default",
     "aten.sym_constrain_range.default",
 }
-# Regions that only switch a mode which is already as they want it when nothing is trained.
+# Regions that only switch a mode; where a model is trained, what comes out of one without gradients is detached.
 _REGIONS: dict[str, int] = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
@@ -195,7 +195,7 @@ class _Translator:
         values[node.name] = Ref(op_name)
 
     def _region(self, node: fx.Node, values: dict[str, Any], calls: tuple[Call, ...], num_settings: int) -> None:
-        """Put a region's operations in line: its mode makes no difference to a forward pass here."""
+        """Put a region's operations in line: its mode makes no difference to a forward pass."""
         settings = [self._argument(item, values) for item in node.args[:num_settings]]
         if len(settings) == 4 and settings[0] == "cpu" and settings[2]:
             raise CaptureError(
@@ -209,7 +209,21 @@ class _Translator:
         inner.update({inside.name: operand for inside, operand in zip(placeholders, operands, strict=True)})
         self.nodes(body, body.graph, inner, calls)
         result = next(inside for inside in body.graph.nodes if inside.op == "output").args[0]
-        values[node.name] = [self._argument(item, inner) for item in result]
+        results = [self._argument(item, inner) for item in result]
+        if self.model.training and num_settings == 1 and settings[0] is False:
+            results = [self._detach(item, calls) for item in results]
+        values[node.name] = results
+
+    def _detach(self, item: Any, calls: tuple[Call, ...]) -> Any:
+        """What was computed with gradients off lets none through."""
+        if not isinstance(item, Ref) or item.name not in self.tensors:
+            return item
+        source = self.tensors[item.name]
+        name = self._unique(f"{item.name}_detached")
+        self.tensors[name] = Value(name=name, dtype=source.dtype, shape=source.shape)
+        self.visits.append(Visit(calls=calls, op=name, position=len(self.ops)))
+        self.ops.append(Op(name=name, target="aten.detach.default", arguments=(item,), keywords={}))
+        return Ref(name)
 
     def _scalar(self, node: fx.Node) -> Any:
         """Give a size as an expression where it follows from the inputs' sizes."""

@@ -2,24 +2,39 @@
 
 An action is `F3.1`: forward of microbatch 3 on stage 1. A device that holds one stage may leave the
 stage out. The executor runs such a list; whatever else reads schedules reads the same list.
+
+    F  forward
+    B  backward: gradients of the inputs and of the weights
+    I  backward for the inputs alone, W  for the weights, later: the two halves of a B
+    S  gradients of a stage, added up over replicas and over stages that share a weight
+    U  the optimizer's update of a stage's weights
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
+
+Kind = Literal["F", "B", "I", "W", "S", "U"]
+KINDS: tuple[str, ...] = get_args(Kind)
+# these belong to a stage, not to one of its microbatches
+STAGE_KINDS = frozenset({"S", "U"})
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of a device: what to do, for which microbatch, on which stage."""
+    """One step of a device: what to do, for which microbatch, on which stage; S and U have microbatch 0."""
 
-    kind: Literal["F"]
+    kind: Kind
     microbatch: int
     stage: int
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}.{self.stage}"
+        return f"{self.kind}{'' if self.kind in STAGE_KINDS else self.microbatch}.{self.stage}"
+
+
+# what each device does, in order
+Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 def forward_only(stages: Sequence[int], num_microbatches: int | None = None) -> Iterator[Action]:
@@ -36,3 +51,12 @@ def forward_only(stages: Sequence[int], num_microbatches: int | None = None) -> 
 def text(actions: Iterable[Action]) -> str:
     """Write a finite schedule on one line."""
     return " ".join(str(action) for action in actions)
+
+
+def placement(schedule: Schedule) -> dict[int, int]:
+    """Give the device of every stage.
+
+    >>> placement(((Action("F", 0, 0),), (Action("F", 0, 1),)))
+    {0: 0, 1: 1}
+    """
+    return {action.stage: device for device, actions in enumerate(schedule) for action in actions}

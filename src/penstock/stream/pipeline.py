@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -33,17 +33,20 @@ from penstock.engine.streaming import Microbatch, StreamReport
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
-from penstock.errors import CaptureError, TransportError, UsageError
+from penstock.errors import TransportError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.plan.schedule import forward_only
 from penstock.spec.plan import Plan
+from penstock.train.batches import Call
+from penstock.train.captured import advising
+from penstock.train.methods import TrainingMethods, trains
 from penstock.zoo.weights import ModuleWeights, Weights
 
 
-class Pipeline:
+class Pipeline(TrainingMethods):
     """A model cut into stages that run in processes of their own, fed from this one.
 
     Started alone it makes one fresh worker process per stage. Under torchrun it uses the processes it
@@ -68,6 +71,17 @@ class Pipeline:
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
             counts as lost; longer than the slowest link takes for one message.
 
+    A model in training mode, or a function that makes one, can be trained: see `TrainingMethods`. Whether
+    it trains or streams is decided by what is called first. To train, all processes run the same script,
+    and alone this one does everything. That has further arguments:
+
+        replicas: how many whole pipelines share each batch; as many as fit beside `stages`.
+        schedule: gpipe, 1f1b, interleaved, zero-bubble, or a schedule of your own as text.
+        microbatches: how many a replica's rows of a batch are cut into; two for each stage where not given.
+        seed: of dropout and of the order of data.
+        autocast: torch.bfloat16 to compute in it where autocast does.
+        checkpointing: keep only a stage's inputs until its backward, and compute forward again.
+
     Raises `CaptureError` and `CutError` as `penstock.split` does, `RunError` when the processes do not
     come together, and `DeviceLost` while streaming when one of them is gone. After a `RunError` nothing
     more can be streamed; after an exception of the caller's own the next stream works.
@@ -75,8 +89,8 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module] | None,
-        args: Sequence[Any],
+        model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | None,
+        args: Any,
         kwargs: Mapping[str, Any] | None = None,
         *,
         stages: int | None = None,
@@ -89,10 +103,42 @@ class Pipeline:
         depth: int = DEPTH,
         stall_s: float = STALL_S,
         world: World | None = None,
+        replicas: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
+        checkpointing: bool = False,
     ) -> None:
         self._deployment: Deployment | Replicas
         self._owns_world = world is None
         self._closed = False
+        args, kwargs = _example(args, kwargs)
+        if trains(model) and (world is None or world.workers is None):
+            self._prepare_training(
+                model, args, kwargs, stages=stages, policy=policy, cuts=cuts, weights=weights, dynamic=dynamic,
+                world=world, replicas=replicas, schedule=schedule, microbatches=microbatches, seed=seed,
+                autocast=autocast, checkpointing=checkpointing, threads=threads,
+            )  # fmt: skip
+            if isinstance(model, nn.Module):
+                self._streaming = partial(
+                    self._start, model, args, kwargs, stages=stages, policy=policy, cuts=cuts, plan=plan,
+                    weights=weights, dynamic=dynamic, threads=threads, depth=depth, stall_s=stall_s,
+                )  # fmt: skip
+            return
+        self._start(
+            model if isinstance(model, (nn.Module, Sequence)) else None, args, kwargs, stages=stages, policy=policy,
+            cuts=cuts, plan=plan, weights=weights, dynamic=dynamic, threads=threads, depth=depth, stall_s=stall_s,
+            world=world,
+        )  # fmt: skip
+
+    def _start(
+        self, model: nn.Module | Sequence[nn.Module] | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *,
+        stages: int | None, policy: str, cuts: Sequence[str] | None, plan: Plan | None, weights: Weights | None,
+        dynamic: Mapping[str, Mapping[str | int, int]] | None, threads: int | None, depth: int, stall_s: float,
+        world: World | None,
+    ) -> None:  # fmt: skip
+        """Put the stages where they will stream."""
         if world is None and under_torchrun():
             world = join_torchrun()
         if world is not None and world.rank != FEEDER:
@@ -170,6 +216,7 @@ class Pipeline:
         """
         if self._closed:
             raise UsageError("the pipeline is closed; make a new one")
+        self._check_streams()
         if not self._feeds:
             self._serve()
             return
@@ -189,9 +236,12 @@ class Pipeline:
     def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
         """Run one batch of any size: cut into microbatches, streamed, and put together again.
 
-        Gives None in a process that does not feed. Raises `UsageError` for an empty batch, and where an
-        output has no batch dimension to put together.
+        Gives None in a process that does not feed. A pipeline that trains gives the outputs of its current
+        weights in evaluation mode, for this replica's rows, on every process of the replica. Raises
+        `UsageError` for an empty batch, and where an output has no batch dimension to put together.
         """
+        if self._streaming is not None or self._trainer is not None:
+            return self.trainer.predict(Call(args, kwargs))
         outputs = list(self.stream(self._microbatches(args, kwargs, microbatch_size)))
         if not self._feeds:
             return None
@@ -243,6 +293,8 @@ class Pipeline:
 
     def close(self) -> None:
         """End the stages and the worker processes; nothing is left behind."""
+        if self._end_training(wait=True):
+            return
         if self._closed and self._feeds:
             return
         try:
@@ -257,6 +309,14 @@ class Pipeline:
             if self._owns_world:
                 self._world.close()
 
+    def _check_streams(self) -> None:
+        """A model in training mode that is streamed first was never meant to be trained."""
+        if self._trainer is not None or self._captured is not None:
+            if self._streaming is None or self._trainer is not None:
+                raise UsageError("this pipeline trains; call it for outputs, or stream with a model in evaluation mode")
+            start, self._streaming, self._captured = self._streaming, None, None
+            start(world=self._joined)
+
     def __enter__(self) -> "Pipeline":
         return self
 
@@ -266,12 +326,14 @@ class Pipeline:
         if error is None or isinstance(error, GeneratorExit):
             self.close()
         else:
-            if self._owns_world and not self._closed:
+            if self._owns_world and not self._closed and hasattr(self, "_world"):
                 self._world.health.report(error)  # the other processes would wait for the next stream
             self.abandon()
 
     def abandon(self) -> None:
         """Give everything up at once, without waiting for work under way."""
+        if self._end_training(wait=False):
+            return
         self._closed = True
         if self._feeds:
             self._deployment.abandon()
@@ -286,12 +348,8 @@ def _capture(
     kwargs: Mapping[str, Any] | None,
     dynamic: Mapping[str, Mapping[str | int, int]] | None,
 ) -> Graph:
-    try:
+    with advising(model):
         return capture(model, args, kwargs, dynamic=dynamic)
-    except CaptureError as error:
-        if not isinstance(model, nn.Sequential):
-            raise
-        raise CaptureError(f"{error}; pass list(model) to run its modules as they are, one per stage") from error
 
 
 def _choose(graph: Graph, stages: int, policy: str, names: Sequence[str] | None) -> tuple[Cut, ...]:
@@ -299,6 +357,15 @@ def _choose(graph: Graph, stages: int, policy: str, names: Sequence[str] | None)
     if names is not None:
         return tuple(possible.find_all(names))
     return tuple(choose_cuts(graph, possible, stages=stages, policy=policy))
+
+
+def _example(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[Sequence[Any], Mapping[str, Any] | None]:
+    """Read the example call: a lone tensor is its one positional input, a mapping its keyword inputs."""
+    if isinstance(args, torch.Tensor):
+        return (args,), kwargs
+    if isinstance(args, Mapping):
+        return (), {**args, **(kwargs or {})}
+    return args, kwargs
 
 
 class _Call:

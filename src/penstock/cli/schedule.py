@@ -1,0 +1,57 @@
+"""`penstock schedule`: what a training schedule looks like, and what it costs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.options import JsonFile, make_console, write_json
+from penstock.errors import UsageError
+from penstock.plan.picture import bubble_formula, draw
+from penstock.plan.pipelines import SCHEDULES, make_schedule
+from penstock.plan.read import read_schedule
+from penstock.plan.schedule import Schedule, placement, text
+from penstock.plan.validate import check_schedule
+
+
+def schedule(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="gpipe, 1f1b, interleaved, zero-bubble, or a file.")],
+    stages: Annotated[int, typer.Option(min=1, help="How many stages.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="How many microbatches.")] = 8,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="How many devices; half the stages if interleaved.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Draw a training schedule and print its bubble and its memory."""
+    if name == "interleaved" and devices is None:
+        devices = max(1, stages // 2)
+    known = name in SCHEDULES
+    actions = make_schedule(name, stages, microbatches, devices) if known else _read_file(name)
+    checked = check_schedule(actions)
+    result: dict[str, Any] = {
+        "schedule": name, "devices": [text(device) for device in actions], "bubble": checked.bubble_fraction,
+        "peak_in_flight": list(checked.peak_in_flight),
+    }  # fmt: skip
+    console = make_console()
+    console.print(draw(actions), markup=False, soft_wrap=True)
+    console.print(f"bubble {checked.bubble_fraction:.1%} simulated, forward 1 and backward 2")
+    num_stages = len(placement(actions))
+    if known and num_stages % len(actions) == 0:
+        formula, value = bubble_formula(name, num_stages, microbatches, len(actions))
+        result["bubble_by_formula"] = value
+        console.print(f"bubble {value:.1%} by the formula {formula}", markup=False)
+    per_device = ", ".join(str(number) for number in checked.peak_in_flight)
+    of = "microbatches" if num_stages == len(actions) else "microbatches, counted on each of a device's stages,"
+    console.print(f"{of} in flight at the peak, by device: {per_device}")
+    write_json(json, result)
+
+
+def _read_file(name: str) -> Schedule:
+    try:
+        return read_schedule(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        raise UsageError(
+            f"{name!r} is no schedule and no file that can be read; use one of {', '.join(SCHEDULES)}, or a file with "
+            "a line of actions for each device"
+        ) from None

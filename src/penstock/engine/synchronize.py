@@ -1,0 +1,166 @@
+"""Gradients added up over the replicas of a stage, and over the stages that share a weight, while backwards go on."""
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.engine.reduce import TRAINING_CHANNELS, all_reduce
+from penstock.engine.transport import Transport
+from penstock.errors import ConnectionBroken
+
+# Large enough for the network, small enough that the first is on its way early.
+BUCKET_BYTES = 4 * 2**20
+_BUCKET_CHANNELS = TRAINING_CHANNELS + 2**20
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter that is trained here: its name, the stages here that have it and their leaves.
+
+    `ranks` and `holders` are all ranks and all stages of the model that have it, here or elsewhere.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    leaves: tuple[Tensor, ...]
+    ranks: tuple[int, ...]
+    holders: tuple[int, ...]
+
+    def gradient(self) -> Tensor:
+        """Add up what this process's stages found, in their order."""
+        found = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        if not found:
+            return torch.zeros_like(self.leaves[0])
+        total = found[0]
+        for gradient in found[1:]:
+            total = total + gradient
+        return total
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Weights whose gradients travel as one; `number` is the same on all of their ranks."""
+
+    number: int
+    weights: list[Weight]
+    waiting: set[tuple[int, str]] = field(default_factory=set)
+
+    @property
+    def leaves(self) -> set[tuple[int, str]]:
+        """Every leaf of the bucket, by stage and name."""
+        return {(stage, weight.name) for weight in self.weights for stage in weight.stages}
+
+
+def make_buckets(weights: Sequence[Weight], order: Sequence[str], limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Fill buckets with weights that several ranks hold.
+
+    `order` names all weights of the model, in the same order on every rank: a bucket is numbered by
+    its first weight, and every rank works through its buckets by their numbers, so that no two ranks
+    wait for each other. Late weights come first, since their gradients are ready first.
+    """
+    place = {name: len(order) - 1 - index for index, name in enumerate(order)}
+    alike: dict[object, list[Weight]] = {}
+    for weight in sorted(weights, key=lambda w: place[w.name]):
+        if len(weight.ranks) > 1:
+            alike.setdefault((weight.ranks, weight.holders, weight.leaves[0].dtype), []).append(weight)
+    buckets: list[Bucket] = []
+    for group in alike.values():
+        room = 0
+        for weight in group:
+            if room < weight.leaves[0].nbytes:
+                buckets.append(Bucket(place[weight.name], []))
+                room = limit_bytes
+            buckets[-1].weights.append(weight)
+            room -= weight.leaves[0].nbytes
+    return sorted(buckets, key=lambda bucket: bucket.number)
+
+
+class Synchronizer:
+    """Adds gradients up in a thread of its own, bucket by bucket, as soon as all of a bucket's are final.
+
+    Example:
+        synchronizer.begin()
+        ...                                  # backwards; `leaf_done` and `stage_done` say what is final
+        gradients = synchronizer.finish()    # by name, sums over all ranks
+    """
+
+    def __init__(self, transport: Transport, weights: Sequence[Weight], order: Sequence[str]) -> None:
+        self._transport = transport
+        self._weights = list(weights)
+        self._buckets = make_buckets(weights, order)
+        self._next = 0
+        self._tasks: queue.Queue[Bucket | None] = queue.Queue()
+        self._done: queue.Queue[Mapping[str, Tensor] | BaseException] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start another step: no gradient is there yet."""
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.waiting = bucket.leaves
+        for weight in self._weights:
+            for leaf in weight.leaves:
+                leaf.grad = None
+
+    def leaf_done(self, stage: int, name: str) -> None:
+        """Say that a leaf's gradient is final."""
+        for bucket in self._buckets:
+            bucket.waiting.discard((stage, name))
+        self._start()
+
+    def stage_done(self, stage: int) -> None:
+        """Say that all gradients of a stage are final."""
+        for bucket in self._buckets:
+            bucket.waiting = {leaf for leaf in bucket.waiting if leaf[0] != stage}
+        self._start()
+
+    def finish(self) -> dict[str, Tensor]:
+        """Wait for the sums; raises `ConnectionBroken` when another process is gone."""
+        gradients: dict[str, Tensor] = {}
+        for bucket in self._buckets:
+            bucket.waiting = set()
+        self._start()
+        for _ in self._buckets:
+            result = self._done.get()
+            if isinstance(result, BaseException):
+                raise result
+            gradients.update(result)
+        for weight in self._weights:
+            if weight.name not in gradients:
+                gradients[weight.name] = weight.gradient()
+        return gradients
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(5.0)
+            self._thread = None
+
+    def _start(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._tasks.put(self._buckets[self._next])
+            self._next += 1
+        if self._next and self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="penstock-gradients", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while (bucket := self._tasks.get()) is not None:
+            try:
+                self._done.put(self._reduce(bucket))
+            except (ConnectionBroken, RuntimeError) as error:
+                self._done.put(error)
+                return
+
+    def _reduce(self, bucket: Bucket) -> dict[str, Tensor]:
+        gradients = [weight.gradient() for weight in bucket.weights]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        all_reduce(self._transport, flat, bucket.weights[0].ranks, _BUCKET_CHANNELS + bucket.number)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        return {w.name: part.view(g.shape) for w, g, part in zip(bucket.weights, gradients, parts, strict=True)}

@@ -1,0 +1,199 @@
+"""A stage that is trained: it does a schedule's actions, and keeps each microbatch until its backward."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backward import TrainingRuntime
+from penstock.engine.edges import Inlet, Outlet
+from penstock.engine.halves import WeightHalf, backward_inputs, backward_weights
+from penstock.engine.layout import copy_exactly
+from penstock.engine.messages import DATA, Message
+from penstock.errors import ConnectionBroken, RunError, TransportError
+from penstock.graph.training import TrainingPart
+from penstock.plan.schedule import Action
+
+Sizes = Mapping[str, int]
+# the last stage's outputs to the sum that is minimized, of this microbatch
+Head = Callable[[int, Sequence[Tensor], Sizes], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One microbatch as a process sees it: its sizes, and the inputs of the model that were loaded here."""
+
+    sizes: Sizes
+    own: Mapping[str, Tensor]
+    draw: str
+
+
+@dataclass(slots=True)
+class Edges:
+    """Where a stage's activations come from and go to, and its gradients; None at the ends of the pipeline."""
+
+    inlet: Inlet | None = None
+    outlet: Outlet | None = None
+    gradient_inlet: Inlet | None = None
+    gradient_outlet: Outlet | None = None
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a microbatch leaves until its backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    loss: Tensor | None = None
+    half: WeightHalf | None = None
+
+
+@dataclass
+class TrainingStage:
+    """Runs one stage's actions: forward, backward whole or in halves, synchronization.
+
+    `leaves` are the parameters that are trained, by name; their `grad` gathers what backwards give.
+    `head` computes the loss on the last stage. `checkpointing` keeps a stage's inputs alone and
+    computes forward again before its backward (Chen et al. 2016, sublinear memory cost), then with
+    `again`, whose buffers nobody reads.
+    """
+
+    index: int
+    part: TrainingPart
+    runtime: TrainingRuntime
+    leaves: Mapping[str, Tensor]
+    edges: Edges = field(default_factory=Edges)
+    head: Head | None = None
+    autocast: torch.dtype | None = None
+    again: TrainingRuntime | None = None
+    synchronize: Callable[[int], None] = lambda _stage: None
+    trains: bool = True
+    step: Mapping[int, StepInput] = field(default_factory=dict)
+    final: int = -1  # the microbatch whose backward is the step's last
+    last_backward: bool = False  # while that one is under way: gradients are final as they come
+    first_odd: int | None = None  # the first microbatch of a step with an output that is not finite
+    _kept: dict[int, _Kept] = field(default_factory=dict)
+
+    def begin(self, step: Mapping[int, StepInput], final: int = -1) -> None:
+        """Take the microbatches of another step; `final` is the one that goes back last."""
+        self.step = step
+        self.final = final
+        self.first_odd = None
+        self._kept.clear()
+
+    def perform(self, action: Action) -> None:
+        """Do one action; raises `RunError` naming stage and microbatch where an operation fails."""
+        if action.kind == "S":
+            self.synchronize(self.index)
+            return
+        do = {"F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights}
+        try:
+            do[action.kind](action.microbatch)
+        except ConnectionBroken:
+            raise
+        except (RunError, TransportError) as error:
+            raise type(error)(f"stage {self.index}, microbatch {action.microbatch}: {error}") from error
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RunError(
+                f"stage {self.index}, microbatch {action.microbatch}: the backward failed: {reason}"
+            ) from error
+
+    def _forward(self, microbatch: int) -> None:
+        given = self.step[microbatch]
+        crossing: list[Tensor] = []
+        if self.edges.inlet is not None:
+            crossing = _take(self.edges.inlet, microbatch)
+        if self.trains:
+            for position in self.part.backward_inputs:
+                crossing[position].requires_grad_()
+        inputs = [*crossing, *(given.own[value.name] for value in self.part.own)]
+        kept = self._compute(self.runtime, microbatch, inputs, grad=self.trains and self.again is None)
+        if self.trains:
+            self._check_finite(microbatch, kept.outputs)
+        if self.edges.outlet is not None:
+            sizes = tuple(given.sizes[symbol] for symbol in self.part.program.symbols)
+            outputs = [output.detach() for output in kept.outputs]
+            self.edges.outlet.put(Message(DATA, microbatch, sizes, outputs))
+        if self.trains:
+            self._kept[microbatch] = kept if self.again is None else _Kept(inputs, [])
+
+    def _compute(self, runtime: TrainingRuntime, microbatch: int, inputs: list[Tensor], *, grad: bool) -> _Kept:
+        given = self.step[microbatch]
+        runtime.draw = given.draw
+        kind = runtime.device.type
+        casting = torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext()
+        with torch.set_grad_enabled(grad), casting:
+            outputs = runtime(given.sizes, inputs)
+            loss = self.head(microbatch, outputs, given.sizes) if self.head else None
+        return _Kept(inputs, outputs, loss)
+
+    def _check_finite(self, microbatch: int, outputs: Sequence[Tensor]) -> None:
+        """Remember where numbers went wrong first; said only where the loss is not finite either."""
+        if self.first_odd is None:
+            for position in self.part.backward_outputs:
+                if not bool(torch.isfinite(outputs[position].detach().sum())):
+                    self.first_odd = microbatch
+
+    def _roots(self, microbatch: int) -> tuple[_Kept, list[Tensor], list[Tensor | None]]:
+        """Give what a backward starts from, and its gradients, which cross from the stage behind."""
+        kept = self._kept[microbatch]
+        if self.again is not None:
+            kept = self._compute(self.again, microbatch, kept.inputs, grad=True)
+        if self.head is not None:
+            needed = kept.loss is not None and kept.loss.requires_grad
+            return kept, [kept.loss] if needed and kept.loss is not None else [], [None] if needed else []
+        positions = self.part.backward_outputs
+        given: list[Tensor | None] = []
+        if self.edges.gradient_inlet is not None:
+            given = list(_take(self.edges.gradient_inlet, microbatch))
+        pairs = [(kept.outputs[p], g) for p, g in zip(positions, given, strict=True) if kept.outputs[p].requires_grad]
+        return kept, [root for root, _ in pairs], [g for _, g in pairs]
+
+    def _backward(self, microbatch: int) -> None:
+        kept, roots, gradients = self._roots(microbatch)
+        self.last_backward = microbatch == self.final
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        self.last_backward = False
+        self._send_back(microbatch, kept, [kept.inputs[p].grad for p in self.part.backward_inputs])
+        del self._kept[microbatch]
+
+    def _backward_inputs(self, microbatch: int) -> None:
+        kept, roots, gradients = self._roots(microbatch)
+        inputs = [kept.inputs[p] for p in self.part.backward_inputs]
+        found: list[Tensor | None] = [None] * len(inputs)
+        if roots:
+            found, kept.half = backward_inputs(roots, gradients, inputs)
+        self._send_back(microbatch, kept, found)
+        self._kept[microbatch] = kept
+
+    def _backward_weights(self, microbatch: int) -> None:
+        kept = self._kept.pop(microbatch)
+        if kept.half is None:
+            return
+        leaves = list(self.leaves.values())
+        for leaf, gradient in zip(leaves, backward_weights(kept.half, leaves), strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+    def _send_back(self, microbatch: int, kept: _Kept, gradients: Sequence[Tensor | None]) -> None:
+        if self.edges.gradient_outlet is None:
+            return
+        sizes = self.step[microbatch].sizes
+        inputs = [kept.inputs[position] for position in self.part.backward_inputs]
+        tensors = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
+        numbers = tuple(sizes[symbol] for symbol in self.part.program.symbols)
+        self.edges.gradient_outlet.put(Message(DATA, microbatch, numbers, tensors))
+
+
+def _take(inlet: Inlet, microbatch: int) -> list[Tensor]:
+    """Take the next message, which is this microbatch, out of its buffer."""
+    message = inlet.take()
+    if message.index != microbatch or message.kind != DATA:
+        raise TransportError(f"expected microbatch {microbatch}, got {message}: a message was lost or repeated")
+    tensors = [copy_exactly(tensor) for tensor in message.tensors]
+    inlet.release()
+    return tensors

@@ -1,0 +1,167 @@
+"""A model captured twice, as it trains and as it evaluates, with cuts in the same places."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from penstock.engine.runtime import Runtime
+from penstock.engine.split import choose_cuts
+from penstock.engine.tree import bind_inputs
+from penstock.errors import CaptureError, CutError, UsageError
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.graph import Graph
+from penstock.graph.training import TrainingPart, divide_for_training
+from penstock.zoo.meta import build_on_meta
+from penstock.zoo.weights import ModuleWeights, RandomWeights, Weights
+
+# torch.export is not made for several threads at a time
+_CAPTURING = threading.Lock()
+
+
+@contextlib.contextmanager
+def advising(model: nn.Module) -> Iterator[None]:
+    """Say of a sequence that does not export how it can be streamed nevertheless."""
+    try:
+        yield
+    except CaptureError as error:
+        if not isinstance(model, nn.Sequential):
+            raise
+        raise CaptureError(f"{error}; pass list(model) to run its modules as they are, one per stage") from error
+
+
+class Captured:
+    """A model with an example call, captured when it is needed.
+
+    `model` is a module in training mode, or a function that makes one: its parameters are then made on
+    the meta device, and have values only where `weights` are, or random ones.
+
+    Raises `CaptureError` for a model that does not export.
+    """
+
+    def __init__(
+        self, model: nn.Module | Callable[[], nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None,
+        *, dynamic: Mapping[str, Mapping[str | int, int]] | None = None, weights: Weights | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.own_weights = weights is not None or not isinstance(model, nn.Module)
+        module = model if isinstance(model, nn.Module) else build_on_meta(model, seed).train()
+        self._model = module
+        self._call = (tuple(args), dict(kwargs or {}))
+        self._dynamic = dynamic
+        self.weights = weights or _weights(module, seed)
+        self.names = {name: _first(module)[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
+        self.trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        with _CAPTURING, advising(module):
+            self.graph = capture(module, *self._call, dynamic=dynamic)
+        self.example_sizes = bind_inputs(self.graph, *self._call)[1]
+
+    def check_trainable(self) -> None:
+        """Check that the model can be trained in microbatches, and all of it; raises `UsageError`."""
+        used = {state.source for state in self.graph.states}
+        unused = sorted(self.trainable - used)
+        if unused:
+            raise UsageError(
+                f"{len(unused)} parameters of {self.graph.model} are not used in its forward pass, first {unused[0]}; "
+                "freeze them with requires_grad_(False), or take them out"
+            )
+        if "batch" not in self.graph.symbols:
+            raise UsageError(
+                f"{self.graph.model} fixes its batch size at {self.graph.fixed_batch}, so no batch can be cut into "
+                "microbatches; make its forward pass take any number of rows"
+            )
+
+    @cached_property
+    def evaluation(self) -> Graph:
+        """The graph of the model in evaluation mode; the module is afterwards as it was."""
+        modes = {module: module.training for module in self._model.modules()}
+        with _CAPTURING:
+            try:
+                return capture(self._model.eval(), *self._call, dynamic=self._dynamic)
+            finally:
+                for module, training in modes.items():
+                    module.training = training
+
+    def choose(self, stages: int, policy: str, names: Sequence[str] | None) -> list[Cut]:
+        """Choose the cuts of the training graph; raises `CutError` as `penstock.split` does."""
+        cuts = Cuts(self.graph)
+        return (
+            cuts.find_all(names) if names is not None else choose_cuts(self.graph, cuts, stages=stages, policy=policy)
+        )
+
+    def same_cuts(self, cuts: Sequence[Cut]) -> list[Cut]:
+        """Find cuts of the training graph again in that of evaluation, by any of their names."""
+        possible = Cuts(self.evaluation)
+        found = []
+        for cut in cuts:
+            for name in (cut.name, *cut.aliases):
+                try:
+                    found.append(possible.find(name))
+                    break
+                except CutError:
+                    continue
+            else:
+                raise CutError(f"the cut {cut.name} is not there in evaluation; choose one at the edge of a module")
+        return found
+
+    def parts(self, cuts: Sequence[Cut], autocast: torch.dtype | None) -> list[TrainingPart]:
+        """Divide for training."""
+        parts = divide_for_training(self.graph, cuts, self.trainable)
+        return cast_crossings(parts, self.example_sizes, autocast) if autocast else parts
+
+    def evaluation_parts(self, cuts: Sequence[Cut], autocast: torch.dtype | None) -> list[TrainingPart]:
+        """Divide for evaluation, at the same cuts."""
+        parts = divide_for_training(self.evaluation, self.same_cuts(cuts), ())
+        return cast_crossings(parts, self.example_sizes, autocast) if autocast else parts
+
+
+def cast_crossings(
+    parts: Sequence[TrainingPart], sizes: Mapping[str, int], autocast: torch.dtype
+) -> list[TrainingPart]:
+    """Learn the dtypes that autocast gives to what crosses the cuts, with fake tensors."""
+    dtypes: dict[str, torch.dtype] = {}
+    changed = []
+    with FakeTensorMode() as mode:
+        for part in parts:
+            program = part.program
+            states = {
+                s.value.name: torch.empty(s.value.evaluate({}), dtype=s.value.dtype, device="cpu")
+                for s in program.states
+            }
+            inputs = [
+                torch.empty(v.evaluate(sizes), dtype=dtypes.get(v.name, v.dtype), device="cpu") for v in program.inputs
+            ]
+            with mode, torch.no_grad(), torch.autocast("cpu", dtype=autocast):
+                outputs = Runtime(program, states)(sizes, inputs)
+            dtypes |= {v.name: t.dtype for v, t in zip(program.outputs, outputs, strict=True)}
+            cast = {
+                group: tuple(dataclasses.replace(v, dtype=dtypes.get(v.name, v.dtype)) for v in getattr(program, group))
+                for group in ("inputs", "outputs")
+            }
+            crossing = cast["inputs"][: len(part.crossing)]
+            changed.append(dataclasses.replace(part, program=dataclasses.replace(program, **cast), crossing=crossing))
+    return changed
+
+
+def _first(module: nn.Module) -> dict[int, str]:
+    """Give every tensor of a module its first name."""
+    first: dict[int, str] = {}
+    for tensors in (module.named_parameters, module.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            first.setdefault(id(tensor), name)
+    return first
+
+
+def _weights(module: nn.Module, seed: int) -> Weights:
+    if not any(parameter.device.type == "meta" for parameter in module.parameters()):
+        return ModuleWeights(module)
+    names = _first(module)
+    expected = {name: (tuple(p.shape), p.dtype) for name, p in module.named_parameters(remove_duplicate=False)}
+    aliases = {name: names[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+    return RandomWeights(expected, seed, aliases)

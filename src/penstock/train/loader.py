@@ -1,0 +1,142 @@
+"""Batches for every process: the same order everywhere, each replica its own rows, loaded where they are used."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from penstock.engine.reduce import exchange
+from penstock.errors import DataError, UsageError
+from penstock.train.placement import shares
+from penstock.train.trainer import Trainer
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Loader:
+    """An iterable over a data set, an epoch each time; each process gets its replica's rows of each batch.
+
+    A process whose stages use neither inputs nor labels loads nothing: it gets tensors on the meta
+    device, which have a shape and no values. The order depends on seed and epoch alone. The last batch
+    of an epoch may be small, and a replica's part of it empty.
+
+    Example:
+        for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True): ...
+
+    Raises `UsageError` for a data set without a length, `DataError` for an empty one.
+    """
+
+    def __init__(
+        self, trainer: Trainer, data: Any, *, batch_size: int = 1, shuffle: bool = False, drop_last: bool = False,
+        collate_fn: Collate | None = None, num_workers: int = 0, seed: int | None = None,
+    ) -> None:  # fmt: skip
+        self._trainer = trainer
+        self._order: Callable[[], list[list[int]]] = self._own_order
+        self._batch_size, self._shuffle, self._drop_last = batch_size, shuffle, drop_last
+        self._collate, self._num_workers = collate_fn, num_workers
+        self._seed = trainer.seed if seed is None else seed
+        self.epoch = 0
+        self.position = 0  # the next batch of the epoch
+        self._dataset: Dataset[Any] = data
+        if isinstance(data, DataLoader):
+            self._take_over(data)
+        if isinstance(self._dataset, IterableDataset) or not hasattr(self._dataset, "__len__"):
+            raise UsageError("the data set has no length, so its rows cannot be shared out; use one with indices")
+        if not len(self._dataset):
+            raise DataError("the data set is empty; give it at least one row")
+        if self._batch_size < 1:
+            raise UsageError(f"a batch has at least one row, not {self._batch_size}")
+
+    def _take_over(self, loader: DataLoader[Any]) -> None:
+        """Do what a DataLoader would: its order is the first process's, where it is of the user's own making."""
+        self._dataset, self._collate = loader.dataset, loader.collate_fn
+        self._num_workers = loader.num_workers
+        plain = (
+            type(loader.sampler) in {RandomSampler, SequentialSampler} and type(loader.batch_sampler) is BatchSampler
+        )
+        if plain and loader.batch_size is not None and not getattr(loader.sampler, "replacement", False):
+            self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
+            self._shuffle = type(loader.sampler) is RandomSampler
+            return
+        if loader.batch_sampler is None:
+            raise UsageError("the DataLoader gives single rows; give it a batch_size")
+        sampler = loader.batch_sampler
+        self._order = lambda: self._first_processes([[int(index) for index in batch] for batch in sampler])
+
+    def _first_processes(self, mine: list[list[int]]) -> list[list[int]]:
+        with self._trainer.explained():
+            told = exchange(self._trainer.world.transport, {"order": mine if self._trainer.world.rank == 0 else []})
+        order: list[list[int]] = told[0]["order"]
+        return order
+
+    def _own_order(self) -> list[list[int]]:
+        count = len(self._dataset)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
+        indices = torch.randperm(count, generator=generator).tolist() if self._shuffle else list(range(count))
+        batches = [indices[start : start + self._batch_size] for start in range(0, count, self._batch_size)]
+        return batches[:-1] if self._drop_last and len(batches[-1]) < self._batch_size else batches
+
+    def __len__(self) -> int:
+        """Count the batches of an epoch."""
+        return len(self._own_order())
+
+    def state(self) -> dict[str, int]:
+        """Give the place in the data, to be continued from."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def resume(self, state: dict[str, int]) -> None:
+        """Continue from a place in the data."""
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give the rest of an epoch, from `position` on; the next iteration is the next epoch."""
+        trainer = self._trainer
+        count, index = len(trainer.grid.replicas), trainer.replica_index
+        order = self._order()
+        batches = order[self.position :]
+        parts = [shares(len(batch), count)[index] for batch in batches]
+        mine = [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
+        for number, (batch, rows, loaded) in enumerate(zip(batches, mine, self._load(mine), strict=True)):
+            last = self.position + 1 == len(order)
+            self.position += 1
+            trainer.short_batch = len(rows) if last or len(batch) < self._batch_size else None
+            if number + 1 == len(batches):
+                self.epoch, self.position = self.epoch + 1, 0
+            yield loaded
+
+    def _load(self, batches: Sequence[list[int]]) -> Iterator[Any]:
+        """Load what this process uses; shapes alone of what it does not."""
+        collate = self._collate or torch.utils.data.default_collate
+        example: Any = None
+        if not self._uses_data() or not all(batches):
+            example = collate([self._dataset[0]])
+        if not self._uses_data():
+            for rows in batches:
+                yield pytree.tree_map(lambda x, rows=rows: _shape_only(x, len(rows)), example)
+            return
+        filled = [rows for rows in batches if rows]
+        loader: Iterator[Any] = iter(
+            DataLoader(self._dataset, batch_sampler=filled, collate_fn=collate, num_workers=self._num_workers)
+        )
+        for rows in batches:
+            if rows:
+                yield next(loader)
+            else:
+                yield pytree.tree_map(lambda x: x[:0] if isinstance(x, Tensor) and x.dim() else x, example)
+
+    def _uses_data(self) -> bool:
+        """Tell whether a stage here uses inputs or labels; where lengths vary, only the data says them."""
+        trainer = self._trainer
+        graph = trainer.captured.graph
+        varying = len(graph.symbols) > 1
+        here = trainer.tensors.stages
+        return varying or trainer.last_stage in here or any(trainer.parts[stage].own for stage in here)
+
+
+def _shape_only(leaf: Any, num_rows: int) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        return leaf
+    return torch.empty((num_rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")

@@ -1,0 +1,93 @@
+"""The whole model as one safetensors file, gathered tensor by tensor from the processes that hold it."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.engine.reduce import TRAINING_CHANNELS, exchange
+from penstock.engine.transport import receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.engine.world import FEEDER
+from penstock.errors import ModelError, PenstockError
+from penstock.train.tensors import holding
+from penstock.train.trainer import Trainer
+from penstock.zoo.save import save_weights
+
+_SAVE_CHANNEL = TRAINING_CHANNELS - 4
+
+
+class GatheredWeights:
+    """The model's tensors as they are now, wherever they are; for the first process, while the others `serve`.
+
+    Names are those of the model's `state_dict`, so a tied weight has each of its names.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._names = trainer.captured.names
+        graph = trainer.captured.graph
+        self._states = {state.source: state for state in graph.states}
+
+    def names(self) -> Collection[str]:
+        """Return every name that can be loaded."""
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        state = self._states.get(self._names[name])
+        return state.value.evaluate({}) if state else self._trainer.captured.weights.shape(self._names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype."""
+        state = self._states.get(self._names[name])
+        return state.value.dtype if state else self._trainer.captured.weights.dtype(self._names[name])
+
+    def load(self, name: str) -> Tensor:
+        """Return one tensor, from the process that has it; one that no stage uses is as it was given."""
+        source = self._names[name]
+        if source not in self._states:
+            return self._trainer.captured.weights.load(source)
+        rank = self._trainer.grid.replicas[0].stages[holding(self._trainer.parts, source)[0]]
+        transport = self._trainer.world.transport
+        if rank == transport.rank:
+            return held(self._trainer, source)
+        send_bytes(transport, json.dumps({"name": source}).encode(), rank, _SAVE_CHANNEL)
+        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
+        receive_tensor(transport, tensor, rank, _SAVE_CHANNEL)
+        return tensor
+
+
+def held(trainer: Trainer, source: str) -> Tensor:
+    """Give a tensor of this process by its name in the model."""
+    tensors = trainer.tensors
+    return (tensors.parameters[source] if source in tensors.parameters else tensors.others[source]).detach()
+
+
+def save_model(trainer: Trainer, path: Path) -> None:
+    """Write the whole model to a safetensors file; every process calls this, the first one writes.
+
+    Raises `ModelError` on every process where the file cannot be written.
+    """
+    transport = trainer.world.transport
+    message = ""
+    with trainer.explained():
+        if transport.rank == FEEDER:
+            try:
+                save_weights(GatheredWeights(trainer), path)
+            except ModelError as error:
+                message = str(error)
+            for rank in range(1, transport.size):
+                send_bytes(transport, b"{}", rank, _SAVE_CHANNEL)
+        else:
+            while (name := json.loads(receive_bytes(transport, FEEDER, _SAVE_CHANNEL)).get("name")) is not None:
+                send_tensor(transport, held(trainer, name), FEEDER, _SAVE_CHANNEL)
+        told = exchange(transport, {"failed": message})
+    if told[FEEDER]["failed"]:
+        raise _everywhere(ModelError(told[FEEDER]["failed"]))
+
+
+def _everywhere(error: PenstockError) -> PenstockError:
+    error.everywhere = True  # type: ignore[attr-defined]
+    return error

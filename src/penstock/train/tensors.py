@@ -1,0 +1,115 @@
+"""The tensors of the model that one process holds: parameters to be trained, frozen ones, buffers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.jobs import receive_state, send_state
+from penstock.engine.split import load_state
+from penstock.engine.synchronize import Weight
+from penstock.engine.world import FEEDER, World
+from penstock.graph.ops import State, effect
+from penstock.graph.program import StageProgram
+from penstock.graph.training import TrainingPart
+from penstock.train.captured import Captured
+from penstock.train.placement import Grid
+
+
+class HeldTensors:
+    """What this process's stages need of the model, each tensor once, by its name in the model.
+
+    `parameters` are what an optimizer changes. Each stage has leaves of its own that share their
+    memory, so that gradients of a weight used in two stages are added up in a fixed order.
+    """
+
+    def __init__(self, world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart]) -> None:
+        self._grid = grid
+        self._parts = parts
+        self.stages = grid.stages_of(world.rank)
+        states = _receive(world, grid, captured, parts)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.others: dict[str, Tensor] = {}
+        for source, (state, tensor) in states.items():
+            if state.kind == "parameter":
+                self.parameters[source] = nn.Parameter(tensor, requires_grad=source in captured.trainable)
+            else:
+                self.others[source] = tensor
+        self.leaves: dict[int, dict[str, Tensor]] = {
+            stage: {
+                state.source: self.parameters[state.source].detach().requires_grad_()
+                for state in parts[stage].program.parameters
+                if self.parameters[state.source].requires_grad
+            }
+            for stage in self.stages
+        }
+
+    def of_program(self, program: StageProgram, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Give the tensors of a program by the names that it has for them."""
+        return {s.value.name: leaves[s.source] if s.source in leaves else self._plain(s) for s in program.states}
+
+    def _plain(self, state: State) -> Tensor:
+        if state.kind == "parameter":
+            return self.parameters[state.source].detach()
+        return self.others[state.source]
+
+    def weights(self) -> list[Weight]:
+        """Give the trained parameters with their leaves and everybody who has them."""
+        found = []
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                holders = holding(self._parts, name)
+                stages = tuple(stage for stage in self.stages if stage in holders)
+                ranks = tuple(sorted({rank for stage in holders for rank in self._grid.holders(stage)}))
+                leaves = tuple(self.leaves[stage][name] for stage in stages)
+                found.append(Weight(name, stages, leaves, ranks, tuple(holders)))
+        return found
+
+    def add_states(self, graph_states: Iterable[State], load: Captured) -> None:
+        """Add tensors that only evaluation needs, such as constants; buffers of training are shared."""
+        for state in graph_states:
+            if state.kind != "parameter" and state.source not in self.others:
+                self.others[state.source] = load_state(load.evaluation, state, load.weights)
+
+
+def holding(parts: Sequence[TrainingPart], name: str) -> list[int]:
+    """Give the stages that have a tensor; the first of them counts and saves it."""
+    return [index for index, part in enumerate(parts) if any(s.source == name for s in part.program.states)]
+
+
+def written_buffers(part: TrainingPart) -> list[str]:
+    """Name the buffers that a stage's forward pass writes to, such as BatchNorm's statistics."""
+    sources = {state.value.name: state.source for state in part.program.states if state.kind == "buffer"}
+    written = {name for op in part.program.ops for name in effect(op).writes}
+    return [source for name, source in sources.items() if name in written]
+
+
+def _receive(
+    world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart]
+) -> dict[str, tuple[State, Tensor]]:
+    """Load this process's tensors, or have them from the first process where they are a live module's.
+
+    Every process made a module of its own, with random weights of its own: the first one's count.
+    """
+
+    def load(state: State) -> Tensor:
+        return load_state(captured.graph, state, captured.weights)
+
+    if not captured.own_weights and world.rank == FEEDER:
+        for rank in range(1, world.transport.size):
+            for stage in grid.stages_of(rank):
+                send_state(world.transport, parts[stage].program.states, load, rank)
+    found: dict[str, tuple[State, Tensor]] = {}
+    for stage in grid.stages_of(world.rank):
+        program = parts[stage].program
+        if captured.own_weights or world.rank == FEEDER:
+            tensors = {s.value.name: load(s) for s in program.states if s.source not in found}
+        else:
+            tensors = receive_state(world.transport, program.states)
+        for state in program.states:
+            if state.source not in found:
+                found[state.source] = (
+                    state,
+                    torch.clone(tensors[state.value.name], memory_format=torch.contiguous_format),
+                )
+    return found

@@ -1,0 +1,433 @@
+"""Training over the processes that run the user's script: alone, as stages, as replicas, as both."""
+
+import atexit
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.backward import TrainingRuntime
+from penstock.engine.executor import carry_out
+from penstock.engine.reduce import TRAINING_CHANNELS, exchange
+from penstock.engine.synchronize import Synchronizer
+from penstock.engine.training import Head, Sizes, StepInput, TrainingStage
+from penstock.engine.transport import receive_tensor, send_tensor
+from penstock.engine.tree import build_output
+from penstock.engine.world import World
+from penstock.errors import RunError, TransportError, UsageError
+from penstock.graph.graph import Graph
+from penstock.graph.training import TrainingPart
+from penstock.plan.pipelines import with_updates
+from penstock.plan.schedule import Schedule, forward_only
+from penstock.train.batches import Microbatch, bind, cut_rows, largest
+from penstock.train.captured import Captured
+from penstock.train.lines import DEPTH, Lines
+from penstock.train.losses import LossFunction, check_labels, loss_and_count
+from penstock.train.placement import Grid, Replica, ScheduleChoice, make_grid
+from penstock.train.tensors import HeldTensors, holding, written_buffers
+
+_BUFFER_CHANNEL = TRAINING_CHANNELS - 2
+_OUTPUT_CHANNEL = TRAINING_CHANNELS - 3
+
+
+class Trainer:
+    """One process's part of a training run; every process makes one with the same arguments.
+
+    Processes run the same script. Each loads the inputs that its own stages use, and labels where the
+    last stage is; activations and gradients go between neighbours; the loss goes to everybody.
+
+    Example:
+        trainer = Trainer(Captured(model, (images,)), world, stages=2, schedule="1f1b", microbatches=4)
+        loss = trainer.train_step(images, labels, F.cross_entropy)
+        trainer.clip_grad_norm_(1.0)
+
+    Arguments are those of `penstock.Pipeline`. Raises `UsageError`, `CutError` and `PlanError` for what
+    cannot be, on every process alike, and `RunError` or `DeviceLost` when one of them is gone.
+    """
+
+    def __init__(
+        self, captured: Captured, world: World, *, stages: int | None = None, replicas: int | None = None,
+        schedule: str = "1f1b", microbatches: int | None = None, policy: str = "balanced",
+        cuts: Sequence[str] | None = None, seed: int = 0, autocast: torch.dtype | None = None,
+        checkpointing: bool = False,
+    ) -> None:  # fmt: skip
+        if microbatches is not None and microbatches < 1:
+            raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
+        self.world = world
+        self.captured = captured
+        self.seed = seed
+        self.autocast = autocast
+        self._schedule = ScheduleChoice(schedule, 2 * DEPTH)
+        if cuts is not None:
+            stages = len(cuts) + 1
+        self.grid: Grid = make_grid(world.devices, stages, replicas, self._schedule)
+        self.num_stages = len(self.grid.replicas[0].stages)
+        self.replica_index = self.grid.replica_of(world.rank)
+        self.replica: Replica = self.grid.replicas[self.replica_index]
+        self._given_microbatches = microbatches
+        self.num_microbatches = microbatches or (2 * self.num_stages if self.num_stages > 1 else 1)
+        self.cuts = captured.choose(self.num_stages, policy, cuts)
+        self.parts: list[TrainingPart] = captured.parts(self.cuts, autocast)
+        self._evaluation: tuple[Lines, dict[int, TrainingStage]] | None = None
+        self.step = 0
+        self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
+        with self.explained():
+            self._check_alike()
+            self.tensors = HeldTensors(world, self.grid, captured, self.parts)
+        self.order = [state.source for state in captured.graph.states]
+        self._synchronizer = Synchronizer(world.transport, self.tensors.weights(), self.order)
+        self.stages = {stage: self._make_stage(stage, checkpointing) for stage in self.tensors.stages}
+        self._lines = Lines(world.transport, self.replica, self.parts)
+        self._losses: dict[int, tuple[float, float]] = {}
+        self._step_data: list[Microbatch] = []
+        self._loss_fn: LossFunction | None = None
+        self._closed = False
+        atexit.register(self.close, wait=False)
+
+    @property
+    def last_stage(self) -> int:
+        """The stage that computes the loss."""
+        return self.num_stages - 1
+
+    def _check_alike(self) -> None:
+        """Every process has captured a model of its own: they must be the same."""
+        graph = self.captured.graph
+        mine = [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), [cut.name for cut in self.cuts],
+                len(self.grid.replicas), self._given_microbatches, self.seed]  # fmt: skip
+        for rank, told in enumerate(exchange(self.world.transport, {"model": mine})):
+            if told["model"] != mine:
+                raise UsageError(
+                    f"{self.world.names[rank]} has another model or other settings than "
+                    f"{self.world.names[self.world.rank]}: {told['model']} and {mine}; run the same script everywhere"
+                )
+
+    def _make_stage(self, index: int, checkpointing: bool) -> TrainingStage:
+        part, leaves = self.parts[index], self.tensors.leaves[index]
+        tensors = self.tensors.of_program(part.program, leaves)
+        again = None
+        if checkpointing:
+            written = {s.value.name for s in part.program.states if s.source in written_buffers(part)}
+            spare = {name: tensor.clone() if name in written else tensor for name, tensor in tensors.items()}
+            again = TrainingRuntime(part, spare)
+        head: Head | None = self._head if index == self.last_stage else None
+        stage = TrainingStage(
+            index=index, part=part, runtime=TrainingRuntime(part, tensors), leaves=leaves, head=head,
+            autocast=self.autocast, again=again, synchronize=self._synchronizer.stage_done,
+        )  # fmt: skip
+        for name, leaf in leaves.items():
+            leaf.register_post_accumulate_grad_hook(partial(self._leaf_done, stage, name))
+        return stage
+
+    def _leaf_done(self, stage: TrainingStage, name: str, _leaf: Tensor) -> None:
+        if stage.last_backward:
+            self._synchronizer.leaf_done(stage.index, name)
+
+    def _head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        """On the last stage: the model's output to the sum that is minimized."""
+        output = build_output(self.captured.graph, outputs, sizes)
+        loss, count = loss_and_count(self._loss_fn, output, self._step_data[microbatch].labels, sizes["batch"])
+        self._losses[microbatch] = (float(loss.detach()), count)
+        return loss
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Give errors of the network their reason, and tell the others of errors here, so that nobody waits."""
+        try:
+            yield
+        except TransportError as error:
+            raise self.world.explain(error) from error
+        except Exception as error:
+            if not getattr(error, "everywhere", False):
+                self.world.health.report(error)
+            raise
+
+    def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
+        """Forward, backward and synchronization of one batch; gives the loss of the whole batch.
+
+        `inputs` and `labels` are this replica's rows. Gradients are added to those that are there.
+        """
+        tensors, sizes = bind(self.captured.graph, inputs)
+        check_labels(labels, sizes["batch"])
+        count = self._count_microbatches(sizes["batch"])
+        self._step_data = cut_rows(self.captured.graph, tensors, sizes, labels, count) if count else []
+        self._check_loaded(self._step_data[:1])
+        self._loss_fn = loss_fn
+        self._losses.clear()
+        with self.explained():
+            self._synchronizer.begin()
+            if count:
+                self._run_step(count)
+            gradients = self._synchronizer.finish()
+            told = exchange(self.world.transport, self._tell())
+        loss, total = self._read_losses(told)
+        self._add_gradients(gradients, total)
+        with self.explained():
+            self._share_buffers()
+        self.step += 1
+        self.short_batch = None
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def _count_microbatches(self, num_rows: int) -> int:
+        wanted = self.num_microbatches
+        if num_rows >= wanted:
+            return wanted
+        if self._given_microbatches is not None and num_rows != self.short_batch:
+            raise UsageError(
+                f"a batch of {num_rows} rows cannot be {wanted} microbatches; give at least {wanted} rows, or fewer "
+                "microbatches"
+            )
+        return num_rows
+
+    def _check_loaded(self, microbatches: Sequence[Microbatch]) -> None:
+        for microbatch in microbatches:
+            for stage in self.tensors.stages:
+                for value in self.parts[stage].own:
+                    if microbatch.inputs[value.name].device.type == "meta":
+                        raise UsageError(
+                            f"stage {stage} uses the input {value.name!r}, which has no values in this process; "
+                            "give train_step what pipe.loader gave"
+                        )
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Give the actions of every device of this process's replica for one step."""
+        made = self._schedule.make(self.num_stages, num_microbatches, len(self.replica.devices))
+        return with_updates(made, update=False)
+
+    def _run_step(self, count: int) -> None:
+        sizes = largest(self._step_data)
+        if self._lines.outgrown(sizes):
+            for index, edges in self._lines.make(sizes).items():
+                self.stages[index].edges = edges
+        actions = self.schedule(count)[self.replica.devices.index(self.world.rank)]
+        final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
+        for stage in self.stages.values():
+            stage.begin(self._step_inputs(stage.part), final.get(stage.index, -1))
+        carry_out(actions, self.stages)
+
+    def _step_inputs(self, part: TrainingPart) -> dict[int, StepInput]:
+        first = self.replica_index * self.num_microbatches
+        return {
+            index: StepInput(
+                microbatch.sizes,
+                {value.name: microbatch.inputs[value.name] for value in part.own},
+                f"seed {self.seed} step {self.step} microbatch {first + index}",
+            )
+            for index, microbatch in enumerate(self._step_data)
+        }
+
+    def _tell(self) -> dict[str, Any]:
+        """What this process has to say of a step."""
+        unused: list[str] = []
+        if self._step_data:
+            weights = self.tensors.weights()
+            unused = [w.name for w in weights if all(leaf.grad is None for leaf in w.leaves)]
+        return {
+            "losses": [self._losses[index] for index in sorted(self._losses)],
+            "odd": {str(s.index): s.first_odd for s in self.stages.values() if s.first_odd is not None},
+            "unused": unused,
+            "used": [name for name in self.tensors.parameters if name not in unused] if self._step_data else [],
+        }
+
+    def _read_losses(self, told: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+        """Add the losses up, in the order of replicas and microbatches, and refuse what cannot be trained on."""
+        losses = [pair for document in told for pair in document["losses"]]
+        loss, total = math.fsum(pair[0] for pair in losses), math.fsum(pair[1] for pair in losses)
+        if not math.isfinite(loss):
+            odd = {int(stage) for document in told for stage in document["odd"]}
+            where = f"stage {min(odd)}" if odd else f"stage {self.last_stage}, in the loss itself"
+            self._fail(
+                f"the loss of step {self.step} is {loss}: the first numbers that are not finite came from {where}; "
+                "lower the learning rate, clip gradients, or look at this batch"
+            )
+        if not total:
+            self._fail(f"the loss of step {self.step} is over nothing: no row counts; leave such batches out")
+        used = {name for document in told for name in document["used"]}
+        unused = sorted({name for document in told for name in document["unused"]} - used)
+        if unused and self.step == 0:
+            self._fail(
+                f"{len(unused)} parameters have no part in the loss, first {unused[0]}; freeze them with "
+                "requires_grad_(False), or use the output that they make"
+            )
+        return loss / total, total
+
+    def _fail(self, message: str) -> None:
+        """Raise what every process finds out alike: nobody waits, and training can go on."""
+        error = RunError(message)
+        error.everywhere = True  # type: ignore[attr-defined]
+        self.step += 1
+        raise error
+
+    def _add_gradients(self, gradients: Mapping[str, Tensor], total: float) -> None:
+        """Turn sums into the gradient of the batch's mean, and add it to what is there."""
+        for name, gradient in gradients.items():
+            parameter = self.tensors.parameters[name]
+            scaled = gradient / total
+            parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+
+    def _share_buffers(self) -> None:
+        """Give the other replicas the statistics of the first one, as DistributedDataParallel does."""
+        if len(self.grid.replicas) == 1:
+            return
+        transport = self.world.transport
+        for stage in self.tensors.stages:
+            first, *others = self.grid.holders(stage)
+            for name in written_buffers(self.parts[stage]):
+                buffer = self.tensors.others[name]
+                if transport.rank == first:
+                    for rank in others:
+                        send_tensor(transport, buffer, rank, _BUFFER_CHANNEL)
+                else:
+                    receive_tensor(transport, buffer, first, _BUFFER_CHANNEL)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over all stages is at most `max_norm`; gives the norm before."""
+        told = {}
+        for name, parameter in self.tensors.parameters.items():
+            counts = self.replica_index == 0 and holding(self.parts, name)[0] in self.tensors.stages
+            if counts and parameter.grad is not None:
+                told[name] = float(torch.linalg.vector_norm(parameter.grad))
+        with self.explained():
+            norms: dict[str, float] = {}
+            for document in exchange(self.world.transport, {"norms": told}):
+                norms |= document["norms"]
+        norm = math.sqrt(math.fsum(norms[name] ** 2 for name in self.order if name in norms))
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1:
+            for parameter in self.tensors.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return torch.tensor(norm, dtype=torch.float64)
+
+    def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        """Make the optimizer of this process's parameters; `make` is given them and returns it."""
+        own = [parameter for parameter in self.tensors.parameters.values() if parameter.requires_grad]
+        if not own:  # a stage may have nothing to train, and torch refuses to optimize nothing
+            own = [nn.Parameter(torch.zeros(0))]
+        optimizer = make(own)
+        known = {id(parameter) for parameter in own}
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(parameter) not in known for parameter in given)
+        if strange:
+            raise UsageError(
+                f"the optimizer has {strange} parameters that are not this pipeline's; build it from the ones that "
+                "pipe.optimizer passes, as in pipe.optimizer(lambda parameters: AdamW(parameters))"
+            )
+        return optimizer
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give the parameters of this process's stages by their names in the model."""
+        yield from self.tensors.parameters.items()
+
+    def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
+        """Give the mean of `loss_fn` over all rows of all replicas, in evaluation mode and without gradients."""
+        sums: list[tuple[float, float]] = []
+
+        def head(microbatch: Microbatch, output: Any) -> None:
+            loss, count = loss_and_count(loss_fn, output, microbatch.labels, microbatch.sizes["batch"])
+            sums.append((float(loss), count))
+
+        with self.explained():
+            self._forward(inputs, labels, head)
+            told = exchange(self.world.transport, {"losses": sums})
+        losses = [pair for document in told for pair in document["losses"]]
+        return math.fsum(pair[0] for pair in losses) / math.fsum(pair[1] for pair in losses)
+
+    def predict(self, inputs: Any) -> Any:
+        """Give the model's output for this replica's rows, in evaluation mode, on every process of the replica."""
+        outputs: list[list[Tensor]] = []
+        graph = self.captured.evaluation
+        with self.explained():
+            made = self._forward(inputs, None, lambda _microbatch, tensors: outputs.append(tensors), raw=True)
+            results = self._spread(outputs, made)
+        joined = [torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*results, strict=True)]
+        _, sizes = bind(graph, inputs)
+        return build_output(graph, joined, sizes)
+
+    def _spread(self, outputs: list[list[Tensor]], microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
+        """Pass the last stage's outputs to the other processes of the replica."""
+        transport, last = self.world.transport, self.replica.stages[-1]
+        others = sorted(set(self.replica.devices) - {last})
+        values = self.evaluation_parts()[-1].program.outputs
+        if transport.rank == last:
+            for tensors in outputs:
+                for tensor in tensors:
+                    for rank in others:
+                        send_tensor(transport, tensor, rank, _OUTPUT_CHANNEL)
+            return outputs
+        results = []
+        for microbatch in microbatches:
+            tensors = [torch.empty(value.evaluate(microbatch.sizes), dtype=value.dtype) for value in values]
+            for tensor in tensors:
+                receive_tensor(transport, tensor, last, _OUTPUT_CHANNEL)
+            results.append(tensors)
+        return results
+
+    def evaluation_parts(self) -> list[TrainingPart]:
+        """Give the stages of the model in evaluation mode."""
+        if not hasattr(self, "_evaluation_parts"):
+            self._evaluation_parts = self.captured.evaluation_parts(self.cuts, self.autocast)
+        return self._evaluation_parts
+
+    def _forward(
+        self, inputs: Any, labels: Any, head: Callable[[Microbatch, Any], None], *, raw: bool = False
+    ) -> list[Microbatch]:
+        """Run evaluation's forwards; `head` gets every microbatch's output where the last stage is."""
+        graph = self.captured.evaluation
+        tensors, sizes = bind(graph, inputs)
+        check_labels(labels, sizes["batch"])
+        count = min(self.num_microbatches, sizes["batch"])
+        microbatches = cut_rows(graph, tensors, sizes, labels, count) if count else []
+        if not microbatches:
+            return []
+        lines, stages = self._evaluation_stages()
+        if lines.outgrown(largest(microbatches)):
+            for index, edges in lines.make(largest(microbatches)).items():
+                stages[index].edges = edges
+        self._serve(graph, stages, microbatches, head, raw)
+        return microbatches
+
+    def _serve(
+        self, graph: Graph, stages: Mapping[int, TrainingStage], microbatches: Sequence[Microbatch],
+        head: Callable[[Microbatch, Any], None], raw: bool,
+    ) -> None:  # fmt: skip
+        def finish(index: int, outputs: Sequence[Tensor], sizes: Sizes) -> None:
+            head(microbatches[index], [t.clone() for t in outputs] if raw else build_output(graph, outputs, sizes))
+
+        for stage in stages.values():
+            stage.head = finish if stage.index == self.last_stage else None
+            stage.begin({
+                index: StepInput(m.sizes, {value.name: m.inputs[value.name] for value in stage.part.own}, "")
+                for index, m in enumerate(microbatches)
+            })  # fmt: skip
+        carry_out(forward_only(sorted(stages), len(microbatches)), stages)
+
+    def _evaluation_stages(self) -> tuple[Lines, dict[int, TrainingStage]]:
+        if self._evaluation is None:
+            parts = self.evaluation_parts()
+            stages = {}
+            for index in self.tensors.stages:
+                self.tensors.add_states(parts[index].program.states, self.captured)
+                tensors = self.tensors.of_program(parts[index].program, {})
+                runtime = TrainingRuntime(parts[index], tensors)
+                stages[index] = TrainingStage(
+                    index=index, part=parts[index], runtime=runtime, leaves={}, autocast=self.autocast, trains=False
+                )
+            self._evaluation = Lines(self.world.transport, self.replica, parts, evaluation=True), stages
+        return self._evaluation
+
+    def close(self, *, wait: bool = True) -> None:
+        """Let go of everything; with `wait` once every process has come to this point."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if wait and self.world.health.failure is None and self.world.transport.size > 1:
+            with contextlib.suppress(TransportError):
+                exchange(self.world.transport, {})
+        for line in (self._lines, *([self._evaluation[0]] if self._evaluation else [])):
+            line.abort()
+        self._synchronizer.close()

@@ -1,0 +1,54 @@
+import pytest
+
+from penstock.errors import PlanError, UsageError
+from penstock.plan.read import read_schedule
+from penstock.plan.schedule import Action, text
+from penstock.plan.validate import check_schedule
+
+
+def test_reading_what_was_written() -> None:
+    written = "F0.0 F1.0 B0.0 I1.0 W1.0 S.0 U.0"
+    assert text(read_schedule(written)[0]) == written
+    assert read_schedule("# mine\n\nF0 B0 # one\nF0.2 F0.1") == (
+        (Action("F", 0, 0), Action("B", 0, 0)),
+        (Action("F", 0, 2), Action("F", 0, 1)),
+    )
+
+
+@pytest.mark.parametrize("word", ["X0", "F", "S0.1", "F0.", "f0", "F0.1.2", "F-1"])
+def test_a_word_that_is_no_action(word: str) -> None:
+    with pytest.raises(UsageError, match="is no action; write a kind"):
+        read_schedule(f"F0 {word}")
+
+
+def test_an_empty_schedule() -> None:
+    with pytest.raises(UsageError, match="the schedule is empty"):
+        read_schedule("# nothing")
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("B0 F0", "does B0.0 before F0.0"),
+        ("F0 W0 I0", "does W0.0 before I0.0"),
+        ("F0 F0 B0", "does F0.0 twice"),
+        ("F0 B0 F1", "microbatch 1 goes back through stage 0 with 0 B, 0 I and 0 W"),
+        ("F0 B0 I0", "with 1 B, 1 I and 0 W"),
+        ("F0 B0 F2 B2", "without gaps"),
+        ("F0 F1 B0 S.0 B1", "does S.0 before the stage's last backward"),
+        ("F0 B0 F0.1 B0.1 \n F0.1", "stage 1 is on device 0 and on device 1"),
+        ("F0 B0 \n F0.2 B0.2", "stage 1 is on no device"),
+        ("F0 F1 B0 B1 \n F0 B0", "F1.1 is missing"),
+        ("F0 F1 B0 B1 \n F1 F0 B0 B1", "sends the activations of microbatch 0 where stage 1 takes those of 1"),
+        ("F0 F1 B0 B1 \n F0 F1 B1 B0", "stage 1 sends the gradients of microbatch 1 where stage 0 takes those of 0"),
+        ("F0 B0 F1 B1 \n F0 F1 B0 B1", "the schedule waits for itself: device 0 is at B0.0, device 1 is at F1.1"),
+    ],
+)
+def test_rules(written: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_schedule(read_schedule(written))
+
+
+def test_a_users_own_schedule() -> None:
+    assert check_schedule(read_schedule("F0 F1 B1 B0 \n F0 F1 B1 B0")).peak_in_flight == (2, 2)
+    assert check_schedule(read_schedule("F0 F1 \n F0 F1")).peak_in_flight == (2, 2)  # inference

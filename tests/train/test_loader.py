@@ -1,0 +1,118 @@
+"""Sharing data out: every row once, the same order everywhere, nothing loaded where it is not used."""
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
+from penstock.engine.world import World
+from penstock.train.captured import Captured
+from penstock.train.loader import Loader
+from penstock.train.placement import ScheduleChoice, make_grid, shares
+from penstock.train.trainer import Trainer
+from tests.models import seeded
+from tests.trainers import in_threads
+
+
+class Numbers(Dataset[tuple[torch.Tensor, int]]):
+    """Rows that say their number, and count how often they are read."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.read.append(index)
+        return torch.full((4,), float(index)), index
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    model = seeded(torch.nn.Sequential, *[torch.nn.Linear(4, 4) for _ in range(4)]).train()
+    return Captured(model, (torch.zeros(2, 4),))
+
+
+def collect(captured: Captured, size: int, make: Any, **settings: Any) -> list[Any]:
+    """What each process gets in two epochs, and how many rows it read."""
+
+    def script(world: World) -> Any:
+        trainer = Trainer(captured, world, **settings)
+        data = Numbers(11)
+        loader = make(trainer, data)
+        epochs = [[(y.tolist() if y.device.type == "cpu" else len(y)) for _, y in loader] for _ in range(2)]
+        place = loader.state()
+        trainer.close()
+        return epochs, len(data.read), place, trainer.tensors.stages
+
+    return in_threads(size, script)
+
+
+def test_replicas_share_every_batch_without_overlap(captured: Captured) -> None:
+    found = collect(captured, 3, lambda t, data: Loader(t, data, batch_size=4, shuffle=True), replicas=3)
+    for epoch in range(2):
+        parts = [result[0][epoch] for result in found]
+        whole = [list(chain(*batch)) for batch in zip(*parts, strict=True)]
+        assert [len(batch) for batch in whole] == [4, 4, 3]
+        assert sorted(chain(*whole)) == list(range(11))
+        assert [[len(batch) for batch in part] for part in parts] == [[2, 2, 1], [1, 1, 1], [1, 1, 1]]
+    assert found[0][0][0] != found[0][0][1]  # another epoch, another order
+    assert all(result[2] == {"epoch": 2, "position": 0} for result in found)
+
+
+def test_what_a_process_does_not_use_is_not_loaded(captured: Captured) -> None:
+    found = collect(captured, 4, lambda t, data: Loader(t, data, batch_size=4), stages=4)
+    assert found[0][0] == found[3][0] == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]] * 2
+    assert found[1][0] == found[2][0] == [[4, 4, 3]] * 2  # tensors without values
+    assert [result[1] for result in found] == [22, 2, 2, 22]  # one row an epoch, for the shapes
+
+
+def test_a_users_own_sampler_is_the_first_processs(captured: Captured) -> None:
+    def make(trainer: Trainer, data: Numbers) -> Loader:
+        sampler = WeightedRandomSampler([1.0] * 11, 9)
+        return Loader(trainer, DataLoader(data, batch_size=3, sampler=sampler))
+
+    found = collect(captured, 2, make, stages=2)
+    assert found[0][0] == found[1][0]
+    assert [len(batch) for batch in found[0][0][0]] == [3, 3, 3]
+
+
+def test_a_last_batch_smaller_than_the_microbatches_and_the_replicas(captured: Captured) -> None:
+    def script(world: World) -> list[float]:
+        trainer = Trainer(captured, world, replicas=2, microbatches=2)
+        losses = [
+            float(trainer.train_step(x, x, torch.nn.functional.mse_loss))
+            for x, _ in Loader(trainer, Numbers(5), batch_size=4)
+        ]
+        trainer.close()
+        return losses
+
+    first, second = in_threads(2, script)
+    assert len(first) == 2
+    assert first == second
+
+
+def test_shares() -> None:
+    for num in range(9):
+        for parts in range(1, 5):
+            made = shares(num, parts)
+            assert [row for part in made for row in part] == list(range(num))
+            assert max(map(len, made)) - min(map(len, made)) <= 1
+
+
+def test_grids() -> None:
+    choice = ScheduleChoice("1f1b", 4)
+    assert [r.stages for r in make_grid(range(4), 2, None, choice).replicas] == [(0, 1), (2, 3)]
+    assert [r.stages for r in make_grid(range(3), 2, 2, choice).replicas] == [(0, 1), (2, 2)]
+    assert [r.stages for r in make_grid(range(3), None, None, choice).replicas] == [(0, 1, 2)]
+    dealt = make_grid(range(2), 4, None, ScheduleChoice("interleaved", 4))
+    assert dealt.replicas[0].stages == (0, 1, 0, 1)
+    assert dealt.stages_of(1) == [1, 3]
+    with pytest.raises(Exception, match="3 processes cannot be 1 replicas of 2 stages"):
+        make_grid(range(3), 2, None, choice)
+    with pytest.raises(Exception, match="your schedule is for 1 stages"):
+        make_grid(range(2), 2, None, ScheduleChoice("F0 B0 ", 4))

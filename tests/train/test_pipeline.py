@@ -1,0 +1,269 @@
+"""The loop of a user: alone, and under torchrun, where the same script gives the same numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import penstock
+from penstock.errors import DataError, ModelError, RunError, UsageError
+from tests.processes import ROOT, run_python
+from tests.trainers import in_threads
+
+SCRIPT = """
+import json, sys
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import penstock
+from tests.train.test_pipeline import images, small
+
+settings = json.loads(sys.argv[1])
+torch.manual_seed(int(__import__("os").environ.get("RANK", "0")))  # every process makes other weights
+model = small()
+pipe = penstock.Pipeline(model, torch.zeros(2, 3, 8, 8), **settings)
+optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+losses = []
+for epoch in range(2):
+    for x, y in pipe.loader(TensorDataset(*images(22)), batch_size=8, shuffle=True):
+        loss = pipe.train_step(x, y, loss_fn=F.cross_entropy)
+        pipe.clip_grad_norm_(0.5)
+        optimizer.step(); optimizer.zero_grad(); schedule.step()
+        losses.append(float(loss))
+x, y = images(5)
+correct = pipe.evaluate(x, y, lambda out, y: (out.argmax(-1).eq(y).sum().float(), len(y)))
+output = pipe(x)
+pipe.save(sys.argv[2] + "/model.safetensors")
+rank = __import__("os").environ.get("RANK", "0")
+open(f"{sys.argv[2]}/rank{rank}.json", "w").write(json.dumps([losses, correct, float(output.sum())]))
+"""
+
+
+def images(num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(num, 3, 8, 8, generator=generator), torch.randint(0, 4, (num,), generator=generator)
+
+
+def small() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(288, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 4)
+    )
+
+
+def run(folder: Path, num_processes: int, **settings: Any) -> list[list[Any]]:
+    """Run the script alone or under torchrun; gives what each process found."""
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    call = [str(folder / "script.py"), json.dumps(settings), str(folder)]
+    if num_processes:
+        call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), *call]
+    finished = run_python(*call, deadline_s=120.0, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"})
+    assert finished.status == 0, finished.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(max(1, num_processes))]
+
+
+def test_the_same_script_alone_and_under_torchrun(tmp_path: Path) -> None:
+    (alone,) = run(tmp_path / "alone", 0, microbatches=2)
+    weights = load_file(tmp_path / "alone" / "model.safetensors")
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (2, {"microbatches": 2, "schedule": "zero-bubble"}),
+        (3, {"microbatches": 2, "stages": 3, "schedule": "gpipe"}),
+        (2, {"microbatches": 1, "stages": 1}),
+    ]
+    for number, (size, settings) in enumerate(cases):
+        found = run(tmp_path / str(number), size, **settings)
+        assert all(line == found[0] for line in found[1:]) or settings.get("stages") == 1
+        assert found[0][0] == pytest.approx(alone[0], rel=1e-5)
+        assert found[0][1] == alone[1]
+        if settings.get("stages") != 1:  # there each replica has its own rows
+            assert found[0][2] == pytest.approx(alone[2], rel=1e-4)
+        saved = load_file(tmp_path / str(number) / "model.safetensors")
+        assert set(saved) == set(small().state_dict()) == set(weights)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-6)
+    small().load_state_dict(weights)
+
+
+@pytest.fixture
+def pipe() -> Any:
+    torch.manual_seed(0)
+    with penstock.Pipeline(small(), images(2)[0], stages=2, microbatches=2) as made:
+        yield made
+
+
+def test_the_loop(pipe: penstock.Pipeline) -> None:
+    optimizer = pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.2))
+    data = TensorDataset(*images(24))
+    first = last = 0.0
+    for _ in range(15):
+        for x, y in pipe.loader(DataLoader(data, batch_size=10, shuffle=True)):
+            last = float(pipe.train_step(x, y, F.cross_entropy))
+            first = first or last
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert last < 0.5 * first
+    x, y = images(24)
+    accuracy = pipe.evaluate(x, y, lambda out, labels: (out.argmax(-1).eq(labels).sum().float(), len(labels)))
+    assert accuracy == pytest.approx(float(pipe(x).argmax(-1).eq(y).float().mean()))
+    assert accuracy > 0.7
+
+
+def test_gradients_accumulate_until_they_are_taken_away(pipe: penstock.Pipeline) -> None:
+    x, y = images(4)
+    optimizer = pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    pipe.trainer.seed = 7
+    pipe.train_step(x, y, F.cross_entropy)
+    once = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+    pipe.trainer.step = 0  # the same dropout again
+    pipe.train_step(x, y, F.cross_entropy)
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, 2 * once[name])
+    optimizer.zero_grad()
+    assert all(p.grad is None for _, p in pipe.named_parameters())
+
+
+def test_clipping_is_torchs(pipe: penstock.Pipeline) -> None:
+    x, y = images(4)
+    pipe.train_step(x, y, F.cross_entropy)
+    parameters = [nn.Parameter(p.detach().clone()) for _, p in pipe.named_parameters()]
+    for copy, (_, p) in zip(parameters, pipe.named_parameters(), strict=True):
+        assert p.grad is not None
+        copy.grad = p.grad.clone()
+    expected = nn.utils.clip_grad_norm_(parameters, 0.01)
+    assert float(pipe.clip_grad_norm_(0.01)) == pytest.approx(float(expected), rel=1e-5)
+    for copy, (_, p) in zip(parameters, pipe.named_parameters(), strict=True):
+        torch.testing.assert_close(copy.grad, p.grad)
+
+
+def test_dropout_does_not_depend_on_the_stages() -> None:
+    losses = []
+    for stages in (1, 2, 4):
+        torch.manual_seed(0)
+        with penstock.Pipeline(small(), images(2)[0], stages=stages, microbatches=2) as made:
+            before = torch.get_rng_state()
+            losses.append([float(made.train_step(*images(6), F.cross_entropy)) for _ in range(2)])
+            assert torch.equal(before, torch.get_rng_state())
+    assert losses[0] == losses[1] == losses[2]
+    assert losses[0][0] != losses[0][1]  # another step, another mask
+
+
+def test_checkpointing_frozen_parameters_and_autocast() -> None:
+    def norms(**settings: Any) -> dict[str, float]:
+        torch.manual_seed(0)
+        model = small()
+        next(model.children()).requires_grad_(False)
+        with penstock.Pipeline(model, images(2)[0], stages=3, microbatches=2, **settings) as made:
+            made.train_step(*images(6), F.cross_entropy)
+            return {name: float(p.grad.norm()) for name, p in made.named_parameters() if p.grad is not None}
+
+    plain = norms()
+    assert set(plain) == {"3.weight", "3.bias", "6.weight", "6.bias"}
+    assert norms(checkpointing=True) == plain
+    assert norms(schedule="zero-bubble", checkpointing=True) == pytest.approx(plain, rel=1e-6)
+    assert norms(autocast=torch.bfloat16) == pytest.approx(plain, rel=0.05)
+    assert norms(autocast=torch.bfloat16) != plain
+
+
+def test_a_function_makes_the_model() -> None:
+    with penstock.Pipeline(small, images(2)[0], stages=2) as made:
+        assert float(made.train_step(*images(6), F.cross_entropy)) > 0
+
+
+def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
+    x, y = images(6)
+    with pytest.raises(UsageError, match="a batch of 1 rows cannot be 2 microbatches"):
+        pipe.train_step(x[:1], y[:1], F.cross_entropy)
+    with pytest.raises(UsageError, match=r"the labels are \(5,\) but the inputs have 6 rows"):
+        pipe.train_step(x, y[:5], F.cross_entropy)
+    with pytest.raises(UsageError, match="7 parameters that are not this pipeline's"):
+        pipe.optimizer(lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1)) for _ in range(7)]))
+    pipe.evaluate(x, y, F.cross_entropy)
+    with pytest.raises(UsageError, match="this pipeline trains"):
+        list(pipe.stream([x]))
+    with pytest.raises(UsageError, match="has no length"):
+        pipe.loader(iter(()))
+    with pytest.raises(DataError, match="the data set is empty"):
+        pipe.loader([])
+    with pytest.raises(ModelError, match="cannot be written"):
+        pipe.save(tmp_path / "none" / "model.safetensors")
+    with pytest.raises(ModelError, match="holds no whole checkpoint"):
+        pipe.load_checkpoint(tmp_path)
+    bad = x.clone()
+    bad[4] = torch.nan
+    grads = [p.grad for _, p in pipe.named_parameters()]
+    with pytest.raises(RunError, match=r"the loss of step 0 is nan: the first .* came from stage 0"):
+        pipe.train_step(bad, y, F.cross_entropy)
+    assert grads == [p.grad for _, p in pipe.named_parameters()]
+    assert float(pipe.train_step(x, y, F.cross_entropy)) > 0  # and on it goes
+
+
+def test_what_is_called_first_decides() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))  # in training mode, as modules are born
+    x = torch.randn(2, 4)
+    with penstock.Pipeline(model, x, stages=2, threads=1) as made:
+        assert torch.allclose(next(iter(made.stream([x]))), model(x))
+        with pytest.raises(UsageError, match="this pipeline streams"):
+            made.train_step(x, x, F.mse_loss)
+    with penstock.Pipeline(model, x):
+        pass  # neither
+    trained = penstock.Pipeline(model, x)
+    assert torch.allclose(trained(x), model(x))
+    trained.close()
+    with pytest.raises(UsageError, match="closed"):
+        penstock.Pipeline.train_step(trained, x)
+
+
+def test_bad_models(tmp_path: Path) -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.used(x)
+            return result
+
+    with pytest.raises(UsageError, match=r"2 parameters of Unused are not used in its forward pass, first spare.bias"):
+        penstock.Pipeline(Unused(), torch.zeros(2, 4)).train_step(torch.zeros(2, 4))
+    with pytest.raises(UsageError, match="is not known; use one of gpipe"):
+        penstock.Pipeline(small(), images(2)[0], stages=2, schedule="2f2b")
+    with (
+        pytest.raises(UsageError, match=r"after model.train\(\)"),
+        penstock.Pipeline(small().eval(), images(2)[0], stages=1) as p,
+    ):
+        p.train_step(*images(2))
+    with penstock.Pipeline(small(), images(2)[0]) as made:
+        made.save_checkpoint(tmp_path / "checkpoint")
+    other = penstock.Pipeline(nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), images(2)[0])
+    differs = r"another model than Sequential: it lacks 1.bias, 1.weight and it also has"
+    with other, pytest.raises(UsageError, match=differs):
+        other.load_checkpoint(tmp_path / "checkpoint")
+
+
+def test_a_failing_loss_function_reaches_everybody() -> None:
+    from penstock.train.captured import Captured
+    from penstock.train.trainer import Trainer
+
+    captured = Captured(small(), images(2)[:1])
+
+    def script(world: Any) -> str:
+        trainer = Trainer(captured, world, microbatches=2)
+        try:
+            trainer.train_step(*images(4), lambda out, labels: F.cross_entropy(out, labels[:1]))
+        except RunError as error:
+            return str(error)
+        finally:
+            trainer.close(wait=False)
+        return ""
+
+    told = in_threads(2, script)
+    assert all("stage 1, microbatch 0: loss_fn failed" in message for message in told), told

@@ -1,5 +1,6 @@
 """What a Pipeline offers for training, in a class of its own so that streaming and training stay apart."""
 
+import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,7 @@ class TrainingMethods:
                     self._world.close(0.0)
                 raise
             self._streaming = None
+            atexit.register(self._end_training, wait=False)  # so that the others take this end for one that is meant
         return self._trainer
 
     def _end_training(self, *, wait: bool) -> bool:
@@ -100,6 +102,7 @@ class TrainingMethods:
             return False
         if not self._closed:
             self._closed = True
+            atexit.unregister(self._end_training)
             if self._trainer is not None:
                 self._trainer.close(wait=wait)
             if self._owns_world and (self._trainer is not None or self._joined is not None):

@@ -1,6 +1,5 @@
 """Training over the processes that run the user's script: alone, as stages, as replicas, as both."""
 
-import atexit
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,7 +85,6 @@ class Trainer:
         self._step_data: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
         self._closed = False
-        atexit.register(self.close, wait=False)
 
     @property
     def last_stage(self) -> int:
@@ -424,7 +422,6 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):
                 exchange(self.world.transport, {})

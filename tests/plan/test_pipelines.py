@@ -80,3 +80,10 @@ def test_what_cannot_be() -> None:
         make_schedule("1f2b", 2, 2)
     with pytest.raises(UsageError, match="at least one stage"):
         gpipe(2, 0)
+
+
+def test_interleaved_never_overfills_the_buffers_of_a_cut() -> None:
+    for num_devices in range(1, 6):
+        for num_stages in range(num_devices, 10):
+            for num_microbatches in range(1, 14):
+                check_schedule(with_updates(make_schedule("interleaved", num_stages, num_microbatches, num_devices)))

@@ -41,7 +41,7 @@ class Request:
 
     `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes
     to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
-    `replicas` allows whole pipelines side by side, `shared` stages whose devices take turns.
+    `replicas` allows whole pipelines side by side, `shared` stages whose devices take turns, which no run does yet.
 
     >>> Request(aim="latency").depth
     2
@@ -57,7 +57,7 @@ class Request:
     optimizer_state_factor: float = 0.0
     alternate: bool = True
     replicas: bool = True
-    shared: bool = True
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.aim == "devices" and not (self.target_rows_per_s and self.target_rows_per_s > 0):

@@ -1,9 +1,10 @@
 """Interleaved 1F1B: several stages per device, dealt out in turns, so that the bubble shrinks by their number."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from penstock.plan.schedule import Action, Kind, Schedule
+from penstock.plan.schedule import NUM_BUFFERS, Action, Kind, Schedule
 
 # a microbatch on a stage
 _Work = tuple[int, int]
@@ -50,11 +51,12 @@ def _as_soon_as_possible(
     devices: list[list[Action]] = [[] for _ in most]
     held = [0] * len(most)
     limits = list(most)
+    passed: Counter[tuple[Kind, int]] = Counter()
     while any(to_backward):
         tick: list[tuple[int, Action]] = []
         for device, limit in enumerate(limits):
-            back = next((w for w in to_backward[device] if _backward_ready(*w, num_stages, done)), None)
-            ahead = next((w for w in to_forward[device] if _forward_ready(*w, done)), None)
+            back = next((w for w in to_backward[device] if _backward_ready(*w, num_stages, done, passed)), None)
+            ahead = next((w for w in to_forward[device] if _forward_ready(*w, num_stages, done, passed)), None)
             if back is not None:
                 to_backward[device].remove(back)
                 tick.append((device, Action("B", *back)))
@@ -65,15 +67,23 @@ def _as_soon_as_possible(
             limits = [limit + 1 for limit in limits]
         for device, action in tick:
             done.add((action.kind, action.microbatch, action.stage))
+            passed[action.kind, action.stage] += 1
             devices[device].append(action)
             held[device] += 1 if action.kind == "F" else -1
     return tuple(map(tuple, devices))
 
 
-def _forward_ready(microbatch: int, stage: int, done: set[tuple[Kind, int, int]]) -> bool:
-    return stage == 0 or ("F", microbatch, stage - 1) in done
+def _forward_ready(
+    microbatch: int, stage: int, num_stages: int, done: set[tuple[Kind, int, int]], passed: Counter[tuple[Kind, int]]
+) -> bool:
+    # who cannot pass its result on does nothing else: the buffers of a cut are part of the order
+    full = stage + 1 < num_stages and passed["F", stage] - passed["F", stage + 1] >= NUM_BUFFERS
+    return not full and (stage == 0 or ("F", microbatch, stage - 1) in done)
 
 
-def _backward_ready(microbatch: int, stage: int, num_stages: int, done: set[tuple[Kind, int, int]]) -> bool:
+def _backward_ready(
+    microbatch: int, stage: int, num_stages: int, done: set[tuple[Kind, int, int]], passed: Counter[tuple[Kind, int]]
+) -> bool:
+    full = stage > 0 and passed["B", stage] - passed["B", stage - 1] >= NUM_BUFFERS
     later = stage == num_stages - 1 or ("B", microbatch, stage + 1) in done
-    return later and ("F", microbatch, stage) in done
+    return not full and later and ("F", microbatch, stage) in done

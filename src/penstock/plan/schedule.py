@@ -17,6 +17,8 @@ from typing import Literal, TypeAlias, get_args
 
 Kind = Literal["F", "B", "I", "W", "S", "U"]
 KINDS: tuple[str, ...] = get_args(Kind)
+# messages that a cut holds in each direction: two at the sender and two at the receiver, as the engine has
+NUM_BUFFERS = 4
 # these belong to a stage, not to one of its microbatches
 STAGE_KINDS = frozenset({"S", "U"})
 

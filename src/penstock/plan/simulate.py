@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.schedule import Action, Schedule, placement
+from penstock.plan.schedule import NUM_BUFFERS, Action, Schedule, placement
 
 # what crosses a cut: activations forwards, gradients back
 Crossing = Literal["activations", "gradients"]
@@ -58,7 +58,7 @@ def simulate(
     duration: Duration | None = None,
     transfer: Transfer = lambda _source, _to, _kind: 0.0,
     *,
-    num_buffers: int | None = 4,
+    num_buffers: int | None = NUM_BUFFERS,
 ) -> Simulation:
     """Play a schedule.
 

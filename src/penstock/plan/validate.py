@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.errors import PlanError
-from penstock.plan.schedule import STAGE_KINDS, Action, Schedule, placement
+from penstock.plan.schedule import NUM_BUFFERS, STAGE_KINDS, Action, Schedule, placement
 from penstock.plan.simulate import Simulation, simulate
 
 
-def check_schedule(schedule: Schedule, *, num_buffers: int | None = 4) -> Simulation:
+def check_schedule(schedule: Schedule, *, num_buffers: int | None = NUM_BUFFERS) -> Simulation:
     """Check that a schedule can be run, and give its simulation with every action alike.
 
     - each stage is on one device, and there is none missing between the first and the last;

@@ -1,0 +1,1 @@
+"""Training on emulated hosts: stages, replicas, schedules, beside torch's own means."""

@@ -1,0 +1,130 @@
+"""What runs on every host: one way to train a small GPT-2, some steps, tokens per second."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import penstock
+
+VOCABULARY, LENGTH, LAYERS, WIDTH, HEADS = 4096, 128, 6, 384, 6
+
+
+class Language(nn.Module):
+    """GPT-2 from tokens to logits, the embedding tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        )  # fmt: skip
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(ids).logits
+        return logits
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Mean over all tokens but the first of each row."""
+    return functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+
+
+def main() -> None:
+    """Train as the settings say and, on the first host, write the seconds of each step."""
+    file = Path(sys.argv[1])
+    settings = json.loads(file.read_text())
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    generator = torch.Generator().manual_seed(rank if settings["rows_differ"] else 0)
+    ids = torch.randint(0, VOCABULARY, (settings["rows"], LENGTH), generator=generator)
+    step, finish = _WAYS[settings["way"]](settings, ids)
+    step()  # connections, buffers, optimizer state
+    seconds, losses = [], []
+    for _ in range(settings["steps"]):
+        begin = time.perf_counter()
+        losses.append(step())
+        seconds.append(time.perf_counter() - begin)
+    if rank == 0:
+        file.with_suffix(".result.json").write_text(json.dumps({"seconds": seconds, "losses": losses}))
+    finish()
+
+
+def _penstock(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float], Callable[[], None]]:
+    rows = settings["rows"] // settings["microbatches"]
+    pipe = penstock.Pipeline(
+        Language().train(), (ids[:rows],), stages=settings["stages"], replicas=settings["replicas"],
+        schedule=settings["schedule"], microbatches=settings["microbatches"], threads=1,
+    )  # fmt: skip
+    optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=3e-4))
+
+    def step() -> float:
+        loss = pipe.train_step(ids, ids, loss_fn=next_token_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step, pipe.close
+
+
+def _ddp(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float], Callable[[], None]]:
+    del settings
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(Language().train())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+    def step() -> float:
+        loss = next_token_loss(model(ids), ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step, dist.destroy_process_group
+
+
+def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float], Callable[[], None]]:
+    from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = settings["rows"] // settings["microbatches"]
+    starts = [round(LAYERS * index / size) for index in range(1, size)]
+    split = {f"model.transformer.h.{start}": SplitPoint.BEGINNING for start in starts}
+    pipe = pipeline(Language().train(), mb_args=(ids[:rows],), split_spec=split)
+    stage = pipe.build_stage(rank, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, settings["microbatches"], loss_fn=next_token_loss)
+    optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=3e-4)
+
+    def step() -> float:
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(ids)
+        elif rank == size - 1:
+            schedule.step(target=ids, losses=losses)
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        return float(torch.stack(losses).mean()) if losses else float("nan")
+
+    return step, dist.destroy_process_group
+
+
+_WAYS = {"penstock": _penstock, "ddp": _ddp, "torch 1f1b": _torch_1f1b}
+
+if __name__ == "__main__":
+    main()

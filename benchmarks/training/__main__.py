@@ -78,8 +78,12 @@ def main() -> None:
             given.json.write_text(json.dumps(result, indent=2) + "\n")
     print("| what | hosts | tokens/s | first loss |\n| --- | --- | --- | --- |")
     for row in rows:
-        print(f"| {row['name']} | {row['hosts']} | {row['tokens_per_s']:.0f} | {row['losses'][0]:.5f} |")
+        print(f"| {row['name']} | {row['hosts']} | {row['tokens_per_s']:.0f} | {_number(row['losses'][0])} |")
     print(json.dumps(summarize(rows)))
+
+
+def _number(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.5f}"
 
 
 def run(row: dict[str, Any]) -> dict[str, Any]:

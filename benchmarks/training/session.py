@@ -28,7 +28,7 @@ class Language(nn.Module):
         torch.manual_seed(0)
         config = GPT2Config(
             vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
         self.model = GPT2LMHeadModel(config)
 
@@ -95,7 +95,7 @@ def _ddp(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float], Ca
     return step, dist.destroy_process_group
 
 
-def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float], Callable[[], None]]:
+def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float | None], Callable[[], None]]:
     from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
     dist.init_process_group("gloo")
@@ -108,7 +108,7 @@ def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], flo
     schedule = Schedule1F1B(stage, settings["microbatches"], loss_fn=next_token_loss)
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=3e-4)
 
-    def step() -> float:
+    def step() -> float | None:
         losses: list[Tensor] = []
         if rank == 0:
             schedule.step(ids)
@@ -119,7 +119,7 @@ def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], flo
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
-        return float(torch.stack(losses).mean()) if losses else float("nan")
+        return float(torch.stack(losses).mean()) if losses else None  # the last host alone has it
 
     return step, dist.destroy_process_group
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.jobs import LoadState, receive_state, send_state
+from penstock.engine.bundle import LoadState
+from penstock.engine.jobs import receive_state, send_state
 from penstock.engine.runtime import Runtime
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.world import FEEDER

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.bundle import LoadState
 from penstock.engine.ends import JOIN_S, Ends
 from penstock.engine.executor import StageReport, serve
 from penstock.engine.jobs import (
-    LoadState,
     Parts,
     StagesJob,
     build_slots,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.bundle import read_part
+from penstock.engine.bundle import LoadState, read_part
 from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
 from penstock.engine.executor import StageReport, StageSlot
 from penstock.engine.messages import Format, Formats
@@ -30,7 +30,6 @@ from penstock.graph.program import StageProgram, read_interface, read_program, s
 
 # channel 0 carries jobs; each job's edges get channels of their own
 _CHANNELS_PER_JOB = 1024
-LoadState = Callable[[State], Tensor]
 # makes a stage's runtime in a process that has the stage's module; only its interface travels
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]
 

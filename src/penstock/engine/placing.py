@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.engine.bundle import interfaces, read_bundle
+from penstock.engine.bundle import LoadState, interfaces, read_bundle
 from penstock.engine.deployment import Deployment, Replicas
-from penstock.engine.jobs import LoadState, Parts, load_part
+from penstock.engine.jobs import Parts, load_part
 from penstock.engine.progress import STALL_S
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.split import divide_plan, order_of

@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from penstock.plan.schedule import NUM_BUFFERS, Action, Kind, Schedule
 
 # a microbatch on a stage
 _Work = tuple[int, int]
+_T = TypeVar("_T")
 
 
 def interleaved_1f1b(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
@@ -30,16 +32,23 @@ def interleaved_1f1b(num_stages: int, num_microbatches: int, num_devices: int) -
         ahead.append(2 * (num_devices - device - 1) + (len(stages) - 1) * num_devices)
     if num_stages % num_devices or num_microbatches % num_devices:
         return _as_soon_as_possible(forwards, backwards, [number + 1 for number in ahead], num_stages)
-    return tuple(tuple(_in_turns(f, b, min(n, len(f)))) for f, b, n in zip(forwards, backwards, ahead, strict=True))
+    return tuple(
+        tuple(Action(kind, m, s) for kind, (m, s) in in_turns(f, b, min(n, len(f))))
+        for f, b, n in zip(forwards, backwards, ahead, strict=True)
+    )
 
 
-def _in_turns(forwards: Sequence[_Work], backwards: Sequence[_Work], ahead: int) -> Iterator[Action]:
-    """So many forwards ahead, then one forward and one backward in turns, then the remaining backwards."""
+def in_turns(forwards: Sequence[_T], backwards: Sequence[_T], ahead: int) -> Iterator[tuple[Kind, _T]]:
+    """So many forwards ahead, then one forward and one backward in turns, then the remaining backwards.
+
+    >>> list(in_turns("ab", "ab", 1))
+    [('F', 'a'), ('F', 'b'), ('B', 'a'), ('B', 'b')]
+    """
     remaining = iter(forwards)
-    yield from (Action("F", m, s) for m, s in islice(remaining, ahead))
-    for m, s in backwards:
-        yield from (Action("F", *work) for work in islice(remaining, 1))
-        yield Action("B", m, s)
+    yield from (("F", work) for work in islice(remaining, ahead))
+    for work in backwards:
+        yield from (("F", following) for following in islice(remaining, 1))
+        yield "B", work
 
 
 def _as_soon_as_possible(

@@ -7,7 +7,7 @@ stages and works through them as through one; `interleaved_1f1b` deals the stage
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from penstock.errors import UsageError
-from penstock.plan.interleaved import interleaved_1f1b
+from penstock.plan.interleaved import in_turns, interleaved_1f1b
 from penstock.plan.schedule import Action, Kind, Schedule
 
 MakeSchedule = Callable[[int, int, int], Schedule]
@@ -37,12 +37,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_devices: int | None 
     """
 
     def order(device: int, num_devices: int) -> Iterator[tuple[Kind, int]]:
-        ahead = min(num_devices - device - 1, num_microbatches)
-        yield from (("F", m) for m in range(ahead))
-        for m in range(num_microbatches):
-            if m + ahead < num_microbatches:
-                yield "F", m + ahead
-            yield "B", m
+        return in_turns(range(num_microbatches), range(num_microbatches), num_devices - device - 1)
 
     return _in_blocks(num_stages, num_microbatches, num_devices, order)
 
@@ -57,13 +52,10 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_devices: int | None 
     """
 
     def order(device: int, num_devices: int) -> Iterator[tuple[Kind, int]]:
-        ahead = min(num_devices - device - 1, num_microbatches)
-        yield from (("F", m) for m in range(ahead))
-        for m in range(num_microbatches):
-            if m + ahead < num_microbatches:
-                yield "F", m + ahead
-            yield "I", m
-            if m >= device:
+        every = range(num_microbatches)
+        for kind, m in in_turns(every, every, num_devices - device - 1):
+            yield ("I" if kind == "B" else kind), m
+            if kind == "B" and m >= device:
                 yield "W", m - device
         yield from (("W", m) for m in range(max(0, num_microbatches - device), num_microbatches))
 

@@ -19,7 +19,6 @@ latency = "2 ms"
 A lab file is a cluster file too: its hosts are devices, their share of a core is their speed.
 """
 
-import difflib
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -30,6 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.errors import ClusterError, UsageError
+from penstock.spec.fields import nearest, read_text
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
@@ -104,12 +104,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             twice = next(name for name in names if names.count(name) > 1)
             raise ClusterError(f"each device has its own name, but {twice!r} is given twice; rename one")
         if self.feeder and self.feeder not in known:
-            raise ClusterError(f"the feeder is one of the devices, not {self.feeder!r}{_nearest(self.feeder, names)}")
+            raise ClusterError(f"the feeder is one of the devices, not {self.feeder!r}{nearest(self.feeder, names)}")
         pairs: set[frozenset[str]] = set()
         for link in self.links:
             for name in link.between:
                 if name not in known:
-                    raise ClusterError(f"a link is between devices, not {name!r}{_nearest(name, names)}")
+                    raise ClusterError(f"a link is between devices, not {name!r}{nearest(name, names)}")
             pair = frozenset(link.between)
             if len(pair) < 2 or pair in pairs:
                 raise ClusterError(
@@ -128,7 +128,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if device.name == name:
                 return device
         names = [device.name for device in self.devices]
-        raise ClusterError(f"there is no device {name!r} in {self.name}{_nearest(name, names)}")
+        raise ClusterError(f"there is no device {name!r} in {self.name}{nearest(name, names)}")
 
     def without(self, names: Collection[str]) -> "Cluster":
         """Give the cluster without some devices; the first that is left feeds where the feeder is gone."""
@@ -161,8 +161,8 @@ def parse_cluster(text: str) -> Cluster:
     read = [_device(item, bandwidth, latency_s) for item in devices]
     read += [_host(item, bandwidth, latency_s) for item in hosts]
     return Cluster(
-        name=_text("name of the cluster", table.get("name", "cluster")),
-        feeder=_text("feeder", table.get("feeder", "")),
+        name=read_text("name of the cluster", table.get("name", "cluster")),
+        feeder=read_text("feeder", table.get("feeder", "")),
         devices=tuple(read),
         links=tuple(_link(item) for item in _tables(table, "links")),
     )
@@ -202,11 +202,11 @@ def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: flo
     where = _named(table)
     _check_fields(where, table, _DEVICE_FIELDS)
     return Device(
-        name=_text("a device's name", _needed(where, table, "name")),
+        name=read_text("a device's name", _needed(where, table, "name")),
         speed=_number(f"speed of {where}", _needed(where, table, "speed"), float),
         memory_bytes=_parse(f"memory of {where}", _needed(where, table, "memory"), parse_bytes) or 0,
         threads=_number(f"threads of {where}", table.get("threads", 1), int),
-        address=_text(f"address of {where}", table.get("address", "")),
+        address=read_text(f"address of {where}", table.get("address", "")),
         bandwidth_bytes_per_s=_parse(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
         latency_s=latency_s
         if "latency" not in table
@@ -219,7 +219,7 @@ def _host(table: Mapping[str, object], bandwidth: float | None, latency_s: float
     _check_fields(where, table, _HOST_FIELDS)
     cpu = _number(f"cpu of {where}", _needed(where, table, "cpu"), float)
     return Device(
-        name=_text("a host's name", _needed(where, table, "name")),
+        name=read_text("a host's name", _needed(where, table, "name")),
         # one thread cannot use more than one core
         speed=min(cpu, 1.0),
         memory_bytes=_parse(f"memory of {where}", _needed(where, table, "memory"), parse_bytes) or 0,
@@ -274,7 +274,7 @@ def _needed(where: str, table: Mapping[str, object], field: str) -> object:
 def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...]) -> None:
     for field in table:
         if field not in known:
-            raise ClusterError(f"{where} has the fields {', '.join(known)}, not {field!r}{_nearest(field, known)}")
+            raise ClusterError(f"{where} has the fields {', '.join(known)}, not {field!r}{nearest(field, known)}")
 
 
 def _check_link(where: str, bandwidth_bytes_per_s: float | None, latency_s: float) -> None:
@@ -288,7 +288,7 @@ def _parse(what: str, value: object, parse: Callable[[str], _Number]) -> _Number
     if value is None:
         return None
     try:
-        return parse(_text(what, value))
+        return parse(read_text(what, value))
     except ClusterError:
         raise
     except UsageError as error:
@@ -299,14 +299,3 @@ def _number(what: str, value: object, kind: type[_Number]) -> _Number:
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ClusterError(f"{what} is a {'whole ' if kind is int else ''}number, not {value!r}; correct it")
     return kind(value)
-
-
-def _text(what: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ClusterError(f"{what} is text, not {value!r}; put it in quotes")
-    return value
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else "; remove or rename it"

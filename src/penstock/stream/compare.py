@@ -63,7 +63,7 @@ class Comparison:
         self._whole = divide(self.graph, [])[0]
         self._reference: list[list[Tensor]] = []
         self._serial_images_per_s = 0.0
-        self._ceilings: dict[int, float] = {}
+        self._rates: dict[int, list[float]] = {}
         self._peers: dict[int, float] = {}
         self._seed = seed
         self._num_serial = max(1, (serial_images or num_images * passes) // self._rows)
@@ -104,15 +104,19 @@ class Comparison:
 
     def ceiling(self, num_devices: int) -> float:
         """Add up what so many devices do alone with the whole model, all at once, in images per second."""
-        if num_devices not in self._ceilings:
+        return sum(self._rates_alone(num_devices))
+
+    def _rates_alone(self, num_devices: int) -> list[float]:
+        """Give each device's images per second, measured once until `forget_ceilings`."""
+        if num_devices not in self._rates:
             count = max(8, self._num_microbatches // 4)
             _, seconds = self._alone(self._world.devices[:num_devices], count)
-            self._ceilings[num_devices] = sum(count * self._rows / s for s in seconds)
-        return self._ceilings[num_devices]
+            self._rates[num_devices] = [count * self._rows / taken for taken in seconds]
+        return self._rates[num_devices]
 
     def forget_ceilings(self) -> None:
         """Measure ceilings again when they are next needed."""
-        self._ceilings.clear()
+        self._rates.clear()
 
     def pipeline(self, stages: int, *, policy: str | None = None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
         """Stream through so many stages."""
@@ -135,14 +139,12 @@ class Comparison:
 
     def calibrated(self, cluster: Cluster, profile: Profile) -> Cluster:
         """Give the cluster with the speeds that its devices show on the whole model, all at once."""
-        count = max(8, self._num_microbatches // 4)
-        _, seconds = self._alone(self._world.devices, count)
+        rates = self._rates_alone(len(self._world.devices))
         whole_s = sum(interpolate(profile.rows, unit.forward_s, self._rows) for unit in profile.units)
         speeds = {
-            self._world.hosts[rank]: whole_s * count / taken
-            for rank, taken in zip(self._world.devices, seconds, strict=True)
+            self._world.hosts[rank]: whole_s * rate / self._rows
+            for rank, rate in zip(self._world.devices, rates, strict=True)
         }
-        self._ceilings[len(seconds)] = sum(count * self._rows / taken for taken in seconds)
         devices = [msgspec.structs.replace(d, speed=speeds[d.name]) for d in cluster.devices]
         return msgspec.structs.replace(cluster, devices=tuple(devices))
 

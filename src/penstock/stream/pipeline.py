@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.cluster.launch import available_cores
+from penstock.engine.bundle import LoadState
 from penstock.engine.deployment import DEPTH, Deployment, MakeRuntimes, Replicas
 from penstock.engine.executor import execute
 from penstock.engine.jobs import (
-    LoadState,
     MakeRuntime,
     build_slots,
     dismiss,

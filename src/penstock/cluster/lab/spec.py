@@ -9,16 +9,16 @@ memory = "1 GiB"
 bandwidth = "100 Mbit/s"          # optional; without any, the link is not limited
 """
 
-import difflib
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from penstock.errors import ClusterError, UsageError
+from penstock.spec.fields import nearest, read_text
 from penstock.units import format_bytes, parse_bytes, parse_rate
 
 MAX_HOSTS = 200
@@ -97,7 +97,7 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
             if host.name == name:
                 return host
         names = [host.name for host in self.hosts]
-        raise ClusterError(f"lab {self.name} has no host {name!r}; it has {', '.join(names)}{_nearest(name, names)}")
+        raise ClusterError(f"lab {self.name} has no host {name!r}; it has {', '.join(names)}{nearest(name, names)}")
 
 
 def parse_lab(text: str) -> LabSpec:
@@ -118,7 +118,7 @@ def parse_lab(text: str) -> LabSpec:
         raise ClusterError("hosts are [[hosts]] tables in a lab file; write one [[hosts]] per host")
     default = _rate("the lab", table["bandwidth"]) if "bandwidth" in table else None
     return LabSpec(
-        name=_text("the lab's name", table.get("name", "lab")),
+        name=read_text("the lab's name", table.get("name", "lab")),
         hosts=tuple(_parse_host(index, host, default) for index, host in enumerate(hosts)),
     )
 
@@ -217,7 +217,7 @@ def _parse_host(index: int, table: Mapping[str, object], default_rate: float | N
     except UsageError as error:
         raise ClusterError(f"memory of host {where}: {error}") from None
     rate = _rate(f"host {where}", table["bandwidth"]) if "bandwidth" in table else default_rate
-    name = _text(f"the name of host {where}", table["name"])
+    name = read_text(f"the name of host {where}", table["name"])
     return HostSpec(name=name, cpu=float(cpu), memory_bytes=memory_bytes, bandwidth_bytes_per_s=rate)
 
 
@@ -229,7 +229,7 @@ def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...
                 f"the kernel's netem and is not emulated; remove {field}"
             )
         if field not in known:
-            raise ClusterError(f"{where} has the fields {', '.join(known)}, not {field!r}{_nearest(field, known)}")
+            raise ClusterError(f"{where} has the fields {', '.join(known)}, not {field!r}{nearest(field, known)}")
 
 
 def _check_name(what: str, name: str) -> None:
@@ -245,17 +245,6 @@ def _rate(where: str, value: object) -> float:
         return round(parse_rate(str(value)) * 8) / 8
     except UsageError as error:
         raise ClusterError(f"bandwidth of {where}: {error}") from None
-
-
-def _text(what: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ClusterError(f"{what} is text, not {value!r}; put it in quotes")
-    return value
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else "; remove or rename it"
 
 
 def _exact(value: int, step: int, units: tuple[str, ...]) -> str:

@@ -49,6 +49,7 @@ def all_cases() -> list[Case]:
         Case(name="base", rounds=3, tasks=[peer(4), pipeline(4)]),
         Case(name="stages on four hosts", tasks=[pipeline(stages) for stages in (2, 3, 6)]),
         Case(name="policies", tasks=[*policies, by_hand]),
+        Case(name="replicas", tasks=[{"kind": "replicas", "label": "4 replicas", "count": 4}]),
         Case(name="two hosts", hosts=2, tasks=[pipeline(2)]),
         Case(name="six hosts of 0.22", hosts=6, cpu=0.22, tasks=[pipeline(6)]),
         Case(name="100 Mbit/s", bandwidth="100 Mbit/s", tasks=[pipeline(4)]),

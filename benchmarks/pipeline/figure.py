@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw efficiency as bars, and compute, wait and send of each stage as parts of the whole."""
-    shown = [row for row in rows if row["mode"] == "pipeline" and row.get("round", 0) == 0]
+    shown = [row for row in rows if row["efficiency"] and row.get("round", 0) == 0]
     labels = [f"{row['case']}: {row['label']}" for row in shown]
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(15, 0.9 + 0.42 * len(shown)), sharey=True, gridspec_kw={"width_ratios": [1, 1]}

@@ -59,7 +59,6 @@ def measure(world: World, session: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _plan(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
     """Plan for the hosts as fast as they are seen to be, then measure the plan."""
-    comparison.forget_ceilings()
     profile = msgspec.json.decode(task["profile"], type=Profile)
     # what messages cost depends on the hosts too: caches shared with others, a link that brings packets one by one
     profile = msgspec.structs.replace(profile, **asdict(measure_messages(comparison.world)))
@@ -73,11 +72,14 @@ def _peer(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pipeline(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
-    comparison.forget_ceilings()  # the ceiling is measured right before what is compared with it
     return comparison.pipeline(task["stages"], policy=task.get("policy"), cuts=task.get("cuts"))
 
 
-_KINDS = {"peer": _peer, "pipeline": _pipeline, "plan": _plan}
+def _replicas(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
+    return comparison.replicas(task["count"])
+
+
+_KINDS = {"peer": _peer, "pipeline": _pipeline, "plan": _plan, "replicas": _replicas}
 
 if __name__ == "__main__":
     main()

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -10,15 +11,13 @@ import torch
 from torch import Tensor
 
 from penstock.cluster.launch import available_cores
-from penstock.engine.alone import collect_alone, release_alone, run_alone, send_alone
 from penstock.engine.deployment import Deployment, Replicas
-from penstock.engine.jobs import load_program
 from penstock.engine.peer import do_peer, peer_document
 from penstock.engine.placing import place, ranks_of
 from penstock.engine.split import best_blocks, choose_cuts, divide_in_turns, load_state
 from penstock.engine.streaming import Microbatch, StreamReport
 from penstock.engine.transport import receive_bytes, send_bytes
-from penstock.engine.world import FEEDER, World
+from penstock.engine.world import World, check_world
 from penstock.errors import RunError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
@@ -28,6 +27,7 @@ from penstock.measure.units import random_input
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, interpolate
+from penstock.stream.ceiling import Ceilings, WholeModel
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.zoo.models import ZooModel
 
@@ -60,10 +60,14 @@ class Comparison:
             [_example_input(zoo, self.graph, i, self._sizes, generator) for i in range(len(self.graph.tensor_inputs()))]
             for _ in range(_NUM_DISTINCT)
         ]
-        self._whole = divide(self.graph, [])[0]
+        self._whole = WholeModel(
+            world, divide(self.graph, [])[0], self._load, inputs=self._inputs, sizes=self._sizes, threads=self._threads
+        )
+        self._ceilings = Ceilings(
+            self._whole, world.devices, num_microbatches=max(8, self._num_microbatches // 4), rows=self._rows
+        )
         self._reference: list[list[Tensor]] = []
         self._serial_images_per_s = 0.0
-        self._rates: dict[int, list[float]] = {}
         self._peers: dict[int, float] = {}
         self._seed = seed
         self._num_serial = max(1, (serial_images or num_images * passes) // self._rows)
@@ -91,7 +95,7 @@ class Comparison:
         devices = self._world.devices[:1] if self._world.workers else self._world.devices
         rates = []
         for rank in devices:
-            outputs, seconds = self._alone([rank], self._num_serial)
+            outputs, seconds = self._whole.run([rank], self._num_serial)
             self._reference = self._reference or outputs
             rates.append(self._num_serial * self._rows / seconds[0])
         self._serial_images_per_s = sum(rates) / len(rates)
@@ -102,22 +106,6 @@ class Comparison:
             "ceiling_images_per_second": None, "per_stage": [], "peer_images_per_second": None,
         }  # fmt: skip
 
-    def ceiling(self, num_devices: int) -> float:
-        """Add up what so many devices do alone with the whole model, all at once, in images per second."""
-        return sum(self._rates_alone(num_devices))
-
-    def _rates_alone(self, num_devices: int) -> list[float]:
-        """Give each device's images per second, measured once until `forget_ceilings`."""
-        if num_devices not in self._rates:
-            count = max(8, self._num_microbatches // 4)
-            _, seconds = self._alone(self._world.devices[:num_devices], count)
-            self._rates[num_devices] = [count * self._rows / taken for taken in seconds]
-        return self._rates[num_devices]
-
-    def forget_ceilings(self) -> None:
-        """Measure ceilings again when they are next needed."""
-        self._rates.clear()
-
     def pipeline(self, stages: int, *, policy: str | None = None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
         """Stream through so many stages."""
         possible = Cuts(self.graph)
@@ -125,21 +113,32 @@ class Comparison:
             chosen = possible.find_all(cuts)
         else:
             chosen = choose_cuts(self.graph, possible, stages=stages, policy=policy or "balanced", sizes=self._sizes)
-        ceiling = self.ceiling(min(stages, len(self._world.devices)))
         world = dataclasses.replace(self._world, devices=self._world.devices[:stages])
-        self._number += 1
-        deployment = Deployment(
-            world, divide_in_turns(self.graph, [chosen]), self._load, sizes=self._sizes, threads=self._threads,
-            number=self._number, depth=self._depth,
-        )  # fmt: skip
-        reports, difference = self._stream(deployment, stages)
-        row = self._row(stages, policy, [cut.name for cut in chosen], ceiling, reports, difference)
-        limit = limit_of(world, deployment.job.ranks, [cut.num_bytes(self._sizes) for cut in chosen], reports)
+        measured = self._stream(lambda: self._deploy(world, chosen), len(world.devices), stages)
+        row = self._row("pipeline", stages, policy or "by hand", [cut.name for cut in chosen], measured)
+        ranks = check_world(world, stages)
+        limit = limit_of(world, ranks, [cut.num_bytes(self._sizes) for cut in chosen], measured.reports)
         return row | {"peer_images_per_second": self._peers.get(stages), "limit": limit}
+
+    def replicas(self, count: int) -> dict[str, Any]:
+        """Stream through the whole model on so many devices, which take turns."""
+        ranks = self._world.devices[:count]
+
+        def deploy() -> Replicas:
+            return Replicas([self._deploy(self._world, [], [rank]) for rank in ranks])
+
+        return self._row("replicas", 1, "replicas", [], self._stream(deploy, len(ranks), len(ranks)))
+
+    def _deploy(self, world: World, cuts: Sequence[Cut], ranks: Sequence[int] | None = None) -> Deployment:
+        self._number += 1
+        return Deployment(
+            world, divide_in_turns(self.graph, [cuts]), self._load, sizes=self._sizes, threads=self._threads,
+            ranks=ranks, number=self._number, depth=self._depth,
+        )  # fmt: skip
 
     def calibrated(self, cluster: Cluster, profile: Profile) -> Cluster:
         """Give the cluster with the speeds that its devices show on the whole model, all at once."""
-        rates = self._rates_alone(len(self._world.devices))
+        rates = self._ceilings.before(len(self._world.devices))
         whole_s = sum(interpolate(profile.rows, unit.forward_s, self._rows) for unit in profile.units)
         speeds = {
             self._world.hosts[rank]: whole_s * rate / self._rows
@@ -151,15 +150,14 @@ class Comparison:
     def planned(self, plan: Plan) -> dict[str, Any]:
         """Stream as a plan says, on the devices that it names."""
         ranks = ranks_of(self._world, plan.devices)
-        ceiling = self.ceiling(len(self._world.devices))
-        self._number += len(plan.pipelines)
-        deployment = place(
-            self._world, self.graph, plan, self._load, threads=self._threads,
-            number=self._number - len(plan.pipelines) + 1,
-        )  # fmt: skip
-        reports, difference = self._stream(deployment, len(ranks))
+
+        def deploy() -> Replicas:
+            number, self._number = self._number + 1, self._number + len(plan.pipelines)
+            return place(self._world, self.graph, plan, self._load, threads=self._threads, number=number)
+
+        measured = self._stream(deploy, len(self._world.devices), len(ranks))
         cuts = [", ".join(cut_set.cuts) for pipeline in plan.pipelines for cut_set in pipeline.cut_sets]
-        row = self._row(len(ranks), "plan", cuts, ceiling, reports, difference)
+        row = self._row("pipeline", len(ranks), "plan", cuts, measured)
         return row | {"predicted_images_per_second": plan.prediction.rows_per_s}
 
     def peer(self, stages: int) -> dict[str, Any]:
@@ -183,6 +181,7 @@ class Comparison:
             seconds = float(json.loads(receive_bytes(transport, rank)))
         if seconds is None:
             raise RunError("no device took part in the peer's run")
+        self._ceilings.forget()
         self._peers[stages] = rate = count * self._rows / seconds
         return {
             "mode": "peer", "stages": stages, "policy": "best blocks", "cuts": [f"{name}:before" for name in modules],
@@ -191,33 +190,33 @@ class Comparison:
             "per_stage": [], "peer_images_per_second": rate,
         }  # fmt: skip
 
-    def _stream(self, deployment: Deployment | Replicas, stages: int) -> tuple[list[StreamReport], "_Difference"]:
-        """Warm up, then stream so many passes and compare every result."""
+    def _stream(self, deploy: Callable[[], Deployment | Replicas], num_devices: int, stages: int) -> "_Measured":
+        """Warm up, then stream so many passes and compare every result; measure the devices alone on both sides."""
         difference = _Difference(self._reference)
         reports = []
-        for counted in range(-1, self._passes):
-            length = self._num_microbatches if counted >= 0 else min(self._num_microbatches, 10 * stages)
-            for index, outputs in enumerate(deployment.stream(self._feed(length))):
-                difference.add(index, outputs)
-            if counted >= 0:
-                reports.append(deployment.last_report)
-        deployment.close()
-        return reports, difference
+        with self._ceilings.around(num_devices) as rates:
+            deployment = deploy()
+            for counted in range(-1, self._passes):
+                length = self._num_microbatches if counted >= 0 else min(self._num_microbatches, 10 * stages)
+                for index, outputs in enumerate(deployment.stream(self._feed(length))):
+                    difference.add(index, outputs)
+                if counted >= 0:
+                    reports.append(deployment.last_report)
+            deployment.close()
+        return _Measured(reports, difference, sum(rates))
 
-    def _row(
-        self, stages: int, policy: str | None, cuts: list[str], ceiling: float,
-        reports: list[StreamReport], difference: "_Difference",
-    ) -> dict[str, Any]:  # fmt: skip
+    def _row(self, mode: str, stages: int, policy: str, cuts: list[str], measured: "_Measured") -> dict[str, Any]:
+        reports, difference = measured.reports, measured.difference
         seconds = sum(report.total_s for report in reports)
         rate = sum(report.num_rows for report in reports) / seconds
         steady = sum(report.steady_rows_per_s for report in reports) / len(reports)
         return {
-            "mode": "pipeline", "stages": stages, "policy": policy or "by hand", "cuts": cuts,
+            "mode": mode, "stages": stages, "policy": policy, "cuts": cuts,
             "images_per_second": rate, "steady_images_per_second": steady,
             "speedup": rate / self._serial_images_per_s, "bit_equal": difference.equal,
             "max_abs_difference": difference.largest,
             "fill_s": sum(report.fill_s for report in reports) / len(reports),
-            "efficiency": steady / ceiling, "ceiling_images_per_second": ceiling,
+            "efficiency": steady / measured.ceiling, "ceiling_images_per_second": measured.ceiling,
             "per_stage": [
                 {
                     "stage": s.stage, "device": s.device,
@@ -237,24 +236,6 @@ class Comparison:
     def _load(self, state: State) -> Tensor:
         return load_state(self.graph, state, self._zoo.weights)
 
-    def _alone(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
-        """Run the whole model on these ranks at once; gives the first one's outputs and everyone's seconds."""
-        others = [rank for rank in ranks if rank != FEEDER]
-        transport = self._world.transport
-        for rank in others:
-            send_alone(
-                transport, rank, self._whole, self._load, inputs=self._inputs, sizes=self._sizes,
-                num_microbatches=count, threads=self._threads,
-            )  # fmt: skip
-        release_alone(transport, others)
-        results: list[tuple[list[list[Tensor]], float]] = []
-        if FEEDER in ranks:
-            torch.set_num_threads(self._threads)
-            runtime = load_program(self._whole, self._load)
-            results.append(run_alone(runtime, self._sizes, self._inputs, count))
-        results += [collect_alone(transport, rank, self._whole, self._sizes, _NUM_DISTINCT) for rank in others]
-        return results[0][0], [seconds for _, seconds in results]
-
 
 def _example_input(
     zoo: ZooModel, graph: Any, index: int, sizes: Mapping[str, int], generator: torch.Generator
@@ -269,6 +250,15 @@ def _example_input(
     if example.dtype == torch.bool or int(example.max()) <= 1:
         return example[:1].expand(shape).clone() if example.dim() else example.clone()
     return torch.randint(0, int(example.max()) + 1, shape, generator=generator, dtype=value.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What came of streaming: a report per pass, the comparison of results, and the limit on both sides."""
+
+    reports: list[StreamReport]
+    difference: "_Difference"
+    ceiling: float
 
 
 class _Difference:

@@ -24,16 +24,18 @@ if TYPE_CHECKING:
     from penstock.graph.capture import capture
     from penstock.stream.bundled import BundledPipeline
     from penstock.stream.pipeline import Pipeline
+    from penstock.train.pipe import Pipe
 
 __version__ = "0.1.0.dev0"
 _HOMES = {
     "BundledPipeline": "penstock.stream.bundled",
+    "Pipe": "penstock.train.pipe",
     "Pipeline": "penstock.stream.pipeline",
     "SplitModel": "penstock.engine.split",
     "capture": "penstock.graph.capture",
     "split": "penstock.engine.split",
 }
-__all__ = ["BundledPipeline", "Pipeline", "SplitModel", "__version__", "capture", "split"]
+__all__ = ["BundledPipeline", "Pipe", "Pipeline", "SplitModel", "__version__", "capture", "split"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,175 @@
+"""A sequential module over several devices of one process, with microbatches in flight."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+
+
+class Pipe(nn.Module):
+    """Run the children of an `nn.Sequential` on the devices where they lie, microbatch behind microbatch.
+
+    Example:
+        model = nn.Sequential(nn.Linear(8, 64).to("cuda:0"), nn.ReLU(), nn.Linear(64, 8).to("cuda:1"))
+        pipe = penstock.Pipe(model, split_size=4)           # rows of one microbatch
+        loss = F.cross_entropy(pipe(images), labels)        # on the last device
+        loss.backward()
+
+    A stage is a run of children on one device; a child without parameters and buffers stays with the one before.
+    One thread works for each device, and the CPU counts as one each time that it comes up. `balance` gives the
+    numbers of children of each stage instead, as in `Pipe(model, split_size=4, balance=[2, 3])`, so that one
+    device, such as the CPU, can hold several stages.
+
+    The input is a tensor, or several, with the same number of rows; the last microbatch may have fewer rows. The
+    output, a tensor or a tuple of them, has all rows again. Gradients flow through as through the module itself.
+    Autograd works with one thread for each GPU but with one for all of the CPU, so on a CPU only the forward runs
+    side by side; `penstock.Pipeline` trains CPUs side by side. Dropout in several stages on one CPU draws from one
+    generator in an order that changes from run to run.
+
+    An exception of a child is raised in the caller as it is, and nothing is left running. Raises `UsageError` for
+    anything but an `nn.Sequential` with children, a child on several devices, or a balance that does not add up.
+
+    The schedule's forward is that of GPipe (Huang et al. 2019, https://arxiv.org/abs/1811.06965).
+    """
+
+    def __init__(self, sequential: nn.Sequential, split_size: int = 1, *, balance: Sequence[int] | None = None) -> None:
+        super().__init__()
+        if not isinstance(sequential, nn.Sequential) or not len(sequential):
+            raise UsageError(
+                f"Pipe takes an nn.Sequential with at least one child, not {_describe(sequential)}; "
+                "penstock.Pipeline takes any module"
+            )
+        if split_size < 1:
+            raise UsageError(f"split_size is the rows of a microbatch, at least 1, not {split_size}; give split_size=1")
+        self.module = sequential
+        self.split_size = split_size
+        self._balance = None if balance is None else _checked(balance, len(sequential))
+
+    @property
+    def stages(self) -> list[tuple[torch.device, nn.Sequential]]:
+        """The stages as they are now, since children may move to other devices at any time."""
+        children = list(self.module)
+        devices = _devices(children)
+        bounds = self._balance or [
+            0, *(i for i, (a, b) in enumerate(pairwise(devices), 1) if a != b), len(children),
+        ]  # fmt: skip
+        for begin, end in pairwise(bounds):
+            if len(set(devices[begin:end])) > 1:
+                raise UsageError(
+                    f"a stage lies on one device, but children {begin} to {end - 1} lie on "
+                    f"{', '.join(map(str, dict.fromkeys(devices[begin:end])))}; give another balance, or none"
+                )
+        return [(devices[begin], self.module[begin:end]) for begin, end in pairwise(bounds)]
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Run all rows and give the output on the last stage's device."""
+        rows = {len(tensor) for tensor in inputs if tensor.dim()}
+        if len(rows) != 1 or 0 in rows:
+            raise UsageError(f"the inputs need the same number of rows, at least one, but have {sorted(rows)}")
+        microbatches = list(zip(*(tensor.split(self.split_size) for tensor in inputs), strict=True))
+        outputs = _run(self.stages, microbatches)
+        if isinstance(outputs[0], tuple):
+            return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+        return torch.cat(outputs)
+
+
+def _ticks(num_microbatches: int, num_stages: int) -> Iterator[list[tuple[int, int]]]:
+    """Give, tick by tick, which microbatch is at which stage, as (microbatch, stage)."""
+    #            tick 0  tick 1  tick 2  tick 3
+    # stage 0    (0, 0)  (1, 0)  (2, 0)
+    # stage 1            (0, 1)  (1, 1)  (2, 1)
+    for tick in range(num_microbatches + num_stages - 1):
+        first, last = max(0, tick - num_microbatches + 1), min(tick, num_stages - 1)
+        yield [(tick - stage, stage) for stage in range(first, last + 1)]
+
+
+def _run(stages: Sequence[tuple[torch.device, nn.Module]], microbatches: Sequence[tuple[Tensor, ...]]) -> list[Any]:
+    """Hand the tasks to the workers in the order of the ticks; each waits for the one that makes its input."""
+    context = _Context()
+    results: dict[tuple[int, int], Future[Any]] = {}
+    with _workers([device for device, _ in stages]) as workers:
+        for tasks in _ticks(len(microbatches), len(stages)):
+            for microbatch, stage in tasks:
+                given = results.get((microbatch, stage - 1), microbatches[microbatch])
+                results[microbatch, stage] = workers[stage].submit(context.run, *stages[stage], given)
+        return [results[index, len(stages) - 1].result() for index in range(len(microbatches))]
+
+
+@contextmanager
+def _workers(devices: Sequence[torch.device]) -> Iterator[list[ThreadPoolExecutor]]:
+    """One thread for each device, and for each stage on a CPU; they end with the block."""
+    with ExitStack() as stack:
+        by_device: dict[Any, ThreadPoolExecutor] = {}
+        workers = []
+        for stage, device in enumerate(devices):
+            key = stage if device.type == "cpu" else device
+            if key not in by_device:
+                by_device[key] = ThreadPoolExecutor(1, thread_name_prefix=f"penstock-pipe-{stage}")
+                stack.callback(by_device[key].shutdown, cancel_futures=True)
+            workers.append(by_device[key])
+        yield workers
+
+
+class _Context:
+    """What torch keeps for each thread, taken from the caller to the workers."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = {
+            device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+        }
+
+    def run(self, device: torch.device, stage: nn.Module, given: "Future[Any] | tuple[Tensor, ...]") -> Any:
+        """Run one stage on one microbatch, as the caller would."""
+        inputs = given.result() if isinstance(given, Future) else given
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            moved = [tensor.to(device, non_blocking=True) for tensor in inputs]
+            for child in stage.children():
+                output = child(*moved)
+                moved = list(output) if isinstance(output, tuple) else [output]
+            return output
+
+
+def _devices(children: Sequence[nn.Module]) -> list[torch.device]:
+    """Give each child's device; those that hold nothing go with the one before, the first ones with the one behind."""
+    own: list[torch.device | None] = []
+    for index, child in enumerate(children):
+        held = dict.fromkeys(tensor.device for tensor in [*child.parameters(), *child.buffers()])
+        if len(held) > 1:
+            raise UsageError(
+                f"each child lies on one device, but child {index} ({_describe(child)}) lies on "
+                f"{', '.join(map(str, held))}; make it several children"
+            )
+        own.append(next(iter(held), None))
+    current = next((device for device in own if device is not None), torch.device("cpu"))
+    devices = []
+    for device in own:
+        current = device or current
+        devices.append(current)
+    return devices
+
+
+def _checked(balance: Sequence[int], num_children: int) -> list[int]:
+    """Turn numbers of children into bounds."""
+    if not balance or min(balance) < 1 or sum(balance) != num_children:
+        raise UsageError(
+            f"balance gives each stage at least one of the {num_children} children and all of them together, "
+            f"not {list(balance)}"
+        )
+    return [0, *accumulate(balance)]
+
+
+def _describe(value: object) -> str:
+    return type(value).__name__ + (" without children" if isinstance(value, nn.Sequential) and not len(value) else "")

@@ -1,0 +1,158 @@
+"""One process, several devices: the same numbers, side by side, errors in the caller."""
+
+import threading
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import UsageError
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )  # fmt: skip
+
+
+def parted() -> nn.Sequential:
+    """Children on two devices."""
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
+@pytest.mark.parametrize("balance", [None, [6], [2, 4], [1, 2, 1, 2], [1] * 6])
+@pytest.mark.parametrize("rows", [8, 7, 2])
+def test_outputs_gradients_and_statistics_are_those_of_the_same_microbatches(
+    balance: list[int] | None, rows: int
+) -> None:
+    plain = perceptron()
+    pipe = penstock.Pipe(deepcopy(plain), split_size=2 if rows % 2 == 0 else 5, balance=balance)
+    torch.manual_seed(1)
+    x, y = torch.randn(rows, 6), torch.randint(0, 3, (rows,))
+    given, taken = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = torch.cat([plain(part) for part in given.split(pipe.split_size)])
+    output = pipe(taken)
+    assert torch.equal(output, expected)
+    F.cross_entropy(expected, y).backward()
+    F.cross_entropy(output, y).backward()
+    assert given.grad is not None
+    assert taken.grad is not None
+    torch.testing.assert_close(taken.grad, given.grad, rtol=1e-5, atol=1e-7)
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    assert all(torch.equal(a, b) for a, b in zip(pipe.buffers(), plain.buffers(), strict=True))
+
+
+class Meeting(nn.Module):
+    """Passes its input on, but for some microbatches only once somebody else is there too."""
+
+    def __init__(self, barrier: threading.Barrier, meets: list[int]) -> None:
+        super().__init__()
+        self.barrier, self.meets, self.threads = barrier, meets, set[str]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.threads.add(threading.current_thread().name)
+        if int(x[0]) in self.meets:
+            self.barrier.wait()
+        return x
+
+
+def test_stages_work_at_the_same_time_each_in_a_thread_of_its_own() -> None:
+    barrier = threading.Barrier(2, timeout=20)
+    first, second = Meeting(barrier, [1, 2]), Meeting(barrier, [0, 1])
+    x = torch.arange(3.0)
+    assert torch.equal(penstock.Pipe(nn.Sequential(first, second), balance=[1, 1])(x), x)
+    assert len(first.threads) == len(second.threads) == 1
+    assert first.threads != second.threads
+    assert not [thread for thread in threading.enumerate() if "penstock-pipe" in thread.name]
+
+
+class Fragile(nn.Module):
+    """Fails on a row that is negative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x < 0).any()):
+            raise ZeroDivisionError("a row is negative")
+        return x
+
+
+def test_an_exception_of_a_child_is_raised_in_the_caller() -> None:
+    pipe = penstock.Pipe(nn.Sequential(nn.Identity(), Fragile(), nn.Identity()), balance=[1, 1, 1])
+    x = torch.ones(6, 2)
+    x[3] = -1
+    with pytest.raises(ZeroDivisionError, match="a row is negative"):
+        pipe(x)
+    assert not [thread for thread in threading.enumerate() if "penstock-pipe" in thread.name]
+    assert torch.equal(pipe(x.abs()), x.abs())
+
+
+def test_the_caller_s_context_is_the_workers() -> None:
+    pipe = penstock.Pipe(perceptron().eval(), split_size=2, balance=[3, 3])
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        assert not pipe(x).requires_grad
+    with torch.inference_mode():
+        assert pipe(x).is_inference()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert pipe(x).dtype == torch.bfloat16
+    assert pipe(x).requires_grad
+
+
+class Both(nn.Module):
+    """Two tensors in, two out."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, x * y
+
+
+def test_several_tensors_pass() -> None:
+    x, y = torch.randn(5, 2), torch.randn(5, 2)
+    first, second = penstock.Pipe(nn.Sequential(Both(), Both()), split_size=2, balance=[1, 1])(x, y)
+    assert torch.equal(first, x + y + x * y)
+    assert torch.equal(second, (x + y) * (x * y))
+
+
+def test_children_move_and_names_stay() -> None:
+    pipe = penstock.Pipe(perceptron())
+    assert [device.type for device, _ in pipe.stages] == ["cpu"]
+    pipe.module[3:].to("meta")
+    assert [(device.type, len(stage)) for device, stage in pipe.stages] == [("cpu", 3), ("meta", 3)]
+    assert "module.0.weight" in pipe.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: penstock.Pipe(nn.Sequential()), "not Sequential without children"),
+        (lambda: penstock.Pipe(nn.Linear(2, 2)), "not Linear; penstock.Pipeline takes any module"),  # type: ignore[arg-type]
+        (lambda: penstock.Pipe(perceptron(), split_size=0), "at least 1, not 0"),
+        (lambda: penstock.Pipe(perceptron(), balance=[3, 4]), r"one of the 6 children and all of them.*\[3, 4\]"),
+        (lambda: penstock.Pipe(perceptron())(torch.ones(0, 6)), r"at least one, but have \[0\]"),
+        (lambda: penstock.Pipe(nn.Sequential(Both()))(torch.ones(2, 1), torch.ones(3, 1)), r"have \[2, 3\]"),
+        (lambda: penstock.Pipe(nn.Sequential(parted())).stages, "child 0 .Sequential. lies on cpu, meta"),
+        (lambda: penstock.Pipe(parted(), balance=[2]).stages, "children 0 to 1 lie on cpu, meta"),
+    ],
+)
+def test_bad_input_is_one_line(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@needs_gpu
+def test_the_output_is_on_the_last_device() -> None:
+    model = perceptron()
+    pipe = penstock.Pipe(nn.Sequential(*model[:3], *deepcopy(model[3:]).to("cuda")), split_size=2)
+    x = torch.randn(6, 6)
+    output = pipe(x)
+    assert output.device.type == "cuda"
+    torch.testing.assert_close(output.cpu(), penstock.Pipe(model, split_size=2)(x), rtol=1e-4, atol=1e-5)
+    output.sum().backward()
+    assert all(p.grad is not None for p in pipe.parameters())

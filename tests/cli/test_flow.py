@@ -74,6 +74,17 @@ def test_a_plan_runs_and_predicts_what_the_model_does(penstock: Run, photos: Pat
         assert [int(row["prediction"]) for row in csv.DictReader(lines)] == expected
 
 
+def test_a_plan_is_a_row_of_the_bench(penstock: Run, planned: Path, tmp_path: Path) -> None:
+    plan, file = planned / "plan.json", tmp_path / "bench.json"
+    few = ["--stages", 1, "--num-images", 8, "--plan", plan]
+    assert penstock("bench", SMALL, *few)[0] == 2  # the plan is for microbatches of 2
+    status, _, err = penstock("bench", SMALL, *few, "--microbatch-size", 2, "--json", file)
+    assert status == 0, err
+    row = json.loads(file.read_text())["rows"][-1]
+    assert (row["policy"], row["stages"], row["bit_equal"]) == ("plan", 2, True)
+    assert row["predicted_images_per_second"] > 0
+
+
 def test_a_bundle_runs_without_the_model_s_source(penstock: Run, planned: Path) -> None:
     folder = planned / "bundle"
     status, _, err = penstock("bundle", planned / "plan.json", "-o", folder, "--json", planned / "said.json")

@@ -1,5 +1,6 @@
 """`penstock bench`: stage counts and policies against one process, in one run."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,8 @@ from penstock.engine.split import POLICIES
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
 from penstock.errors import UsageError
+from penstock.spec.check import read_plan
+from penstock.spec.plan import Plan
 from penstock.stream.compare import Comparison
 from penstock.zoo.models import load_model
 
@@ -35,6 +38,9 @@ def bench(
     cut: Annotated[
         list[str] | None,
         typer.Option("--cut", metavar="A:after,B:after", help="One more row with these cuts."),
+    ] = None,
+    plan: Annotated[
+        list[Path] | None, typer.Option("--plan", metavar="plan.json", help="One more row with this plan.")
     ] = None,
     num_images: Annotated[int, typer.Option(min=1, help="Images per pass.")] = 500,
     serial_images: Annotated[int | None, typer.Option(min=1, help="Images of the serial run, if fewer.")] = None,
@@ -56,6 +62,8 @@ def bench(
     for name in policies:
         if name not in POLICIES:
             raise UsageError(f"the policy {name!r} is not known; use {', '.join(POLICIES)}")
+    plans = [_read_plan(file, microbatch_size) for file in plan or []]
+    most = max([*counts, *(len(chosen.devices) for chosen in plans)])
     world = join_torchrun() if under_torchrun() else None
     if world is not None and world.rank != FEEDER:
         _follow(world)
@@ -63,10 +71,10 @@ def bench(
     console = Console(stderr=True)
     try:
         zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
-        world = world or start_local(max(counts))
+        world = world or start_local(most)
         comparison = Comparison(
             zoo, world, num_images=num_images, passes=passes, microbatch_size=microbatch_size,
-            threads=threads, depth=depth, max_stages=max(counts), seed=seed,
+            threads=threads, depth=depth, max_stages=most, seed=seed,
             serial_images=serial_images,
         )  # fmt: skip
         with console.status("serial") as status:
@@ -82,6 +90,9 @@ def bench(
             for names in cut or []:
                 status.update(f"cuts {names}")
                 rows.append(comparison.pipeline(names.count(",") + 2, cuts=names.split(",")))
+            for file, chosen in zip(plan or [], plans, strict=True):
+                status.update(f"plan {file}")
+                rows.append(comparison.planned(chosen))
         best = max(rows, key=lambda row: row["speedup"])
         last_line = f"speed-up {best['speedup']:.2f} with {best['stages']} stages ({best['policy'] or 'serial'})"
         _send_home(world, last_line)
@@ -97,6 +108,16 @@ def bench(
         if row.get("limit"):
             console.print(f"{row['stages']} stages, {row['policy']}: the pace is set by {row['limit']}")
     typer.echo(last_line)
+
+
+def _read_plan(file: Path, microbatch_size: int) -> Plan:
+    plan = read_plan(file)
+    if plan.microbatch_rows != microbatch_size:
+        raise UsageError(
+            f"all rows have one microbatch size, but {file} is for {plan.microbatch_rows} images and "
+            f"--microbatch-size is {microbatch_size}; give --microbatch-size {plan.microbatch_rows}"
+        )
+    return plan
 
 
 def _send_home(world: World, message: str) -> None:

@@ -1,5 +1,6 @@
 """Put a plan in place: its stages, with their cut sets and replicas, on the devices that it names."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -84,14 +85,19 @@ def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[int]:
 def ranks_of(world: World, devices: Sequence[str]) -> dict[str, int]:
     """Find the rank of every device of a plan: the process on the host of that name.
 
-    Workers that this process has started stand for the devices in order. Raises `PlanError` for a device that has
-    no process.
+    Further processes of the same host are `name:1`, `name:2` and so on. Workers that this process has started
+    stand for the devices in order. Raises `PlanError` for a device that has no process.
     """
     if world.workers is not None:
         if len(devices) > len(world.devices):
             raise PlanError(f"the plan uses {len(devices)} devices, but there are {len(world.devices)} workers")
         return dict(zip(devices, world.devices, strict=False))
-    places = {world.hosts[rank]: rank for rank in reversed(world.devices)}
+    places: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    for rank in world.devices:
+        host = world.hosts[rank]
+        places[f"{host}:{seen[host]}" if seen[host] else host] = rank
+        seen[host] += 1
     missing = [name for name in devices if name not in places]
     if missing:
         raise PlanError(

@@ -186,7 +186,7 @@ def test_a_training_plan() -> None:
     assert kept == [80, 60, 40, 20]
     with pytest.raises(PlanError, match="the schedule 1f1b needs a number of microbatches"):
         make_plan(profile, make_cluster(1), Request(schedule="1f1b"))
-    with pytest.raises(PlanError, match=r"units\[0\] of the profile has none; profile again with training"):
+    with pytest.raises(PlanError, match=r"units\[0\] of the profile has none; profile again with --training"):
         make_plan(make_profile([1.0]), make_cluster(1), request)
 
 

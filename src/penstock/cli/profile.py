@@ -33,6 +33,7 @@ def profile(
         "profile.json"
     ),
     rows: Annotated[str, typer.Option(help="Rows per microbatch to measure, like 1,2,4,8.")] = "1,2,4,8",
+    training: Annotated[bool, typer.Option("--training", help="As it trains: forward and backward.")] = False,
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
     repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size; more where they differ.")] = 7,
     weights: WeightsFile = None,
@@ -45,14 +46,14 @@ def profile(
     console = make_console()
     zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
     with console.status("capturing the model") as status:
-        graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+        graph = capture(zoo.module.train(training), zoo.example_args, zoo.example_kwargs)
         status.update("measuring messages")
         messages, base_bytes = measure_messages(), worker_bytes()
         status.update("measuring the model")
         calibration_s = calibrate(threads=threads)
         made = profile_graph(
             graph, lambda state: load_state(graph, state, zoo.weights), rows=sizes, threads=threads, repeats=repeats,
-            messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
+            training=training, messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
         )  # fmt: skip
     made = msgspec.structs.replace(made, model=model)
     write_profile(output, made)
@@ -71,5 +72,11 @@ def _table(profile: Profile) -> Table:
         seconds = sum(unit.forward_s[index] for unit in profile.units)
         # units vary independently of each other at most, so their ranges add up to more than the whole varies
         spread = sum(unit.forward_spread_s[index] for unit in profile.units)
-        table.add_row(str(rows), format_seconds(seconds), f"{rows / seconds:.2f}", f"{spread / seconds:.1%}")
+        said = format_seconds(seconds)
+        backward = [unit.backward_s[index] for unit in profile.units if unit.backward_s is not None]
+        if backward:
+            said += f" forward, {format_seconds(sum(backward))} backward"
+            seconds += sum(backward)
+            spread += sum(unit.backward_spread_s[index] for unit in profile.units)
+        table.add_row(str(rows), said, f"{rows / seconds:.2f}", f"{spread / seconds:.1%}")
     return table

@@ -17,8 +17,8 @@ from penstock.graph.stages import divide
 from penstock.measure.units import random_input
 
 # passes are repeated while their totals lie further apart than this part of the median
-_STEADY = 0.03
-_MOST_ROUNDS = 4
+STEADY = 0.03
+MOST_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +29,38 @@ class Seconds:
     spread_s: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How units are timed: batch sizes, threads, and passes at the smallest size; larger ones vary less."""
+
+    rows: Sequence[int]
+    threads: int = 1
+    repeats: int = 7
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """CPU time where one thread works, so that other work on the machine does not count; else the time of day."""
+        return time.thread_time if self.threads == 1 else time.perf_counter
+
+    def repeats_for(self, rows: int) -> int:
+        """Give the passes of one round for a batch size."""
+        return max(3, round(self.repeats / math.sqrt(rows / self.rows[0])))
+
+
 def measure_seconds(
-    graph: Graph, load: Callable[[State], Tensor], positions: Sequence[int], *, rows: Sequence[int],
-    threads: int, repeats: int = 7,
-) -> list[Seconds]:  # fmt: skip
+    graph: Graph, load: Callable[[State], Tensor], positions: Sequence[int], timing: Timing
+) -> list[Seconds]:
     """Time the operations between neighbouring positions in place, for each batch size.
 
-    One thread is timed by its own CPU clock, so that other work on the machine does not count; several by
-    the wall clock. Operations are timed one by one within whole passes, which stops nothing that they leave in
-    the caches; the sum is then brought to that of passes without a clock in between.
+    Operations are timed one by one within whole passes, which stops nothing that they leave in the caches; the sum
+    is then brought to that of passes without a clock in between.
     """
-    torch.set_num_threads(threads)
-    clock = time.thread_time if threads == 1 else time.perf_counter
+    torch.set_num_threads(timing.threads)
     program = divide(graph, [])[0]
     runtime = Runtime(program, {state.value.name: load(state) for state in program.states})
     with torch.inference_mode():
         return [
-            # larger batches vary less and take longer
-            _measure(runtime, graph, positions, count, clock, max(3, round(repeats / math.sqrt(count / rows[0]))))
-            for count in rows
+            _measure(runtime, graph, positions, count, timing.clock, timing.repeats_for(count)) for count in timing.rows
         ]
 
 
@@ -59,17 +72,22 @@ def _measure(
     runtime(sizes, inputs)
     passes: list[list[float]] = []
     wholes: list[float] = []
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(MOST_ROUNDS):
         for _ in range(repeats):
             seconds = runtime.timed(sizes, inputs, clock)
             passes.append([sum(seconds[a:b]) for a, b in pairwise(positions)])
             begin = clock()
             runtime(sizes, inputs)
             wholes.append(clock() - begin)
-        if spread(wholes) <= _STEADY * statistics.median(wholes):
+        if spread(wholes) <= STEADY * statistics.median(wholes):
             break
+    return medians_scaled(passes, wholes)
+
+
+def medians_scaled(passes: Sequence[Sequence[float]], wholes: Sequence[float]) -> Seconds:
+    """Give every unit's median and spread over passes, scaled so that the medians add up to that of the wholes."""
     medians = [statistics.median(times) for times in zip(*passes, strict=True)]
-    scale = statistics.median(wholes) / sum(medians)
+    scale = statistics.median(wholes) / (sum(medians) or 1.0)
     return Seconds(
         tuple(median * scale for median in medians),
         tuple(spread(times) * scale for times in zip(*passes, strict=True)),

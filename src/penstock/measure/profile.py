@@ -13,7 +13,8 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.stages import fingerprint
-from penstock.measure.costs import held_by_units, line_through, measure_seconds, working_bytes
+from penstock.measure.backward import kept_bytes_per_row, measure_training
+from penstock.measure.costs import Seconds, Timing, held_by_units, line_through, measure_seconds, working_bytes
 from penstock.spec.profile import Boundary, Profile, Unit
 
 ROWS = (1, 2, 4, 8)
@@ -37,6 +38,7 @@ def profile_graph(
     rows: Sequence[int] = ROWS,
     threads: int = 1,
     repeats: int = 7,
+    training: bool = False,
     messages: MessageCosts | None = None,
     calibration_s: float = 0.0,
     base_bytes: float = 0.0,
@@ -46,19 +48,30 @@ def profile_graph(
     Example:
         profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages(), base_bytes=worker_bytes())
 
-    Needs the whole model in memory. Seconds are this device's with so many threads.
+    Needs the whole model in memory. Seconds are this device's with so many threads. With `training` the graph is
+    that of a model in training mode, and units get what they take backward and keep until then.
     """
     cuts = Cuts(graph)
     positions = [0, *(cut.position for cut in cuts), len(graph.ops)]
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
-    measured = measure_seconds(graph, load, positions, rows=rows, threads=threads, repeats=repeats)
+    timing = Timing(rows, threads, repeats)
+    backward: list[Seconds] | None = None
+    if training:
+        both = measure_training(graph, load, list(cuts), timing)
+        forward, backward = [seconds.forward for seconds in both], [seconds.backward for seconds in both]
+    else:
+        forward = measure_seconds(graph, load, positions, timing)
+    kept = kept_bytes_per_row(graph, load, list(cuts)) if training else [0.0] * (len(positions) - 1)
     held = held_by_units(graph, positions)
     working = [working_bytes(graph, positions, count) for count in (1, 2)]
     units = tuple(
         Unit(
-            forward_s=tuple(seconds.median_s[index] for seconds in measured),
-            forward_spread_s=tuple(seconds.spread_s[index] for seconds in measured),
+            forward_s=tuple(seconds.median_s[index] for seconds in forward),
+            forward_spread_s=tuple(seconds.spread_s[index] for seconds in forward),
+            backward_s=tuple(seconds.median_s[index] for seconds in backward) if backward else None,
+            backward_spread_s=tuple(seconds.spread_s[index] for seconds in backward) if backward else (),
             parameters=held[index],
+            kept_bytes_per_row=kept[index],
             working_bytes_per_row=working[1][index] - working[0][index],
             working_bytes=max(0.0, 2 * working[0][index] - working[1][index]),
         )

@@ -81,7 +81,8 @@ class Costs:
         self.setting = setting
         self.num_units = len(profile.units)
         rows = setting.rows
-        self.seconds = _running_sum([_unit_seconds(profile, unit, setting) for unit in range(self.num_units)])
+        self.forward_s = _running_sum([interpolate(profile.rows, unit.forward_s, rows) for unit in profile.units])
+        self.seconds = self.forward_s + self._backward_s() if setting.trains else self.forward_s
         self.crossing = np.array([boundary.num_bytes(rows) for boundary in profile.boundaries])
         # in training a gradient of the same size comes back across every cut, but not out of the model's ends
         self.returning = self.crossing * float(setting.trains)
@@ -109,6 +110,17 @@ class Costs:
         """Give the bytes of `depth` messages at each boundary, gradients included."""
         return self.setting.depth * (self.crossing + self.returning)
 
+    def _backward_s(self) -> Vector:
+        seconds = []
+        for index, unit in enumerate(self.profile.units):
+            if unit.backward_s is None:
+                raise PlanError(
+                    f"a schedule {self.setting.schedule} needs backward seconds, but units[{index}] of the profile has "
+                    "none; profile again with --training"
+                )
+            seconds.append(interpolate(self.profile.rows, unit.backward_s, self.setting.rows))
+        return _running_sum(seconds)
+
     def _parameters(self) -> Vector:
         uses: dict[str, list[tuple[int, int]]] = {}
         for index, unit in enumerate(self.profile.units):
@@ -130,19 +142,6 @@ class Costs:
         for end, need in enumerate(needs, 1):
             matrix[:end, end] = np.maximum(matrix[:end, end - 1], need)
         return matrix
-
-
-def _unit_seconds(profile: Profile, index: int, setting: Setting) -> float:
-    unit = profile.units[index]
-    forward = interpolate(profile.rows, unit.forward_s, setting.rows)
-    if not setting.trains:
-        return forward
-    if unit.backward_s is None:
-        raise PlanError(
-            f"a schedule {setting.schedule} needs backward seconds, but units[{index}] of the profile has none; "
-            "profile again with training"
-        )
-    return forward + interpolate(profile.rows, unit.backward_s, setting.rows)
 
 
 def _running_sum(values: Sequence[float]) -> Vector:

@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.plan.cost import Setting
 from penstock.plan.problem import Division, Placed, Problem, latency_s, pace_s
+from penstock.plan.step import simulate_step
 from penstock.plan.stream import StageTimes, result_times, steady_s
 from penstock.plan.turns import turns
 from penstock.spec.check import check_cuts, check_devices
@@ -107,12 +108,6 @@ def _divisions(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
     return tuple(divisions)
 
 
-def _own_s(problem: Problem, number: int, stage: Placed) -> float:
-    """Give the CPU seconds of a stage on one device, without feeding."""
-    first, last = problem.terms(number).own[0]
-    return float(first[stage.start] + last[stage.end])
-
-
 def _feeding_s(problem: Problem, stage: Placed, several: bool) -> float:
     """Give the feeder's seconds per microbatch of the plan, where it also holds this stage."""
     if several or len(stage.devices) > 1:
@@ -131,7 +126,7 @@ def _stage_times(problem: Problem, line: _Line) -> list[StageTimes]:
             feeds = number == problem.feeder
             # feeding the others too is spread over the microbatches that it computes itself
             extra = [_feeding_s(problem, p, share < 1) / (part * share) if feeds else 0.0 for p in placed]
-            servers.append(tuple(_own_s(problem, number, p) + e for p, e in zip(placed, extra, strict=True)))
+            servers.append(tuple(problem.own_s(number, p) + e for p, e in zip(placed, extra, strict=True)))
         senders = line.divisions[0][index - 1].devices if index else (problem.feeder,)
         pairs = [(one, other) for one in senders for other in placed[0].devices]
         wires = [sum(problem.transfer_s(*pair, p.start) for pair in pairs) / len(pairs) for p in placed]
@@ -176,11 +171,8 @@ def _stream_s(
 ) -> float:
     """Give the seconds of one pipeline for so many microbatches, filling and draining included."""
     if problem.setting.trains:
-        # every step fills and drains; its length is the way through plus the busiest stage for the others
         each = problem.setting.num_microbatches or 1
-        steps = -(-count // each)
-        way = latency_s(problem, line.divisions[0])
-        return steps * (way + (each - 1) * pace_s(problem, line.divisions[0]))
+        return -(-count // each) * simulate_step(problem, line.divisions[0]).makespan_s
     ends = line.divisions[0][-1].devices
     back = max(problem.transfer_s(n, problem.feeder, problem.num_units) + problem.latency_s(n, problem.feeder)
                for n in ends)  # fmt: skip
@@ -216,7 +208,7 @@ def _loads(problem: Problem, line: _Line) -> list[DeviceLoad]:
         placed = [division[index] for division in line.divisions]
         in_flight = problem.setting.in_flight(len(line.pipeline.stages) - index)
         for number, part in zip(placed[0].devices, stage.shares, strict=True):
-            own = sum(w * _own_s(problem, number, p) for w, p in zip(line.weights, placed, strict=True))
+            own = sum(w * problem.own_s(number, p) for w, p in zip(line.weights, placed, strict=True))
             load = own * part * line.pipeline.share
             if number == problem.feeder:
                 load += _feeding_s(problem, placed[0], line.pipeline.share < 1)

@@ -120,6 +120,11 @@ class Problem:
         """Give the seconds that one microbatch spends in a stage, as parts for its two boundaries."""
         return self.terms(device).own[0]
 
+    def own_s(self, number: int, stage: Placed) -> float:
+        """Give the CPU seconds of a stage on one device, without feeding."""
+        first, last = self.path_terms(number)
+        return float(first[stage.start] + last[stage.end])
+
     def _terms(self, number: int) -> Terms:
         costs, device, feeds = self.costs, self.devices[number], number == self.feeder
         before, behind = costs.before_s.copy(), costs.behind_s.copy()

@@ -1,0 +1,148 @@
+"""What training a graph's units takes: seconds forward and backward, and the bytes kept in between."""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backward import TrainingRuntime
+from penstock.graph.cuts import Cut
+from penstock.graph.graph import Graph
+from penstock.graph.ops import State
+from penstock.graph.training import TrainingPart, divide_for_training
+from penstock.measure.costs import MOST_ROUNDS, STEADY, Seconds, Timing, medians_scaled, spread
+from penstock.measure.units import random_input
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSeconds:
+    """What every unit takes for one batch size, as it goes forward and as it goes backward."""
+
+    forward: Seconds
+    backward: Seconds
+
+
+class Trainable:
+    """A graph in training mode in parts that go forward and backward one after the other in this process.
+
+    Example:
+        forward_s, backward_s = Trainable(graph, load, list(Cuts(graph))).step({"batch": 4}, time.perf_counter)
+
+    Everything that is a parameter is trained. Needs the whole model in memory, with gradients.
+    """
+
+    def __init__(self, graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut]) -> None:
+        trained = {s.source for s in graph.states if s.kind == "parameter"}
+        self._tensors = {s.value.name: _leaf(load(s), s.source in trained) for s in graph.states}
+        self._parts = divide_for_training(graph, cuts, trained)
+        self._runtimes = [TrainingRuntime(part, self._own_tensors(part)) for part in self._parts]
+        self._inputs = {value.name: value for value in graph.tensor_inputs()}
+
+    def _own_tensors(self, part: TrainingPart) -> dict[str, Tensor]:
+        return {state.value.name: self._tensors[state.value.name] for state in part.program.states}
+
+    def step(self, sizes: Mapping[str, int], clock: Callable[[], float]) -> tuple[list[float], list[float]]:
+        """Take one microbatch forward and back; gives the seconds of every part in both directions."""
+        forward_s = []
+        passed = []
+        for seconds, given, outputs in self._forward(sizes, clock):
+            forward_s.append(seconds)
+            passed.append((given, outputs))
+        backward_s = []
+        gradients: list[Tensor | None] = [torch.ones_like(output) for output in passed[-1][1]]
+        for part, (given, outputs) in zip(reversed(self._parts), reversed(passed), strict=True):
+            pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad and g is not None]
+            begin = clock()
+            if pairs:
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            backward_s.append(clock() - begin)
+            gradients = [tensor.grad for tensor in given[: len(part.crossing)]]
+        return forward_s, backward_s[::-1]
+
+    def kept_bytes(self, sizes: Mapping[str, int]) -> list[int]:
+        """Give what every part's forward keeps for its backward, beside parameters; each tensor counts once."""
+        held = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
+        found: list[list[int]] = [[]]
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in held:
+                held.add(storage.data_ptr())
+                found[-1].append(storage.nbytes())
+            return tensor
+
+        passed = []  # so that no storage's place is given to another tensor
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            for _, given, outputs in self._forward(sizes, lambda: 0.0):
+                passed.append((given, outputs))
+                found.append([])
+        return [sum(sizes_of_part) for sizes_of_part in found[:-1]]
+
+    def _forward(
+        self, sizes: Mapping[str, int], clock: Callable[[], float]
+    ) -> Iterator[tuple[float, list[Tensor], list[Tensor]]]:
+        own = {name: random_input(value, dict(sizes)) for name, value in self._inputs.items()}
+        crossing: list[Tensor] = []
+        for part, runtime in zip(self._parts, self._runtimes, strict=True):
+            crossing = [
+                tensor.detach().requires_grad_(position in part.backward_inputs)
+                for position, tensor in enumerate(crossing)
+            ]
+            given = [*crossing, *(own[value.name] for value in part.own)]
+            begin = clock()
+            outputs = runtime(sizes, given)
+            seconds = clock() - begin
+            yield seconds, given, outputs
+            crossing = outputs
+
+
+def _leaf(tensor: Tensor, trained: bool) -> Tensor:
+    return tensor.detach().clone().requires_grad_(trained and tensor.is_floating_point())
+
+
+def measure_training(
+    graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut], timing: Timing
+) -> list[TrainingSeconds]:
+    """Time every unit between possible cuts forward and backward, for each batch size.
+
+    Units are timed in passes of one unit after the other, which stops the flow of gradients at each cut as a
+    stage's end does; both directions are then brought to those of passes of the whole model.
+    """
+    torch.set_num_threads(timing.threads)
+    units, whole = Trainable(graph, load, cuts), Trainable(graph, load, [])
+    return [
+        _measure(units, whole, graph.sizes(count), timing.clock, timing.repeats_for(count)) for count in timing.rows
+    ]
+
+
+def kept_bytes_per_row(graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut]) -> list[float]:
+    """Give what every unit's forward keeps for its backward, in bytes for each row of the microbatch."""
+    units = Trainable(graph, load, cuts)
+    first = graph.fixed_batch or 2  # one row makes some operations choose another way
+    if graph.fixed_batch:
+        return [kept / first for kept in units.kept_bytes(graph.sizes(first))]
+    some, more = (units.kept_bytes(graph.sizes(rows)) for rows in (first, 2 * first))
+    return [max(0, many - few) / first for few, many in zip(some, more, strict=True)]
+
+
+def _measure(
+    units: Trainable, whole: Trainable, sizes: Mapping[str, int], clock: Callable[[], float], repeats: int
+) -> TrainingSeconds:
+    units.step(sizes, clock)
+    whole.step(sizes, clock)
+    # for each direction: the units' seconds pass by pass, and the whole's
+    passes: tuple[list[list[float]], list[list[float]]] = ([], [])
+    wholes: tuple[list[float], list[float]] = ([], [])
+    for _ in range(MOST_ROUNDS):
+        for _ in range(repeats):
+            for direction, (parts, (all_of_it,)) in enumerate(
+                zip(units.step(sizes, clock), whole.step(sizes, clock), strict=True)
+            ):
+                passes[direction].append(parts)
+                wholes[direction].append(all_of_it)
+        if all(spread(seconds) <= STEADY * statistics.median(seconds) for seconds in wholes):
+            break
+    forward, backward = (medians_scaled(*both) for both in zip(passes, wholes, strict=True))
+    return TrainingSeconds(forward, backward)

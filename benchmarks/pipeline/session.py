@@ -13,6 +13,7 @@ from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
 from penstock.measure.messages import measure_messages
 from penstock.plan.choose import Request, make_plan
+from penstock.plan.predict import predict
 from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile
 from penstock.stream.compare import Comparison
@@ -62,9 +63,12 @@ def _plan(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
     profile = msgspec.json.decode(task["profile"], type=Profile)
     # what messages cost depends on the hosts too: caches shared with others, a link that brings packets one by one
     profile = msgspec.structs.replace(profile, **asdict(measure_messages(comparison.world)))
-    cluster = comparison.calibrated(msgspec.json.decode(task["cluster"], type=Cluster), profile)
-    request = msgspec.convert(task["request"], Request)
-    return comparison.planned(make_plan(profile, cluster, request))
+    given = msgspec.json.decode(task["cluster"], type=Cluster)
+    plan = make_plan(profile, comparison.calibrated(given, profile), msgspec.convert(task["request"], Request))
+    row = comparison.planned(plan)
+    # the same plan and profile at the speeds that the devices had around the run: they drift
+    around = predict(plan, profile, comparison.calibrated(given, profile, row["alone_images_per_second"]))
+    return row | {"predicted_at_mean_speeds": around.prediction.rows_per_s}
 
 
 def _peer(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:

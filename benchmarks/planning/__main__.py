@@ -131,6 +131,13 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             exact = "yes" if row["exact"] else "no"
             cells = [row["num_units"], row["num_devices"], row["stages"], exact]
             print("| " + " | ".join(map(str, [*cells, f"{row['seconds']:.2f}", f"{row['gap']:.1%}"])) + " |")
+    print("\n| case | predicted beforehand | at the speeds around the run | measured | off | efficiency |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        if row["case"] == "prediction":
+            rates = [f"{row[name]:.2f}" for name in ("predicted_beforehand", "predicted", "measured")]
+            off = f"{row['predicted'] / row['measured'] - 1:+.1%}"
+            print("| " + " | ".join([row["name"], *rates, off, f"{row['efficiency']:.3f}"]) + " |")
 
 
 if __name__ == "__main__":

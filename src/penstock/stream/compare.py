@@ -136,9 +136,12 @@ class Comparison:
             ranks=ranks, number=self._number, depth=self._depth,
         )  # fmt: skip
 
-    def calibrated(self, cluster: Cluster, profile: Profile) -> Cluster:
-        """Give the cluster with the speeds that its devices show on the whole model, all at once."""
-        rates = self._ceilings.before(len(self._world.devices))
+    def calibrated(self, cluster: Cluster, profile: Profile, rates: Sequence[float] | None = None) -> Cluster:
+        """Give the cluster with the speeds that its devices show on the whole model, all at once.
+
+        Measured now, or where `rates` of all devices are given, those of a row.
+        """
+        rates = rates or self._ceilings.before(len(self._world.devices))
         whole_s = sum(interpolate(profile.rows, unit.forward_s, self._rows) for unit in profile.units)
         speeds = {
             self._world.hosts[rank]: whole_s * rate / self._rows
@@ -203,20 +206,22 @@ class Comparison:
                 if counted >= 0:
                     reports.append(deployment.last_report)
             deployment.close()
-        return _Measured(reports, difference, sum(rates))
+        return _Measured(reports, difference, tuple(rates))
 
     def _row(self, mode: str, stages: int, policy: str, cuts: list[str], measured: "_Measured") -> dict[str, Any]:
         reports, difference = measured.reports, measured.difference
         seconds = sum(report.total_s for report in reports)
         rate = sum(report.num_rows for report in reports) / seconds
         steady = sum(report.steady_rows_per_s for report in reports) / len(reports)
+        ceiling = sum(measured.alone_rows_per_s)
         return {
             "mode": mode, "stages": stages, "policy": policy, "cuts": cuts,
             "images_per_second": rate, "steady_images_per_second": steady,
             "speedup": rate / self._serial_images_per_s, "bit_equal": difference.equal,
             "max_abs_difference": difference.largest,
             "fill_s": sum(report.fill_s for report in reports) / len(reports),
-            "efficiency": steady / measured.ceiling, "ceiling_images_per_second": measured.ceiling,
+            "efficiency": steady / ceiling, "ceiling_images_per_second": ceiling,
+            "alone_images_per_second": measured.alone_rows_per_s,
             "per_stage": [
                 {
                     "stage": s.stage, "device": s.device,
@@ -258,7 +263,7 @@ class _Measured:
 
     reports: list[StreamReport]
     difference: "_Difference"
-    ceiling: float
+    alone_rows_per_s: tuple[float, ...]
 
 
 class _Difference:

@@ -74,6 +74,23 @@ def test_a_plan_runs_and_predicts_what_the_model_does(penstock: Run, photos: Pat
         assert [int(row["prediction"]) for row in csv.DictReader(lines)] == expected
 
 
+def test_a_profile_of_training_with_its_images(penstock: Run, photos: Path, tmp_path: Path) -> None:
+    profile, cluster, plan = (tmp_path / name for name in ("profile.json", "cluster.toml", "plan.json"))
+    cluster.write_text(CLUSTER)
+    (photos / "cats" / "torn.png").write_bytes(b"no picture")
+    few = ["--rows", 2, "--repeats", 3]
+    status, out, err = penstock("profile", SMALL, "-o", profile, "--training", "--images", photos, *few)
+    assert status == 0, err
+    assert "backward" in out
+    made = read_profile(profile)
+    assert made.loader_s_per_row > 0
+    assert all(unit.backward_s is not None for unit in made.units)
+    status, out, err = penstock("plan", profile, cluster, "-o", plan, "--schedule", "1f1b", "--microbatches", 4)
+    assert status == 0, err
+    assert read_plan(plan).prediction.rows_per_s > 0
+    assert penstock("profile", SMALL, "-o", profile, "--images", tmp_path / "none", *few)[0] == 2
+
+
 def test_a_plan_is_a_row_of_the_bench(penstock: Run, planned: Path, tmp_path: Path) -> None:
     plan, file = planned / "plan.json", tmp_path / "bench.json"
     few = ["--stages", 1, "--num-images", 8, "--plan", plan]

@@ -184,6 +184,7 @@ class _Tally:
                     "compute_s": s.compute_s,
                     "wait_s": s.wait_s,
                     "send_s": s.send_s,
+                    "memory_bytes": s.memory_bytes,
                 }
                 for s in report.stages
             ],

@@ -20,10 +20,12 @@ from penstock.cli.options import (
 from penstock.engine.split import load_state
 from penstock.graph.capture import capture
 from penstock.measure.calibrate import calibrate
+from penstock.measure.loader import measure_loader
 from penstock.measure.messages import measure_messages
 from penstock.measure.profile import profile_graph, worker_bytes
 from penstock.spec.profile import Profile, write_profile
 from penstock.units import format_bytes, format_seconds
+from penstock.zoo.images import open_images
 from penstock.zoo.models import load_model
 
 
@@ -33,6 +35,9 @@ def profile(
         "profile.json"
     ),
     rows: Annotated[str, typer.Option(help="Rows per microbatch to measure, like 1,2,4,8.")] = "1,2,4,8",
+    images: Annotated[
+        str | None, typer.Option(help="Also measure what it costs to read one of these images and prepare it.")
+    ] = None,
     training: Annotated[bool, typer.Option("--training", help="As it trains: forward and backward.")] = False,
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
     repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size; more where they differ.")] = 7,
@@ -44,18 +49,20 @@ def profile(
     """Time every part of a model between two possible cuts, and what messages cost; write it for `penstock plan`."""
     sizes = parse_numbers(rows, "--rows")
     console = make_console()
+    found = None if images is None else open_images(images)
     zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
     with console.status("capturing the model") as status:
         graph = capture(zoo.module.train(training), zoo.example_args, zoo.example_kwargs)
         status.update("measuring messages")
         messages, base_bytes = measure_messages(), worker_bytes()
+        loader_s_per_row = 0.0 if found is None else measure_loader(zoo, found)
         status.update("measuring the model")
         calibration_s = calibrate(threads=threads)
         made = profile_graph(
             graph, lambda state: load_state(graph, state, zoo.weights), rows=sizes, threads=threads, repeats=repeats,
             training=training, messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
         )  # fmt: skip
-    made = msgspec.structs.replace(made, model=model)
+    made = msgspec.structs.replace(made, model=model, loader_s_per_row=loader_s_per_row)
     write_profile(output, made)
     console.print(
         f"{made.model} on {made.device}, {made.threads} thread(s): {len(made.units)} units, "

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from penstock.engine.edges import Inlet, Outlet
+from penstock.engine.memory import anonymous_bytes
 from penstock.engine.messages import CLOSE, DATA, END, Message
 from penstock.engine.progress import Progress
 from penstock.engine.runtime import StageRuntime
@@ -22,7 +23,8 @@ class StageReport:
     """What one stage did during one stream, in seconds.
 
     `compute_cpu_s` is CPU time of the thread that computes while it computes; where it falls behind `compute_s`
-    something else had the core. `cpu_s` is CPU time of the whole process during the stream.
+    something else had the core. `cpu_s` is CPU time of the whole process during the stream, `memory_bytes` what the
+    process held when the stage had done its last microbatch (see `anonymous_bytes`).
     """
 
     stage: int
@@ -33,6 +35,7 @@ class StageReport:
     cpu_s: float = 0.0
     wait_s: float = 0.0
     send_s: float = 0.0
+    memory_bytes: float | None = None
 
 
 @dataclass(slots=True)
@@ -149,6 +152,7 @@ def _pass_on(slot: StageSlot, message: Message) -> None:
     if message.kind == END:
         if slot.report.num_microbatches:
             slot.report.cpu_s = time.process_time() - slot.began_cpu_s
+            slot.report.memory_bytes = anonymous_bytes()
         reports = json.loads(message.body or b"[]")
         body = json.dumps([*reports, asdict(slot.report)]).encode()
     slot.progress.computed += 1

@@ -136,10 +136,16 @@ def dismiss(world: World, deadline_s: float = 5.0) -> None:
 
 
 def send_leave(transport: Transport, message: str = "") -> None:
-    """Tell every other rank that there is no more to do, with a last word to people at that machine."""
-    for rank in range(transport.size):
-        if rank != transport.rank:
-            send_bytes(transport, json.dumps({"kind": "leave", "message": message}).encode(), rank)
+    """Tell every other rank that there is no more to do, with a last word to people at that machine.
+
+    Waits until all have heard it: this process may hold the store, whose end would look like a failure to a rank
+    that is still on its way here.
+    """
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+    for rank in others:
+        send_bytes(transport, json.dumps({"kind": "leave", "message": message}).encode(), rank)
+    for rank in others:
+        receive_bytes(transport, rank)
 
 
 def receive_job(transport: Transport) -> dict[str, Any]:

@@ -30,6 +30,8 @@ def work(world: World, make: MakeRuntime | None = None, bundle: Path | None = No
     try:
         while (document := receive_job(world.transport))["kind"] != "leave":
             do_job(world, document, make, bundle)
+        world.health.close()  # from here on nobody's end is a failure
+        send_bytes(world.transport, b"left", FEEDER)
         return str(document.get("message", ""))
     except TransportError as error:
         raise world.explain(error) from error

@@ -1,6 +1,7 @@
 """What training a graph's units takes: seconds forward and backward, and the bytes kept in between."""
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.training import TrainingPart, divide_for_training
-from penstock.measure.costs import MOST_ROUNDS, STEADY, Seconds, Timing, medians_scaled, spread
+from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing, medians_scaled, spread
 from penstock.measure.units import random_input
 
 
@@ -135,6 +136,7 @@ def _measure(
     # for each direction: the units' seconds pass by pass, and the whole's
     passes: tuple[list[list[float]], list[list[float]]] = ([], [])
     wholes: tuple[list[float], list[float]] = ([], [])
+    began = time.perf_counter()
     for _ in range(MOST_ROUNDS):
         for _ in range(repeats):
             for direction, (parts, (all_of_it,)) in enumerate(
@@ -142,7 +144,8 @@ def _measure(
             ):
                 passes[direction].append(parts)
                 wholes[direction].append(all_of_it)
-        if all(spread(seconds) <= STEADY * statistics.median(seconds) for seconds in wholes):
+        steady = all(spread(seconds) <= STEADY * statistics.median(seconds) for seconds in wholes)
+        if steady or time.perf_counter() - began > MOST_S:
             break
     forward, backward = (medians_scaled(*both) for both in zip(passes, wholes, strict=True))
     return TrainingSeconds(forward, backward)

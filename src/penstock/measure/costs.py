@@ -18,7 +18,9 @@ from penstock.measure.units import random_input
 
 # passes are repeated while their totals lie further apart than this part of the median
 STEADY = 0.03
+# but only so often, and for so many seconds for each batch size
 MOST_ROUNDS = 4
+MOST_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def _measure(
     runtime(sizes, inputs)
     passes: list[list[float]] = []
     wholes: list[float] = []
+    began = time.perf_counter()
     for _ in range(MOST_ROUNDS):
         for _ in range(repeats):
             seconds = runtime.timed(sizes, inputs, clock)
@@ -79,7 +82,7 @@ def _measure(
             begin = clock()
             runtime(sizes, inputs)
             wholes.append(clock() - begin)
-        if spread(wholes) <= STEADY * statistics.median(wholes):
+        if spread(wholes) <= STEADY * statistics.median(wholes) or time.perf_counter() - began > MOST_S:
             break
     return medians_scaled(passes, wholes)
 

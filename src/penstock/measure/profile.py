@@ -118,11 +118,11 @@ def device_kind() -> str:
 
 _MEASURE_BASE = """
 import torch
+import penstock.engine.memory
 import penstock.engine.worker
 torch.set_num_threads(1)
 torch.nn.functional.linear(torch.randn(8, 64), torch.randn(64, 64))
-with open("/proc/self/status", encoding="utf-8") as lines:
-    print([int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")][0])
+print(penstock.engine.memory.anonymous_bytes())
 """
 
 
@@ -134,4 +134,6 @@ def worker_bytes() -> float:
     done = subprocess.run([sys.executable, "-c", _MEASURE_BASE], capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise RunError(f"a worker's memory could not be measured: {(done.stderr.splitlines() or ['no reason'])[-1]}")
+    if done.stdout.strip() == "None":
+        raise RunError("this system does not say how much memory a process has in use, so plans cannot respect it")
     return float(done.stdout)

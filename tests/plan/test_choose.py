@@ -8,8 +8,11 @@ import pytest
 from penstock.errors import PlanError
 from penstock.plan.bound import pace_bound_s
 from penstock.plan.choose import Request, choose, make_plan
+from penstock.plan.cost import Setting
 from penstock.plan.misfit import memory_that_would_do
 from penstock.plan.predict import predict
+from penstock.plan.problem import Placed, Problem
+from penstock.plan.replicas import rates_of
 from penstock.spec.check import check_made_from, check_plan
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import decode_plan, encode_plan
@@ -196,3 +199,17 @@ def test_cut_names_are_in_order() -> None:
     plan = make_plan(profile, Cluster(devices=devices), Request(replicas=False, alternate=False))
     positions = [profile.cuts.index(name) for name in plan.pipelines[0].cut_sets[0].cuts]
     assert all(a < b for a, b in pairwise(positions))
+
+
+def test_what_the_feeder_keeps_crosses_no_link() -> None:
+    # 100 bytes go in and 1 crosses the cut; a link takes 10 bytes per second
+    profile = make_profile([1.0, 1.0], [100.0, 1.0, 0.0])
+    cluster = make_cluster(1, 1, bandwidth_bytes_per_s=10.0)
+    made = make_plan(profile, cluster, Request(replicas=False, alternate=False))
+    assert made.devices == ("a", "b")
+    assert made.prediction.rows_per_s == pytest.approx(1.0)
+    # side by side the other one's input crosses, one in ten seconds, and the feeder's own does not
+    assert rates_of(Problem(profile, cluster, Setting()), [(Placed((n,), 0, 2),) for n in (0, 1)]) == [
+        pytest.approx(0.5),
+        pytest.approx(0.1),
+    ]

@@ -64,21 +64,26 @@ def predict_pipelines(
 ) -> Prediction:
     """Predict pipelines that work side by side, each on its share of the microbatches."""
     lines = [_Line(pipeline, _divisions(problem, pipeline)) for pipeline in pipelines]
+    # the feeder's CPU, link out and link in, for an average microbatch of all pipelines
+    feeding = [
+        sum(line.pipeline.share * seconds for line, seconds in zip(lines, each, strict=True))
+        for each in zip(*(problem.feeding_s(line.divisions[0]) for line in lines), strict=True)
+    ]
     rows = problem.setting.rows
     # what holds the pace: seconds per microbatch of the plan, and what needs them
     holds: list[tuple[float, str]] = []
     total_s = 0.0
     loads: list[DeviceLoad] = []
     for line in lines:
-        times = _stage_times(problem, line)
+        times = _stage_times(problem, line, feeding[0])
         order = turns(line.weights)
-        feed_s = _separate_feed_s(problem, line, len(lines))
+        feed_s = _separate_feed_s(problem, line, max(feeding))
         holds.append((line.pipeline.share * _line_pace_s(problem, line, len(lines), times, order, feed_s),
                       _slowest(problem, line)))  # fmt: skip
         count = max(1, round(num_rows / rows * line.pipeline.share))
         total_s = max(total_s, _stream_s(problem, line, times, order, feed_s, count))
-        loads += _loads(problem, line)
-    holds.append((problem.feeding_alone_s(), f"feeding on {problem.devices[problem.feeder].name}"))
+        loads += _loads(problem, line, feeding[0])
+    holds.append((max(feeding), f"feeding on {problem.devices[problem.feeder].name}"))
     slowest_s, limit = max(holds, key=lambda hold: hold[0])
     rate = rows / slowest_s
     if problem.setting.trains:
@@ -88,7 +93,7 @@ def predict_pipelines(
         bound_rows_per_s=max(bound_rows_per_s, rate),
         latency_s=max(latency_s(problem, division) for line in lines for division in line.divisions),
         num_rows=num_rows,
-        total_s=max(total_s, problem.feeding_alone_s() * num_rows / rows),
+        total_s=max(total_s, max(feeding) * num_rows / rows),
         limit=limit,
         devices=tuple(loads),
     )
@@ -108,15 +113,7 @@ def _divisions(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
     return tuple(divisions)
 
 
-def _feeding_s(problem: Problem, stage: Placed, several: bool) -> float:
-    """Give the feeder's seconds per microbatch of the plan, where it also holds this stage."""
-    if several or len(stage.devices) > 1:
-        return problem.feeding_alone_s()
-    first, last = problem.terms(problem.feeder).feeding[0]
-    return float(first[stage.start] + last[stage.end])
-
-
-def _stage_times(problem: Problem, line: _Line) -> list[StageTimes]:
+def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageTimes]:
     found: list[StageTimes] = []
     share = line.pipeline.share
     for index, stage in enumerate(line.pipeline.stages):
@@ -125,8 +122,8 @@ def _stage_times(problem: Problem, line: _Line) -> list[StageTimes]:
         for number, part in zip(placed[0].devices, stage.shares, strict=True):
             feeds = number == problem.feeder
             # feeding the others too is spread over the microbatches that it computes itself
-            extra = [_feeding_s(problem, p, share < 1) / (part * share) if feeds else 0.0 for p in placed]
-            servers.append(tuple(problem.own_s(number, p) + e for p, e in zip(placed, extra, strict=True)))
+            extra = feeding_s / (part * share) if feeds else 0.0
+            servers.append(tuple(problem.own_s(number, p) + extra for p in placed))
         senders = line.divisions[0][index - 1].devices if index else (problem.feeder,)
         pairs = [(one, other) for one in senders for other in placed[0].devices]
         wires = [sum(problem.transfer_s(*pair, p.start) for pair in pairs) / len(pairs) for p in placed]
@@ -138,11 +135,11 @@ def _stage_times(problem: Problem, line: _Line) -> list[StageTimes]:
     return found
 
 
-def _separate_feed_s(problem: Problem, line: _Line, num_lines: int) -> float:
+def _separate_feed_s(problem: Problem, line: _Line, feeding_s: float) -> float:
     """Give what a feeder without a stage in this pipeline needs for each of its microbatches."""
     if any(problem.feeder in stage.devices for stage in line.divisions[0]):
         return 0.0
-    return problem.feeding_alone_s() / (line.pipeline.share if num_lines > 1 else 1.0)
+    return feeding_s / line.pipeline.share
 
 
 def _line_pace_s(
@@ -202,7 +199,7 @@ def _slowest(problem: Problem, line: _Line) -> str:
     return max(found, key=lambda item: item[0])[1]
 
 
-def _loads(problem: Problem, line: _Line) -> list[DeviceLoad]:
+def _loads(problem: Problem, line: _Line, feeding_s: float) -> list[DeviceLoad]:
     loads: list[DeviceLoad] = []
     for index, stage in enumerate(line.pipeline.stages):
         placed = [division[index] for division in line.divisions]
@@ -211,7 +208,7 @@ def _loads(problem: Problem, line: _Line) -> list[DeviceLoad]:
             own = sum(w * problem.own_s(number, p) for w, p in zip(line.weights, placed, strict=True))
             load = own * part * line.pipeline.share
             if number == problem.feeder:
-                load += _feeding_s(problem, placed[0], line.pipeline.share < 1)
+                load += feeding_s
             loads.append(
                 DeviceLoad(
                     device=problem.devices[number].name,

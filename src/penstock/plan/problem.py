@@ -116,6 +116,15 @@ class Problem:
         # with the first boundary not its own, nor the last: everything crosses its link
         return max(float(a[-1] + b[0]) for a, b in pairs)
 
+    def feeding_s(self, division: Division) -> list[float]:
+        """Give the feeder's seconds for a microbatch of a pipeline: of its CPU, its link out and its link in.
+
+        Ends of the pipeline that are its own cross no link; where it shares a stage with others, some do.
+        """
+        own = next((stage for stage in division if stage.devices == (self.feeder,)), None)
+        start, end = (own.start, own.end) if own is not None else (-1, 0)
+        return [float(a[start] + b[end]) for a, b in self.terms(self.feeder).feeding[:3]]
+
     def path_terms(self, device: int) -> Pair:
         """Give the seconds that one microbatch spends in a stage, as parts for its two boundaries."""
         return self.terms(device).own[0]

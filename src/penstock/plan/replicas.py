@@ -47,18 +47,18 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
     Others come first: each microbatch costs the feeder the same wherever it goes, and its own pipeline its
     computing too.
     """
-    feeding = problem.feeding_alone_s()
+    elsewhere_s = problem.feeding_s(())
     rates = [1 / _own_pace_s(problem, division) for division in divisions]
     mine = next((i for i, d in enumerate(divisions) if any(problem.feeder in stage.devices for stage in d)), None)
     others = sum(rate for index, rate in enumerate(rates) if index != mine)
-    if feeding and others * feeding > 1:
-        rates = [0.0 if index == mine else rate / (others * feeding) for index, rate in enumerate(rates)]
-    elif mine is not None:
+    # neither the feeder's CPU nor its link hands over more than this
+    given = min(others, 1 / max(elsewhere_s)) if max(elsewhere_s) else others
+    rates = [rate if index == mine else rate * given / others for index, rate in enumerate(rates)]
+    if mine is not None:
         stage = next(stage for stage in divisions[mine] if problem.feeder in stage.devices)
         own = max(float(a[stage.start] + b[stage.end]) for a, b in problem.terms(problem.feeder).own)
-        rates[mine] = min(rates[mine], (1 - feeding * others) / (own / len(stage.devices) + feeding))
-    elif feeding:
-        rates = [rate * min(1.0, 1 / (others * feeding)) for rate in rates]
+        own_s = own / len(stage.devices) + problem.feeding_s(divisions[mine])[0]
+        rates[mine] = min(rates[mine], max(0.0, 1 - elsewhere_s[0] * given) / own_s)
     return rates
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,19 +18,18 @@ from penstock.engine.transport import receive_tensor, send_tensor
 from penstock.engine.tree import build_output
 from penstock.engine.world import World
 from penstock.errors import RunError, TransportError, UsageError
-from penstock.graph.graph import Graph
 from penstock.graph.training import TrainingPart
 from penstock.plan.pipelines import with_updates
-from penstock.plan.schedule import Schedule, forward_only
+from penstock.plan.schedule import Schedule
 from penstock.train.batches import Microbatch, bind, cut_rows, largest
 from penstock.train.captured import Captured
+from penstock.train.evaluation import Evaluation
 from penstock.train.lines import DEPTH, Lines
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
 from penstock.train.placement import Grid, Replica, ScheduleChoice, make_grid
 from penstock.train.tensors import HeldTensors, holding, written_buffers
 
 _BUFFER_CHANNEL = TRAINING_CHANNELS - 2
-_OUTPUT_CHANNEL = TRAINING_CHANNELS - 3
 
 
 class Trainer:
@@ -71,7 +70,6 @@ class Trainer:
         self.num_microbatches = microbatches or (2 * self.num_stages if self.num_stages > 1 else 1)
         self.cuts = captured.choose(self.num_stages, policy, cuts)
         self.parts: list[TrainingPart] = captured.parts(self.cuts, autocast)
-        self._evaluation: tuple[Lines, dict[int, TrainingStage]] | None = None
         self.step = 0
         self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
         with self.explained():
@@ -322,100 +320,18 @@ class Trainer:
 
     def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
         """Give the mean of `loss_fn` over all rows of all replicas, in evaluation mode and without gradients."""
-        sums: list[tuple[float, float]] = []
-
-        def head(microbatch: Microbatch, output: Any) -> None:
-            loss, count = loss_and_count(loss_fn, output, microbatch.labels, microbatch.sizes["batch"])
-            sums.append((float(loss), count))
-
-        with self.explained():
-            self._forward(inputs, labels, head)
-            told = exchange(self.world.transport, {"losses": sums})
-        losses = [pair for document in told for pair in document["losses"]]
-        return math.fsum(pair[0] for pair in losses) / math.fsum(pair[1] for pair in losses)
+        return self._evaluation.evaluate(inputs, labels, loss_fn)
 
     def predict(self, inputs: Any) -> Any:
         """Give the model's output for this replica's rows, in evaluation mode, on every process of the replica."""
-        outputs: list[list[Tensor]] = []
-        graph = self.captured.evaluation
-        with self.explained():
-            made = self._forward(inputs, None, lambda _microbatch, tensors: outputs.append(tensors), raw=True)
-            results = self._spread(outputs, made)
-        joined = [torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*results, strict=True)]
-        _, sizes = bind(graph, inputs)
-        return build_output(graph, joined, sizes)
+        return self._evaluation.predict(inputs)
 
-    def _spread(self, outputs: list[list[Tensor]], microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
-        """Pass the last stage's outputs to the other processes of the replica."""
-        transport, last = self.world.transport, self.replica.stages[-1]
-        others = sorted(set(self.replica.devices) - {last})
-        values = self.evaluation_parts()[-1].program.outputs
-        if transport.rank == last:
-            for tensors in outputs:
-                for tensor in tensors:
-                    for rank in others:
-                        send_tensor(transport, tensor, rank, _OUTPUT_CHANNEL)
-            return outputs
-        results = []
-        for microbatch in microbatches:
-            tensors = [torch.empty(value.evaluate(microbatch.sizes), dtype=value.dtype) for value in values]
-            for tensor in tensors:
-                receive_tensor(transport, tensor, last, _OUTPUT_CHANNEL)
-            results.append(tensors)
-        return results
-
-    def evaluation_parts(self) -> list[TrainingPart]:
-        """Give the stages of the model in evaluation mode."""
-        if not hasattr(self, "_evaluation_parts"):
-            self._evaluation_parts = self.captured.evaluation_parts(self.cuts, self.autocast)
-        return self._evaluation_parts
-
-    def _forward(
-        self, inputs: Any, labels: Any, head: Callable[[Microbatch, Any], None], *, raw: bool = False
-    ) -> list[Microbatch]:
-        """Run evaluation's forwards; `head` gets every microbatch's output where the last stage is."""
-        graph = self.captured.evaluation
-        tensors, sizes = bind(graph, inputs)
-        check_labels(labels, sizes["batch"])
-        count = min(self.num_microbatches, sizes["batch"])
-        microbatches = cut_rows(graph, tensors, sizes, labels, count) if count else []
-        if not microbatches:
-            return []
-        lines, stages = self._evaluation_stages()
-        if lines.outgrown(largest(microbatches)):
-            for index, edges in lines.make(largest(microbatches)).items():
-                stages[index].edges = edges
-        self._serve(graph, stages, microbatches, head, raw)
-        return microbatches
-
-    def _serve(
-        self, graph: Graph, stages: Mapping[int, TrainingStage], microbatches: Sequence[Microbatch],
-        head: Callable[[Microbatch, Any], None], raw: bool,
-    ) -> None:  # fmt: skip
-        def finish(index: int, outputs: Sequence[Tensor], sizes: Sizes) -> None:
-            head(microbatches[index], [t.clone() for t in outputs] if raw else build_output(graph, outputs, sizes))
-
-        for stage in stages.values():
-            stage.head = finish if stage.index == self.last_stage else None
-            stage.begin({
-                index: StepInput(m.sizes, {value.name: m.inputs[value.name] for value in stage.part.own}, "")
-                for index, m in enumerate(microbatches)
-            })  # fmt: skip
-        carry_out(forward_only(sorted(stages), len(microbatches)), stages)
-
-    def _evaluation_stages(self) -> tuple[Lines, dict[int, TrainingStage]]:
-        if self._evaluation is None:
-            parts = self.evaluation_parts()
-            stages = {}
-            for index in self.tensors.stages:
-                self.tensors.add_states(parts[index].program.states, self.captured)
-                tensors = self.tensors.of_program(parts[index].program, {})
-                runtime = TrainingRuntime(parts[index], tensors)
-                stages[index] = TrainingStage(
-                    index=index, part=parts[index], runtime=runtime, leaves={}, autocast=self.autocast, trains=False
-                )
-            self._evaluation = Lines(self.world.transport, self.replica, parts, evaluation=True), stages
-        return self._evaluation
+    @cached_property
+    def _evaluation(self) -> Evaluation:
+        return Evaluation(
+            self.world, self.captured, self.replica, self.tensors, cuts=self.cuts, autocast=self.autocast,
+            num_microbatches=self.num_microbatches, explained=self.explained,
+        )  # fmt: skip
 
     def close(self, *, wait: bool = True) -> None:
         """Let go of everything; with `wait` once every process has come to this point."""
@@ -425,6 +341,7 @@ class Trainer:
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):
                 exchange(self.world.transport, {})
-        for line in (self._lines, *([self._evaluation[0]] if self._evaluation else [])):
-            line.abort()
+        self._lines.abort()
+        if "_evaluation" in vars(self):
+            self._evaluation.abort()
         self._synchronizer.close()

@@ -1,0 +1,150 @@
+"""Forwards without gradients while a model is trained: its loss, any measure, its outputs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backward import TrainingRuntime
+from penstock.engine.executor import carry_out
+from penstock.engine.reduce import TRAINING_CHANNELS, exchange
+from penstock.engine.training import Sizes, StepInput, TrainingStage
+from penstock.engine.transport import receive_tensor, send_tensor
+from penstock.engine.tree import build_output
+from penstock.engine.world import World
+from penstock.errors import UsageError
+from penstock.graph.cuts import Cut
+from penstock.graph.graph import Graph
+from penstock.graph.training import TrainingPart
+from penstock.plan.schedule import forward_only
+from penstock.train.batches import Microbatch, bind, cut_rows, largest
+from penstock.train.captured import Captured
+from penstock.train.lines import Lines
+from penstock.train.losses import LossFunction, check_labels, loss_and_count
+from penstock.train.placement import Replica
+from penstock.train.tensors import HeldTensors
+
+_OUTPUT_CHANNEL = TRAINING_CHANNELS - 3
+# what the last stage does with the output of a microbatch
+Use = Callable[[Microbatch, Any], None]
+
+
+class Evaluation:
+    """The stages of a model in evaluation mode, with the weights that are being trained.
+
+    `explained` gives the network's errors their reason, as the trainer's does. The graph is captured
+    when it is first needed.
+    """
+
+    def __init__(
+        self, world: World, captured: Captured, replica: Replica, tensors: HeldTensors, *, cuts: Sequence[Cut],
+        autocast: torch.dtype | None, num_microbatches: int, explained: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._world, self._captured, self._replica, self._tensors = world, captured, replica, tensors
+        self._cuts, self._autocast, self._num_microbatches = cuts, autocast, num_microbatches
+        self._explained = explained
+
+    def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
+        """Give the mean of `loss_fn` over all rows of all replicas."""
+        sums: list[tuple[float, float]] = []
+
+        def head(microbatch: Microbatch, output: Any) -> None:
+            loss, count = loss_and_count(loss_fn, output, microbatch.labels, microbatch.sizes["batch"])
+            sums.append((float(loss), count))
+
+        with self._explained():
+            self._forward(inputs, labels, head)
+            told = exchange(self._world.transport, {"losses": sums})
+        losses = [pair for document in told for pair in document["losses"]]
+        total = math.fsum(pair[1] for pair in losses)
+        if not total:
+            raise UsageError("there is nothing to evaluate: no row counts; give at least one that does")
+        return math.fsum(pair[0] for pair in losses) / total
+
+    def predict(self, inputs: Any) -> Any:
+        """Give the model's output for this replica's rows, on every process of the replica."""
+        outputs: list[list[Tensor]] = []
+        with self._explained():
+            made = self._forward(inputs, None, lambda _microbatch, tensors: outputs.append(tensors), raw=True)
+            results = self._spread(outputs, made)
+        joined = [torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*results, strict=True)]
+        _, sizes = bind(self._graph, inputs)
+        return build_output(self._graph, joined, sizes)
+
+    def abort(self) -> None:
+        """End every wait within this process."""
+        if "_made" in vars(self):
+            self._made[0].abort()
+
+    @property
+    def _graph(self) -> Graph:
+        return self._captured.evaluation
+
+    @cached_property
+    def _parts(self) -> list[TrainingPart]:
+        return self._captured.evaluation_parts(self._cuts, self._autocast)
+
+    @cached_property
+    def _made(self) -> tuple[Lines, dict[int, TrainingStage]]:
+        stages = {}
+        for index in self._tensors.stages:
+            program = self._parts[index].program
+            self._tensors.add_states(program.states, self._captured)
+            runtime = TrainingRuntime(self._parts[index], self._tensors.of_program(program, {}))
+            stages[index] = TrainingStage(
+                index=index, part=self._parts[index], runtime=runtime, leaves={}, autocast=self._autocast, trains=False
+            )
+        return Lines(self._world.transport, self._replica, self._parts, evaluation=True), stages
+
+    def _spread(self, outputs: list[list[Tensor]], microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
+        """Pass the last stage's outputs to the other processes of the replica."""
+        transport, last = self._world.transport, self._replica.stages[-1]
+        others = sorted(set(self._replica.devices) - {last})
+        values = self._parts[-1].program.outputs
+        if transport.rank == last:
+            for tensors in outputs:
+                for tensor in tensors:
+                    for rank in others:
+                        send_tensor(transport, tensor, rank, _OUTPUT_CHANNEL)
+            return outputs
+        results = []
+        for microbatch in microbatches:
+            tensors = [torch.empty(value.evaluate(microbatch.sizes), dtype=value.dtype) for value in values]
+            for tensor in tensors:
+                receive_tensor(transport, tensor, last, _OUTPUT_CHANNEL)
+            results.append(tensors)
+        return results
+
+    def _forward(self, inputs: Any, labels: Any, head: Use, *, raw: bool = False) -> list[Microbatch]:
+        """Run the forwards; `head` gets every microbatch's output where the last stage is."""
+        tensors, sizes = bind(self._graph, inputs)
+        check_labels(labels, sizes["batch"])
+        count = min(self._num_microbatches, sizes["batch"])
+        microbatches = cut_rows(self._graph, tensors, sizes, labels, count) if count else []
+        if not microbatches:
+            return []
+        lines, stages = self._made
+        if lines.outgrown(largest(microbatches)):
+            for index, edges in lines.make(largest(microbatches)).items():
+                stages[index].edges = edges
+        self._serve(stages, microbatches, head, raw)
+        return microbatches
+
+    def _serve(
+        self, stages: Mapping[int, TrainingStage], microbatches: Sequence[Microbatch], head: Use, raw: bool
+    ) -> None:
+        def finish(index: int, outputs: Sequence[Tensor], sizes: Sizes) -> None:
+            found = [t.clone() for t in outputs] if raw else build_output(self._graph, outputs, sizes)
+            head(microbatches[index], found)
+
+        for stage in stages.values():
+            stage.head = finish if stage.index == len(self._parts) - 1 else None
+            stage.begin({
+                index: StepInput(m.sizes, {value.name: m.inputs[value.name] for value in stage.part.own}, "")
+                for index, m in enumerate(microbatches)
+            })  # fmt: skip
+        carry_out(forward_only(sorted(stages), len(microbatches)), stages)

@@ -98,6 +98,11 @@ class Synchronizer:
         self._done: queue.Queue[Mapping[str, Tensor] | BaseException] = queue.Queue()
         self._thread: threading.Thread | None = None
 
+    @property
+    def num_buckets(self) -> int:
+        """How many sums one step takes."""
+        return len(self._buckets)
+
     def begin(self) -> None:
         """Start another step: no gradient is there yet."""
         self._next = 0

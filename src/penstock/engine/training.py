@@ -1,6 +1,7 @@
 """A stage that is trained: it does a schedule's actions, and keeps each microbatch until its backward."""
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -74,6 +75,9 @@ class TrainingStage:
     final: int = -1  # the microbatch whose backward is the step's last
     last_backward: bool = False  # while that one is under way: gradients are final as they come
     first_odd: int | None = None  # the first microbatch of a step with an output that is not finite
+    forward_s: float = 0.0  # of a step, without waits
+    backward_s: float = 0.0
+    wait_s: float = 0.0  # for messages to come or go
     _kept: dict[int, _Kept] = field(default_factory=dict)
 
     def begin(self, step: Mapping[int, StepInput], final: int = -1) -> None:
@@ -81,6 +85,7 @@ class TrainingStage:
         self.step = step
         self.final = final
         self.first_odd = None
+        self.forward_s = self.backward_s = self.wait_s = 0.0
         self._kept.clear()
 
     def perform(self, action: Action) -> None:
@@ -89,6 +94,7 @@ class TrainingStage:
             self.synchronize(self.index)
             return
         do = {"F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights}
+        begin, waited_s = time.perf_counter(), self.wait_s
         try:
             do[action.kind](action.microbatch)
         except ConnectionBroken:
@@ -100,12 +106,17 @@ class TrainingStage:
             raise RunError(
                 f"stage {self.index}, microbatch {action.microbatch}: the backward failed: {reason}"
             ) from error
+        computed_s = time.perf_counter() - begin - (self.wait_s - waited_s)
+        if action.kind == "F":
+            self.forward_s += computed_s
+        else:
+            self.backward_s += computed_s
 
     def _forward(self, microbatch: int) -> None:
         given = self.step[microbatch]
         crossing: list[Tensor] = []
         if self.edges.inlet is not None:
-            crossing = _take(self.edges.inlet, microbatch)
+            crossing = self._take(self.edges.inlet, microbatch)
         if self.trains:
             for position in self.part.backward_inputs:
                 crossing[position].requires_grad_()
@@ -116,7 +127,7 @@ class TrainingStage:
         if self.edges.outlet is not None:
             sizes = tuple(given.sizes[symbol] for symbol in self.part.program.symbols)
             outputs = [output.detach() for output in kept.outputs]
-            self.edges.outlet.put(Message(DATA, microbatch, sizes, outputs))
+            self._put(self.edges.outlet, Message(DATA, microbatch, sizes, outputs))
         if self.trains:
             self._kept[microbatch] = kept if self.again is None else _Kept(inputs, [])
 
@@ -148,7 +159,7 @@ class TrainingStage:
         positions = self.part.backward_outputs
         given: list[Tensor | None] = []
         if self.edges.gradient_inlet is not None:
-            given = list(_take(self.edges.gradient_inlet, microbatch))
+            given = list(self._take(self.edges.gradient_inlet, microbatch))
         pairs = [(kept.outputs[p], g) for p, g in zip(positions, given, strict=True) if kept.outputs[p].requires_grad]
         return kept, [root for root, _ in pairs], [g for _, g in pairs]
 
@@ -186,14 +197,20 @@ class TrainingStage:
         inputs = [kept.inputs[position] for position in self.part.backward_inputs]
         tensors = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
         numbers = tuple(sizes[symbol] for symbol in self.part.program.symbols)
-        self.edges.gradient_outlet.put(Message(DATA, microbatch, numbers, tensors))
+        self._put(self.edges.gradient_outlet, Message(DATA, microbatch, numbers, tensors))
 
+    def _take(self, inlet: Inlet, microbatch: int) -> list[Tensor]:
+        """Take the next message, which is this microbatch, out of its buffer."""
+        begin = time.perf_counter()
+        message = inlet.take()
+        self.wait_s += time.perf_counter() - begin
+        if message.index != microbatch or message.kind != DATA:
+            raise TransportError(f"expected microbatch {microbatch}, got {message}: a message was lost or repeated")
+        tensors = [copy_exactly(tensor) for tensor in message.tensors]
+        inlet.release()
+        return tensors
 
-def _take(inlet: Inlet, microbatch: int) -> list[Tensor]:
-    """Take the next message, which is this microbatch, out of its buffer."""
-    message = inlet.take()
-    if message.index != microbatch or message.kind != DATA:
-        raise TransportError(f"expected microbatch {microbatch}, got {message}: a message was lost or repeated")
-    tensors = [copy_exactly(tensor) for tensor in message.tensors]
-    inlet.release()
-    return tensors
+    def _put(self, outlet: Outlet, message: Message) -> None:
+        begin = time.perf_counter()
+        outlet.put(message)
+        self.wait_s += time.perf_counter() - begin

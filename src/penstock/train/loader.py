@@ -1,5 +1,6 @@
 """Batches for every process: the same order everywhere, each replica its own rows, loaded where they are used."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -99,7 +100,11 @@ class Loader:
         batches = order[self.position :]
         parts = [shares(len(batch), count)[index] for batch in batches]
         mine = [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
-        for number, (batch, rows, loaded) in enumerate(zip(batches, mine, self._load(mine), strict=True)):
+        loads = self._load(mine)
+        for number, (batch, rows) in enumerate(zip(batches, mine, strict=True)):
+            begin = time.perf_counter()
+            loaded = next(loads)
+            trainer.load_s += time.perf_counter() - begin
             last = self.position + 1 == len(order)
             self.position += 1
             trainer.short_batch = len(rows) if last or len(batch) < self._batch_size else None

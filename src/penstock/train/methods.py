@@ -22,6 +22,7 @@ from penstock.train.lines import DEPTH
 from penstock.train.loader import Collate, Loader
 from penstock.train.losses import LossFunction
 from penstock.train.placement import ScheduleChoice
+from penstock.train.report import StepReport
 from penstock.train.save import save_model
 from penstock.train.trainer import Trainer
 
@@ -157,6 +158,11 @@ class TrainingMethods:
         `RunError` for a loss that is not finite; that one leaves gradients as they were.
         """
         return self.trainer.train_step(inputs, labels, loss_fn)
+
+    @property
+    def last_step(self) -> StepReport:
+        """Where this process's last step went."""
+        return self.trainer.last_step
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients down to a norm over the whole model, and give the norm that they had.

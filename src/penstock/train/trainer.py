@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.engine.backward import TrainingRuntime
 from penstock.engine.executor import carry_out
+from penstock.engine.metered import MeteredTransport
 from penstock.engine.reduce import TRAINING_CHANNELS, exchange
 from penstock.engine.synchronize import Synchronizer
 from penstock.engine.training import Head, Sizes, StepInput, TrainingStage
@@ -27,6 +29,7 @@ from penstock.train.evaluation import Evaluation
 from penstock.train.lines import DEPTH, Lines
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
 from penstock.train.placement import Grid, Replica, ScheduleChoice, make_grid
+from penstock.train.report import StepReport, peak_memory_bytes
 from penstock.train.tensors import HeldTensors, holding, written_buffers
 
 _BUFFER_CHANNEL = TRAINING_CHANNELS - 2
@@ -56,6 +59,7 @@ class Trainer:
         if microbatches is not None and microbatches < 1:
             raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
         self.world = world
+        self._transport = MeteredTransport(world.transport)
         self.captured = captured
         self.seed = seed
         self.autocast = autocast
@@ -71,14 +75,16 @@ class Trainer:
         self.cuts = captured.choose(self.num_stages, policy, cuts)
         self.parts: list[TrainingPart] = captured.parts(self.cuts, autocast)
         self.step = 0
+        self.last_step = StepReport()
+        self.load_s = 0.0  # since the last step
         self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
         with self.explained():
             self._check_alike()
             self.tensors = HeldTensors(world, self.grid, captured, self.parts)
         self.order = [state.source for state in captured.graph.states]
-        self._synchronizer = Synchronizer(world.transport, self.tensors.weights(), self.order)
+        self._synchronizer = Synchronizer(self._transport, self.tensors.weights(), self.order)
         self.stages = {stage: self._make_stage(stage, checkpointing) for stage in self.tensors.stages}
-        self._lines = Lines(world.transport, self.replica, self.parts)
+        self._lines = Lines(self._transport, self.replica, self.parts)
         self._losses: dict[int, tuple[float, float]] = {}
         self._step_data: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
@@ -153,19 +159,34 @@ class Trainer:
         self._check_loaded(self._step_data[:1])
         self._loss_fn = loss_fn
         self._losses.clear()
+        sent_bytes = self._transport.sent_bytes
         with self.explained():
             self._synchronizer.begin()
             if count:
                 self._run_step(count)
+            computed = time.perf_counter()
             gradients = self._synchronizer.finish()
-            told = exchange(self.world.transport, self._tell())
+            told = exchange(self._transport, self._tell())
+        synchronize_s = time.perf_counter() - computed
         loss, total = self._read_losses(told)
         self._add_gradients(gradients, total)
         with self.explained():
             self._share_buffers()
+        self._report(bool(count), synchronize_s, self._transport.sent_bytes - sent_bytes)
         self.step += 1
         self.short_batch = None
         return torch.tensor(loss, dtype=torch.float64)
+
+    def _report(self, ran: bool, synchronize_s: float, sent_bytes: int) -> None:
+        """Note where the step went; a replica without rows has run no stage."""
+        stages = list(self.stages.values()) if ran else []
+        self.last_step = StepReport(
+            load_s=self.load_s, forward_s=sum(s.forward_s for s in stages),
+            backward_s=sum(s.backward_s for s in stages), wait_s=sum(s.wait_s for s in stages),
+            synchronize_s=synchronize_s, sent_bytes=sent_bytes,
+            num_synchronizations=self._synchronizer.num_buckets, peak_memory_bytes=peak_memory_bytes(),
+        )  # fmt: skip
+        self.load_s = 0.0
 
     def _count_microbatches(self, num_rows: int) -> int:
         wanted = self.num_microbatches
@@ -268,7 +289,7 @@ class Trainer:
         """Give the other replicas the statistics of the first one, as DistributedDataParallel does."""
         if len(self.grid.replicas) == 1:
             return
-        transport = self.world.transport
+        transport = self._transport
         for stage in self.tensors.stages:
             first, *others = self.grid.holders(stage)
             for name in written_buffers(self.parts[stage]):

@@ -12,7 +12,7 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.program import write_program
 from penstock.graph.stages import divide
-from tests.models import UNet, albert, as_messages, assert_same, deit, gpt2, llama, seeded, split_at, swin, t5
+from tests.models import UNet, albert, as_messages, assert_same, bert, deit, gpt2, llama, seeded, split_at, swin, t5
 
 
 def check_everywhere(model: nn.Module, *args: Any, batches: tuple[int, ...] = (1, 2, 3, 5), **kwargs: Any) -> Any:
@@ -430,3 +430,12 @@ def test_what_cannot_be_captured_is_said_in_one_line(
         capture(model.eval(), (torch.randn(2, 4),))
     assert re.sub(r"\.py:\d+", ".py:LINE", str(caught.value)) == message
     assert capfd.readouterr().err == ""
+
+
+def test_a_length_that_the_model_limits_stays_symbolic() -> None:
+    graph = capture(
+        bert(max_position_embeddings=40), (),
+        {"input_ids": torch.zeros(2, 9, dtype=torch.long), "attention_mask": torch.ones(2, 9, dtype=torch.long)},
+        dynamic={"length": {"input_ids": 1, "attention_mask": 1}},
+    )  # fmt: skip
+    assert graph.symbols == ("batch", "length")

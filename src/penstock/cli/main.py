@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, schedule, split
+from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, schedule, split, train
 from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.errors import PenstockError, UsageError
 
@@ -23,6 +23,7 @@ app.command("convert")(convert.convert)
 app.command("profile")(profile.profile)
 app.command("bundle")(bundle.bundle)
 app.command("infer")(infer.infer)
+app.command("train")(train.train)
 app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
 app.add_typer(hosts.app, name="hosts")

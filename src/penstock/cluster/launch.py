@@ -57,13 +57,14 @@ class LocalWorkers:
         """The process ids, in order."""
         return [process.pid for process in self._processes]
 
+    def exits(self) -> list[WorkerExit]:
+        """Give every worker that has ended."""
+        found = [(index, process.poll()) for index, process in enumerate(self._processes)]
+        return [WorkerExit(index, status) for index, status in found if status is not None]
+
     def exited(self) -> WorkerExit | None:
         """Give the first worker that has ended, or None while all are running."""
-        for index, process in enumerate(self._processes):
-            status = process.poll()
-            if status is not None:
-                return WorkerExit(index, status)
-        return None
+        return next(iter(self.exits()), None)
 
     def stop(self, grace_s: float) -> None:
         """Wait for the workers to end by themselves, then end those that have not."""

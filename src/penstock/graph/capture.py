@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,9 +61,13 @@ def capture(
         shapes = _dynamic_shapes(model, labels, dynamic or {})
         try:
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
-        except CaptureError:
-            if dynamic:
+        except CaptureError as error:
+            limits = _limits(error) if dynamic else {}
+            if dynamic and not limits:
                 raise
+        if limits:
+            shapes = _dynamic_shapes(model, labels, dynamic or {}, limits)
+            return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
         # at the example's own batch size, which is right only where the model demands it; the example's
         # own error says more than that of rows which nobody gave
         return _export(model, arguments, keywords, None, fixed_batch=rows)
@@ -199,15 +204,22 @@ def _check_dynamic(
 
 
 def _dynamic_shapes(
-    model: nn.Module, labels: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Mapping[str, object]
-) -> object:
+    model: nn.Module, labels: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Mapping[str, object],
+    limits: Mapping[str, int] | None = None,
+) -> object:  # fmt: skip
     """Turn labels into what torch.export wants."""
-    dims = {name: Dim(name) for name in (BATCH, *dynamic)}
+    dims = {name: Dim(name, max=(limits or {}).get(name)) for name in (BATCH, *dynamic)}
 
     def of(label: _Labels) -> Any:
         return {i: dims[name] if name else Dim.STATIC for i, name in enumerate(label.names)} or None
 
     return _merge(model, *pytree.tree_map(of, labels))
+
+
+def _limits(error: CaptureError) -> dict[str, int]:
+    """Find the largest sizes that torch.export would accept, as of a model with a table of positions."""
+    found = re.findall(r"(\w+) = Dim\('\w+',(?: min=\d+,)? max=(\d+)\)", str(error.__cause__))
+    return {name: int(limit) for name, limit in found}
 
 
 def _parameter_names(model: nn.Module, count: int) -> list[str]:

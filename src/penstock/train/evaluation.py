@@ -50,20 +50,25 @@ class Evaluation:
 
     def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
         """Give the mean of `loss_fn` over all rows of all replicas."""
-        sums: list[tuple[float, float]] = []
+        ((total, count),) = self.totals(inputs, labels, [loss_fn])
+        if not count:
+            raise UsageError("there is nothing to evaluate: no row counts; give at least one that does")
+        return total / count
+
+    def totals(self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]) -> list[tuple[float, float]]:
+        """Give the sum and the count of each function over all rows of all replicas, of one forward."""
+        sums: list[list[tuple[float, float]]] = [[] for _ in functions]
 
         def head(microbatch: Microbatch, output: Any) -> None:
-            loss, count = loss_and_count(loss_fn, output, microbatch.labels, microbatch.sizes["batch"])
-            sums.append((float(loss), count))
+            for function, pairs in zip(functions, sums, strict=True):
+                total, count = loss_and_count(function, output, microbatch.labels, microbatch.sizes["batch"])
+                pairs.append((float(total), count))
 
         with self._explained():
             self._forward(inputs, labels, head)
-            told = exchange(self._world.transport, {"losses": sums})
-        losses = [pair for document in told for pair in document["losses"]]
-        total = math.fsum(pair[1] for pair in losses)
-        if not total:
-            raise UsageError("there is nothing to evaluate: no row counts; give at least one that does")
-        return math.fsum(pair[0] for pair in losses) / total
+            told = exchange(self._world.transport, {"sums": sums})
+        found = [[pair for document in told for pair in document["sums"][index]] for index in range(len(functions))]
+        return [(math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)) for pairs in found]
 
     def predict(self, inputs: Any) -> Any:
         """Give the model's output for this replica's rows, on every process of the replica."""

@@ -36,6 +36,7 @@ class Loader:
     ) -> None:  # fmt: skip
         self._trainer = trainer
         self._order: Callable[[], list[list[int]]] = self._own_order
+        self._count: Callable[[], int] = lambda: len(self._own_order())
         self._batch_size, self._shuffle, self._drop_last = batch_size, shuffle, drop_last
         self._collate, self._num_workers = collate_fn, num_workers
         self._seed = trainer.seed if seed is None else seed
@@ -65,6 +66,7 @@ class Loader:
         if loader.batch_sampler is None:
             raise UsageError("the DataLoader gives single rows; give it a batch_size")
         sampler = loader.batch_sampler
+        self._count = lambda: len(sampler)  # type: ignore[arg-type]
         self._order = lambda: self._first_processes([[int(index) for index in batch] for batch in sampler])
 
     def _first_processes(self, mine: list[list[int]]) -> list[list[int]]:
@@ -82,7 +84,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Count the batches of an epoch."""
-        return len(self._own_order())
+        return self._count()
 
     def state(self) -> dict[str, int]:
         """Give the place in the data, to be continued from."""

@@ -343,6 +343,10 @@ class Trainer:
         """Give the mean of `loss_fn` over all rows of all replicas, in evaluation mode and without gradients."""
         return self._evaluation.evaluate(inputs, labels, loss_fn)
 
+    def totals(self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]) -> list[tuple[float, float]]:
+        """Give sum and count of several functions over all rows of all replicas, in evaluation mode."""
+        return self._evaluation.totals(inputs, labels, functions)
+
     def predict(self, inputs: Any) -> Any:
         """Give the model's output for this replica's rows, in evaluation mode, on every process of the replica."""
         return self._evaluation.predict(inputs)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,12 @@ _HEADS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_MAPPING",
 )
+Head = Literal["language", "sentences", "images"]
+_WANTED: dict[Head, str] = {
+    "language": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "sentences": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "images": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
 _SEQUENCE_HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
@@ -95,8 +101,8 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
     return config
 
 
-def build_hf(name: str, config: Any, seed: int) -> nn.Module:
-    """Build a model of transformers with parameters on the meta device.
+def build_hf(name: str, config: Any, seed: int, head: Head | None = None) -> nn.Module:
+    """Build a model of transformers with parameters on the meta device, with the head that is asked for.
 
     Attention is PyTorch's own where the model has that choice, else the eager one. Parameters are
     float32 unless the option `dtype` says otherwise.
@@ -106,7 +112,7 @@ def build_hf(name: str, config: Any, seed: int) -> nn.Module:
 
     Raises `ModelError` when transformers has no class for the configuration or cannot build it.
     """
-    model_class = _model_class(name, config)
+    model_class = _model_class(name, config, head)
 
     def build(attention: str) -> nn.Module:
         return build_on_meta(lambda: model_class._from_config(config, attn_implementation=attention), seed)
@@ -138,16 +144,18 @@ def hf_class_names(config: Any, module: nn.Module) -> tuple[str, ...] | None:
     return tuple(labels[index] for index in sorted(labels))
 
 
-def _model_class(name: str, config: Any) -> Any:
+def _model_class(name: str, config: Any, wanted: Head | None) -> Any:
     transformers = optional_import("transformers", "text")
-    for architecture in config.architectures or ():
+    for architecture in config.architectures or () if wanted is None else ():
         found = getattr(transformers, architecture, None)
         if found is not None:
             return found
     auto = optional_import("transformers.models.auto.modeling_auto", "text")
-    for head in _SEQUENCE_HEADS if getattr(config, "is_encoder_decoder", False) else _HEADS:
+    heads = _SEQUENCE_HEADS if getattr(config, "is_encoder_decoder", False) else _HEADS
+    for head in heads if wanted is None else (_WANTED[wanted],):
         mapping = getattr(auto, head)
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, (list, tuple)) else found
-    raise ModelError(f"transformers has no model class for hf:{name} ({type(config).__name__}); choose another model")
+    what = f"model class for {wanted} of" if wanted else "model class for"
+    raise ModelError(f"transformers has no {what} hf:{name} ({type(config).__name__}); choose another model")

@@ -12,7 +12,7 @@ from penstock.errors import ModelError
 from penstock.zoo.check import check_weights
 from penstock.zoo.functions import call_function, find_function
 from penstock.zoo.hf_inputs import Task, hf_example
-from penstock.zoo.hf_models import build_hf, hf_class_names, hf_config, hf_directory
+from penstock.zoo.hf_models import Head, build_hf, hf_class_names, hf_config, hf_directory
 from penstock.zoo.hf_weights import hf_weights
 from penstock.zoo.meta import (
     build_on_meta,
@@ -55,8 +55,9 @@ class ZooModel:
 
 
 def load_model(
-    name: str, *, weights: Path | None = None, pretrained: bool = False, seed: int = 0, whole: bool = False
-) -> ZooModel:
+    name: str, *, weights: Path | None = None, pretrained: bool = False, seed: int = 0, whole: bool = False,
+    head: Head | None = None,
+) -> ZooModel:  # fmt: skip
     """Turn a model's name into a model, without holding its weights unless `whole`.
 
     `timm:NAME` and `hf:NAME_OR_PATH` may be followed by options, `,key=value`. `hf:` takes a directory
@@ -66,7 +67,8 @@ def load_model(
     `(module, example_args)` or `(module, example_args, example_kwargs)`.
 
     Weights come from `weights`, else from the published checkpoint when `pretrained`, else from the
-    model's own directory or function, else they are random and depend on `seed` only.
+    model's own directory or function, else they are random and depend on `seed` only. `head` asks for what
+    an `hf:` model is to do, whatever its configuration names.
 
     >>> model = load_model("timm:vit_tiny_patch16_224,depth=2,num_classes=10")
     >>> model.example_args[0].shape, model.weights.shape("head.weight")
@@ -80,8 +82,10 @@ def load_model(
     source, colon, rest = name.partition(":")
     if not colon or not source or not rest:
         raise ModelError(f"a model is timm:NAME, hf:NAME_OR_PATH or package.module:function, not {name!r}")
-    load = {"timm": _load_timm, "hf": _load_hf}.get(source, _load_function)
-    model = load(name, weights, pretrained, seed)
+    if source == "hf":
+        model = _load_hf(name, weights, pretrained, seed, head)
+    else:
+        model = (_load_timm if source == "timm" else _load_function)(name, weights, pretrained, seed)
     if whole:
         materialize(model.module, model.weights)
     return model
@@ -106,11 +110,11 @@ def _load_timm(name: str, weights: Path | None, pretrained: bool, seed: int) -> 
     )
 
 
-def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int) -> ZooModel:
-    base, options = _parse_hf(name.removeprefix("hf:"))
+def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head: Head | None) -> ZooModel:
+    base, options = parse_hf(name.removeprefix("hf:"))
     directory = hf_directory(base, pretrained)
     config = hf_config(base, directory, options)
-    module = build_hf(base, config, seed)
+    module = build_hf(base, config, seed, head)
     if weights is None and directory is not None and _has_weights(directory):
         weights = directory
     found = _fitted(module, hf_weights(module, weights)) if weights else None
@@ -183,8 +187,8 @@ def _complete(module: nn.Module, found: Weights | None, seed: int) -> Weights:
     return JoinedWeights(found, TensorWeights(dict(module.named_buffers(remove_duplicate=False))))
 
 
-def _parse_hf(text: str) -> tuple[str, dict[str, object]]:
-    # a directory may have a comma in its name
+def parse_hf(text: str) -> tuple[str, dict[str, object]]:
+    """Split a model of transformers into its name and options; a directory may have a comma in its name."""
     return (text, {}) if Path(text).expanduser().is_dir() else parse_name(text)
 
 

@@ -1,0 +1,170 @@
+"""`penstock train`: train or fine-tune a model, in one way, in several to compare, or as a table says."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from penstock.cli.options import (
+    CutNames,
+    JsonFile,
+    Model,
+    Policy,
+    Pretrained,
+    Threads,
+    WeightsFile,
+    make_console,
+    write_json,
+)
+from penstock.cluster.launch import available_cores
+from penstock.engine.world import FEEDER, under_torchrun
+from penstock.errors import RunError, UsageError
+from penstock.recipes.figures import draw_comparison
+from penstock.recipes.largest import find_largest_batch
+from penstock.recipes.launch import available_memory, fit, lab_of
+from penstock.recipes.metrics import FitResult
+from penstock.recipes.settings import FitSettings, make_settings
+from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_all
+from penstock.units import format_bytes, format_seconds, parse_bytes
+
+
+def train(
+    model: Model,
+    data: Annotated[str, typer.Option(help="Images (folder, tar, CIFAR, 'digits'), a text file, or sentiment trees.")],
+    validation: Annotated[str | None, typer.Option(help="Data of the same kind; a tenth is kept if not given.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The run's folder.")] = Path("runs/train"),
+    stages: Annotated[int | None, typer.Option(min=1, help="Parts of the model, each in a process.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Pipelines that share each batch.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Processes; stages times replicas if not given.")] = None,
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved or zero-bubble.")] = "1f1b",
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Parts of each replica's batch.")] = None,
+    policy: Policy = "balanced",
+    cut: CutNames = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of all replicas together.")] = 32,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="So many steps instead.")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, or sgd with momentum 0.9.")] = "adamw",
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    lr_schedule: Annotated[str, typer.Option(help="constant or cosine.")] = "constant",
+    weight_decay: Annotated[float, typer.Option(help="Of the optimizer.")] = 0.0,
+    clip: Annotated[float | None, typer.Option(help="Largest norm of the gradient.")] = None,
+    autocast: Annotated[bool, typer.Option("--autocast", help="Compute in bfloat16 where that is safe.")] = False,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Forwards twice, for memory.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of data.")] = 0,
+    weights: WeightsFile = None,
+    pretrained: Pretrained = False,
+    threads: Threads = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a row of text; of a sentence at most.")] = 128,
+    num_rows: Annotated[int | None, typer.Option(min=1, help="Only so many rows of the data.")] = None,
+    num_workers: Annotated[int, typer.Option(min=0, help="Processes that load data for each one that trains.")] = 0,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; each epoch has one anyway.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    track: Annotated[list[str] | None, typer.Option(help="tensorboard or wandb; may be repeated.")] = None,
+    cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Train on the hosts of a lab.")] = None,
+    compare: Annotated[str | None, typer.Option(help="single,model,pipeline,data,both: train in each way.")] = None,
+    sweep: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with [[settings]]: train with each.")] = None,
+    find_max_batch: Annotated[bool, typer.Option("--find-max-batch", help="The largest batch that fits.")] = False,
+    memory: Annotated[str | None, typer.Option(help="What each process may hold, as in 2GiB.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """Train a model: alone, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
+    settings = make_settings({
+        "model": model, "data": data, "validation": validation, "output": str(output), "stages": stages,
+        "replicas": replicas, "devices": devices, "schedule": schedule, "microbatches": microbatches, "policy": policy,
+        "cuts": cut, "batch_size": batch_size, "epochs": epochs, "steps": steps, "optimizer": optimizer, "lr": lr,
+        "lr_schedule": lr_schedule, "weight_decay": weight_decay, "clip": clip, "autocast": autocast,
+        "checkpointing": checkpointing, "seed": seed, "weights": str(weights) if weights else None,
+        "pretrained": pretrained, "threads": threads, "length": length, "num_rows": num_rows,
+        "num_workers": num_workers, "checkpoint_every": checkpoint_every, "resume": resume, "track": track or [],
+    })  # fmt: skip
+    chosen = [
+        name for name, on in (("--compare", compare), ("--sweep", sweep), ("--find-max-batch", find_max_batch)) if on
+    ]
+    if len(chosen) > 1 or (chosen and under_torchrun()):
+        raise UsageError(f"{' and '.join(chosen)} starts processes of its own; use one of them, without torchrun")
+    if not chosen:
+        if memory is not None:
+            raise UsageError("--memory is for --compare, --sweep and --find-max-batch; leave it out")
+        _show_one(fit(settings, cluster), json)
+    elif cluster is not None:
+        with lab_of(cluster) as lab:
+            _several(settings, Place(lab=lab), compare, sweep, json)
+    else:
+        _several(settings, Place(memory_bytes=parse_bytes(memory) if memory else None), compare, sweep, json)
+
+
+def _several(settings: FitSettings, place: Place, compare: str | None, sweep: Path | None, json: Path | None) -> None:
+    """Run what consists of several runs, and print their table."""
+    console = make_console()
+
+    def tell(row: Row) -> None:
+        console.print(f"{row.name}: {row.failed or 'done'}", markup=False)
+
+    if compare is None and sweep is None:
+        if place.lab is None and place.memory_bytes is None:
+            place = Place(memory_bytes=available_memory() // settings.num_processes)
+        size, rows = find_largest_batch(settings, place, tell)
+        console.print(f"the largest batch that fits is {size}")
+        write_json(json, {"largest_batch": size, "rows": [row.document() for row in rows]})
+        return
+    if compare is not None:
+        runs = mode_runs([name.strip() for name in compare.split(",")], settings, available_cores())
+    else:
+        runs = read_sweep(sweep or Path(), settings)
+    rows = run_all(runs, place, tell)
+    console.print(_table(rows))
+    name = "compare" if compare is not None else "sweep"
+    document = {"rows": [row.document() for row in rows]}
+    write_json(settings.folder / f"{name}.json", document)
+    write_json(json, document)
+    if compare is not None:
+        console.print(f"figures: {', '.join(str(path) for path in draw_comparison(rows, settings.folder))}")
+    failed = [row for row in rows if row.failed is not None and not row.out_of_memory]
+    if failed:
+        raise RunError(f"{len(failed)} of {len(rows)} runs failed, the first one: {failed[0].name}: {failed[0].failed}")
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table("run", "processes", "training s", "per s", "validation loss", "accuracy", "memory", "what happened")
+    for row in rows:
+        if row.result is None:
+            table.add_row(row.name, "", "", "", "", "", "", "out of memory" if row.out_of_memory else "failed")
+            continue
+        found, last = row.result, row.result.epochs[-1]
+        table.add_row(
+            row.name, str(found.num_processes), f"{found.train_s:.1f}", f"{found.units_per_s:.1f} {last.unit}",
+            _number(last.validation_loss), _percent(last.accuracy), format_bytes(max(last.peak_memory_bytes)), "done",
+        )  # fmt: skip
+    return table
+
+
+def _show_one(result: FitResult, json: Path | None) -> None:
+    if under_torchrun() and int(os.environ["RANK"]) != FEEDER:
+        return
+    table = Table("epoch", "steps", "training loss", "validation loss", "accuracy", "training", "throughput")
+    for epoch in result.epochs:
+        table.add_row(
+            str(epoch.epoch), str(epoch.step), _number(epoch.train_loss), _number(epoch.validation_loss),
+            _percent(epoch.accuracy), format_seconds(epoch.train_s), f"{epoch.units_per_s:.1f} {epoch.unit}/s",
+        )  # fmt: skip
+    console = make_console()
+    console.print(table)
+    if result.new_tensors:
+        console.print(f"not in the given weights, so begun anew: {', '.join(result.new_tensors)}", markup=False)
+    console.print(f"{result.num_processes} processes; model, checkpoints and metrics are in {result.settings.folder}")
+    document: dict[str, Any] = {
+        "processes": result.num_processes,
+        "epochs": [msgspec.to_builtins(epoch) for epoch in result.epochs],
+    }
+    write_json(json, document)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"

@@ -1,0 +1,174 @@
+"""Start a training run: in this process, in fresh ones on this machine, or on the hosts of a lab."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from penstock import errors
+from penstock.cluster.lab import Lab, lab_session, read_lab
+from penstock.cluster.lab.run import OutputLine, print_line
+from penstock.cluster.launch import LocalWorkers
+from penstock.engine.world import LOOPBACK, under_torchrun
+from penstock.errors import PenstockError, RunError, UsageError
+from penstock.recipes.loop import fit_here
+from penstock.recipes.metrics import FitResult
+from penstock.recipes.settings import FitSettings, write_settings
+from penstock.units import format_bytes
+
+WORKER = "penstock.recipes.worker"
+_POLL_S = 0.1
+_GRACE_S = 12.0  # in which the others hear that one has failed, and say why
+
+
+def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
+    """Train a model by name on data by name; gives what came out.
+
+    Under torchrun it uses the processes that it finds, and every one of them calls this. Alone it starts as
+    many processes as stages and replicas need, or with `cluster` one on each host of a lab.
+
+    Example:
+        result = fit(FitSettings(model="timm:vit_tiny_patch16_224,img_size=8,patch_size=2", data="digits", stages=2))
+        print(result.epochs[-1].accuracy)
+
+    Raises `UsageError` for settings, names and data that do not fit together, `RunError` where training
+    fails and `DeviceLost` where a process is gone.
+    """
+    if cluster is not None:
+        with lab_of(cluster) as lab:
+            return fit_apart(settings, lab=lab)
+    if under_torchrun() or settings.num_processes == 1:
+        return fit_here(settings)
+    return fit_apart(settings)
+
+
+def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: int | None = None) -> FitResult:
+    """Train in processes apart from this one, which are gone when this returns.
+
+    A process on this machine that comes to hold more than `memory_bytes` is ended.
+
+    Raises what `fit` raises; running out of memory is a `RunError` that says so.
+    """
+    folder = settings.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, result = folder / "asked.json", folder / "result.json"
+        write_settings(settings, file)
+        result.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"the folder {folder} cannot be written ({error.strerror}); choose another --output") from None
+    problem = ""
+    try:
+        problem = _run_local(settings, file, memory_bytes) if lab is None else _run_in_lab(settings, file, lab)
+    finally:
+        file.unlink(missing_ok=True)
+    return _read_result(result, problem)
+
+
+@contextlib.contextmanager
+def lab_of(path: Path) -> Iterator[Lab]:
+    """Use the lab that a file describes, for several runs."""
+    with lab_session(read_lab(path)) as lab:
+        yield lab
+
+
+def write_result(path: Path, found: FitResult | BaseException) -> None:
+    """Write what came out of a run, or how it failed, for the process that started it."""
+    if isinstance(found, FitResult):
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        return
+    kind = type(found).__name__ if isinstance(found, PenstockError) else "RunError"
+    text = str(found) if isinstance(found, PenstockError) else f"{type(found).__name__}: {found}"
+    path.write_text(json.dumps({"failed": kind, "message": (text.splitlines() or [kind])[0]}), encoding="utf-8")
+
+
+def _read_result(path: Path, problem: str) -> FitResult:
+    """Read what the first process wrote; raises what it raised, or what is known without it."""
+    if path.exists():
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if "failed" not in document:
+            return msgspec.convert(document, FitResult)
+        path.unlink()
+        kind = getattr(errors, document["failed"])
+        # who ran out of memory is known better here than to those who only saw it go
+        raise RunError(problem) if "memory" in problem else kind(document["message"])
+    raise RunError(problem or "the first process ended without a result; its own output above says why")
+
+
+def _run_local(settings: FitSettings, file: Path, memory_bytes: int | None) -> str:
+    """Run on this machine; gives what went wrong as seen from here."""
+    count = settings.num_processes
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port = probe.getsockname()[1]
+    env = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    if count > 1:
+        env["OMP_NUM_THREADS"] = "1"
+    workers = LocalWorkers(WORKER, [[str(file), "--rank", str(rank)] for rank in range(count)], env)
+    try:
+        return _watch(workers, memory_bytes)
+    finally:
+        workers.stop(0.0)
+
+
+def _watch(workers: LocalWorkers, memory_bytes: int | None) -> str:
+    running = dict(enumerate(workers.pids))
+    problem, deadline = "", float("inf")
+    while running and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        for exit_ in workers.exits():
+            if running.pop(exit_.index, None) is not None and exit_.status:
+                problem = problem or f"rank {exit_.index} {exit_}"
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        for rank, pid in running.items():
+            used = resident_bytes(pid)
+            if memory_bytes is not None and used > memory_bytes:
+                held, allowed = format_bytes(used), format_bytes(memory_bytes)
+                return f"rank {rank} is out of memory: it holds {held}, more than the {allowed} that it may"
+    return problem
+
+
+def resident_bytes(pid: int) -> int:
+    """Give the memory that a process holds now; 0 where the system does not say."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory() -> int:
+    """Give the memory that is free on this machine; raises `UsageError` where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        raise UsageError("this system does not say how much memory is free; give --memory") from None
+
+
+def _run_in_lab(settings: FitSettings, file: Path, lab: Lab) -> str:
+    """Run on as many hosts as there are processes; gives what went wrong as seen from here."""
+    hosts = [host.name for host in lab.spec.hosts]
+    given = settings.devices or settings.stages or settings.replicas
+    count = settings.num_processes if given else len(hosts)
+    if count > len(hosts):
+        raise UsageError(f"{count} processes do not fit the {len(hosts)} hosts of the lab; use fewer, or more hosts")
+
+    def show(line: OutputLine) -> None:
+        if line.stream == "stderr" and "hostname of the client socket" not in line.text:
+            print_line(line)
+
+    command = [sys.executable, "-m", WORKER, str(file.resolve())]
+    with lab.start(command, on=hosts[:count], output=show) as run:
+        try:
+            codes = run.wait()
+        except RunError as error:
+            return str(error)
+    failed = [host for host, code in codes.items() if code]
+    return run.first_failure or (f"{failed[0]} failed" if failed else "")

@@ -1,0 +1,235 @@
+"""The loop of a training run, on every process alike: the user's loop, with metrics and checkpoints around it."""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from penstock.engine.reduce import exchange
+from penstock.engine.world import FEEDER, World, join_torchrun, under_torchrun
+from penstock.recipes.find import make_task
+from penstock.recipes.metrics import (
+    EpochResult,
+    FitResult,
+    RunFolder,
+    check_new,
+    checkpoint_folder,
+    drop_old_checkpoints,
+    newest_checkpoint,
+)
+from penstock.recipes.progress import FitProgress
+from penstock.recipes.settings import FitSettings
+from penstock.recipes.tasks import Task
+from penstock.stream.pipeline import Pipeline
+from penstock.train.loader import Loader
+from penstock.train.report import StepReport
+
+WARM_UP = 2  # the first steps make connections and buffers
+
+
+def fit_here(settings: FitSettings) -> FitResult:
+    """Train in the processes that are there: in this one alone, or in all that torchrun started.
+
+    Raises what `fit` raises.
+    """
+    world = join_torchrun() if under_torchrun() else None
+    try:
+        if world is None or world.rank == FEEDER:
+            check_new(settings)
+        task = make_task(settings)
+        with make_pipeline(settings, task, world) as pipe:
+            return _Fit(settings, task, pipe).run()
+    except BaseException as error:
+        if world is not None:
+            world.health.report(error)
+        raise
+    finally:
+        if world is not None:
+            world.close()
+
+
+def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Pipeline:
+    """Make the pipeline that the settings ask for, of the task's model."""
+    return Pipeline(
+        task.module, *task.example, stages=settings.stages or (1 if world is None else None),
+        replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
+        policy=settings.policy, cuts=settings.cuts, seed=settings.seed, weights=task.weights, dynamic=task.dynamic,
+        autocast=torch.bfloat16 if settings.autocast else None, checkpointing=settings.checkpointing,
+        threads=settings.threads or (world.cores if world else None), world=world,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Tally:
+    """One process's part of an epoch."""
+
+    losses: list[float] = field(default_factory=list)
+    batch_rows: int = 0
+    counted_s: float = 0.0
+    counted_units: int = 0
+    sent_bytes: int = 0
+    peak_memory_bytes: int = 0
+
+
+class _Fit:
+    """One process's part of a run."""
+
+    def __init__(self, settings: FitSettings, task: Task, pipe: Pipeline) -> None:
+        self._settings, self._task, self._pipe = settings, task, pipe
+        self._trainer = pipe.trainer
+        self._world = self._trainer.world
+        self._optimizer = pipe.optimizer(self._make_optimizer)
+        self._loader = self._make_loader()
+        self._num_steps = settings.steps or settings.epochs * len(self._loader)
+        self._scheduler = (
+            torch.optim.lr_scheduler.CosineAnnealingLR(self._optimizer, self._num_steps)
+            if settings.lr_schedule == "cosine"
+            else None
+        )
+        self._resume()
+        self._first = self._trainer.step
+        self._saved = self._trainer.step if settings.resume else -1
+        self._folder = RunFolder(settings, self._world.rank, self._first)
+
+    def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        given = self._settings
+        if given.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=given.lr, momentum=0.9, weight_decay=given.weight_decay)
+        return torch.optim.AdamW(parameters, lr=given.lr, weight_decay=given.weight_decay)
+
+    def _make_loader(self) -> Loader:
+        given, task = self._settings, self._task
+        if task.batches is None:
+            return self._pipe.loader(
+                task.training, batch_size=given.batch_size, shuffle=True, num_workers=given.num_workers
+            )
+        self._batches = task.batches(task.training, given.batch_size, True)
+        return self._pipe.loader(
+            DataLoader(
+                task.training, batch_sampler=self._batches, collate_fn=task.collate, num_workers=given.num_workers
+            )
+        )
+
+    def _resume(self) -> None:
+        """Go on from the last checkpoint, the first process's choice."""
+        if not self._settings.resume:
+            return
+        told = exchange(self._world.transport, {"name": newest_checkpoint(self._settings)})
+        folder = self._settings.folder / "checkpoints" / told[FEEDER]["name"]
+        self._pipe.load_checkpoint(folder, self._optimizer, self._scheduler)
+
+    def run(self) -> FitResult:
+        """Train to the end; gives the result, the same on every process."""
+        epochs: list[EpochResult] = []
+        try:
+            unit, shown = self._task.unit, self._world.rank == FEEDER
+            with FitProgress(self._num_steps, unit, shown=shown, done=self._first) as progress:
+                while self._trainer.step < self._num_steps:
+                    epochs.append(self._epoch(progress))
+            if self._settings.save:
+                self._checkpoint()
+                self._pipe.save(self._settings.folder / "model.safetensors")
+        finally:
+            self._folder.close()
+        return FitResult(
+            settings=self._settings, num_processes=self._world.transport.size, epochs=epochs,
+            new_tensors=list(self._task.new_tensors),
+        )  # fmt: skip
+
+    def _epoch(self, progress: FitProgress) -> EpochResult:
+        epoch, tally = self._loader.epoch, _Tally()
+        for inputs, labels, begin in self._batches_of_epoch():
+            loss = float(self._pipe.train_step(inputs, labels, self._task.loss_fn))
+            self._update()
+            self._note(tally, loss, len(labels), time.perf_counter() - begin)
+            rate = tally.counted_units * len(self._trainer.grid.replicas) / (tally.counted_s or 1.0)
+            progress.advance(loss=loss, rate=rate)
+            every = self._settings.checkpoint_every
+            if every and self._trainer.step % every == 0:
+                self._checkpoint()
+        return self._finish(epoch, tally)
+
+    def _batches_of_epoch(self) -> Iterator[tuple[Any, Any, float]]:
+        """Give batches until the epoch or the run is over, with the time at which each began to be loaded."""
+        if self._task.batches is not None:
+            self._batches.epoch = self._loader.epoch
+        begin = time.perf_counter()
+        for inputs, labels in self._loader:
+            yield inputs, labels, begin
+            if self._trainer.step >= self._num_steps:
+                return
+            begin = time.perf_counter()
+
+    def _update(self) -> None:
+        if self._settings.clip:
+            self._pipe.clip_grad_norm_(self._settings.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def _note(self, tally: _Tally, loss: float, rows: int, seconds: float) -> None:
+        report: StepReport = self._pipe.last_step
+        tally.losses.append(loss)
+        tally.batch_rows = max(tally.batch_rows, rows)
+        tally.sent_bytes += report.sent_bytes
+        tally.peak_memory_bytes = report.peak_memory_bytes
+        warm = self._trainer.step - self._first > min(WARM_UP, self._num_steps - self._first - 1)
+        if warm:
+            tally.counted_s += seconds
+            tally.counted_units += rows * self._task.units_per_row
+        self._folder.write(
+            "step", step=self._trainer.step, loss=loss, seconds=seconds, warm_up=not warm, **dataclasses.asdict(report)
+        )
+
+    def _finish(self, epoch: int, tally: _Tally) -> EpochResult:
+        """Evaluate, gather what the devices took, and write it down."""
+        loss, accuracy = self._validate() if self._settings.validate else (None, None)
+        mine = {"s": tally.counted_s, "units": tally.counted_units, "sent": tally.sent_bytes,
+                "memory": tally.peak_memory_bytes, "rows": tally.batch_rows}  # fmt: skip
+        told = exchange(self._world.transport, mine)
+        rate = 0.0
+        replicas = self._trainer.grid.replicas
+        for replica in replicas:
+            seconds = sum(told[rank]["s"] for rank in replica.devices) / len(replica.devices)
+            rate += told[replica.devices[0]]["units"] / seconds if seconds else 0.0
+        result = EpochResult(
+            epoch=epoch, step=self._trainer.step, unit=self._task.unit,
+            batch_rows=sum(told[replica.devices[0]]["rows"] for replica in replicas),
+            train_loss=sum(tally.losses) / len(tally.losses),
+            train_s=sum(document["s"] for document in told) / len(told), units_per_s=rate,
+            validation_loss=loss, accuracy=accuracy, peak_memory_bytes=[document["memory"] for document in told],
+            sent_bytes=[document["sent"] for document in told],
+        )  # fmt: skip
+        values = {name: getattr(result, name) for name in result.__struct_fields__ if name != "step"}
+        self._folder.write("epoch", step=result.step, **values)
+        if self._settings.save:
+            self._checkpoint()
+        return result
+
+    def _validate(self) -> tuple[float, float]:
+        """Give loss and accuracy over the validation rows."""
+        given, task = self._settings, self._task
+        data: Any = task.validation
+        if task.batches is not None:
+            order = task.batches(task.validation, given.batch_size, False)
+            data = DataLoader(task.validation, batch_sampler=order, collate_fn=task.collate)
+        measures = [task.loss_fn, task.accuracy]
+        totals = [(0.0, 0.0)] * len(measures)
+        for inputs, labels in Loader(self._trainer, data, batch_size=given.batch_size):
+            found = self._trainer.totals(inputs, labels, measures)
+            totals = [(a + x, b + y) for (a, b), (x, y) in zip(totals, found, strict=True)]
+        self._trainer.load_s = 0.0
+        return totals[0][0] / totals[0][1], totals[1][0] / totals[1][1]
+
+    def _checkpoint(self) -> None:
+        if self._saved == self._trainer.step:
+            return
+        self._saved = self._trainer.step
+        self._pipe.save_checkpoint(checkpoint_folder(self._settings, self._saved), self._optimizer, self._scheduler)
+        if self._world.rank == FEEDER:
+            drop_old_checkpoints(self._settings)

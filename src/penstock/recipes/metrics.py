@@ -1,0 +1,136 @@
+"""What a run leaves behind: settings, a line for every step and epoch, checkpoints, the model.
+
+runs/NAME/
+    settings.json
+    metrics.jsonl            of the first process; every other one has metrics-rank1.jsonl and so on
+    checkpoints/step-000100/
+    model.safetensors
+    result.json
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from penstock.errors import UsageError
+from penstock.recipes.settings import FitSettings, write_settings
+from penstock.recipes.tracking import Tracker, open_trackers
+
+_KEPT = 2  # checkpoints
+
+
+class EpochResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One epoch: what was learned, and what it took.
+
+    `train_s` is the mean over devices and `units_per_s` the sum over them, both without the first steps
+    of the run. `batch_rows` are those of the largest batch. Peaks of memory and bytes are for each device in turn.
+    """
+
+    epoch: int
+    step: int
+    batch_rows: int
+    unit: str
+    train_loss: float
+    train_s: float
+    units_per_s: float
+    validation_loss: float | None
+    accuracy: float | None
+    peak_memory_bytes: list[int]
+    sent_bytes: list[int]
+
+
+class FitResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out of a run."""
+
+    settings: FitSettings
+    num_processes: int
+    epochs: list[EpochResult]
+    new_tensors: list[str]
+
+    @property
+    def train_s(self) -> float:
+        """The seconds of all epochs, as the mean over devices."""
+        return sum(epoch.train_s for epoch in self.epochs)
+
+    @property
+    def units_per_s(self) -> float:
+        """Throughput over all epochs."""
+        return sum(e.units_per_s * e.train_s for e in self.epochs) / self.train_s if self.train_s else 0.0
+
+
+class RunFolder:
+    """Writes one process's metrics as JSON lines, and knows where the rest of a run lies.
+
+    Example:
+        folder = RunFolder(settings, rank=0, first_step=0)
+        folder.write("step", step=1, loss=2.3)
+
+    Raises `UsageError` where the folder cannot be written, or holds another run and is not to be resumed.
+    """
+
+    def __init__(self, settings: FitSettings, rank: int, first_step: int) -> None:
+        self._settings = settings
+        self._rank = rank
+        self.path = settings.folder
+        self._metrics = self.path / ("metrics.jsonl" if rank == 0 else f"metrics-rank{rank}.jsonl")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            kept = self._before(first_step) if settings.resume else []
+            self._file: IO[str] = self._metrics.open("w", encoding="utf-8")
+            self._file.writelines(kept)
+            if rank == 0:
+                write_settings(settings, self.path / "settings.json")
+        except OSError as error:
+            reason = error.strerror
+            raise UsageError(f"the folder {self.path} cannot be written ({reason}); choose another --output") from None
+        self._trackers: list[Tracker] = open_trackers(settings) if rank == 0 else []
+
+    def _before(self, first_step: int) -> list[str]:
+        """Give the lines of the run that is continued, without the steps that will come again."""
+        if not self._metrics.exists():
+            return []
+        lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
+
+    def write(self, kind: str, *, step: int, **values: Any) -> None:
+        """Write one line; numbers also go to the trackers."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
+
+    def close(self) -> None:
+        """Close the file and end the trackers."""
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def checkpoint_folder(settings: FitSettings, step: int) -> Path:
+    """Give the folder of a step's checkpoint."""
+    return settings.folder / "checkpoints" / f"step-{step:06}"
+
+
+def newest_checkpoint(settings: FitSettings) -> str | None:
+    """Give the name of the last checkpoint that was written to its end, or None."""
+    whole = sorted(settings.folder.glob("checkpoints/step-*/checkpoint.json"))
+    return whole[-1].parent.name if whole else None
+
+
+def drop_old_checkpoints(settings: FitSettings) -> None:
+    """Remove all but the last checkpoints."""
+    for folder in sorted(settings.folder.glob("checkpoints/step-*"))[:-_KEPT]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_new(settings: FitSettings) -> None:
+    """Refuse to write over an earlier run; raises `UsageError`."""
+    there = (settings.folder / "metrics.jsonl").exists()
+    if settings.resume and newest_checkpoint(settings) is None:
+        raise UsageError(f"{settings.folder} holds no whole checkpoint to go on from; leave --resume out to start")
+    if there and not settings.resume:
+        raise UsageError(f"{settings.folder} holds a run already; go on with --resume, or choose another --output")

@@ -1,0 +1,147 @@
+"""What is learned: a model in training mode, its data, its loss and what else is measured."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from penstock.errors import UsageError
+from penstock.recipes.settings import FitSettings
+from penstock.train.losses import LossFunction
+from penstock.zoo.models import ZooModel, load_model
+from penstock.zoo.weights import JoinedWeights, RandomWeights, TensorWeights, Weights
+
+SHARE_KEPT = 10  # every tenth row is for validation
+
+
+class Batches(Protocol):
+    """The order of rows, for data that wants one of its own; set `epoch` before each pass."""
+
+    epoch: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Give the rows of each batch."""
+
+    def __len__(self) -> int:
+        """Count the batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model and what it is to learn.
+
+    `example` is one call of two rows, `dynamic` names sizes that vary beside the batch. `count` gives the
+    units of one row, of labels as the loader makes them: one image, one sentence, so many tokens. `loss_fn`
+    and `accuracy` give (sum, count).
+    """
+
+    unit: str
+    module: nn.Module
+    weights: Weights
+    example: tuple[tuple[Any, ...], Mapping[str, Any]]
+    training: Dataset[Any]
+    validation: Dataset[Any]
+    loss_fn: LossFunction
+    accuracy: LossFunction
+    dynamic: Mapping[str, Mapping[str | int, int]] | None = None
+    units_per_row: int = 1
+    collate: Callable[[list[Any]], Any] | None = None
+    batches: Callable[[Dataset[Any], int, bool], Batches] | None = None
+    new_tensors: Sequence[str] = field(default_factory=tuple)  # not in the weights that were given
+
+
+def logits_of(output: Any) -> Tensor:
+    """Find the logits in what a model returns; raises `UsageError` where there are none."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise UsageError(f"the model returns a {type(output).__name__} without logits; choose a model that classifies")
+    return logits
+
+
+def class_loss(output: Any, labels: Tensor) -> tuple[Tensor, int]:
+    """Cross entropy of classes, as a sum over rows."""
+    logits = logits_of(output)
+    return functional.cross_entropy(logits.float(), labels, reduction="sum"), len(labels)
+
+
+def class_accuracy(output: Any, labels: Tensor) -> tuple[Tensor, int]:
+    """How many rows are classified rightly."""
+    return (logits_of(output).argmax(-1) == labels).sum().double(), len(labels)
+
+
+def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooModel, Weights, list[str]]:
+    """Load a model with the head that the data asks for; gives it, its weights, and the tensors that are new.
+
+    Given weights may be of a model with another head: tensors of another shape, or not there, start anew.
+    """
+    zoo = load_model(name, seed=settings.seed, head=head)
+    if settings.weights is None and not settings.pretrained:
+        return zoo, zoo.weights, []
+    path = Path(settings.weights) if settings.weights else None
+    given = load_model(settings.model, weights=path, pretrained=settings.pretrained, seed=settings.seed).weights
+    known = given.names()
+    shapes = {n: (tuple(p.shape), p.dtype) for n, p in zoo.module.named_parameters(remove_duplicate=False)}
+    new = [n for n, (shape, _) in shapes.items() if n not in known or given.shape(n) != shape]
+    if len(new) == len(shapes):
+        raise UsageError(f"nothing in the given weights fits {name}; give the weights of this model")
+    buffers = dict(zoo.module.named_buffers(remove_duplicate=False))
+    fitting = _Some(given, [n for n in known if (n in shapes and n not in new) or n in buffers])
+    return zoo, JoinedWeights(fitting, RandomWeights(shapes, settings.seed), TensorWeights(buffers)), new
+
+
+class _Some:
+    """Some of the names of other weights."""
+
+    def __init__(self, weights: Weights, names: Sequence[str]) -> None:
+        self._weights, self._names = weights, names
+
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._weights.dtype(name)
+
+    def load(self, name: str) -> Tensor:
+        return self._weights.load(name)
+
+
+class Rows(Dataset[Any]):
+    """Some rows of a sequence, each made when it is asked for."""
+
+    def __init__(self, rows: Sequence[int], make: Callable[[int], Any]) -> None:
+        self._rows, self._make = rows, make
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._make(self._rows[index])
+
+
+def spread(num_rows: int, wanted: int | None) -> Sequence[int]:
+    """Choose so many rows evenly, since files often come one class after the other.
+
+    >>> spread(10, 4)
+    [0, 2, 5, 7]
+    """
+    if wanted is None or wanted >= num_rows:
+        return range(num_rows)
+    return [index * num_rows // wanted for index in range(wanted)]
+
+
+def keep_some(num_rows: int) -> tuple[list[int], list[int]]:
+    """Divide rows into those to learn from and every tenth, which is kept for validation.
+
+    >>> keep_some(11)
+    ([0, 1, 2, 3, 4, 5, 6, 7, 8, 10], [9])
+    """
+    kept = list(range(SHARE_KEPT - 1, num_rows, SHARE_KEPT))
+    return [row for row in range(num_rows) if row % SHARE_KEPT != SHARE_KEPT - 1], kept or [0]

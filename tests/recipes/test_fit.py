@@ -1,0 +1,169 @@
+"""Whole runs on digits: what they leave behind, and how they are continued and compared."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.errors import DataError, RunError, UsageError
+from penstock.recipes import largest
+from penstock.recipes.figures import draw_comparison
+from penstock.recipes.largest import find_largest_batch
+from penstock.recipes.launch import fit, fit_apart
+from penstock.recipes.metrics import EpochResult, FitResult
+from penstock.recipes.settings import FitSettings
+from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_row
+from penstock.zoo import load_model
+from tests.recipes.test_data import BERT, TREES
+
+VIT = "timm:vit_tiny_patch16_224,img_size=8,patch_size=4,depth=2,embed_dim=24,num_heads=3"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def settings(folder: Path, **changes: Any) -> FitSettings:
+    given = FitSettings(model=VIT, data="digits", num_rows=120, batch_size=20, output=str(folder), threads=1)
+    return given.replace(**changes)
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in read if line["kind"] == kind]
+
+
+def test_a_run_leaves_metrics_checkpoints_and_the_model(tmp_path: Path) -> None:
+    result = fit(settings(tmp_path / "run", epochs=2, clip=1.0, lr_schedule="cosine", weight_decay=0.01))
+    steps, epochs = lines(tmp_path / "run", "step"), lines(tmp_path / "run", "epoch")
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert [line["warm_up"] for line in steps] == [True] * 2 + [False] * 10
+    assert {"load_s", "forward_s", "backward_s", "synchronize_s", "sent_bytes", "num_synchronizations",
+            "peak_memory_bytes"} <= set(steps[0])  # fmt: skip
+    assert len(epochs) == len(result.epochs) == 2
+    assert epochs[0]["train_s"] == pytest.approx(sum(line["seconds"] for line in steps[2:6]))
+    assert epochs[1]["units_per_s"] == pytest.approx((5 * 20 + 8) / epochs[1]["train_s"])
+    assert result.epochs[1].train_loss < result.epochs[0].train_loss
+    model = load_model(VIT + ",num_classes=10", whole=True).module
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    with pytest.raises(UsageError, match="holds a run already; go on with --resume"):
+        fit(settings(tmp_path / "run"))
+
+
+def test_a_run_is_continued_where_it_stopped(tmp_path: Path) -> None:
+    whole = fit(settings(tmp_path / "whole", steps=9, autocast=True))
+    fit(settings(tmp_path / "parts", steps=4, autocast=True))
+    rest = fit(settings(tmp_path / "parts", steps=9, autocast=True, resume=True))
+    assert [line["loss"] for line in lines(tmp_path / "parts", "step")] == [
+        line["loss"] for line in lines(tmp_path / "whole", "step")
+    ]
+    assert rest.epochs[-1].validation_loss == whole.epochs[-1].validation_loss
+    with pytest.raises(UsageError, match="holds no whole checkpoint to go on from"):
+        fit(settings(tmp_path / "nothing", resume=True))
+
+
+def test_processes_of_its_own_learn_the_same(tmp_path: Path) -> None:
+    alone = fit(settings(tmp_path / "alone", steps=5))
+    apart = fit(settings(tmp_path / "apart", steps=5, stages=2, replicas=1, microbatches=2))
+    assert apart.num_processes == 2
+    assert apart.epochs[0].train_loss == pytest.approx(alone.epochs[0].train_loss, rel=1e-5)
+    assert apart.epochs[0].accuracy == alone.epochs[0].accuracy
+    assert (tmp_path / "apart" / "metrics-rank1.jsonl").exists()
+
+
+def test_what_goes_wrong_apart_is_said_here(tmp_path: Path) -> None:
+    row = run_row("small", settings(tmp_path / "small"), Place(memory_bytes=50 * 2**20))
+    assert row.out_of_memory
+    assert "rank 0 is out of memory: it holds" in str(row.failed)
+    with pytest.raises(DataError, match="there is no nowhere"):
+        fit_apart(settings(tmp_path / "nowhere", data="nowhere"))
+
+
+def test_sentences_of_different_lengths(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(TREES * 12)
+    asked = FitSettings(model=BERT, data=str(tmp_path), batch_size=7, output=str(tmp_path / "run"), epochs=6, stages=2,
+                        devices=1, microbatches=2, lr=1e-2)  # fmt: skip
+    result = fit(asked)
+    assert result.epochs[-1].unit == "sentences"
+    assert result.epochs[-1].train_loss < result.epochs[0].train_loss
+
+
+def test_weights_of_a_model_with_other_classes_are_taken(tmp_path: Path) -> None:
+    fit(settings(tmp_path / "first", steps=1))
+    start = str(tmp_path / "first" / "model.safetensors")
+    given = f"{VIT},num_classes=10"
+    again = fit(settings(tmp_path / "second", model=given, steps=1, weights=start, lr=0.0))
+    assert again.new_tensors == []
+    saved = load_file(tmp_path / "second" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in load_file(start).items())
+
+
+def test_a_tracker_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(UsageError, match=rf"{name} .*penstock\[track\]"):
+            fit(settings(tmp_path / name, track=[name]))
+
+
+def test_the_modes_to_compare(tmp_path: Path) -> None:
+    runs = dict(mode_runs(["single", "model", "pipeline", "data", "both"], settings(tmp_path, threads=None), 8))
+    assert {name: run.num_processes for name, run in runs.items()} == {
+        "single": 1, "model": 2, "pipeline": 2, "data": 2, "both": 4,
+    }  # fmt: skip
+    assert {run.threads for run in runs.values()} == {2}
+    assert [runs[name].microbatches for name in ("model", "pipeline")] == [1, 4]
+    with pytest.raises(UsageError, match=r"the modes to compare are single, .* not both ways"):
+        mode_runs(["both ways"], settings(tmp_path), 2)
+
+
+def test_a_sweep_changes_what_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.toml"
+    file.write_text('[[settings]]\nname = "large"\nbatch_size = 64\n[[settings]]\nlr = 0.1\n')
+    runs = read_sweep(file, settings(tmp_path))
+    assert [(name, run.batch_size, run.lr) for name, run in runs] == [("large", 64, 1e-3), ("row 2", 20, 0.1)]
+    for text, said in (("batch_size = 1", "holds no settings"), ("[[", "as TOML"), ("[[settings]]\nlrr = 1", "lrr")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            read_sweep(file, settings(tmp_path))
+
+
+def row(asked: FitSettings, name: str = "", failed: str | None = None, memory: int = 0) -> Row:
+    epoch = EpochResult(
+        epoch=0, step=2, batch_rows=min(asked.batch_size, 700), unit="images", train_loss=1.0, train_s=2.0,
+        units_per_s=50.0, validation_loss=None, accuracy=None, peak_memory_bytes=[memory], sent_bytes=[0],
+    )  # fmt: skip
+    found = FitResult(settings=asked, num_processes=1, epochs=[epoch], new_tensors=[])
+    return Row(name=name, settings=asked, result=None if failed else found, failed=failed)
+
+
+@pytest.mark.parametrize(("room", "expected"), [(1, None), (97, 96), (128, 128), (10_000, 700)])
+def test_the_largest_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, expected: int | None) -> None:
+    def pretend(name: str, asked: FitSettings, _place: Place) -> Row:
+        return row(asked, name, "rank 0 was killed by signal 9 (out of memory?)" if asked.batch_size > room else None)
+
+    monkeypatch.setattr(largest, "run_row", pretend)
+    asked = settings(tmp_path, replicas=2)
+    if expected is None:
+        with pytest.raises(RunError, match="not even a batch of 2 fits"):
+            find_largest_batch(asked, Place())
+    else:
+        size, rows = find_largest_batch(asked, Place())
+        assert size == expected
+        assert len(rows) < 16
+
+
+def test_the_two_figures(tmp_path: Path) -> None:
+    asked = settings(tmp_path)
+    files = draw_comparison([row(asked, "single"), row(asked, "data", "out of memory")], tmp_path)
+    assert [file.name for file in files] == ["training_time.png", "throughput.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)

@@ -1,4 +1,4 @@
-"""A process that dies while it trains: the others say so, and nobody hangs."""
+"""A process that dies while it trains, a message that is lost: the others say so, and nobody hangs."""
 
 import socket
 import sys
@@ -6,8 +6,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.nn.functional as F  # noqa: N812
 
+from penstock.engine.faulty import Fault, FaultyTransport
+from penstock.engine.reduce import TRAINING_CHANNELS
+from penstock.engine.world import World
+from penstock.errors import RunError
+from penstock.train.captured import Captured
+from penstock.train.trainer import Trainer
 from tests.processes import ROOT, Running
+from tests.train.test_pipeline import images, small
+from tests.trainers import in_threads
 
 SCRIPT = """
 import os, signal, sys
@@ -46,3 +55,31 @@ def test_a_killed_process_is_named(tmp_path: Path, stages: int) -> None:
         finished = first.wait()
         assert time.monotonic() - begin < 15.0
     assert finished.stdout.startswith("DeviceLost rank 1 on"), finished.stdout + finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, "stage 1 on rank 1 waits for activations 4 of 4 that stage 0 has sent it"),
+        (1, "stage 0 on rank 0 waits for gradients 4 of 4 that stage 1 has sent it"),
+    ],
+)
+def test_a_lost_message_is_named_by_everybody(rank: int, said: str) -> None:
+    # the last of a step: behind another one the next message tells at once that it is missing
+    captured = Captured(small(), images(2)[:1])
+
+    def script(world: World) -> str:
+        lines = TRAINING_CHANNELS + 2**24 + 4096  # of the first generation, activations of the first cut
+        fault = Fault(kind="drop", rank=rank, message=3, channel=lines + rank)
+        world.transport = FaultyTransport(world.transport, [fault])
+        trainer = Trainer(captured, world, microbatches=4, stall_s=0.4)
+        try:
+            trainer.train_step(*images(8), F.cross_entropy)
+        except RunError as error:
+            return str(error)
+        finally:
+            trainer.close(wait=False)
+        return ""
+
+    for told in in_threads(2, script):
+        assert told.startswith(said), told

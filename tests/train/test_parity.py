@@ -145,16 +145,43 @@ def test_replicas(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["deit", "gpt2", "bert", "unet", "t5"])
 def test_adamw_in_float64(name: str) -> None:
-    compare(name, [(3, {"stages": 3}), (4, {"stages": 2, "replicas": 2})], 10, torch.float64, adamw)
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (3, {"stages": 3}),
+        (2, {"stages": 2, "schedule": "gpipe"}),
+        (4, {"stages": 4, "schedule": "zero-bubble"}),
+        (2, {"stages": 4, "schedule": "interleaved"}),
+        (4, {"stages": 2, "replicas": 2}),
+    ]
+    compare(name, cases, 10, torch.float64, adamw)
 
 
-def test_losses_are_bit_equal_between_schedules() -> None:
-    given = batches("gpt2", 4)
+@pytest.mark.parametrize("name", ["deit", "gpt2", "bert", "unet", "t5"])
+def test_losses_are_bit_equal_between_schedules(name: str) -> None:
+    given = batches(name, 2)
     losses = [
-        train(captured("gpt2", torch.float32), size, given, sgd, None, microbatches=4, stages=4, schedule=name)[0]
-        for size, name in ((4, "gpipe"), (4, "1f1b"), (4, "zero-bubble"), (2, "interleaved"), (2, "1f1b"))
+        train(captured(name, torch.float32), size, given, sgd, LOSSES[name], microbatches=4, stages=4, schedule=way)[0]
+        for size, way in ((4, "gpipe"), (4, "1f1b"), (4, "zero-bubble"), (2, "interleaved"), (2, "1f1b"))
     ]
     assert all(loss == losses[0] for loss in losses)
+
+
+@pytest.mark.parametrize("rows", [12, 7], ids=["even", "ragged"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+def test_every_schedule_with_every_number_of_stages(schedule: str, replicas: int, rows: int) -> None:
+    given = batches("gpt2", 2, rows)
+    wanted = {1: 3, 2: 2}[replicas]
+    expected = by_hand(model("gpt2", torch.float32), given, sgd, None, [wanted] * replicas)
+    for stages in range(1, 5):
+        devices = -(-stages // 2) if schedule == "interleaved" else stages
+        settings: dict[str, Any] = {"stages": stages, "replicas": replicas, "schedule": schedule}
+        got = train(
+            captured("gpt2", torch.float32), devices * replicas, given, sgd, None, microbatches=wanted, **settings
+        )
+        assert got[0] == pytest.approx(expected[0], rel=1e-6)
+        for wants, gives in ((expected[1], got[1]), (expected[2], got[2])):
+            whole = max(float(tensor.double().norm()) for tensor in wants.values())
+            assert all(error(tensor, gives[key], 1e-3 * whole) < CLOSE for key, tensor in wants.items() if key in gives)
 
 
 def test_a_schedule_of_ones_own() -> None:

@@ -17,6 +17,7 @@ from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.graph.training import TrainingPart
 from penstock.plan.schedule import Action
 
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
 Sizes = Mapping[str, int]
 # the last stage's outputs to the sum that is minimized, of this microbatch
 Head = Callable[[int, Sequence[Tensor], Sizes], Tensor | None]
@@ -78,6 +79,9 @@ class TrainingStage:
     forward_s: float = 0.0  # of a step, without waits
     backward_s: float = 0.0
     wait_s: float = 0.0  # for messages to come or go
+    sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys((ACTIVATIONS, GRADIENTS), 0))
+    taken: dict[str, int] = field(default_factory=lambda: dict.fromkeys((ACTIVATIONS, GRADIENTS), 0))
+    awaits: str | None = None  # which of the two it waits for now
     _kept: dict[int, _Kept] = field(default_factory=dict)
 
     def begin(self, step: Mapping[int, StepInput], final: int = -1) -> None:
@@ -116,7 +120,7 @@ class TrainingStage:
         given = self.step[microbatch]
         crossing: list[Tensor] = []
         if self.edges.inlet is not None:
-            crossing = self._take(self.edges.inlet, microbatch)
+            crossing = self._take(self.edges.inlet, microbatch, ACTIVATIONS)
         if self.trains:
             for position in self.part.backward_inputs:
                 crossing[position].requires_grad_()
@@ -127,7 +131,7 @@ class TrainingStage:
         if self.edges.outlet is not None:
             sizes = tuple(given.sizes[symbol] for symbol in self.part.program.symbols)
             outputs = [output.detach() for output in kept.outputs]
-            self._put(self.edges.outlet, Message(DATA, microbatch, sizes, outputs))
+            self._put(self.edges.outlet, Message(DATA, microbatch, sizes, outputs), ACTIVATIONS)
         if self.trains:
             self._kept[microbatch] = kept if self.again is None else _Kept(inputs, [])
 
@@ -159,7 +163,7 @@ class TrainingStage:
         positions = self.part.backward_outputs
         given: list[Tensor | None] = []
         if self.edges.gradient_inlet is not None:
-            given = list(self._take(self.edges.gradient_inlet, microbatch))
+            given = list(self._take(self.edges.gradient_inlet, microbatch, GRADIENTS))
         pairs = [(kept.outputs[p], g) for p, g in zip(positions, given, strict=True) if kept.outputs[p].requires_grad]
         return kept, [root for root, _ in pairs], [g for _, g in pairs]
 
@@ -197,12 +201,15 @@ class TrainingStage:
         inputs = [kept.inputs[position] for position in self.part.backward_inputs]
         tensors = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
         numbers = tuple(sizes[symbol] for symbol in self.part.program.symbols)
-        self._put(self.edges.gradient_outlet, Message(DATA, microbatch, numbers, tensors))
+        self._put(self.edges.gradient_outlet, Message(DATA, microbatch, numbers, tensors), GRADIENTS)
 
-    def _take(self, inlet: Inlet, microbatch: int) -> list[Tensor]:
+    def _take(self, inlet: Inlet, microbatch: int, kind: str) -> list[Tensor]:
         """Take the next message, which is this microbatch, out of its buffer."""
         begin = time.perf_counter()
+        self.awaits = kind
         message = inlet.take()
+        self.awaits = None
+        self.taken[kind] += 1
         self.wait_s += time.perf_counter() - begin
         if message.index != microbatch or message.kind != DATA:
             raise TransportError(f"expected microbatch {microbatch}, got {message}: a message was lost or repeated")
@@ -210,7 +217,8 @@ class TrainingStage:
         inlet.release()
         return tensors
 
-    def _put(self, outlet: Outlet, message: Message) -> None:
+    def _put(self, outlet: Outlet, message: Message, kind: str) -> None:
         begin = time.perf_counter()
         outlet.put(message)
+        self.sent[kind] += 1
         self.wait_s += time.perf_counter() - begin

@@ -69,7 +69,7 @@ class Pipeline(TrainingMethods):
         threads: per stage; what this machine's cores allow where not given.
         depth: microbatches that may wait at a cut.
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
-            counts as lost; longer than the slowest link takes for one message.
+            counts as lost; longer than the slowest link takes for one message. In training, while all wait.
 
     A model in training mode, or a function that makes one, can be trained: see `TrainingMethods`. Whether
     it trains or streams is decided by what is called first. To train, all processes run the same script,
@@ -118,7 +118,7 @@ class Pipeline(TrainingMethods):
             self._prepare_training(
                 model, args, kwargs, stages=stages, policy=policy, cuts=cuts, weights=weights, dynamic=dynamic,
                 world=world, replicas=replicas, schedule=schedule, microbatches=microbatches, seed=seed,
-                autocast=autocast, checkpointing=checkpointing, threads=threads,
+                autocast=autocast, checkpointing=checkpointing, threads=threads, stall_s=stall_s,
             )  # fmt: skip
             if isinstance(model, nn.Module):
                 self._streaming = partial(

@@ -1,6 +1,7 @@
 """Training over the processes that run the user's script: alone, as stages, as replicas, as both."""
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from penstock.engine.backward import TrainingRuntime
 from penstock.engine.executor import carry_out
 from penstock.engine.metered import MeteredTransport
+from penstock.engine.progress import STALL_S
 from penstock.engine.reduce import TRAINING_CHANNELS, exchange
 from penstock.engine.synchronize import Synchronizer
 from penstock.engine.training import Head, Sizes, StepInput, TrainingStage
@@ -31,6 +33,7 @@ from penstock.train.losses import LossFunction, check_labels, loss_and_count
 from penstock.train.placement import Grid, Replica, ScheduleChoice, make_grid
 from penstock.train.report import StepReport, peak_memory_bytes
 from penstock.train.tensors import HeldTensors, holding, written_buffers
+from penstock.train.watch import TrainingWatch
 
 _BUFFER_CHANNEL = TRAINING_CHANNELS - 2
 
@@ -54,12 +57,12 @@ class Trainer:
         self, captured: Captured, world: World, *, stages: int | None = None, replicas: int | None = None,
         schedule: str = "1f1b", microbatches: int | None = None, policy: str = "balanced",
         cuts: Sequence[str] | None = None, seed: int = 0, autocast: torch.dtype | None = None,
-        checkpointing: bool = False,
+        checkpointing: bool = False, stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
         if microbatches is not None and microbatches < 1:
             raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
-        self.world = world
         self._transport = MeteredTransport(world.transport)
+        self.world = dataclasses.replace(world, transport=self._transport)
         self.captured = captured
         self.seed = seed
         self.autocast = autocast
@@ -80,11 +83,12 @@ class Trainer:
         self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
         with self.explained():
             self._check_alike()
-            self.tensors = HeldTensors(world, self.grid, captured, self.parts)
+            self.tensors = HeldTensors(self.world, self.grid, captured, self.parts)
         self.order = [state.source for state in captured.graph.states]
         self._synchronizer = Synchronizer(self._transport, self.tensors.weights(), self.order)
         self.stages = {stage: self._make_stage(stage, checkpointing) for stage in self.tensors.stages}
         self._lines = Lines(self._transport, self.replica, self.parts)
+        self._watch = TrainingWatch(self.world, self._transport, self.grid, self.stages, stall_s)
         self._losses: dict[int, tuple[float, float]] = {}
         self._step_data: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
@@ -165,7 +169,8 @@ class Trainer:
             if count:
                 self._run_step(count)
             computed = time.perf_counter()
-            gradients = self._synchronizer.finish()
+            with self._transport.waiting():
+                gradients = self._synchronizer.finish()
             told = exchange(self._transport, self._tell())
         synchronize_s = time.perf_counter() - computed
         loss, total = self._read_losses(told)
@@ -363,6 +368,7 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
+        self._watch.close()
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):
                 exchange(self.world.transport, {})

@@ -24,25 +24,26 @@ from torch.utils.data import TensorDataset
 import penstock
 from tests.train.test_pipeline import images, small
 
-settings = json.loads(sys.argv[1])
-torch.manual_seed(int(__import__("os").environ.get("RANK", "0")))  # every process makes other weights
-model = small()
-pipe = penstock.Pipeline(model, torch.zeros(2, 3, 8, 8), **settings)
-optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-losses = []
-for epoch in range(2):
-    for x, y in pipe.loader(TensorDataset(*images(22)), batch_size=8, shuffle=True):
-        loss = pipe.train_step(x, y, loss_fn=F.cross_entropy)
-        pipe.clip_grad_norm_(0.5)
-        optimizer.step(); optimizer.zero_grad(); schedule.step()
-        losses.append(float(loss))
-x, y = images(5)
-correct = pipe.evaluate(x, y, lambda out, y: (out.argmax(-1).eq(y).sum().float(), len(y)))
-output = pipe(x)
-pipe.save(sys.argv[2] + "/model.safetensors")
-rank = __import__("os").environ.get("RANK", "0")
-open(f"{sys.argv[2]}/rank{rank}.json", "w").write(json.dumps([losses, correct, float(output.sum())]))
+rank = int(__import__("os").environ.get("RANK", "0"))
+for number, settings in enumerate(json.loads(sys.argv[1])):
+    torch.manual_seed(rank)  # every process makes other weights
+    model, data = small(), images(settings.pop("rows", 22))
+    pipe = penstock.Pipeline(model, torch.zeros(2, 3, 8, 8), **settings)
+    optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    losses = []
+    for epoch in range(2):
+        for x, y in pipe.loader(TensorDataset(*data), batch_size=8, shuffle=True):
+            loss = pipe.train_step(x, y, loss_fn=F.cross_entropy)
+            pipe.clip_grad_norm_(0.5)
+            optimizer.step(); optimizer.zero_grad(); schedule.step()
+            losses.append(float(loss))
+    x, y = images(5)
+    correct = pipe.evaluate(x, y, lambda out, y: (out.argmax(-1).eq(y).sum().float(), len(y)))
+    output = pipe(x)
+    pipe.save(f"{sys.argv[2]}/model{number}.safetensors")
+    open(f"{sys.argv[2]}/rank{rank}-{number}.json", "w").write(json.dumps([losses, correct, float(output.sum())]))
+    pipe.close()
 """
 
 
@@ -57,37 +58,47 @@ def small() -> nn.Module:
     )
 
 
-def run(folder: Path, num_processes: int, **settings: Any) -> list[list[Any]]:
-    """Run the script alone or under torchrun; gives what each process found."""
+def run(folder: Path, num_processes: int, *cases: dict[str, Any]) -> list[list[list[Any]]]:
+    """Run the script alone or under torchrun; gives for each case what each process found."""
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
-    call = [str(folder / "script.py"), json.dumps(settings), str(folder)]
+    call = [str(folder / "script.py"), json.dumps(cases), str(folder)]
     if num_processes:
         call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), *call]
     finished = run_python(*call, deadline_s=120.0, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"})
     assert finished.status == 0, finished.stderr
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(max(1, num_processes))]
+    return [
+        [json.loads((folder / f"rank{rank}-{case}.json").read_text()) for rank in range(max(1, num_processes))]
+        for case in range(len(cases))
+    ]
 
 
 def test_the_same_script_alone_and_under_torchrun(tmp_path: Path) -> None:
-    (alone,) = run(tmp_path / "alone", 0, microbatches=2)
-    weights = load_file(tmp_path / "alone" / "model.safetensors")
-    cases: list[tuple[int, dict[str, Any]]] = [
-        (2, {"microbatches": 2, "schedule": "zero-bubble"}),
-        (3, {"microbatches": 2, "stages": 3, "schedule": "gpipe"}),
-        (2, {"microbatches": 1, "stages": 1}),
-    ]
-    for number, (size, settings) in enumerate(cases):
-        found = run(tmp_path / str(number), size, **settings)
-        assert all(line == found[0] for line in found[1:]) or settings.get("stages") == 1
-        assert found[0][0] == pytest.approx(alone[0], rel=1e-5)
-        assert found[0][1] == alone[1]
-        if settings.get("stages") != 1:  # there each replica has its own rows
-            assert found[0][2] == pytest.approx(alone[2], rel=1e-4)
-        saved = load_file(tmp_path / str(number) / "model.safetensors")
-        assert set(saved) == set(small().state_dict()) == set(weights)
-        for name, tensor in weights.items():
-            torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-6)
+    (((*alone,),), ((*halves,),)) = run(tmp_path / "alone", 0, {"microbatches": 2}, {"microbatches": 4, "rows": 24})
+    runs: list[tuple[int, list[dict[str, Any]]]] = [
+        (2, [{"microbatches": 2, "schedule": "zero-bubble"}, {"microbatches": 1, "stages": 1}]),
+        (3, [{"microbatches": 2, "stages": 3, "schedule": "gpipe"}]),
+        # dropout goes by microbatches, so replicas must cut the rows as one process does
+        (4, [{"rows": 24, "microbatches": 4, "stages": 4},
+             {"rows": 24, "microbatches": 2, "stages": 2, "replicas": 2},
+             {"rows": 24, "microbatches": 2, "stages": 4, "replicas": 2, "schedule": "interleaved"}]),
+    ]  # fmt: skip
+    for size, cases in runs:
+        found = run(tmp_path / str(size), size, *cases)
+        for number, (settings, lines) in enumerate(zip(cases, found, strict=True)):
+            replicas = settings.get("replicas", size // settings.get("stages", size))
+            expected = halves if "rows" in settings else alone
+            assert all(line[:2] == lines[0][:2] for line in lines[1:])
+            assert lines[0][0] == pytest.approx(expected[0], rel=1e-5), settings
+            assert lines[0][1] == expected[1]
+            if replicas == 1:  # otherwise each replica has its own rows
+                assert lines[0][2] == pytest.approx(expected[2], rel=1e-4)
+            source = "alone/model1" if expected is halves else "alone/model0"
+            weights = load_file(tmp_path / f"{source}.safetensors")
+            saved = load_file(tmp_path / str(size) / f"model{number}.safetensors")
+            assert set(saved) == set(small().state_dict()) == set(weights)
+            for name, tensor in weights.items():
+                torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-6)
     small().load_state_dict(weights)
 
 
@@ -204,6 +215,23 @@ def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
         pipe.train_step(bad, y, F.cross_entropy)
     assert grads == [p.grad for _, p in pipe.named_parameters()]
     assert float(pipe.train_step(x, y, F.cross_entropy)) > 0  # and on it goes
+
+
+def test_parameters_without_a_part_in_the_loss() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.used(x), self.spare(x)
+
+    x = torch.ones(4, 4)
+    with (
+        penstock.Pipeline(Two(), x) as made,
+        pytest.raises(RunError, match=r"2 parameters have no part in the loss, first spare.bias; freeze them"),
+    ):
+        made.train_step(x, x, lambda output, labels: F.mse_loss(output[0], labels))
 
 
 def test_what_is_called_first_decides() -> None:

@@ -16,6 +16,7 @@ from penstock.engine.transport import MemoryNetwork
 from penstock.engine.turns import Turns
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
 from penstock.plan.schedule import forward_only
+from penstock.tracing.record import Track
 from penstock.zoo.weights import ModuleWeights
 from tests.worlds import Divided, divided_tower, poison, tower_inputs
 
@@ -143,6 +144,12 @@ def test_a_schedule_that_ends_too_early_says_so(halves: Divided) -> None:
             pass
 
         def release(self) -> None:
+            pass
+
+        def trace_taking(self, track: Track) -> None:
+            pass
+
+        def trace_giving(self, track: Track) -> None:
             pass
 
     weights = ModuleWeights(halves.model)

@@ -5,7 +5,7 @@ import math
 import sys
 from pathlib import Path
 
-from penstock.measure.calibrate import calibrate
+from penstock.engine.calibrate import calibrate
 from penstock.measure.messages import measure_messages
 from tests.processes import Running
 

@@ -18,6 +18,7 @@ from penstock.cli.options import (
     Pretrained,
     Seed,
     Threads,
+    Trace,
     WeightsFile,
     write_json,
 )
@@ -48,6 +49,7 @@ def infer(
     microbatch_size: MicrobatchSize = 1,
     num_images: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on behind the rows that are there.")] = False,
+    trace: Trace = None,
     weights: WeightsFile = None,
     pretrained: Pretrained = False,
     seed: Seed = 0,
@@ -80,7 +82,9 @@ def infer(
                 zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
                 stages=stages or (len(world.devices) if world else 2),
                 policy=policy, cuts=cut, plan=chosen_plan, weights=zoo.weights, threads=threads, world=world,
+                trace=trace,
             )  # fmt: skip
+            pipe.model_name = zoo.name
             _run(pipe, zoo, chosen, file, microbatch_size, json)
     except BaseException as error:
         if world is not None:

@@ -17,9 +17,9 @@ from penstock.cli.options import (
     parse_numbers,
     write_json,
 )
+from penstock.engine.calibrate import calibrate
 from penstock.engine.split import load_state
 from penstock.graph.capture import capture
-from penstock.measure.calibrate import calibrate
 from penstock.measure.loader import measure_loader
 from penstock.measure.messages import measure_messages
 from penstock.measure.profile import profile_graph, worker_bytes

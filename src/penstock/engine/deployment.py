@@ -3,14 +3,14 @@
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.bundle import LoadState
+from penstock.engine.edges import LocalEdge
 from penstock.engine.ends import JOIN_S, Ends
-from penstock.engine.executor import StageReport, serve
+from penstock.engine.executor import StageReport, StageSlot, serve
 from penstock.engine.jobs import (
     Parts,
     StagesJob,
@@ -23,11 +23,13 @@ from penstock.engine.jobs import (
 from penstock.engine.progress import STALL_S, StallWatch
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.streaming import Lane, Microbatch, StreamReport, stream_through
+from penstock.engine.traces import FeederTracer
 from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World, check_world
 from penstock.errors import ConnectionBroken, TransportError, UsageError
 from penstock.graph.program import StageProgram
 from penstock.plan.schedule import forward_only
+from penstock.tracing.trace import ProcessTrace
 
 # makes a stage's runtimes where they do not come from programs and weights
 MakeRuntimes = Callable[[int], Turns[StageRuntime]]
@@ -52,14 +54,17 @@ class Deployment:
         self, world: World, programs: Sequence[Turns[StageProgram]], load: LoadState | None, *,
         sizes: Mapping[str, int], threads: int, make: MakeRuntimes | None = None, ranks: Sequence[int] | None = None,
         parts: Parts | None = None, number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
+        tracer: FeederTracer | None = None,
     ) -> None:  # fmt: skip
         self.world = world
         self.symbols = programs[0].items[0].symbols
         ranks = check_world(world, len(programs)) if ranks is None else list(ranks)
         self.job = StagesJob(
             number=number, ranks=tuple(ranks), sizes=dict(sizes), depth=depth, threads=threads,
-            device_names=tuple(world.names),
+            device_names=tuple(world.names), trace=tracer is not None, trace_units=tracer is not None and tracer.units,
         )  # fmt: skip
+        self.tracer = tracer
+        self.traces: list[ProcessTrace] = []  # of the last stream's processes, where it was recorded
         self._window = (depth + 1) * len(programs) + depth
         self._executor: threading.Thread | None = None
         self._errors: queue.Queue[BaseException] = queue.Queue()
@@ -70,27 +75,36 @@ class Deployment:
         )
         try:
             send_stages(world.transport, self.job, programs, load, parts)
-            self._local = self._serve_own_stages(programs, load, make)
+            slots, self._local = self._build_own_stages(programs, load, make)
             self._outlet, self._inlet = feeder_edges(world.transport, self.job, programs[0], programs[-1], self._local)
+            if tracer is not None:
+                tracer.follow(self._outlet, self._inlet, self.job.ranks, slots)
+            self._serve(slots)
         except TransportError as error:
             raise world.explain(error) from error
         self.last_report = StreamReport()
 
-    def _serve_own_stages(
+    def _build_own_stages(
         self, programs: Sequence[Turns[StageProgram]], load: LoadState | None, make: MakeRuntimes | None
-    ) -> Mapping[int, Any]:
-        """Under torchrun the feeding process holds stages too; a thread of its own runs them."""
+    ) -> tuple[Mapping[int, StageSlot], Mapping[int, LocalEdge]]:
+        """Under torchrun the feeding process holds stages too."""
         own = [index for index, rank in enumerate(self.job.ranks) if rank == FEEDER]
         if not own:
-            return {}
+            return {}, {}
         runtimes = {index: _make_runtimes(index, programs[index], load, make) for index in own}
         slots, local = build_slots(self.world.transport, self.job, runtimes)
         tell_progress(self.world, self.job, slots)
+        return slots, local
+
+    def _serve(self, slots: Mapping[int, StageSlot]) -> None:
+        """Run this process's own stages, if it has any, in a thread."""
+        if not slots:
+            return
 
         def run() -> None:
             torch.set_num_threads(self.job.threads)
             try:
-                serve(slots, lambda: forward_only(own))
+                serve(slots, lambda: forward_only(sorted(slots)))
             except ConnectionBroken:
                 pass  # the feeding thread sees the same broken connection and explains it
             except Exception as error:
@@ -99,7 +113,6 @@ class Deployment:
 
         self._executor = threading.Thread(target=run, name="penstock-stages", daemon=True)
         self._executor.start()
-        return local
 
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
         """Feed microbatches and give their results in order; leaving early cancels and drains.
@@ -124,7 +137,13 @@ class Deployment:
     def finish(self) -> list[StageReport]:
         """End the stream under way: what is on its way is thrown away. Gives the stages' reports."""
         ends, self._stream = self._stream, None
-        return ends.finish() if ends is not None else []
+        reports = ends.finish() if ends is not None else []
+        if reports and self.tracer is not None:
+            try:
+                self.traces = self.tracer.gather(self.job.ranks)
+            except TransportError as error:
+                raise self.world.explain(error) from error
+        return reports
 
     def _open(self) -> Ends:
         return Ends(self.world, self.job, self._outlet, self._inlet, self._errors, self._watch, self._give_up)
@@ -170,12 +189,18 @@ class Replicas:
     def __init__(self, deployments: Sequence[Deployment], order: Sequence[int] | None = None) -> None:
         self.deployments = tuple(deployments)
         self._order = tuple(order) if order is not None else tuple(range(len(deployments)))
+        self.tracer = self.deployments[0].tracer
         self.last_report = StreamReport()
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """The sizes of the largest microbatch."""
         return self.deployments[0].sizes
+
+    @property
+    def traces(self) -> list[ProcessTrace]:
+        """What the processes recorded of the last stream, the feeding one first; empty where nothing was."""
+        return self.deployments[0].traces
 
     @property
     def world(self) -> World:
@@ -189,12 +214,17 @@ class Replicas:
         for deployment in self.deployments:
             deployment.last_report = report
         try:
-            yield from stream_through(lanes, self.deployments[0].symbols, microbatches, report)
+            recorder = self.tracer.recorder if self.tracer else None
+            yield from stream_through(lanes, self.deployments[0].symbols, microbatches, report, recorder)
         except TransportError as error:
             self.world.health.report(error)  # the stages are out of step: nothing more can be streamed
             raise
         finally:
             report.stages = [stage for deployment in self.deployments for stage in deployment.finish()]
+            if self.tracer is not None and report.stages:
+                traces = [self.tracer.own(), *(t for deployment in self.deployments for t in deployment.traces)]
+                for deployment in self.deployments:
+                    deployment.traces = traces
 
     def abandon(self) -> None:
         """End at once, whatever is under way; nothing more can be streamed."""

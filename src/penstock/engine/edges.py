@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.layout import copy_exactly
-from penstock.engine.messages import CLOSE, Formats, Message
+from penstock.engine.messages import CLOSE, Formats, Message, size_of
 from penstock.engine.transport import Pending, Transport
 from penstock.errors import ConnectionBroken
+from penstock.tracing.record import Track
 
 _POLL_S = 0.1
 
@@ -28,12 +29,18 @@ class Inlet(Protocol):
     def release(self) -> None:
         """Give back the memory of the oldest message taken."""
 
+    def trace_taking(self, track: Track) -> None:
+        """Record on a track what comes in."""
+
 
 class Outlet(Protocol):
     """Where messages go out, in order."""
 
     def put(self, message: Message) -> None:
         """Send a message; the tensors are copied before this returns."""
+
+    def trace_giving(self, track: Track) -> None:
+        """Record on a track what goes out."""
 
 
 class RemoteInlet:
@@ -46,15 +53,21 @@ class RemoteInlet:
         self._format = layout
         self._posted: deque[tuple[Pending, Tensor]] = deque()
         self._taken: deque[Tensor] = deque()
+        self._track: Track | None = None
         for _ in range(depth):
             self._post(torch.zeros(num_bytes, dtype=torch.uint8))
 
     def take(self) -> Message:
         """Wait for the next message."""
         pending, buffer = self._posted.popleft()
+        track = self._track
+        begin_s = track.now() if track else 0.0
         pending.wait()
+        arrived_s = track.now() if track else 0.0
         message = self._format.read(buffer)
         self._taken.append(buffer)
+        if track:
+            track.took(message.index, begin_s, arrived_s, size_of(buffer))
         if message.kind == CLOSE:
             self._drain()
         return message
@@ -65,6 +78,10 @@ class RemoteInlet:
 
     def _post(self, buffer: Tensor) -> None:
         self._posted.append((self._transport.receive(buffer, self._source, self._channel), buffer))
+
+    def trace_taking(self, track: Track) -> None:
+        """Record on a track what comes in."""
+        self._track = track
 
     def _drain(self) -> None:
         """Nothing may stay posted on a channel that is done: the sender sends CLOSE once for each buffer."""
@@ -83,6 +100,7 @@ class RemoteOutlet:
         self._free = deque(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(depth))
         self._sending: deque[tuple[Pending, Tensor]] = deque()
         self._depth = depth
+        self._track: Track | None = None
 
     def put(self, message: Message) -> None:
         """Wait for a free buffer, lay the message out in it and send it."""
@@ -92,14 +110,23 @@ class RemoteOutlet:
             while self._sending:
                 self._sending.popleft()[0].wait()
 
+    def trace_giving(self, track: Track) -> None:
+        """Record on a track what goes out."""
+        self._track = track
+
     def _send(self, message: Message) -> None:
+        track = self._track
+        begin_s = track.now() if track else 0.0
         if self._free:
             buffer = self._free.popleft()
         else:
             pending, buffer = self._sending.popleft()
             pending.wait()
+        room_s = track.now() if track else 0.0
         num_bytes = self._format.write(message, buffer)
         self._sending.append((self._transport.send(buffer[:num_bytes], self._to, self._channel), buffer))
+        if track:
+            track.gave(message.index, begin_s, room_s, num_bytes)
 
 
 class LocalEdge:
@@ -114,9 +141,20 @@ class LocalEdge:
             self._places.put(None)
         self._copies = copies
         self._aborted = False
+        self._taking: Track | None = None
+        self._giving: Track | None = None
+
+    def trace_taking(self, track: Track) -> None:
+        """Record on a track what comes in."""
+        self._taking = track
+
+    def trace_giving(self, track: Track) -> None:
+        """Record on a track what goes out."""
+        self._giving = track
 
     def take(self) -> Message:
         """Wait for the next message."""
+        begin_s = self._taking.now() if self._taking else 0.0
         while True:
             try:
                 message = self._messages.get(timeout=_POLL_S)
@@ -125,6 +163,8 @@ class LocalEdge:
                 continue
             if self._bounded:
                 self._places.put(None)
+            if self._taking:
+                self._taking.took(message.index, begin_s, self._taking.now(), 0)
             return message
 
     def release(self) -> None:
@@ -137,15 +177,19 @@ class LocalEdge:
 
     def offer(self, message: Message, timeout_s: float) -> bool:
         """Hand over a copy if there is room within some seconds; tells whether there was."""
+        begin_s = self._giving.now() if self._giving else 0.0
         try:
             if self._bounded:
                 self._places.get(timeout=timeout_s)
         except queue.Empty:
             return False
+        room_s = self._giving.now() if self._giving else 0.0
         if self._copies:
             copies = [copy_exactly(tensor) for tensor in message.tensors]
             message = Message(message.kind, message.index, message.sizes, copies, message.body)
         self._messages.put(message)
+        if self._giving:
+            self._giving.gave(message.index, begin_s, room_s, 0)
         return True
 
     def abort(self) -> None:

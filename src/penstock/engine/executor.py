@@ -7,15 +7,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from penstock.engine.edges import Inlet, Outlet
+from penstock.engine.layout import copy_exactly
 from penstock.engine.memory import anonymous_bytes
 from penstock.engine.messages import CLOSE, DATA, END, Message
 from penstock.engine.progress import Progress
-from penstock.engine.runtime import StageRuntime
+from penstock.engine.reference import measure_alone
+from penstock.engine.runtime import Runtime, StageRuntime
 from penstock.engine.turns import Turns
 from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.plan.schedule import Action
+from penstock.tracing.record import Recorder
+from penstock.tracing.trace import Alone
 
 
 @dataclass(slots=True)
@@ -50,6 +55,9 @@ class StageSlot:
     clock: Callable[[], float] = field(default=time.perf_counter)
     progress: Progress = field(default_factory=Progress)
     began_cpu_s: float = 0.0
+    recorder: Recorder | None = None
+    kept: dict[int, Message] = field(default_factory=dict)  # a microbatch for each turn, to run again alone
+    alone: Alone | None = None
 
     def start_report(self) -> None:
         """Begin counting for another stream."""
@@ -69,9 +77,15 @@ def carry_out(actions: Iterable[Action], stages: Mapping[int, Performer]) -> Non
         stages[action.stage].perform(action)
 
 
-def serve(slots: Mapping[int, StageSlot], schedule: Callable[[], Iterable[Action]]) -> None:
-    """Run stream after stream until a CLOSE message comes; every stream starts the schedule again."""
+def serve(
+    slots: Mapping[int, StageSlot], schedule: Callable[[], Iterable[Action]], ended: Callable[[], None] = lambda: None
+) -> None:
+    """Run stream after stream until a CLOSE message comes; every stream starts the schedule again.
+
+    `ended` is called behind each stream.
+    """
     while execute(schedule(), slots) != CLOSE:
+        ended()
         for slot in slots.values():
             slot.start_report()
 
@@ -111,11 +125,15 @@ def _forward(slot: StageSlot, microbatch: int) -> int:
     cpu_s = time.thread_time()
     sizes = dict(zip(runtime.program.symbols, message.sizes, strict=True))
     try:
-        outputs = runtime(sizes, message.tensors)
+        outputs = _run(slot, runtime, sizes, message)
     except RunError as error:
         raise RunError(f"stage {slot.index}, microbatch {microbatch}: {error}") from error
     computed = slot.clock()
-    report.compute_cpu_s += time.thread_time() - cpu_s
+    cpu_s = time.thread_time() - cpu_s
+    report.compute_cpu_s += cpu_s
+    if slot.recorder is not None:
+        slot.recorder.span("compute", slot.index, microbatch, taken, computed, "F", cpu_s=cpu_s)
+        slot.recorder.sample(computed)
     slot.progress.computed += 1
     slot.outlet.put(Message(DATA, message.index, message.sizes, outputs))
     slot.progress.passed += 1
@@ -127,6 +145,24 @@ def _forward(slot: StageSlot, microbatch: int) -> int:
     report.compute_s += computed - taken
     report.send_s += slot.clock() - computed
     return DATA
+
+
+def _run(slot: StageSlot, runtime: StageRuntime, sizes: Mapping[str, int], message: Message) -> list[Tensor]:
+    """Compute; where it is recorded, operation by operation if asked for."""
+    recorder = slot.recorder
+    if recorder is None:
+        return runtime(sizes, message.tensors)
+    turn = message.index % len(slot.runtimes.order)
+    if turn == message.index and turn not in slot.kept:
+        slot.kept[turn] = Message(DATA, turn, message.sizes, [copy_exactly(t) for t in message.tensors])
+    if not recorder.units or not isinstance(runtime, Runtime):
+        return runtime(sizes, message.tensors)
+    at_s = recorder.clock()
+    outputs, seconds = runtime.watched(sizes, message.tensors, recorder.clock)
+    for op, taken_s in zip(runtime.program.ops, seconds, strict=True):
+        recorder.span("unit", slot.index, message.index, at_s, at_s + taken_s, op.name)
+        at_s += taken_s
+    return outputs
 
 
 def _take(slot: StageSlot, microbatch: int) -> Message:
@@ -153,6 +189,8 @@ def _pass_on(slot: StageSlot, message: Message) -> None:
         if slot.report.num_microbatches:
             slot.report.cpu_s = time.process_time() - slot.began_cpu_s
             slot.report.memory_bytes = anonymous_bytes()
+            if slot.kept:
+                slot.alone = measure_alone(slot.index, slot.runtimes, list(slot.kept.values()))
         reports = json.loads(message.body or b"[]")
         body = json.dumps([*reports, asdict(slot.report)]).encode()
     slot.progress.computed += 1

@@ -53,6 +53,8 @@ class StagesJob:
     depth: int
     threads: int
     device_names: tuple[str, ...]
+    trace: bool = False
+    trace_units: bool = False
 
 
 def send_stages(
@@ -72,6 +74,7 @@ def send_stages(
             "depth": job.depth, "threads": job.threads, "device_names": list(job.device_names),
             "programs": texts, "turns": list(parts.order if parts else programs[0].order),
             "plan": parts.plan if parts else "", "devices": list(parts.devices) if parts else [],
+            "trace": job.trace, "trace_units": job.trace_units,
         }  # fmt: skip
         send_bytes(transport, json.dumps(document).encode(), rank)
         if load is not None:
@@ -168,6 +171,8 @@ def read_stages(
         depth=int(document["depth"]),
         threads=int(document["threads"]),
         device_names=tuple(str(name) for name in document["device_names"]),
+        trace=bool(document["trace"]),
+        trace_units=bool(document["trace_units"]),
     )
     order = [int(turn) for turn in document["turns"]]
     runtimes: dict[int, Turns[StageRuntime]] = {}

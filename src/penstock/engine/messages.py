@@ -24,7 +24,7 @@ from penstock.graph.ops import Value
 
 _MAGIC = 0x504E53544F434B31  # "PNSTOCK1"
 _HEADER = struct.Struct("<QIIqQQq")
-_INDEX = 3
+_INDEX, _TOTAL = 3, 4
 _CHECKSUM = struct.Struct("<q")
 _CHECKSUM_AT = _HEADER.size - _CHECKSUM.size
 _LAYOUTS_AT = 64
@@ -226,6 +226,11 @@ class Formats:
         """Read a message; its tensors are views of the buffer. Raises `TransportError` for a damaged one."""
         # a damaged index leads to some other format, whose checksum then does not fit
         return self._turns[_HEADER.unpack_from(memoryview(buffer.numpy()))[_INDEX]].read(buffer)  # type: ignore[arg-type]
+
+
+def size_of(buffer: Tensor) -> int:
+    """Give the bytes of the message that lies in a buffer."""
+    return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_TOTAL])  # type: ignore[arg-type]
 
 
 def _keep(kept: dict[tuple[int, int, bytes], _T], key: tuple[int, int, bytes], item: _T) -> None:

@@ -10,6 +10,7 @@ from penstock.engine.jobs import Parts, load_part
 from penstock.engine.progress import STALL_S
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.split import divide_plan, order_of
+from penstock.engine.traces import FeederTracer
 from penstock.engine.turns import Turns
 from penstock.engine.world import World
 from penstock.errors import PlanError
@@ -21,8 +22,9 @@ from penstock.spec.plan import Pipeline, Plan
 
 
 def place(
-    world: World, graph: Graph, plan: Plan, load: LoadState, *, threads: int, number: int = 0, stall_s: float = STALL_S
-) -> Replicas:
+    world: World, graph: Graph, plan: Plan, load: LoadState, *, threads: int, number: int = 0, stall_s: float = STALL_S,
+    tracer: FeederTracer | None = None,
+) -> Replicas:  # fmt: skip
     """Send every device its stages and give what streams through them.
 
     Pipelines take jobs from `number` on. Raises `PlanError` where the plan is of another model, names a device
@@ -33,7 +35,7 @@ def place(
     deployments = [
         Deployment(
             world, programs, load, sizes=sizes, threads=threads, ranks=_places(pipeline, ranks),
-            number=number + index, depth=plan.depth, stall_s=stall_s,
+            number=number + index, depth=plan.depth, stall_s=stall_s, tracer=tracer,
         )
         for index, (pipeline, programs) in enumerate(zip(plan.pipelines, divide_plan(graph, plan), strict=True))
     ]  # fmt: skip

@@ -89,6 +89,12 @@ class Runtime:
 
     def timed(self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]) -> list[float]:
         """Run on one microbatch and give the seconds of every operation."""
+        return self.watched(sizes, inputs, clock)[1]
+
+    def watched(
+        self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]
+    ) -> tuple[list[Tensor], list[float]]:
+        """Run on one microbatch; gives the outputs, and the seconds of every operation of the program."""
         bound = self.bind(sizes)
         registers = bound.registers.copy()
         for index, tensor in zip(self._inputs, inputs, strict=True):
@@ -100,7 +106,7 @@ class Runtime:
             after = clock()
             seconds.append(after - before)
             before = after
-        return seconds
+        return [registers[index] for index in self._outputs], seconds
 
     def bind(self, sizes: Mapping[str, int]) -> _Bound:
         """Decide everything that depends on sizes alone; kept for the next microbatch of the same size."""

@@ -11,6 +11,7 @@ from penstock.engine.executor import StageReport
 from penstock.engine.messages import DATA, Message
 from penstock.engine.turns import Turns
 from penstock.errors import TransportError
+from penstock.tracing.record import FEEDER_STAGE, Recorder
 
 Microbatch = tuple[Sequence[Tensor], Mapping[str, int]]
 
@@ -57,13 +58,14 @@ class Lane:
 
 
 def stream_through(
-    lanes: Turns[Lane], symbols: Sequence[str], microbatches: Iterable[Microbatch], report: StreamReport
-) -> Generator[list[Tensor], None, None]:
+    lanes: Turns[Lane], symbols: Sequence[str], microbatches: Iterable[Microbatch], report: StreamReport,
+    recorder: Recorder | None = None,
+) -> Generator[list[Tensor], None, None]:  # fmt: skip
     """Feed microbatches to the lanes whose turn it is and give results in order, writing the report as it goes.
 
     An exception of `microbatches` itself comes out here; ending the lanes is the caller's.
     """
-    source = iter(microbatches)
+    source = iter(microbatches) if recorder is None else _recorded(iter(microbatches), recorder)
     begin = time.perf_counter()
     exhausted = False
     fed = taken = 0
@@ -84,6 +86,19 @@ def stream_through(
             report.fill_s = report.results_s[0]
             report.num_microbatches = taken
             yield tensors
+
+
+def _recorded(source: Iterator[Microbatch], recorder: Recorder) -> Iterator[Microbatch]:
+    """Record how long each microbatch's data takes to load."""
+    number = 0
+    while True:
+        begin_s, cpu_s = recorder.clock(), time.thread_time()
+        following = next(source, None)
+        if following is None:
+            return
+        recorder.span("load", FEEDER_STAGE, number, begin_s, recorder.clock(), cpu_s=time.thread_time() - cpu_s)
+        number += 1
+        yield following
 
 
 def _feed(lane: Lane, source: Iterator[Microbatch], symbols: Sequence[str], report: StreamReport) -> bool:

@@ -16,6 +16,7 @@ from penstock.engine.alone import do_alone
 from penstock.engine.executor import serve
 from penstock.engine.jobs import MakeRuntime, build_slots, read_stages, receive_job, tell_progress
 from penstock.engine.peer import do_peer
+from penstock.engine.traces import follow_stages
 from penstock.engine.transport import send_bytes
 from penstock.engine.world import FEEDER, World, join_local
 from penstock.errors import PenstockError, TransportError
@@ -54,7 +55,7 @@ def do_job(
     torch.set_num_threads(job.threads)
     slots, _ = build_slots(world.transport, job, runtimes)
     tell_progress(world, job, slots)
-    serve(slots, lambda: forward_only(sorted(slots)))
+    serve(slots, lambda: forward_only(sorted(slots)), follow_stages(world, job, slots))
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from penstock.engine.gloo import GlooTransport, local_address
 from penstock.engine.health import Health, Verdict
 from penstock.engine.transport import Transport
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
+from penstock.tracing.record import Clock
 
 FEEDER = 0
 # a script that makes several pipelines joins several times; all its processes count alike
@@ -60,6 +61,7 @@ class World:
     hosts: list[str] = field(default_factory=list)  # each rank's, as plans name devices
     cores: int | None = None  # of this process alone, where it shares a machine with others of the same run
     reason_s: float = _REASON_S
+    clock: Clock = time.perf_counter  # of everything that is recorded in this process
 
     @property
     def rank(self) -> int:

@@ -8,11 +8,11 @@ from itertools import combinations, pairwise
 
 import torch
 
+from penstock.engine.calibrate import calibrate
 from penstock.engine.jobs import send_leave
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World
-from penstock.measure.calibrate import calibrate
 from penstock.measure.messages import measure_messages
 from penstock.measure.profile import MessageCosts
 

@@ -4,6 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +31,7 @@ from penstock.engine.progress import STALL_S
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.split import choose_cuts, divide_in_turns, load_state
 from penstock.engine.streaming import Microbatch, StreamReport
+from penstock.engine.traces import FeederTracer, follow_stages
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
@@ -40,6 +42,8 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.plan.schedule import forward_only
 from penstock.spec.plan import Plan
+from penstock.stream.facts import stream_facts
+from penstock.tracing.trace import write_run
 from penstock.train.batches import Call
 from penstock.train.captured import advising
 from penstock.train.methods import TrainingMethods, trains
@@ -68,6 +72,8 @@ class Pipeline(TrainingMethods):
         weights: where tensors are read from, one at a time; the model itself where not given.
         threads: per stage; what this machine's cores allow where not given.
         depth: microbatches that may wait at a cut.
+        trace: a folder for what a stream did and when, which `penstock report` reads; each stream replaces the last.
+        trace_units: also record every operation, which costs a few percent.
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
             counts as lost; longer than the slowest link takes for one message. In training, while all wait.
 
@@ -109,10 +115,16 @@ class Pipeline(TrainingMethods):
         seed: int = 0,
         autocast: torch.dtype | None = None,
         checkpointing: bool = False,
+        trace: str | Path | None = None,
+        trace_units: bool = False,
     ) -> None:
+        self._trace = Path(trace) if trace is not None else None
+        self._trace_units = trace_units
+        self.model_name = type(model).__name__
         self._deployment: Deployment | Replicas
         self._owns_world = world is None
         self._closed = False
+        self._plan: Plan | None = None
         args, kwargs = _example(args, kwargs)
         if trains(model) and (world is None or world.workers is None):
             self._prepare_training(
@@ -159,7 +171,10 @@ class Pipeline(TrainingMethods):
                     world = self._world = world or start_local(len(plan.devices))
                     self.threads = threads or threads_per_stage(world)
                     self.cuts = tuple(Cuts(self.graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
-                    self._deployment = place(world, self.graph, plan, load, threads=self.threads, stall_s=stall_s)
+                    self._deployment = place(
+                        world, self.graph, plan, load, threads=self.threads, stall_s=stall_s, tracer=self._tracer()
+                    )
+                    self._plan = plan
                     return
                 count = stages or (len(world.devices) if world else 4)
                 self.cuts = _choose(self.graph, count, policy, cuts)
@@ -182,7 +197,7 @@ class Pipeline(TrainingMethods):
             self.threads = threads or threads_per_stage(world)
             self._deployment = Deployment(
                 world, programs, load, make=make,
-                sizes=sizes, threads=self.threads, depth=depth, stall_s=stall_s,
+                sizes=sizes, threads=self.threads, depth=depth, stall_s=stall_s, tracer=self._tracer(),
             )  # fmt: skip
         except BaseException as error:
             if world is not None and self._owns_world:
@@ -197,6 +212,7 @@ class Pipeline(TrainingMethods):
             torch.set_num_threads(job.threads)
             self._slots, _ = build_slots(self._world.transport, job, runtimes)
             tell_progress(self._world, job, self._slots)
+            self._stream_ended = follow_stages(self._world, job, self._slots)
         except TransportError as error:
             raise self._world.explain(error) from error
         except Exception as error:
@@ -229,9 +245,13 @@ class Pipeline(TrainingMethods):
                 shapes.append(sizes)
                 yield tensors, sizes
 
-        with contextlib.closing(self._deployment.stream(bound())) as results:
-            for tensors in results:
-                yield build_output(self.graph, tensors, shapes.popleft())
+        try:
+            with contextlib.closing(self._deployment.stream(bound())) as results:
+                for tensors in results:
+                    yield build_output(self.graph, tensors, shapes.popleft())
+        finally:
+            if self._trace is not None and self._deployment.traces:
+                self._write_trace(self._trace)
 
     def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
         """Run one batch of any size: cut into microbatches, streamed, and put together again.
@@ -280,11 +300,23 @@ class Pipeline(TrainingMethods):
             slot.start_report()
         try:
             self._closed = execute(forward_only(sorted(self._slots)), self._slots) == CLOSE
+            if not self._closed:
+                self._stream_ended()
         except TransportError as error:
             raise self._world.explain(error) from error
         except Exception as error:
             self._world.health.report(error)
             raise
+
+    def _tracer(self) -> FeederTracer | None:
+        return FeederTracer(self._world, units=self._trace_units) if self._trace is not None else None
+
+    def _write_trace(self, folder: Path) -> None:
+        facts = stream_facts(
+            self._deployment, self.last_report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
+            threads=self.threads, plan=self._plan,
+        )  # fmt: skip
+        write_run(folder, facts, self._deployment.traces)
 
     @property
     def last_report(self) -> StreamReport:

@@ -8,11 +8,12 @@ from torch.nn import functional
 _BLOCKS, _ROWS, _WIDTH = 12, 197, 384
 
 
-def calibrate(seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False) -> float:
+def calibrate(seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False, rounds: int = 3) -> float:
     """Give the seconds that one round of a small transformer's matrix products takes here.
 
     The weights do not fit in most caches, as a model's do not. Rounds are repeated for at least `seconds`, so a CPU
-    quota that comes in short slices evens out; `by_cpu` counts this thread's own CPU seconds.
+    quota that comes in short slices evens out, and at least `rounds` times; `by_cpu` counts this thread's own CPU
+    seconds.
 
     Example:
         speed = profile.calibration_s / calibrate()
@@ -27,11 +28,11 @@ def calibrate(seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False) -
     clock = time.thread_time if by_cpu else time.perf_counter
     with torch.inference_mode():
         _round(rows, weights)
-        begin, started, rounds = clock(), time.perf_counter(), 0
-        while rounds < 3 or time.perf_counter() - started < seconds:
+        begin, started, done = clock(), time.perf_counter(), 0
+        while done < rounds or time.perf_counter() - started < seconds:
             _round(rows, weights)
-            rounds += 1
-        return (clock() - begin) / rounds
+            done += 1
+        return (clock() - begin) / done
 
 
 def _round(rows: torch.Tensor, weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -1,0 +1,79 @@
+"""What a device and its stages can do by themselves, against which a run is held."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from penstock.cluster.launch import quota_cores
+from penstock.engine.calibrate import calibrate
+from penstock.engine.messages import Message
+from penstock.engine.runtime import StageRuntime
+from penstock.engine.turns import Turns
+from penstock.tracing.trace import Alone, Machine
+
+# long enough for CPU quotas, which come in slices of some milliseconds, to even out
+_ALONE_S = 0.3
+_LEAST_ROUNDS = 3
+_BYTES = 2**20
+_BYTE_ROUNDS = 8
+
+
+def measure_alone(stage: int, runtimes: Turns[StageRuntime], kept: Sequence[Message]) -> Alone:
+    """Run a stage again on microbatches that it had, one for each turn, with no messages in between."""
+    count = 0
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    while count < _LEAST_ROUNDS or time.perf_counter() - begin_s < _ALONE_S:
+        for message in kept:
+            runtime = runtimes[message.index]
+            runtime(dict(zip(runtime.program.symbols, message.sizes, strict=True)), message.tensors)
+        count += 1
+    num = count * len(kept)
+    return Alone(stage, (time.perf_counter() - begin_s) / num, (time.process_time() - begin_cpu_s) / num)
+
+
+def measure_machine() -> Machine:
+    """Measure how fast this device is, how many CPUs it may use, and what a byte costs it to send."""
+    threads = torch.get_num_threads()
+    try:
+        seconds = calibrate(0.0, by_cpu=True, rounds=2)
+    finally:
+        torch.set_num_threads(threads)
+    return Machine(seconds, usable_cpus(), byte_seconds())
+
+
+def usable_cpus() -> float:
+    """Give how many CPUs this process may use, a fraction where a quota says so."""
+    quota = float(os.environ["PENSTOCK_CPU"]) if "PENSTOCK_CPU" in os.environ else quota_cores()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(float(cores), quota or float(cores))
+
+
+def byte_seconds() -> float:
+    """Give the CPU seconds that one side of a message takes per byte: copied, added up, and through a socket."""
+    source, target = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(_BYTES, dtype=torch.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    with near, far:
+        reader = threading.Thread(target=_read, args=(far,), daemon=True)
+        begin_s = time.process_time()
+        reader.start()
+        for _ in range(_BYTE_ROUNDS):
+            target.copy_(source)
+            int(target.view(torch.int64).sum())
+            int(target.view(torch.int64).sum())
+            near.sendall(memoryview(target.numpy()))  # type: ignore[arg-type]
+        near.shutdown(socket.SHUT_WR)
+        reader.join()
+        # both sides were this process: a copy, two sums, the system's sending and receiving
+        return (time.process_time() - begin_s) / (2 * _BYTES * _BYTE_ROUNDS)
+
+
+def _read(connection: socket.socket) -> None:
+    room = memoryview(bytearray(2**18))
+    while connection.recv_into(room):
+        pass

@@ -1,0 +1,174 @@
+"""What a traced run leaves in its folder: one file for each process, and what all of them have in common."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.errors import DataError, UsageError
+from penstock.tracing.clock import Alignment, Reading
+
+RUN_FILE = "run.json"
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something that took time: seconds on the process's clock until `align` has been called."""
+
+    kind: str
+    name: str
+    stage: int
+    microbatch: int
+    begin_s: float
+    end_s: float
+    num_bytes: int = 0
+    cpu_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.begin_s
+
+
+class Counter(msgspec.Struct, frozen=True, array_like=True):
+    """A value at a moment."""
+
+    name: str
+    at_s: float
+    value: float
+
+
+class Alone(msgspec.Struct, frozen=True):
+    """What a stage takes by itself on its device, with no messages: seconds and CPU seconds per microbatch."""
+
+    stage: int
+    seconds: float
+    cpu_s: float
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What a device can do: seconds of a round of reference work, the CPUs that it may use, CPU seconds per byte sent.
+
+    `byte_s` is for one side of a message: laid out or checked, and through the system's network.
+    """
+
+    calibration_s: float = 0.0
+    cpus: float = 1.0
+    byte_s: float = 0.0
+
+
+class ProcessTrace(msgspec.Struct, frozen=True):
+    """Everything that one process recorded during one stream."""
+
+    rank: int
+    device: str
+    spans: tuple[Span, ...] = ()
+    counters: tuple[Counter, ...] = ()
+    alone: tuple[Alone, ...] = ()
+    machine: Machine = Machine()
+    readings: tuple[Reading, ...] = ()
+    alignment: Alignment = Alignment()
+    num_dropped: int = 0
+    version: int = 1
+
+    def aligned(self) -> "ProcessTrace":
+        """Give the same with all moments on the feeding process's clock."""
+        align = self.alignment.align
+        spans = tuple(msgspec.structs.replace(s, begin_s=align(s.begin_s), end_s=align(s.end_s)) for s in self.spans)
+        counters = tuple(msgspec.structs.replace(c, at_s=align(c.at_s)) for c in self.counters)
+        return msgspec.structs.replace(self, spans=spans, counters=counters)
+
+
+class StageTotals(msgspec.Struct, frozen=True):
+    """A stage's sums over a stream, as its process counted them."""
+
+    stage: int
+    device: str
+    num_microbatches: int
+    compute_s: float
+    compute_cpu_s: float
+    cpu_s: float
+    wait_s: float
+    send_s: float
+    memory_bytes: float = 0.0
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds for the whole run.
+
+    - `ranks`: the process of every stage; `devices`: every rank's name, `hosts` what plans call it;
+    - `bandwidths`: bytes per second of each rank's link, where known;
+    - `serial_s`: seconds of a microbatch through the whole model on one device, where that was measured.
+    """
+
+    kind: str
+    model: str
+    ranks: tuple[int, ...]
+    devices: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
+    cuts: tuple[str, ...] = ()
+    num_microbatches: int = 0
+    num_rows: int = 0
+    depth: int = 2
+    threads: int = 1
+    total_s: float = 0.0
+    results_s: tuple[float, ...] = ()
+    bandwidths: tuple[float | None, ...] = ()
+    stages: tuple[StageTotals, ...] = ()
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
+    plan: dict[str, Any] | None = None
+    serial_s: float | None = None
+    num_steps: int = 0
+    version: int = 1
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A run's folder, read: facts and processes, all of them on the clock of the one that feeds."""
+
+    facts: RunFacts
+    processes: tuple[ProcessTrace, ...]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The spans of all processes in the order in which they began."""
+        return sorted((s for process in self.processes for s in process.spans), key=lambda s: s.begin_s)
+
+
+def write_run(folder: str | os.PathLike[str], facts: RunFacts, processes: list[ProcessTrace]) -> None:
+    """Write a run's files; those of an earlier run in the same folder are replaced.
+
+    Example:
+        write_run("runs/one", facts, traces)
+
+    Raises `UsageError` where the folder cannot be written.
+    """
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for old in place.glob("trace-*.json"):
+            old.unlink()
+        (place / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
+        for process in processes:
+            (place / f"trace-{process.rank}.json").write_bytes(msgspec.json.encode(process))
+    except OSError as error:
+        raise UsageError(f"{place} cannot be written ({error.strerror}); choose another folder") from None
+
+
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """Read a run's folder; raises `DataError` where it is not one.
+
+    Example:
+        read_run("runs/one").facts.total_s
+    """
+    place = Path(folder)
+    if not (place / RUN_FILE).is_file():
+        raise DataError(
+            f"{place} is not the folder of a run: it has no {RUN_FILE}; make one with infer --trace {place}"
+        )
+    try:
+        facts = msgspec.json.decode((place / RUN_FILE).read_bytes(), type=RunFacts)
+        files = sorted(place.glob("trace-*.json"), key=lambda file: int(file.stem.partition("-")[2]))
+        processes = [msgspec.json.decode(file.read_bytes(), type=ProcessTrace) for file in files]
+    except (msgspec.MsgspecError, ValueError, OSError) as error:
+        raise DataError(f"{place} does not hold what a run leaves: {error}; run it again with --trace") from None
+    return Run(facts, tuple(process.aligned() for process in processes))

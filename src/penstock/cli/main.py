@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, schedule, split, train
+from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, report, schedule, split, train
 from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.errors import PenstockError, UsageError
 
@@ -27,6 +27,7 @@ app.command("train")(train.train)
 app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
 app.add_typer(hosts.app, name="hosts")
+app.command("report")(report.report)
 app.command("schedule")(schedule.schedule)
 app.add_typer(lab.app, name="lab")
 

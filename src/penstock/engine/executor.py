@@ -58,6 +58,7 @@ class StageSlot:
     recorder: Recorder | None = None
     kept: dict[int, Message] = field(default_factory=dict)  # a microbatch for each turn, to run again alone
     alone: Alone | None = None
+    computed_at: tuple[float, float] | None = None  # the last computation's end, by the clock and in CPU seconds
 
     def start_report(self) -> None:
         """Begin counting for another stream."""
@@ -132,8 +133,7 @@ def _forward(slot: StageSlot, microbatch: int) -> int:
     cpu_s = time.thread_time() - cpu_s
     report.compute_cpu_s += cpu_s
     if slot.recorder is not None:
-        slot.recorder.span("compute", slot.index, microbatch, taken, computed, "F", cpu_s=cpu_s)
-        slot.recorder.sample(computed)
+        _record(slot, slot.recorder, microbatch, taken, computed, cpu_s)
     slot.progress.computed += 1
     slot.outlet.put(Message(DATA, message.index, message.sizes, outputs))
     slot.progress.passed += 1
@@ -145,6 +145,18 @@ def _forward(slot: StageSlot, microbatch: int) -> int:
     report.compute_s += computed - taken
     report.send_s += slot.clock() - computed
     return DATA
+
+
+def _record(slot: StageSlot, recorder: Recorder, microbatch: int, taken: float, computed: float, cpu_s: float) -> None:
+    """Record a computation, and the CPU time that this thread took since the last one."""
+    now_cpu_s = time.thread_time()
+    if slot.computed_at is not None and microbatch:
+        before_s, before_cpu_s = slot.computed_at
+        between_s = now_cpu_s - cpu_s - before_cpu_s
+        recorder.span("between", slot.index, microbatch, before_s, taken, cpu_s=between_s)
+    slot.computed_at = computed, now_cpu_s
+    recorder.span("compute", slot.index, microbatch, taken, computed, "F", cpu_s=cpu_s)
+    recorder.sample(computed)
 
 
 def _run(slot: StageSlot, runtime: StageRuntime, sizes: Mapping[str, int], message: Message) -> list[Tensor]:

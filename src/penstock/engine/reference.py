@@ -16,7 +16,7 @@ from penstock.engine.turns import Turns
 from penstock.tracing.trace import Alone, Machine
 
 # long enough for CPU quotas, which come in slices of some milliseconds, to even out
-_ALONE_S = 0.3
+_ALONE_S = 0.6
 _LEAST_ROUNDS = 3
 _BYTES = 2**20
 _BYTE_ROUNDS = 8

@@ -3,21 +3,25 @@
 import datetime
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 
 import msgspec
 import torch
 
 from penstock.engine.deployment import Deployment, Replicas
 from penstock.engine.streaming import StreamReport
+from penstock.graph.cuts import Cuts
+from penstock.graph.graph import Graph
+from penstock.graph.work import count_work
 from penstock.spec.plan import Plan
 from penstock.tracing.trace import RunFacts, StageTotals
 
 
 def stream_facts(
     deployment: Deployment | Replicas, report: StreamReport, *, model: str, cuts: Sequence[str], threads: int,
-    plan: Plan | None = None, serial_s: float | None = None,
+    plan: Plan | None = None, serial_s: float | None = None, units: Sequence[tuple[str, float, float]] = (),
 ) -> RunFacts:  # fmt: skip
     """Describe a stream that has ended, for its run's folder."""
     parts = deployment.deployments if isinstance(deployment, Replicas) else (deployment,)
@@ -29,7 +33,18 @@ def stream_facts(
         num_microbatches=report.num_microbatches, num_rows=report.num_rows, total_s=report.total_s,
         results_s=tuple(report.results_s), stages=tuple(StageTotals(**asdict(stage)) for stage in report.stages),
         environment=environment(), plan=msgspec.to_builtins(plan) if plan is not None else None, serial_s=serial_s,
+        units=tuple(units),
     )  # fmt: skip
+
+
+def units_of(graph: Graph, sizes: Mapping[str, int]) -> list[tuple[str, float, float]]:
+    """Give what lies between the possible cuts: the cut in front, the counted work, the bytes that cross there."""
+    work = count_work(graph, sizes)
+    cuts = list(Cuts(graph))
+    bounds = [0, *(cut.position for cut in cuts), len(work)]
+    inputs = float(sum(value.num_bytes(sizes) for value in graph.tensor_inputs()))
+    fronts = [("input", inputs), *((cut.name, float(cut.num_bytes(sizes))) for cut in cuts)]
+    return [(name, sum(work[a:b]), num) for (name, num), (a, b) in zip(fronts, pairwise(bounds), strict=True)]
 
 
 def environment() -> dict[str, str]:

@@ -42,7 +42,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.plan.schedule import forward_only
 from penstock.spec.plan import Plan
-from penstock.stream.facts import stream_facts
+from penstock.stream.facts import stream_facts, units_of
 from penstock.tracing.trace import write_run
 from penstock.train.batches import Call
 from penstock.train.captured import advising
@@ -315,6 +315,7 @@ class Pipeline(TrainingMethods):
         facts = stream_facts(
             self._deployment, self.last_report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
             threads=self.threads, plan=self._plan,
+            units=units_of(self.graph, self._deployment.sizes) if self.cuts else (),
         )  # fmt: skip
         write_run(folder, facts, self._deployment.traces)
 

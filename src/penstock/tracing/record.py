@@ -23,8 +23,9 @@ class Recorder:
         recorder.span("compute", 0, 7, begin, recorder.clock(), name="F")
 
     Kinds of spans: compute, receive and send (a message's checking and laying out), wait (for a message), buffer
-    (for room for one), load (a microbatch's data), synchronize (gradients), unit (one operation). Seconds are those
-    of `clock`. Beyond `limit` spans are counted in `num_dropped` and not kept.
+    (for room for one), between (the thread's CPU time from one computation to the next), load (a microbatch's data),
+    synchronize (gradients), unit (one operation). Seconds are those of `clock`. Beyond `limit` spans are counted in
+    `num_dropped` and not kept.
     """
 
     def __init__(self, clock: Clock = time.perf_counter, *, units: bool = False, limit: int = MAX_SPANS) -> None:

@@ -1,0 +1,1 @@
+"""Whether the account names what was done to a run, and what tracing costs."""

@@ -1,0 +1,136 @@
+"""What runs on every host of a lab: one traced stream, after what is known of it has been written down."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.tracing.cases import HOSTS, shares_of_work
+from penstock.engine.jobs import send_leave
+from penstock.engine.worker import work
+from penstock.engine.world import FEEDER, World, join_torchrun
+from penstock.graph.cuts import Cuts
+from penstock.graph.work import count_work
+from penstock.measure.messages import measure_messages
+from penstock.report.account import make_account
+from penstock.stream.pipeline import Pipeline
+from penstock.tracing.trace import read_run
+from penstock.zoo.models import ZooModel, load_model
+
+_BURN = "while True: pass"
+
+
+def main() -> None:
+    """Do what the session's JSON file says and write the result beside it; other ranks work."""
+    file = Path(sys.argv[1])
+    session = json.loads(file.read_text())
+    world = join_torchrun()
+    try:
+        with _busy(session["busy"] == world.rank):
+            if world.rank != FEEDER:
+                work(world)
+                return
+            result = _KINDS[session["kind"]](world, session, file.parent / "run")
+            file.with_suffix(".result.json").write_text(json.dumps(result))
+            send_leave(world.transport)
+    except BaseException as error:
+        world.health.report(error)
+        raise
+    finally:
+        world.close()
+
+
+@contextlib.contextmanager
+def _busy(wanted: bool) -> Iterator[None]:
+    """Let another process of this host compute all the time."""
+    if not wanted:
+        yield
+        return
+    other = subprocess.Popen([sys.executable, "-c", _BURN])
+    try:
+        yield
+    finally:
+        other.kill()
+        other.wait()
+
+
+def account_for(world: World, session: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Stream once to warm up and once to count, and give the account."""
+    zoo = load_model(session["model"], whole=True)
+    known = _measure_before(world, zoo) if session["name"] == "tiny model" else {}
+    with _pipeline(world, zoo, session, folder) as pipe:
+        known |= _know(pipe)
+        for count in (2 * HOSTS, session["num_images"]):
+            for _ in pipe.stream(_images(zoo, count)):
+                pass
+    account = make_account(read_run(folder))
+    return {
+        "known": known, "num_times": account.num_times, "speedup": account.speedup, "alone_s": account.alone_s,
+        "lines": {line.key: line.times for line in account.lines}, "first": account.largest.key,
+        "why": {line.key: line.why for line in account.lines},
+    }  # fmt: skip
+
+
+def overhead(world: World, session: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Stream with and without tracing in turns; gives the seconds of each."""
+    zoo = load_model(session["model"], whole=True)
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    for turn in range(session["rounds"]):
+        for way in ("on", "off") if turn % 2 else ("off", "on"):
+            with _pipeline(world, zoo, session, folder if way == "on" else None) as pipe:
+                for count in (2 * HOSTS, session["num_images"]):
+                    for _ in pipe.stream(_images(zoo, count)):
+                        pass
+                seconds[way].append(pipe.last_report.total_s)
+            print(f"tracing {way}: {seconds[way][-1]:.3f} s", file=sys.stderr)
+    return {"seconds": seconds}
+
+
+def _pipeline(world: World, zoo: ZooModel, session: dict[str, Any], folder: Path | None) -> Pipeline:
+    return Pipeline(
+        zoo.module, (zoo.example_args[0][:1],), stages=HOSTS, cuts=session["cuts"] or None, threads=1,
+        weights=zoo.weights, world=world, trace=folder,
+    )  # fmt: skip
+
+
+def _images(zoo: ZooModel, count: int) -> Iterator[Any]:
+    return (zoo.example_args[0][:1] for _ in range(count))
+
+
+def _know(pipe: Pipeline) -> dict[str, float]:
+    """Say what the settings say: the largest stage's part of the work, and what crosses the cuts."""
+    graph = pipe.graph
+    sizes = graph.sizes(1)
+    bounds = [0, *(cut.position for cut in pipe.cuts), len(graph.ops)]
+    parts = shares_of_work(count_work(graph, sizes), bounds)
+    named = Cuts(graph).find_all([cut.name for cut in pipe.cuts])
+    return {"share": max(parts), "message_bytes": max(cut.num_bytes(sizes) for cut in named)}
+
+
+def _measure_before(world: World, zoo: ZooModel) -> dict[str, float]:
+    """Measure the whole model on this host, and what messages cost a host that feeds and holds a stage."""
+    torch.set_num_threads(1)
+    image = zoo.example_args[0][:1]
+    with torch.inference_mode():
+        for _ in range(20):
+            zoo.module(image)
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < 1.0:
+            zoo.module(image)
+            count += 1
+        alone_s = (time.perf_counter() - begin) / count
+    costs = measure_messages(world)
+    cpu_s = costs.stage_overhead_s + costs.feed_s + costs.result_s
+    return {"alone_s": alone_s, "overhead_cpu_s": cpu_s}
+
+
+_KINDS = {"account": account_for, "overhead": overhead}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The account: n times, minus what was measured, split by cause.
+
+Each line is the difference between two replays of the same run, of which the second has one cost more; so the
+lines add up exactly. `docs/account.md` has the definition.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.report.measured import MeasuredStage, MeasuredStream, measure_stream, share
+from penstock.report.replay import Edge, Job, replay
+from penstock.tracing.record import FEEDER_STAGE
+from penstock.tracing.trace import Run
+from penstock.units import format_bytes, format_seconds
+
+TITLES = {
+    "imbalance": "imbalance",
+    "bubble": "fill and drain",
+    "slower": "slower compute than alone",
+    "communication_cpu": "CPU spent on communication",
+    "overhead": "runtime overhead",
+    "loading": "loading data",
+    "communication": "communication not hidden",
+    "synchronization": "synchronization",
+    "remainder": "not explained",
+}
+_ALIKE = 0.25
+# replays of a stream: each counts one more
+_ORDER = ("bubble", "slower", "communication_cpu", "overhead", "loading", "communication")
+_COUNTED = {
+    "bubble": {"alone"}, "slower": {"slower"}, "communication_cpu": {"bytes"}, "overhead": {"fixed"},
+    "loading": {"load"}, "communication": set(),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One cause: how many times it cost, and a sentence with the figures behind it."""
+
+    key: str
+    times: float
+    why: str
+
+    @property
+    def title(self) -> str:
+        """The cause in words."""
+        return TITLES[self.key]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """`num_times` minus the sum of the lines is `speedup`, exactly.
+
+    `alone_s` is the whole model on the mean device, seconds per microbatch.
+    """
+
+    num_times: float
+    speedup: float
+    alone_s: float
+    lines: tuple[Line, ...]
+
+    def times(self, key: str) -> float:
+        """Give what a cause cost."""
+        return next((line.times for line in self.lines if line.key == key), 0.0)
+
+    @property
+    def largest(self) -> Line:
+        """The cause that cost most, the remainder apart."""
+        return max((line for line in self.lines if line.key != "remainder"), key=lambda line: line.times)
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """A stage's mean seconds per microbatch: alone, slower, for bytes, and fixed for each message.
+
+    `inflation_s` is what its own process's other threads add to computing, `foreign_part` the part of the time
+    beside computing in which something else had the core.
+    """
+
+    alone_s: float
+    slower_s: float
+    bytes_s: float
+    fixed_s: float
+    inflation_s: float
+    foreign_part: float
+
+
+def make_account(run: Run) -> Account:
+    """Account for a traced run.
+
+    Example:
+        account = make_account(read_run("runs/one"))
+        account.largest.title, account.largest.times
+
+    Raises `DataError` for a run that is not whole.
+    """
+    stream = measure_stream(run)
+    scale, speeds, alone_s = _reference(stream, run)
+    num = stream.num_microbatches
+    num_times = sum(speeds) / (sum(speeds) / len(speeds))
+    busiest_s = max(loads_alone(stream, scale).values())
+    seconds = [num * alone_s / num_times, num * busiest_s]
+    devices = _jobs(stream, run, scale)
+    counted: set[str] = set()
+    for key in _ORDER:
+        counted |= _COUNTED[key]
+        wires = stream.wires if key == "communication" else {}
+        seconds.append(replay(devices, frozenset(counted), wires, depth=stream.depth)[1])
+    seconds.append(stream.total_s)
+    speedups = [num * alone_s / taken for taken in seconds]
+    keys = ("imbalance", *_ORDER, "remainder")
+    why = _reasons(stream, run, scale, speeds, speedups)
+    lines = tuple(
+        Line(key, before - after, why[key]) for key, (before, after) in zip(keys, pairwise(speedups), strict=True)
+    )
+    return Account(num_times, speedups[-1], alone_s, lines)
+
+
+def _reference(stream: MeasuredStream, run: Run) -> tuple[float, list[float], float]:
+    """Give what stages' seconds alone are to be multiplied with, devices' speeds, and the mean device's seconds.
+
+    With a serial run measured, the stages alone must add up to it.
+    """
+    by_rank = {stage.rank: stage for stage in stream.stages}
+    hosts = {rank: run.facts.hosts[rank] if run.facts.hosts else str(rank) for rank in by_rank}
+    # processes of one host are equally fast, whatever a measurement says
+    rounds = {
+        host: statistics.fmean(by_rank[rank].machine.calibration_s for rank in by_rank if hosts[rank] == host)
+        for host in hosts.values()
+    }
+    usual = statistics.median(rounds.values())
+    # so short a calibration is known to a quarter: what differs by less is taken as alike
+    known = all(rounds.values()) and any(abs(seconds / usual - 1) > _ALIKE for seconds in rounds.values())
+    speed = {r: share(s.machine) / (rounds[hosts[r]] if known else 1.0) for r, s in by_rank.items()}
+    work = sum(stage.alone_s * speed[stage.rank] for stage in stream.stages)
+    mean_s = work / (sum(speed.values()) / len(speed))
+    scale = run.facts.serial_s / mean_s if run.facts.serial_s else 1.0
+    return scale, list(speed.values()), mean_s * scale
+
+
+def loads_alone(stream: MeasuredStream, scale: float = 1.0) -> dict[int, float]:
+    """Give each device's seconds per microbatch alone, by rank."""
+    loads: dict[int, float] = {}
+    for stage in stream.stages:
+        loads[stage.rank] = loads.get(stage.rank, 0.0) + stage.alone_s * scale
+    return loads
+
+
+def stage_costs(stage: MeasuredStage, stages: Sequence[MeasuredStage], scale: float, threads: int) -> _Costs:
+    """Split what a stage takes per microbatch.
+
+    Where it computes for longer than its CPU time explains, its process's other threads may have had the core:
+    they carry messages. The rest of what is longer than alone is something else: other processes, caches, heat.
+    """
+    alone_s = stage.alone_s * scale
+    part = share(stage.machine)
+    beside_s = stage.mean("read_s") + stage.mean("give_s") + stage.mean("gap_s")
+    mates = [other for other in stages if other.rank == stage.rank]
+    own_cpu_s = sum(mate.mean("cpu_s") + mate.mean("between_cpu_s") for mate in mates)
+    others_s = max(0.0, stage.cpu_s - own_cpu_s) / part / len(mates)
+    off_s = max(0.0, stage.mean("compute_s") - stage.mean("cpu_s") / part)
+    inflation_s = min(off_s, others_s) if threads == 1 else 0.0
+    foreign_s = max(0.0, beside_s - stage.mean("between_cpu_s") / part - (others_s - inflation_s))
+    foreign_part = min(1.0, foreign_s / beside_s) if beside_s and threads == 1 else 0.0
+    messages_s = beside_s * (1 - foreign_part) + inflation_s
+    bytes_s = min(messages_s, (stage.mean("num_bytes_in") + stage.mean("num_bytes_out")) * stage.machine.byte_s / part)
+    return _Costs(
+        alone_s=alone_s, bytes_s=bytes_s, fixed_s=messages_s - bytes_s, inflation_s=inflation_s,
+        slower_s=stage.mean("compute_s") - inflation_s - alone_s + beside_s * foreign_part, foreign_part=foreign_part,
+    )  # fmt: skip
+
+
+def _jobs(stream: MeasuredStream, run: Run, scale: float) -> list[list[Job]]:
+    """Turn the stream into jobs: the feeding process's, then each device's."""
+    num = stream.num_microbatches
+    feeder = [
+        Job(stage=FEEDER_STAGE, kind="load", microbatch=m, source=None, target=(-1, 0),
+            parts={"load": stream.load_s[m]})
+        for m in range(num)
+    ]  # fmt: skip
+    last = len(stream.stages) - 1
+    steps: dict[int, list[Job]] = {stage.rank: [] for stage in stream.stages}
+    costs = {s.index: stage_costs(s, stream.stages, scale, run.facts.threads) for s in stream.stages}
+    for m in range(num):
+        for stage in stream.stages:
+            cost, step = costs[stage.index], stage.steps[m]
+            beside_s = step.read_s + step.give_s + step.gap_s
+            messages_s = beside_s * (1 - cost.foreign_part) + cost.inflation_s
+            bytes_s = messages_s * cost.bytes_s / max(1e-12, cost.bytes_s + cost.fixed_s)
+            slower_s = step.compute_s - cost.inflation_s - cost.alone_s + beside_s * cost.foreign_part
+            source: Edge = (stage.index - 1, stage.index)
+            target: Edge = (stage.index, stage.index + 1 if stage.index < last else FEEDER_STAGE)
+            parts = {"alone": cost.alone_s, "slower": slower_s, "bytes": bytes_s, "fixed": messages_s - bytes_s}
+            steps[stage.rank].append(
+                Job(stage=stage.index, kind="F", microbatch=m, source=source, target=target, parts=parts)
+            )
+    return [feeder, *steps.values()]
+
+
+def _reasons(
+    stream: MeasuredStream, run: Run, scale: float, speeds: list[float], speedups: list[float]
+) -> dict[str, str]:
+    """Say for every cause what the figures behind it are."""
+    num, count = stream.num_microbatches, len(stream.stages)
+    loads = loads_alone(stream, scale)
+    busiest = max(loads, key=lambda rank: loads[rank])
+    costs = {s.index: stage_costs(s, stream.stages, scale, run.facts.threads) for s in stream.stages}
+    slowest = max(stream.stages, key=lambda s: costs[s.index].slower_s)
+    slower, talker = costs[slowest.index], max(stream.stages, key=lambda s: costs[s.index].bytes_s)
+    chatty = max(stream.stages, key=lambda s: costs[s.index].fixed_s)
+    edge, wire_s = max(((edge, sum(wire) / len(wire)) for edge, wire in stream.wires.items()), key=lambda pair: pair[1])
+    sender = next((s for s in stream.stages if s.index == edge[0]), None)
+    crossing = sender.mean("num_bytes_out") if sender else stream.stages[0].mean("num_bytes_in")
+    return {
+        "imbalance": imbalance_reason(stream, loads, busiest, speeds),
+        "bubble": f"{num} microbatches through {count} stages: while the pipeline fills and drains, devices wait",
+        "slower": f"stage {slowest.index} on {slowest.device} computes {format_seconds(slowest.mean('compute_s'))} "
+        f"per microbatch, alone {format_seconds(slower.alone_s)}",
+        "communication_cpu": f"stage {talker.index} handles "
+        f"{format_bytes(talker.mean('num_bytes_in') + talker.mean('num_bytes_out'))} per microbatch, which takes "
+        f"{format_seconds(costs[talker.index].bytes_s)} of its time",
+        "overhead": f"stage {chatty.index} spends {format_seconds(costs[chatty.index].fixed_s)} per microbatch beside "
+        f"computing, however small the message; it computes {format_seconds(chatty.mean('compute_s'))}",
+        "loading": f"a microbatch takes {format_seconds(sum(stream.load_s) / num)} to load",
+        "communication": f"a message {edge_name(edge)} of {format_bytes(crossing)} is under way for "
+        f"{format_seconds(wire_s)}; the busiest device takes {format_seconds(loads[busiest])}",
+        "remainder": f"the replay with all of these takes {abs(speedups[-2] / speedups[-1] - 1):.1%} "
+        f"{'less' if speedups[-2] > speedups[-1] else 'more'} than was measured",
+    }  # fmt: skip
+
+
+def edge_name(edge: Edge) -> str:
+    """Name a cut by the stages around it."""
+    if edge[0] < 0:
+        return "into stage 0"
+    return f"from stage {edge[0]} to stage {edge[1]}" if edge[1] >= 0 else "back to the feeding process"
+
+
+def imbalance_reason(stream: MeasuredStream, loads: dict[int, float], busiest: int, speeds: list[float]) -> str:
+    """Say whether the busiest device has more of the work, or is slower than the others."""
+    ranks = list(dict.fromkeys(stage.rank for stage in stream.stages))
+    mean_speed = sum(speeds) / len(speeds)
+    speed = speeds[ranks.index(busiest)] / mean_speed
+    work = {rank: loads[rank] * speeds[place] for place, rank in enumerate(ranks)}
+    part = work[busiest] * len(ranks) / sum(work.values())
+    name = next(stage.device for stage in stream.stages if stage.rank == busiest)
+    held = ", ".join(str(stage.index) for stage in stream.stages if stage.rank == busiest)
+    if part >= 1 / speed:
+        return f"uneven stages: {name} (stage {held}) has {part:.2f} times an equal part of the work"
+    return f"slow host: {name} (stage {held}) has {speed:.2f} times the mean device's speed"

@@ -1,0 +1,136 @@
+"""The page in a real browser: it draws, it tells of microbatches, and it asks nobody for anything."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.report.report import Report, write_report
+from penstock.tracing.trace import write_run
+from tests.report.samples import streamed
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+    folder = tmp_path_factory.mktemp("run")
+    run = streamed(num=30, compute_s=(0.010, 0.014, 0.010, 0.010), wire_s=0.002)
+    write_run(folder, run.facts, list(run.processes))
+    return folder, write_report(folder)
+
+
+def test_files_and_tables(made: tuple[Path, Report]) -> None:
+    folder, report = made
+    names = {file.name for file in report.files}
+    assert names >= {"report.html", "trace.json", "tables.md", "account.csv", "links.csv", "timeline.svg", "loads.png"}
+    assert all(file.stat().st_size > 20 for file in report.files)
+    rows = [line.split(",") for line in (folder / "account.csv").read_text().splitlines()]
+    times = {row[0]: float(row[1]) for row in rows[1:]}
+    measured = times.pop("measured")
+    assert sum(times.values()) == pytest.approx(measured)
+    stages = (folder / "stages.csv").read_text().splitlines()
+    assert stages[2].startswith("1,board1,blocks.0:after to blocks.1:after,14 ms,14 ms")
+    assert any("the cuts would be" in line for line in report.advice)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no browser here: install chromium and chromedriver")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
+                     "--window-size=1200,900"):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    driver.set_page_load_timeout(60)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def page(browser: Any, made: tuple[Path, Report]) -> Any:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get((made[0] / "report.html").as_uri())
+    WebDriverWait(browser, 60).until(lambda b: b.find_element("css selector", "body").get_attribute("data-drawn"))
+    return browser
+
+
+def test_it_draws_every_figure_and_asks_for_nothing(page: Any) -> None:
+    figures = page.find_elements("css selector", ".figure")
+    assert [figure.get_attribute("id").removeprefix("figure-") for figure in figures][:4] == [
+        "account", "timeline", "loads", "throughput",
+    ]  # fmt: skip
+    assert all(figure.find_elements("css selector", "svg.main-svg") for figure in figures)
+    messages = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
+    asked = {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
+    assert {url.partition(":")[0] for url in asked} <= {"file", "data", "blob"}, asked
+    assert len([url for url in asked if url.startswith("file:")]) == 1
+    assert [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_pointing_at_a_microbatch_tells_its_journey(page: Any) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    line = page.find_element("id", "figure-timeline")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", line)
+    # the figure's own coordinates of the middle of F2 on stage 1
+    place = page.execute_script(
+        "const d = document.getElementById('figure-timeline'), t = d.data[2], l = d._fullLayout;"
+        "const i = t.text.findIndex((x, n) => x === 'F2' && String(t.y[n]).startsWith('stage 1'));"
+        "const r = d.getBoundingClientRect(), x = t.base[i] + t.x[i] / 2;"
+        "return [r.left + l._size.l + l.xaxis.d2p(x), r.top + l._size.t + l.yaxis.d2p(t.y[i])].map(Math.round);"
+    )
+    actions = ActionChains(page)
+    actions.w3c_actions.pointer_action.move_to_location(*place)
+    actions.perform()
+    journey = page.find_element("id", "journey")
+    assert journey.text.startswith("microbatch 2: loaded in")
+    assert "stage 3: computes 10 ms" in journey.text
+    line.send_keys(Keys.ARROW_RIGHT)
+    assert journey.text.startswith("microbatch 0: loaded in")
+
+
+def test_it_can_be_read_without_seeing_it(page: Any) -> None:
+    assert page.find_element("css selector", "html").get_attribute("lang") == "en"
+    for landmark in ("header", "nav", "main"):
+        assert len(page.find_elements("css selector", landmark)) == 1
+    for figure in page.find_elements("css selector", ".figure"):
+        assert len(figure.get_attribute("aria-label")) > 30
+    sections = page.find_elements("css selector", "main section")
+    assert len(sections) >= 8
+    for section in sections:
+        assert section.find_elements("css selector", "table, ul"), section.get_attribute("id")
+    targets = [a.get_attribute("href").partition("#")[2] for a in page.find_elements("css selector", "nav a")]
+    assert targets == [section.get_attribute("id") for section in sections]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_dark_and_on_a_phone(page: Any, dark: bool) -> None:
+    scheme = "dark" if dark else "light"
+    page.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    )
+    ink, paper = page.execute_script(
+        "const s = getComputedStyle(document.body);"
+        "return [s.color, s.backgroundColor].map(c => c.match(/\\d+/g).map(Number));"
+    )
+    assert abs(sum(ink[:3]) - sum(paper[:3])) > 450, "ink and paper are too much alike"
+    assert (sum(paper[:3]) < 200) == dark
+    width = page.execute_script("return document.documentElement.scrollWidth")
+    assert width <= 400, "the page is wider than a phone"
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

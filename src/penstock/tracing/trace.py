@@ -90,7 +90,7 @@ class StageTotals(msgspec.Struct, frozen=True):
     cpu_s: float
     wait_s: float
     send_s: float
-    memory_bytes: float = 0.0
+    memory_bytes: float | None = None
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):

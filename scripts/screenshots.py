@@ -1,0 +1,66 @@
+"""Photograph a run's page in a real browser: `python scripts/screenshots.py RUN -o docs/`.
+
+Needs chromium with chromedriver, and selenium, which the `dev` extra brings. Three pictures: the whole page, the
+timeline with one microbatch chosen in dark mode, and the top of the page as a phone shows it.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+
+def main() -> None:
+    """Open the page at three sizes and save what is seen."""
+    parser = argparse.ArgumentParser(prog="python scripts/screenshots.py")
+    parser.add_argument("run", type=Path, help="a folder that `penstock report` has made a page in")
+    parser.add_argument("-o", "--output", type=Path, default=Path("docs"), help="where the pictures go")
+    given = parser.parse_args()
+    page = given.run / "report.html"
+    if not page.is_file():
+        sys.exit(f"{page} is not there; make it with: penstock report {given.run}")
+    browser = open_browser()
+    try:
+        show(browser, page, width=1100, height=900)
+        browser.set_window_size(1100, browser.execute_script("return document.documentElement.scrollHeight"))
+        browser.save_screenshot(str(given.output / "report.png"))
+        browser.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+        )
+        show(browser, page, width=1100, height=700)
+        timeline = browser.find_element("css selector", "#figure-timeline")
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)
+        timeline.send_keys(Keys.ARROW_RIGHT * 3)
+        browser.save_screenshot(str(given.output / "report-dark.png"))
+        show(browser, page, width=500, height=1000)
+        browser.save_screenshot(str(given.output / "report-phone.png"))
+    finally:
+        browser.quit()
+
+
+def open_browser() -> webdriver.Chrome:
+    """Start a browser without a window."""
+    chromium, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        sys.exit("no browser here; install chromium and chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    return webdriver.Chrome(options=options, service=Service(driver))
+
+
+def show(browser: webdriver.Chrome, page: Path, *, width: int, height: int) -> None:
+    """Open the page and wait until its figures are drawn."""
+    browser.set_window_size(width, height)
+    browser.get(page.resolve().as_uri())
+    WebDriverWait(browser, 60).until(lambda b: b.find_element("css selector", "body").get_attribute("data-drawn"))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
+from penstock.engine.world import World
 from penstock.errors import DataError, ModelError, RunError, UsageError
 from tests.processes import ROOT, run_python
 from tests.trainers import in_threads
@@ -295,3 +296,37 @@ def test_a_failing_loss_function_reaches_everybody() -> None:
 
     told = in_threads(2, script)
     assert all("stage 1, microbatch 0: loss_fn failed" in message for message in told), told
+
+
+def test_a_replica_without_rows_predicts_none() -> None:
+    from penstock.train.captured import Captured
+    from penstock.train.trainer import Trainer
+
+    x, model = images(3)[0], small()
+    captured = Captured(model, (x,))
+
+    def script(world: World) -> torch.Tensor:
+        trainer = Trainer(captured, world, stages=2, replicas=2, microbatches=2)
+        found: torch.Tensor = trainer.predict(x if world.rank < 2 else x[:0])
+        trainer.close()
+        return found
+
+    for rank, found in enumerate(in_threads(4, script)):
+        assert found.dtype == torch.float32
+        expected = model.eval()(x if rank < 2 else x[:0])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_output_without_a_batch_dimension_is_not_joined() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return 2 * x, x.mean()
+
+    x = torch.arange(12.0).view(4, 3)
+    for microbatches in (1, 2):
+        with penstock.Pipeline(nn.Sequential(nn.Linear(3, 3), Mean()), x, microbatches=microbatches) as pipe:
+            if microbatches == 1:
+                assert pipe.trainer.predict(x)[1].shape == ()
+                continue
+            with pytest.raises(UsageError, match="no batch dimension to join 2 microbatches in"):
+                pipe.trainer.predict(x)

@@ -76,9 +76,22 @@ class Evaluation:
         with self._explained():
             made = self._forward(inputs, None, lambda _microbatch, tensors: outputs.append(tensors), raw=True)
             results = self._spread(outputs, made)
-        joined = [torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*results, strict=True)]
         _, sizes = bind(self._graph, inputs)
-        return build_output(self._graph, joined, sizes)
+        return build_output(self._graph, self._join(results, sizes), sizes)
+
+    def _join(self, results: list[list[Tensor]], sizes: Sizes) -> list[Tensor]:
+        """Put the microbatches' outputs together; without rows there are none, and the outputs are empty."""
+        if len(results) == 1:
+            return results[0]
+        values = self._parts[-1].program.outputs
+        if any(not value.shape or isinstance(value.shape[0], int) for value in values):
+            raise UsageError(
+                f"an output has no batch dimension to join {len(results)} microbatches in; "
+                "use microbatches=1, with a row for each replica"
+            )
+        if not results:
+            return [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in values]
+        return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
     def abort(self) -> None:
         """End every wait within this process."""

@@ -27,6 +27,7 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
         (["--data", "digits", "--sweep", "x", "--compare", "data"], "--compare and --sweep starts"),
         (["--data", "digits", "--compare", "none"], "the modes to compare are"),
         (["--data", "digits", "--memory", "1GiB"], "leave it out"),
+        (["--data", "digits", "--memory", "1GiB", "--cluster", "lab.toml"], "a lab's hosts theirs"),
         (["--data", "digits", "--schedule", "2f2b"], "is not known; use one of gpipe"),
     ],
 )

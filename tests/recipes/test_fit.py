@@ -131,10 +131,30 @@ def test_a_sweep_changes_what_it_names(tmp_path: Path) -> None:
     file.write_text('[[settings]]\nname = "large"\nbatch_size = 64\n[[settings]]\nlr = 0.1\n')
     runs = read_sweep(file, settings(tmp_path))
     assert [(name, run.batch_size, run.lr) for name, run in runs] == [("large", 64, 1e-3), ("row 2", 20, 0.1)]
-    for text, said in (("batch_size = 1", "holds no settings"), ("[[", "as TOML"), ("[[settings]]\nlrr = 1", "lrr")):
+    for text, said in (
+        ("batch_size = 1", "holds no settings"),
+        ("settings = [1]", "holds no settings"),
+        ("[[", "as TOML"),
+        ("[[settings]]\nlrr = 1", "lrr"),
+    ):
         file.write_text(text)
         with pytest.raises(UsageError, match=said):
             read_sweep(file, settings(tmp_path))
+
+
+def test_a_finished_run_that_is_resumed_has_no_epoch(tmp_path: Path) -> None:
+    asked = settings(tmp_path)
+    found = Row(name="a", settings=asked, result=FitResult(settings=asked, num_processes=1, epochs=[], new_tensors=[]))
+    assert (found.document()["processes"], found.document()["train_loss"]) == (1, None)
+    assert len(draw_comparison([found], tmp_path)) == 2
+
+
+def test_a_lab_is_not_used_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(UsageError, match="without torchrun"):
+        fit(settings(tmp_path), tmp_path / "lab.toml")
 
 
 def row(asked: FitSettings, name: str = "", failed: str | None = None, memory: int = 0) -> Row:

@@ -85,6 +85,8 @@ def train(
     ]
     if len(chosen) > 1 or (chosen and under_torchrun()):
         raise UsageError(f"{' and '.join(chosen)} starts processes of its own; use one of them, without torchrun")
+    if memory is not None and cluster is not None:
+        raise UsageError("--memory is for processes on this machine; give a lab's hosts theirs in its file")
     if not chosen:
         if memory is not None:
             raise UsageError("--memory is for --compare, --sweep and --find-max-batch; leave it out")
@@ -118,6 +120,7 @@ def _several(settings: FitSettings, place: Place, compare: str | None, sweep: Pa
     console.print(_table(rows))
     name = "compare" if compare is not None else "sweep"
     document = {"rows": [row.document() for row in rows]}
+    settings.folder.mkdir(parents=True, exist_ok=True)  # a sweep may have put every run elsewhere
     write_json(settings.folder / f"{name}.json", document)
     write_json(json, document)
     if compare is not None:
@@ -133,7 +136,10 @@ def _table(rows: list[Row]) -> Table:
         if row.result is None:
             table.add_row(row.name, "", "", "", "", "", "", "out of memory" if row.out_of_memory else "failed")
             continue
-        found, last = row.result, row.result.epochs[-1]
+        found, last = row.result, row.result.last
+        if last is None:
+            table.add_row(row.name, str(found.num_processes), "", "", "", "", "", "had ended before")
+            continue
         table.add_row(
             row.name, str(found.num_processes), f"{found.train_s:.1f}", f"{found.units_per_s:.1f} {last.unit}",
             _number(last.validation_loss), _percent(last.accuracy), format_bytes(max(last.peak_memory_bytes)), "done",

@@ -16,7 +16,7 @@ def draw_comparison(rows: Sequence[Row], folder: Path) -> list[Path]:
     Raises `UsageError` without matplotlib.
     """
     optional_import("matplotlib", "plot", UsageError)
-    unit = next((row.result.epochs[-1].unit for row in rows if row.result), "rows")
+    unit = next((row.result.last.unit for row in rows if row.result and row.result.last), "rows")
     times = [row.result.train_s if row.result else None for row in rows]
     rates = [row.result.units_per_s if row.result else None for row in rows]
     files = [folder / "training_time.png", folder / "throughput.png"]

@@ -41,6 +41,8 @@ def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
     fails and `DeviceLost` where a process is gone.
     """
     if cluster is not None:
+        if under_torchrun():
+            raise UsageError("--cluster starts processes of its own; use it without torchrun")
         with lab_of(cluster) as lab:
             return fit_apart(settings, lab=lab)
     if under_torchrun() or settings.num_processes == 1:

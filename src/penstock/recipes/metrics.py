@@ -51,6 +51,11 @@ class FitResult(msgspec.Struct, frozen=True, kw_only=True):
     new_tensors: list[str]
 
     @property
+    def last(self) -> EpochResult | None:
+        """The last epoch; None where the run that was resumed had already ended."""
+        return self.epochs[-1] if self.epochs else None
+
+    @property
     def train_s(self) -> float:
         """The seconds of all epochs, as the mean over devices."""
         return sum(epoch.train_s for epoch in self.epochs)

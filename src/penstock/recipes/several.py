@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -31,7 +31,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     def document(self) -> dict[str, Any]:
         """Give the row for a table or a file."""
-        found, last = self.result, self.result.epochs[-1] if self.result else None
+        found, last = self.result, self.result.last if self.result else None
         return {
             "name": self.name, "failed": self.failed, "out_of_memory": self.out_of_memory,
             "processes": found.num_processes if found else None, "train_s": found.train_s if found else None,
@@ -87,7 +87,7 @@ def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
     except (OSError, msgspec.DecodeError) as error:
         raise UsageError(f"{path} cannot be read as TOML ({error}); give a file of [[settings]] tables") from None
     tables = document.get("settings")
-    if not isinstance(tables, list) or not tables or set(document) != {"settings"}:
+    if not _are_tables(tables) or set(document) != {"settings"}:
         raise UsageError(f"{path} holds no settings; write [[settings]] tables, each with what it changes")
     runs: list[tuple[str, FitSettings]] = []
     for index, table in enumerate(tables):
@@ -95,6 +95,10 @@ def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
         folder = str(base.folder / f"{index + 1:02}")
         runs.append((name, make_settings({**msgspec.to_builtins(base), "output": folder, **table})))
     return runs
+
+
+def _are_tables(found: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(found, list) and bool(found) and all(isinstance(table, dict) for table in found)
 
 
 MODES = ("single", "model", "pipeline", "data", "both")

@@ -81,7 +81,8 @@ def largest_difference(rows: Sequence[dict[str, Any]], subject: str) -> float:
     """Give the largest distance between the validation losses of the pipeline and of the same seed alone."""
     of = {(row["way"], row["seed"]): row["losses"] for row in rows if row["subject"] == subject}
     ((_, seed),) = [key for key in of if key[0] == PIPELINE]
-    return max(abs(a - b) for a, b in zip(of[ALONE, seed], of[PIPELINE, seed], strict=True))
+    pairs = zip(of[ALONE, seed], of[PIPELINE, seed], strict=True)
+    return max(abs(float(a) - float(b)) for a, b in pairs)
 
 
 def environment() -> dict[str, Any]:

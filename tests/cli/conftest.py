@@ -24,8 +24,11 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def penstock(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line in this process; gives exit status, output and errors."""
+def penstock(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process and an empty folder; gives exit status, output and errors."""
+    monkeypatch.chdir(tmp_path)  # a verb without --output writes here
 
     def run(*arguments: object) -> tuple[int, str, str]:
         status = main([str(argument) for argument in arguments])

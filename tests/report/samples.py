@@ -80,7 +80,8 @@ def streamed(
         for s in range(stages)
     )  # fmt: skip
     facts = RunFacts(
-        kind="stream", model="made_by_hand_with_a_name_that_is_too_long_for_the_width_of_a_phone", ranks=tuple(range(1, stages + 1)),
+        kind="stream", model="made_by_hand_with_a_name_that_is_too_long_for_the_width_of_a_phone",
+        ranks=tuple(range(1, stages + 1)),
         devices=("feeder", *(f"board{s}" for s in range(stages))),
         cuts=tuple(f"blocks.{s}:after" for s in range(stages - 1)),
         hosts=("feeder", *(f"board{s}" for s in range(stages))), bandwidths=(None,) * (stages + 1),

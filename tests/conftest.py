@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -11,6 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+
+# a shell starts what runs in its background with interrupts ignored, and so would be every process of the tests
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SETTLE_S = 3.0
 # pytest's own, and what torch and scikit-learn set for themselves when they are first used

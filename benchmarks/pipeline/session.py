@@ -24,7 +24,7 @@ def main() -> None:
     """Read the session's JSON file, measure, and write the rows beside it; other ranks work."""
     file = Path(sys.argv[1])
     world = join_torchrun()
-    try:
+    with world.taking_part():
         if world.rank != FEEDER:
             work(world)
             return
@@ -32,11 +32,6 @@ def main() -> None:
         rows = measure(world, session)
         file.with_suffix(".rows.json").write_text(json.dumps(rows))
         send_leave(world.transport)
-    except BaseException as error:
-        world.health.report(error)
-        raise
-    finally:
-        world.close()
 
 
 def measure(world: World, session: dict[str, Any]) -> list[dict[str, Any]]:

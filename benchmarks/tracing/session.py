@@ -31,19 +31,13 @@ def main() -> None:
     file = Path(sys.argv[1])
     session = json.loads(file.read_text())
     world = join_torchrun()
-    try:
-        with _busy(session["busy"] == world.rank):
-            if world.rank != FEEDER:
-                work(world)
-                return
-            result = _KINDS[session["kind"]](world, session, file.parent / "run")
-            file.with_suffix(".result.json").write_text(json.dumps(result))
-            send_leave(world.transport)
-    except BaseException as error:
-        world.health.report(error)
-        raise
-    finally:
-        world.close()
+    with world.taking_part(), _busy(session["busy"] == world.rank):
+        if world.rank != FEEDER:
+            work(world)
+            return
+        result = _KINDS[session["kind"]](world, session, file.parent / "run")
+        file.with_suffix(".result.json").write_text(json.dumps(result))
+        send_leave(world.transport)
 
 
 @contextlib.contextmanager

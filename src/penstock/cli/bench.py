@@ -1,5 +1,7 @@
 """`penstock bench`: stage counts and policies against one process, in one run."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,21 +80,10 @@ def bench(
             serial_images=serial_images,
         )  # fmt: skip
         with console.status("serial") as status:
-            rows = [comparison.serial()]
-            for count in counts if peer else []:
-                if count > 1:
-                    status.update(f"{count} stages, torch.distributed.pipelining")
-                    rows.append(comparison.peer(count))
-            for count in counts:
-                for name in policies if count > 1 else policies[:1]:
-                    status.update(f"{count} stages, {name}")
-                    rows.append(comparison.pipeline(count, policy=name))
-            for names in cut or []:
-                status.update(f"cuts {names}")
-                rows.append(comparison.pipeline(names.count(",") + 2, cuts=names.split(",")))
-            for file, chosen in zip(plan or [], plans, strict=True):
-                status.update(f"plan {file}")
-                rows.append(comparison.planned(chosen))
+            rows = []
+            for said, measure in _measurements(comparison, counts, policies, cut or [], plans, peer=peer):
+                status.update(said)
+                rows.append(measure())
         best = max(rows, key=lambda row: row["speedup"])
         last_line = f"speed-up {best['speedup']:.2f} with {best['stages']} stages ({best['policy'] or 'serial'})"
         _send_home(world, last_line)
@@ -108,6 +99,23 @@ def bench(
         if row.get("limit"):
             console.print(f"{row['stages']} stages, {row['policy']}: the pace is set by {row['limit']}")
     typer.echo(last_line)
+
+
+def _measurements(
+    comparison: Comparison, counts: list[int], policies: list[str], cuts: list[str], plans: list[Plan], *, peer: bool
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Give the rows to measure, in order: how each is called, and what measures it."""
+    yield "serial", comparison.serial
+    for count in counts if peer else []:
+        if count > 1:
+            yield f"{count} stages, torch.distributed.pipelining", partial(comparison.peer, count)
+    for count in counts:
+        for name in policies if count > 1 else policies[:1]:
+            yield f"{count} stages, {name}", partial(comparison.pipeline, count, policy=name)
+    for names in cuts:
+        yield f"cuts {names}", partial(comparison.pipeline, names.count(",") + 2, cuts=names.split(","))
+    for chosen in plans:
+        yield f"the plan for {', '.join(chosen.devices)}", partial(comparison.planned, chosen)
 
 
 def _read_plan(file: Path, microbatch_size: int) -> Plan:

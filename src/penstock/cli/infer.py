@@ -1,5 +1,6 @@
 """`penstock infer`: predictions for a set of images, written as they come."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,7 +67,7 @@ def infer(
         finally:
             world.close()
         return
-    try:
+    with world.taking_part() if world is not None else contextlib.nullcontext():
         zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
         found = open_images(images)
         chosen = found.take(num_images) if num_images else found
@@ -86,13 +87,6 @@ def infer(
             )  # fmt: skip
             pipe.model_name = zoo.name
             _run(pipe, zoo, chosen, file, microbatch_size, json)
-    except BaseException as error:
-        if world is not None:
-            world.health.report(error)
-        raise
-    finally:
-        if world is not None:
-            world.close()
 
 
 def _example(zoo: ZooModel, rows: int) -> torch.Tensor:

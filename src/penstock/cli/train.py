@@ -19,12 +19,13 @@ from penstock.cli.options import (
     make_console,
     write_json,
 )
+from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.launch import available_cores
 from penstock.engine.world import FEEDER, under_torchrun
 from penstock.errors import RunError, UsageError
 from penstock.recipes.figures import draw_comparison
 from penstock.recipes.largest import find_largest_batch
-from penstock.recipes.launch import available_memory, fit, lab_of
+from penstock.recipes.launch import available_memory, fit
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings
 from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_all
@@ -92,7 +93,7 @@ def train(
             raise UsageError("--memory is for --compare, --sweep and --find-max-batch; leave it out")
         _show_one(fit(settings, cluster), json)
     elif cluster is not None:
-        with lab_of(cluster) as lab:
+        with lab_session(read_lab(cluster)) as lab:
             _several(settings, Place(lab=lab), compare, sweep, json)
     else:
         _several(settings, Place(memory_bytes=parse_bytes(memory) if memory else None), compare, sweep, json)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,27 @@ class WorkerExit:
         return f"ended with status {self.status}"
 
 
+def leave_with_parent(grace_s: float = 0.0) -> None:
+    """In a worker: end this process when the one that started it is gone, however it went.
+
+    `grace_s` is how long a clean end may take that came before the parent's.
+    """
+
+    def watch() -> None:
+        # not through the file object, whose lock the interpreter's own end would want
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        time.sleep(grace_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="penstock-parent", daemon=True).start()
+
+
 class LocalWorkers:
     """Fresh Python processes that run a module; they end when this process does, however it ends.
 
     Each holds the read end of a pipe on its standard input: when the last writer is gone it reads the
-    end of the file and leaves. They stand in a process group of their own, so that Ctrl-C reaches
+    end of the file and leaves (`leave_with_parent`). They stand in a process group of their own, so that Ctrl-C reaches
     only the process that feeds, which then ends them in order.
 
     Example:

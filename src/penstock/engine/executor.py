@@ -11,13 +11,13 @@ from torch import Tensor
 
 from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.layout import copy_exactly
-from penstock.engine.memory import anonymous_bytes
 from penstock.engine.messages import CLOSE, DATA, END, Message
 from penstock.engine.progress import Progress
 from penstock.engine.reference import measure_alone
 from penstock.engine.runtime import Runtime, StageRuntime
 from penstock.engine.turns import Turns
 from penstock.errors import ConnectionBroken, RunError, TransportError
+from penstock.memory import anonymous_bytes
 from penstock.plan.schedule import Action
 from penstock.tracing.record import Recorder
 from penstock.tracing.trace import Alone

@@ -5,13 +5,13 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock.cluster.launch import leave_with_parent
 from penstock.engine.alone import do_alone
 from penstock.engine.executor import serve
 from penstock.engine.jobs import MakeRuntime, build_slots, read_stages, receive_job, tell_progress
@@ -65,7 +65,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, name="penstock-parent", daemon=True).start()
+    # a clean end comes as a job; give it a moment before taking the closed pipe for a death
+    leave_with_parent(grace_s=3.0)
     world = join_local(given.port, given.rank, given.size)
     try:
         folder = os.environ.get(BUNDLE)
@@ -75,14 +76,6 @@ def main() -> int:
     finally:
         world.close()
     return 0
-
-
-def _leave_with_parent() -> None:
-    """The pipe on standard input closes when the parent is gone, however it went."""
-    sys.stdin.buffer.read()
-    # a clean end comes as a job; give it a moment before taking the closed pipe for a death
-    threading.Event().wait(3.0)
-    os._exit(1)
 
 
 if __name__ == "__main__":

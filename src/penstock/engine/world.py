@@ -1,11 +1,12 @@
 """The processes that work together: who they are, how they find each other, how they end."""
 
+import contextlib
 import datetime
 import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -95,6 +96,17 @@ class World:
             time.sleep(0.02)
         self.health.report(error)
         return error
+
+    @contextlib.contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Tell everybody what goes wrong inside, and let go of the world behind it."""
+        try:
+            yield
+        except BaseException as error:
+            self.health.report(error)
+            raise
+        finally:
+            self.close()
 
     def close(self, grace_s: float = 5.0) -> None:
         """End the workers and let go of every connection."""

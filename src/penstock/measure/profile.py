@@ -52,31 +52,8 @@ def profile_graph(
     that of a model in training mode, and units get what they take backward and keep until then.
     """
     cuts = Cuts(graph)
-    positions = [0, *(cut.position for cut in cuts), len(graph.ops)]
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
-    timing = Timing(rows, threads, repeats)
-    backward: list[Seconds] | None = None
-    if training:
-        both = measure_training(graph, load, list(cuts), timing)
-        forward, backward = [seconds.forward for seconds in both], [seconds.backward for seconds in both]
-    else:
-        forward = measure_seconds(graph, load, positions, timing)
-    kept = kept_bytes_per_row(graph, load, list(cuts)) if training else [0.0] * (len(positions) - 1)
-    held = held_by_units(graph, positions)
-    working = [working_bytes(graph, positions, count) for count in (1, 2)]
-    units = tuple(
-        Unit(
-            forward_s=tuple(seconds.median_s[index] for seconds in forward),
-            forward_spread_s=tuple(seconds.spread_s[index] for seconds in forward),
-            backward_s=tuple(seconds.median_s[index] for seconds in backward) if backward else None,
-            backward_spread_s=tuple(seconds.spread_s[index] for seconds in backward) if backward else (),
-            parameters=held[index],
-            kept_bytes_per_row=kept[index],
-            working_bytes_per_row=working[1][index] - working[0][index],
-            working_bytes=max(0.0, 2 * working[0][index] - working[1][index]),
-        )
-        for index in range(len(positions) - 1)
-    )
+    units = _units(graph, load, cuts, Timing(rows, threads, repeats), training=training)
     costs = messages or MessageCosts()
     return Profile(
         model=graph.model,
@@ -93,6 +70,34 @@ def profile_graph(
         receive_s_per_byte=costs.receive_s_per_byte,
         stage_overhead_s=costs.stage_overhead_s,
         calibration_s=calibration_s,
+    )
+
+
+def _units(
+    graph: Graph, load: Callable[[State], Tensor], cuts: Cuts, timing: Timing, *, training: bool
+) -> tuple[Unit, ...]:
+    positions = [0, *(cut.position for cut in cuts), len(graph.ops)]
+    backward: list[Seconds] | None = None
+    if training:
+        both = measure_training(graph, load, list(cuts), timing)
+        forward, backward = [seconds.forward for seconds in both], [seconds.backward for seconds in both]
+    else:
+        forward = measure_seconds(graph, load, positions, timing)
+    kept = kept_bytes_per_row(graph, load, list(cuts)) if training else [0.0] * (len(positions) - 1)
+    held = held_by_units(graph, positions)
+    working = [working_bytes(graph, positions, count) for count in (1, 2)]
+    return tuple(
+        Unit(
+            forward_s=tuple(seconds.median_s[index] for seconds in forward),
+            forward_spread_s=tuple(seconds.spread_s[index] for seconds in forward),
+            backward_s=tuple(seconds.median_s[index] for seconds in backward) if backward else None,
+            backward_spread_s=tuple(seconds.spread_s[index] for seconds in backward) if backward else (),
+            parameters=held[index],
+            kept_bytes_per_row=kept[index],
+            working_bytes_per_row=working[1][index] - working[0][index],
+            working_bytes=max(0.0, 2 * working[0][index] - working[1][index]),
+        )
+        for index in range(len(positions) - 1)
     )
 
 
@@ -118,11 +123,11 @@ def device_kind() -> str:
 
 _MEASURE_BASE = """
 import torch
-import penstock.engine.memory
 import penstock.engine.worker
+import penstock.memory
 torch.set_num_threads(1)
 torch.nn.functional.linear(torch.randn(8, 64), torch.randn(64, 64))
-print(penstock.engine.memory.anonymous_bytes())
+print(penstock.memory.anonymous_bytes())
 """
 
 

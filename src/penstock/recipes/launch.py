@@ -1,12 +1,9 @@
 """Start a training run: in this process, in fresh ones on this machine, or on the hosts of a lab."""
 
-import contextlib
 import json
-import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,6 +14,7 @@ from penstock.cluster.lab.run import OutputLine, print_line
 from penstock.cluster.launch import LocalWorkers
 from penstock.engine.world import LOOPBACK, under_torchrun
 from penstock.errors import PenstockError, RunError, UsageError
+from penstock.memory import available_bytes, resident_bytes
 from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, write_settings
@@ -43,7 +41,7 @@ def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
     if cluster is not None:
         if under_torchrun():
             raise UsageError("--cluster starts processes of its own; use it without torchrun")
-        with lab_of(cluster) as lab:
+        with lab_session(read_lab(cluster)) as lab:
             return fit_apart(settings, lab=lab)
     if under_torchrun() or settings.num_processes == 1:
         return fit_here(settings)
@@ -71,13 +69,6 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
     finally:
         file.unlink(missing_ok=True)
     return _read_result(result, problem)
-
-
-@contextlib.contextmanager
-def lab_of(path: Path) -> Iterator[Lab]:
-    """Use the lab that a file describes, for several runs."""
-    with lab_session(read_lab(path)) as lab:
-        yield lab
 
 
 def write_result(path: Path, found: FitResult | BaseException) -> None:
@@ -129,29 +120,19 @@ def _watch(workers: LocalWorkers, memory_bytes: int | None) -> str:
                 problem = problem or f"rank {exit_.index} {exit_}"
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         for rank, pid in running.items():
-            used = resident_bytes(pid)
+            used = resident_bytes(pid) or 0
             if memory_bytes is not None and used > memory_bytes:
                 held, allowed = format_bytes(used), format_bytes(memory_bytes)
                 return f"rank {rank} is out of memory: it holds {held}, more than the {allowed} that it may"
     return problem
 
 
-def resident_bytes(pid: int) -> int:
-    """Give the memory that a process holds now; 0 where the system does not say."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def available_memory() -> int:
     """Give the memory that is free on this machine; raises `UsageError` where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        raise UsageError("this system does not say how much memory is free; give --memory") from None
+    available = available_bytes()
+    if available is None:
+        raise UsageError("this system does not say how much memory is free; give --memory")
+    return available
 
 
 def _run_in_lab(settings: FitSettings, file: Path, lab: Lab) -> str:

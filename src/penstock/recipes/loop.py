@@ -1,11 +1,13 @@
 """The loop of a training run, on every process alike: the user's loop, with metrics and checkpoints around it."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.data import DataLoader
 
@@ -37,19 +39,12 @@ def fit_here(settings: FitSettings) -> FitResult:
     Raises what `fit` raises.
     """
     world = join_torchrun() if under_torchrun() else None
-    try:
+    with world.taking_part() if world is not None else contextlib.nullcontext():
         if world is None or world.rank == FEEDER:
             check_new(settings)
         task = make_task(settings)
         with make_pipeline(settings, task, world) as pipe:
             return _Fit(settings, task, pipe).run()
-    except BaseException as error:
-        if world is not None:
-            world.health.report(error)
-        raise
-    finally:
-        if world is not None:
-            world.close()
 
 
 def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Pipeline:
@@ -205,8 +200,7 @@ class _Fit:
             validation_loss=loss, accuracy=accuracy, peak_memory_bytes=[document["memory"] for document in told],
             sent_bytes=[document["sent"] for document in told],
         )  # fmt: skip
-        values = {name: getattr(result, name) for name in result.__struct_fields__ if name != "step"}
-        self._folder.write("epoch", step=result.step, **values)
+        self._folder.write("epoch", **msgspec.structs.asdict(result))
         if self._settings.save:
             self._checkpoint()
         return result

@@ -35,9 +35,8 @@ class Batches(Protocol):
 class Task:
     """A model and what it is to learn.
 
-    `example` is one call of two rows, `dynamic` names sizes that vary beside the batch. `count` gives the
-    units of one row, of labels as the loader makes them: one image, one sentence, so many tokens. `loss_fn`
-    and `accuracy` give (sum, count).
+    `example` is one call of two rows, `dynamic` names sizes that vary beside the batch. `units_per_row`
+    is one image, one sentence, or so many tokens. `loss_fn` and `accuracy` give (sum, count).
     """
 
     unit: str

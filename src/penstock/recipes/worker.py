@@ -4,9 +4,9 @@ import argparse
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
+from penstock.cluster.launch import leave_with_parent
 from penstock.errors import PenstockError
 from penstock.recipes.launch import write_result
 from penstock.recipes.loop import fit_here
@@ -22,7 +22,7 @@ def main() -> int:
     if given.rank is not None:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(given.rank)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=_leave_with_parent, name="penstock-parent", daemon=True).start()
+        leave_with_parent()
     writes = os.environ["RANK"] == "0"
     result = given.settings.parent / "result.json"
     try:
@@ -37,13 +37,6 @@ def main() -> int:
     if writes:
         write_result(result, found)
     return 0
-
-
-def _leave_with_parent() -> None:
-    """The pipe on standard input closes when the parent is gone, however it went."""
-    while os.read(sys.stdin.fileno(), 1):  # not through the file object, whose lock its end would want
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ lines add up exactly. `docs/account.md` has the definition.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,7 +23,6 @@ TITLES = {
     "overhead": "runtime overhead",
     "loading": "loading data",
     "communication": "communication not hidden",
-    "synchronization": "synchronization",
     "remainder": "not explained",
 }
 _ALIKE = 0.25
@@ -87,8 +86,8 @@ class _Costs:
     foreign_part: float
 
 
-def make_account(run: Run) -> Account:
-    """Account for a traced run.
+def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
+    """Account for a traced run, whose spans have been put together or are here.
 
     Example:
         account = make_account(read_run("runs/one"))
@@ -96,13 +95,14 @@ def make_account(run: Run) -> Account:
 
     Raises `DataError` for a run that is not whole.
     """
-    stream = measure_stream(run)
-    scale, speeds, alone_s = _reference(stream, run)
+    stream = stream or measure_stream(run)
+    speeds, alone_s = _reference(stream, run)
+    costs = {s.index: stage_costs(s, stream.stages, run.facts.threads) for s in stream.stages}
     num = stream.num_microbatches
     num_times = sum(speeds) / (sum(speeds) / len(speeds))
-    busiest_s = max(loads_alone(stream, scale).values())
+    busiest_s = max(loads_alone(stream).values())
     seconds = [num * alone_s / num_times, num * busiest_s]
-    devices = _jobs(stream, run, scale)
+    devices = _jobs(stream, costs)
     counted: set[str] = set()
     for key in _ORDER:
         counted |= _COUNTED[key]
@@ -111,18 +111,15 @@ def make_account(run: Run) -> Account:
     seconds.append(stream.total_s)
     speedups = [num * alone_s / taken for taken in seconds]
     keys = ("imbalance", *_ORDER, "remainder")
-    why = _reasons(stream, run, scale, speeds, speedups)
+    why = _reasons(stream, costs, speeds, speedups)
     lines = tuple(
         Line(key, before - after, why[key]) for key, (before, after) in zip(keys, pairwise(speedups), strict=True)
     )
     return Account(num_times, speedups[-1], alone_s, lines)
 
 
-def _reference(stream: MeasuredStream, run: Run) -> tuple[float, list[float], float]:
-    """Give what stages' seconds alone are to be multiplied with, devices' speeds, and the mean device's seconds.
-
-    With a serial run measured, the stages alone must add up to it.
-    """
+def _reference(stream: MeasuredStream, run: Run) -> tuple[list[float], float]:
+    """Give devices' speeds, and the whole model's seconds on the mean device."""
     by_rank = {stage.rank: stage for stage in stream.stages}
     hosts = {rank: run.facts.hosts[rank] if run.facts.hosts else str(rank) for rank in by_rank}
     # processes of one host are equally fast, whatever a measurement says
@@ -135,28 +132,25 @@ def _reference(stream: MeasuredStream, run: Run) -> tuple[float, list[float], fl
     known = all(rounds.values()) and any(abs(seconds / usual - 1) > _ALIKE for seconds in rounds.values())
     speed = {r: share(s.machine) / (rounds[hosts[r]] if known else 1.0) for r, s in by_rank.items()}
     work = sum(stage.alone_s * speed[stage.rank] for stage in stream.stages)
-    mean_s = work / (sum(speed.values()) / len(speed))
-    scale = run.facts.serial_s / mean_s if run.facts.serial_s else 1.0
-    return scale, list(speed.values()), mean_s * scale
+    return list(speed.values()), work / (sum(speed.values()) / len(speed))
 
 
-def loads_alone(stream: MeasuredStream, scale: float = 1.0) -> dict[int, float]:
+def loads_alone(stream: MeasuredStream) -> dict[int, float]:
     """Give each device's seconds per microbatch alone, by rank."""
     loads: dict[int, float] = {}
     for stage in stream.stages:
-        loads[stage.rank] = loads.get(stage.rank, 0.0) + stage.alone_s * scale
+        loads[stage.rank] = loads.get(stage.rank, 0.0) + stage.alone_s
     return loads
 
 
-def stage_costs(stage: MeasuredStage, stages: Sequence[MeasuredStage], scale: float, threads: int) -> _Costs:
+def stage_costs(stage: MeasuredStage, stages: Sequence[MeasuredStage], threads: int) -> _Costs:
     """Split what a stage takes per microbatch.
 
     Where it computes for longer than its CPU time explains, its process's other threads may have had the core:
     they carry messages. The rest of what is longer than alone is something else: other processes, caches, heat.
     """
-    alone_s = stage.alone_s * scale
     part = share(stage.machine)
-    beside_s = stage.mean("read_s") + stage.mean("give_s") + stage.mean("gap_s")
+    beside_s = stage.mean("message_s") + stage.mean("gap_s")
     mates = [other for other in stages if other.rank == stage.rank]
     own_cpu_s = sum(mate.mean("cpu_s") + mate.mean("between_cpu_s") for mate in mates)
     others_s = max(0.0, stage.cpu_s - own_cpu_s) / part / len(mates)
@@ -167,12 +161,13 @@ def stage_costs(stage: MeasuredStage, stages: Sequence[MeasuredStage], scale: fl
     messages_s = beside_s * (1 - foreign_part) + inflation_s
     bytes_s = min(messages_s, (stage.mean("num_bytes_in") + stage.mean("num_bytes_out")) * stage.machine.byte_s / part)
     return _Costs(
-        alone_s=alone_s, bytes_s=bytes_s, fixed_s=messages_s - bytes_s, inflation_s=inflation_s,
-        slower_s=stage.mean("compute_s") - inflation_s - alone_s + beside_s * foreign_part, foreign_part=foreign_part,
+        alone_s=stage.alone_s, bytes_s=bytes_s, fixed_s=messages_s - bytes_s, inflation_s=inflation_s,
+        slower_s=stage.mean("compute_s") - inflation_s - stage.alone_s + beside_s * foreign_part,
+        foreign_part=foreign_part,
     )  # fmt: skip
 
 
-def _jobs(stream: MeasuredStream, run: Run, scale: float) -> list[list[Job]]:
+def _jobs(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Job]]:
     """Turn the stream into jobs: the feeding process's, then each device's."""
     num = stream.num_microbatches
     feeder = [
@@ -182,11 +177,10 @@ def _jobs(stream: MeasuredStream, run: Run, scale: float) -> list[list[Job]]:
     ]  # fmt: skip
     last = len(stream.stages) - 1
     steps: dict[int, list[Job]] = {stage.rank: [] for stage in stream.stages}
-    costs = {s.index: stage_costs(s, stream.stages, scale, run.facts.threads) for s in stream.stages}
     for m in range(num):
         for stage in stream.stages:
             cost, step = costs[stage.index], stage.steps[m]
-            beside_s = step.read_s + step.give_s + step.gap_s
+            beside_s = step.message_s + step.gap_s
             messages_s = beside_s * (1 - cost.foreign_part) + cost.inflation_s
             bytes_s = messages_s * cost.bytes_s / max(1e-12, cost.bytes_s + cost.fixed_s)
             slower_s = step.compute_s - cost.inflation_s - cost.alone_s + beside_s * cost.foreign_part
@@ -200,13 +194,12 @@ def _jobs(stream: MeasuredStream, run: Run, scale: float) -> list[list[Job]]:
 
 
 def _reasons(
-    stream: MeasuredStream, run: Run, scale: float, speeds: list[float], speedups: list[float]
+    stream: MeasuredStream, costs: Mapping[int, _Costs], speeds: list[float], speedups: list[float]
 ) -> dict[str, str]:
     """Say for every cause what the figures behind it are."""
     num, count = stream.num_microbatches, len(stream.stages)
-    loads = loads_alone(stream, scale)
+    loads = loads_alone(stream)
     busiest = max(loads, key=lambda rank: loads[rank])
-    costs = {s.index: stage_costs(s, stream.stages, scale, run.facts.threads) for s in stream.stages}
     slowest = max(stream.stages, key=lambda s: costs[s.index].slower_s)
     slower, talker = costs[slowest.index], max(stream.stages, key=lambda s: costs[s.index].bytes_s)
     chatty = max(stream.stages, key=lambda s: costs[s.index].fixed_s)

@@ -68,7 +68,7 @@ def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
     names = _distinct([unit[0] for unit in units])
     out = stream.stages[-1].mean("num_bytes_out")
     boundaries = [Boundary(name=n, bytes_per_row=u[2] / rows) for n, u in zip(names, units, strict=True)]
-    costs = [stage_costs(s, stream.stages, 1.0, run.facts.threads) for s in stream.stages]
+    costs = [stage_costs(s, stream.stages, run.facts.threads) for s in stream.stages]
     parts = [share(s.machine) for s in stream.stages]
     return Profile(
         model=run.facts.model, graph="0" * 16, device="observed", threads=run.facts.threads, rows=(rows,),

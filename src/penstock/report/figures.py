@@ -12,7 +12,7 @@ from penstock.units import format_seconds
 
 # by microbatch in turn: told apart in light and in dark, and by people who see few colours (Okabe and Ito 2008)
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999933", "#7f7f7f")
-_LOST, _KEPT, _WAIT, _MOVE = "#d55e00", "#0072b2", "#b8b8b8", "#e69f00"
+LOST, KEPT, WAIT, MOVE = "#d55e00", "#0072b2", "#b8b8b8", "#e69f00"
 # a browser draws about so many bars quickly; a longer stream only repeats what these show
 MAX_DRAWN = 200
 
@@ -34,8 +34,8 @@ def timeline(run: Run, stream: MeasuredStream) -> Figure:
     shown = min(stream.num_microbatches, MAX_DRAWN)
     journeys = [journey(stream, m) for m in range(shown)]
     data = [
-        _bars("waiting", stream, shown, journeys, lambda s, i: (s.steps[i].asked_s, s.steps[i].arrived_s), _WAIT),
-        _bars("messages", stream, shown, journeys, lambda s, i: (s.steps[i].arrived_s, s.steps[i].end_s), _MOVE),
+        _bars("waiting", stream, shown, journeys, lambda s, i: (s.steps[i].asked_s, s.steps[i].arrived_s), WAIT),
+        _bars("messages", stream, shown, journeys, lambda s, i: (s.steps[i].arrived_s, s.steps[i].end_s), MOVE),
         _computing(stream, shown, journeys),
     ]
     rows: list[tuple[Cell, ...]] = [(m, text.replace("<br>", "; ")) for m, text in enumerate(journeys)]
@@ -59,7 +59,7 @@ def journey(stream: MeasuredStream, microbatch: int) -> str:
     for stage in stream.stages:
         step = stage.steps[microbatch]
         waited = step.arrived_s - step.asked_s
-        begin = step.arrived_s + step.read_s - stream.begin_s
+        begin = step.begin_s - stream.begin_s
         lines.append(
             f"stage {stage.index}: computes {format_seconds(step.compute_s)} from {begin:.4f} s "
             f"(stage waited {format_seconds(max(0.0, waited))}, sent on after {format_seconds(step.buffer_s)})"
@@ -85,10 +85,10 @@ def _bars(
 
 def _computing(stream: MeasuredStream, shown: int, journeys: Sequence[str]) -> dict[str, Any]:
     def ends(stage: MeasuredStage, m: int) -> tuple[float, float]:
-        begin = stage.steps[m].arrived_s + stage.steps[m].read_s
-        return begin, begin + stage.steps[m].compute_s
+        step = stage.steps[m]
+        return step.begin_s, step.begin_s + step.compute_s
 
-    bars = _bars("computing", stream, shown, journeys, ends, _KEPT)
+    bars = _bars("computing", stream, shown, journeys, ends, KEPT)
     numbers = [m for _ in stream.stages for m in range(shown)]
     bars |= {
         "width": 0.8, "text": [f"F{m}" for m in numbers], "textposition": "inside", "insidetextanchor": "middle",
@@ -114,8 +114,8 @@ def waterfall(account: Account, table: Table) -> Figure:
         "text": [f"{v:+.2f}" if 0 < i < len(values) - 1 else f"{v:.2f}" for i, v in enumerate(values)],
         "textposition": "outside", "customdata": ["", *(line.why for line in account.lines), ""],
         "hovertemplate": "%{x}: %{text}<br>%{customdata}<extra></extra>", "cliponaxis": False,
-        "decreasing": {"marker": {"color": _LOST}}, "increasing": {"marker": {"color": "#009e73"}},
-        "totals": {"marker": {"color": _KEPT}}, "connector": {"line": {"width": 1, "color": "#888888"}},
+        "decreasing": {"marker": {"color": LOST}}, "increasing": {"marker": {"color": "#009e73"}},
+        "totals": {"marker": {"color": KEPT}}, "connector": {"line": {"width": 1, "color": "#888888"}},
     }]  # fmt: skip
     layout = {"yaxis": {"title": {"text": "times one device"}, "rangemode": "tozero"},
               "xaxis": {"tickangle": 35, "automargin": True}, "showlegend": False, "height": 430}  # fmt: skip
@@ -133,10 +133,10 @@ def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:
     stages = stream.stages
     alone = [s.alone_s * 1e3 for s in stages]
     parts = (
-        ("alone", alone, _KEPT),
-        ("computing longer than alone", [max(0.0, 1e3 * (s.mean("compute_s") - s.alone_s)) for s in stages], _LOST),
-        ("messages", [(s.mean("read_s") + s.mean("give_s")) * 1e3 for s in stages], _MOVE),
-        ("waiting", [(s.mean("arrived_s") - s.mean("asked_s") + s.mean("buffer_s")) * 1e3 for s in stages], _WAIT),
+        ("alone", alone, KEPT),
+        ("computing longer than alone", [max(0.0, 1e3 * (s.mean("compute_s") - s.alone_s)) for s in stages], LOST),
+        ("messages", [s.mean("message_s") * 1e3 for s in stages], MOVE),
+        ("waiting", [s.mean("wait_s") * 1e3 for s in stages], WAIT),
     )  # fmt: skip
     data = [
         {"type": "bar", "name": name, "x": names, "y": [round(v, 4) for v in values], "marker": {"color": color},
@@ -170,7 +170,7 @@ def throughput(run: Run) -> Figure:
         if moments[i] > moments[i - window]
     ]
     data = [{"type": "scatter", "mode": "lines", "x": [round(a, 4) for a, _ in points],
-             "y": [round(b, 3) for _, b in points], "line": {"color": _KEPT},
+             "y": [round(b, 3) for _, b in points], "line": {"color": KEPT},
              "hovertemplate": "%{y:.4g} rows/s at %{x:.3g} s<extra></extra>"}]  # fmt: skip
     layout = {"height": 300, "xaxis": {"title": {"text": "seconds"}}, "showlegend": False,
               "yaxis": {"title": {"text": f"rows/s over {window} results"}, "rangemode": "tozero"}}  # fmt: skip

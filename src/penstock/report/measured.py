@@ -33,6 +33,21 @@ class Step:
     num_bytes_in: int
     num_bytes_out: int
 
+    @property
+    def begin_s(self) -> float:
+        """When it began to compute."""
+        return self.arrived_s + self.read_s
+
+    @property
+    def message_s(self) -> float:
+        """Seconds for its two messages."""
+        return self.read_s + self.give_s
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until its message had come, and until there was a buffer for its result."""
+        return self.arrived_s - self.asked_s + self.buffer_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStage:

@@ -5,10 +5,8 @@ from typing import Any
 
 from penstock.errors import UsageError
 from penstock.report.account import Account
-from penstock.report.figures import PALETTE
+from penstock.report.figures import KEPT, LOST, MOVE, PALETTE, WAIT
 from penstock.report.measured import MeasuredStream
-
-_LOST, _KEPT, _WAIT, _MOVE = "#d55e00", "#0072b2", "#d0d0d0", "#e69f00"
 
 
 def draw_pictures(folder: Path, stream: MeasuredStream, account: Account) -> list[Path]:
@@ -41,13 +39,13 @@ def _account(axes: Any, stream: MeasuredStream, account: Account) -> None:
     del stream
     level = account.num_times
     names = ["together", *(line.title for line in account.lines), "measured"]
-    axes.bar(0, level, color=_KEPT)
+    axes.bar(0, level, color=KEPT)
     axes.text(0, level, f"{level:.2f}", ha="center", va="bottom", fontsize=8)
     for place, line in enumerate(account.lines, 1):
-        axes.bar(place, line.times, bottom=level - line.times, color=_LOST)
+        axes.bar(place, line.times, bottom=level - line.times, color=LOST)
         axes.text(place, max(level, level - line.times), f"{-line.times:+.2f}", ha="center", va="bottom", fontsize=8)
         level -= line.times
-    axes.bar(len(names) - 1, level, color=_KEPT)
+    axes.bar(len(names) - 1, level, color=KEPT)
     axes.text(len(names) - 1, level, f"{level:.2f}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
     axes.set_ylabel("times one device")
@@ -59,7 +57,7 @@ def _timeline(axes: Any, stream: MeasuredStream, account: Account) -> None:
     shown = min(stream.num_microbatches, 4 * len(stream.stages))
     for stage in stream.stages:
         for step in stage.steps[:shown]:
-            begin = step.arrived_s + step.read_s - stream.begin_s
+            begin = step.begin_s - stream.begin_s
             axes.barh(
                 stage.index,
                 step.compute_s,
@@ -79,9 +77,9 @@ def _loads(axes: Any, stream: MeasuredStream, account: Account) -> None:
     names = [f"stage {stage.index}" for stage in stream.stages]
     bottom = [0.0] * len(names)
     for label, color, values in (
-        ("computing", _KEPT, [s.mean("compute_s") for s in stream.stages]),
-        ("messages", _MOVE, [s.mean("read_s") + s.mean("give_s") for s in stream.stages]),
-        ("waiting", _WAIT, [s.mean("arrived_s") - s.mean("asked_s") + s.mean("buffer_s") for s in stream.stages]),
+        ("computing", KEPT, [s.mean("compute_s") for s in stream.stages]),
+        ("messages", MOVE, [s.mean("message_s") for s in stream.stages]),
+        ("waiting", WAIT, [s.mean("wait_s") for s in stream.stages]),
     ):
         axes.bar(names, [v * 1e3 for v in values], bottom=bottom, color=color, label=label)
         bottom = [b + v * 1e3 for b, v in zip(bottom, values, strict=True)]

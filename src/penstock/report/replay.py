@@ -8,7 +8,7 @@ passes the result on. A cut holds `depth` messages at the sender and as many at 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.errors import DataError
 
@@ -122,8 +122,3 @@ def replay(
     # results go back to the feeding process
     ends += [player.sent_s(edge, len(made) - 1) or 0.0 for edge, made in player.made.items() if edge[1] < 0]
     return player.played, max(ends, default=0.0)
-
-
-def with_parts(job: Job, **parts: float) -> Job:
-    """Give a job with other parts."""
-    return replace(job, parts={**job.parts, **parts})

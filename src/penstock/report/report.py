@@ -38,7 +38,8 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     """
     place = Path(folder)
     run = read_run(place)
-    stream, account = measure_stream(run), make_account(run)
+    stream = measure_stream(run)
+    account = make_account(run, stream)
     lead, advice = lead_lines(run, account), advise(run, stream, account)
     tables = all_tables(run, stream, account)
     by_key = {table.key: table for table in tables}

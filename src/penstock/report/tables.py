@@ -59,7 +59,7 @@ def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -
     bounds = ["input", *run.facts.cuts, "output"]
     in_turns = len(bounds) != len(stream.stages) + 1
     for stage in stream.stages:
-        busy_s = sum(step.compute_s + step.read_s + step.give_s for step in stage.steps)
+        busy_s = sum(step.compute_s + step.message_s for step in stage.steps)
         compute_s = stage.mean("compute_s")
         known = predicted.get(_host(run, stage.rank))
         place = "in turns" if in_turns else f"{bounds[stage.index]} to {bounds[stage.index + 1]}"

@@ -21,7 +21,7 @@ from penstock.tracing.trace import RunFacts, StageTotals
 
 def stream_facts(
     deployment: Deployment | Replicas, report: StreamReport, *, model: str, cuts: Sequence[str], threads: int,
-    plan: Plan | None = None, serial_s: float | None = None, units: Sequence[tuple[str, float, float]] = (),
+    plan: Plan | None = None, units: Sequence[tuple[str, float, float]] = (),
 ) -> RunFacts:  # fmt: skip
     """Describe a stream that has ended, for its run's folder."""
     parts = deployment.deployments if isinstance(deployment, Replicas) else (deployment,)
@@ -32,7 +32,7 @@ def stream_facts(
         devices=tuple(world.names), hosts=tuple(world.hosts), bandwidths=tuple(world.bandwidths),
         num_microbatches=report.num_microbatches, num_rows=report.num_rows, total_s=report.total_s,
         results_s=tuple(report.results_s), stages=tuple(StageTotals(**asdict(stage)) for stage in report.stages),
-        environment=environment(), plan=msgspec.to_builtins(plan) if plan is not None else None, serial_s=serial_s,
+        environment=environment(), plan=msgspec.to_builtins(plan) if plan is not None else None,
         units=tuple(units),
     )  # fmt: skip
 

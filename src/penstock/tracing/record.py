@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.memory import peak_bytes, resident_bytes
+
 Clock = Callable[[], float]
 # about 20 MB in memory and 10 MB on the network; a stream of DeiT-S takes an hour to get there
 MAX_SPANS = 200_000
@@ -51,7 +53,8 @@ class Recorder:
         """Keep this process's memory, if the last look was long enough ago."""
         if now_s >= self._next_sample_s:
             self._next_sample_s = now_s + SAMPLE_S
-            self.counters.append(("memory_bytes", now_s, resident_bytes()))
+            # its highest so far where the system does not say
+            self.counters.append(("memory_bytes", now_s, float(resident_bytes() or peak_bytes())))
 
     def clear(self) -> None:
         """Forget everything, for another stream."""
@@ -82,14 +85,3 @@ class Track:
         """Record that a buffer was waited for, then laid out and sent."""
         self.recorder.span("buffer", self.stage, microbatch, begin_s, room_s, self.name)
         self.recorder.span("send", self.stage, microbatch, room_s, self.now(), self.name, num_bytes)
-
-
-def resident_bytes() -> float:
-    """Give the memory that this process has in use; its highest so far where the system does not say."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * 4096.0
-    except OSError:
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -98,8 +98,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     - `ranks`: the process of every stage; `devices`: every rank's name, `hosts` what plans call it;
     - `bandwidths`: bytes per second of each rank's link, where known;
-    - `units`: the model between its possible cuts: the cut in front, counted work, bytes that cross there;
-    - `serial_s`: seconds of a microbatch through the whole model on one device, where that was measured.
+    - `units`: the model between its possible cuts: the cut in front, counted work, bytes that cross there.
     """
 
     kind: str
@@ -118,7 +117,6 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageTotals, ...] = ()
     environment: dict[str, str] = msgspec.field(default_factory=dict)
     plan: dict[str, Any] | None = None
-    serial_s: float | None = None
     units: tuple[tuple[str, float, float], ...] = ()
     num_steps: int = 0
     version: int = 1

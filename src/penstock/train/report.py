@@ -1,7 +1,5 @@
 """What one process did in one step of training."""
 
-import resource
-import sys
 from dataclasses import dataclass
 
 
@@ -26,9 +24,3 @@ class StepReport:
     sent_bytes: int = 0
     num_synchronizations: int = 0
     peak_memory_bytes: int = 0
-
-
-def peak_memory_bytes() -> int:
-    """Give the most memory that this process has held at once."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

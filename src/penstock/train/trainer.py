@@ -23,6 +23,7 @@ from penstock.engine.tree import build_output
 from penstock.engine.world import World
 from penstock.errors import RunError, TransportError, UsageError
 from penstock.graph.training import TrainingPart
+from penstock.memory import peak_bytes
 from penstock.plan.pipelines import with_updates
 from penstock.plan.schedule import Schedule
 from penstock.train.batches import Microbatch, bind, cut_rows, largest
@@ -31,7 +32,7 @@ from penstock.train.evaluation import Evaluation
 from penstock.train.lines import DEPTH, Lines
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
 from penstock.train.placement import Grid, Replica, ScheduleChoice, make_grid
-from penstock.train.report import StepReport, peak_memory_bytes
+from penstock.train.report import StepReport
 from penstock.train.tensors import HeldTensors, holding, written_buffers
 from penstock.train.watch import TrainingWatch
 
@@ -189,7 +190,7 @@ class Trainer:
             load_s=self.load_s, forward_s=sum(s.forward_s for s in stages),
             backward_s=sum(s.backward_s for s in stages), wait_s=sum(s.wait_s for s in stages),
             synchronize_s=synchronize_s, sent_bytes=sent_bytes,
-            num_synchronizations=self._synchronizer.num_buckets, peak_memory_bytes=peak_memory_bytes(),
+            num_synchronizations=self._synchronizer.num_buckets, peak_memory_bytes=peak_bytes(),
         )  # fmt: skip
         self.load_s = 0.0
 

@@ -61,9 +61,11 @@ def run(case: Case, depth: int) -> list[dict[str, Any]]:
         file = Path(folder) / "session.json"
         session = {
             name: getattr(case, name)
-            for name in ("name", "model", "num_images", "serial_images", "microbatch_size", "rounds", "tasks")
-        }
-        file.write_text(json.dumps(session | {"depth": depth}))
+            for name in (
+                "name", "model", "num_images", "serial_images", "microbatch_size", "rounds", "tasks", "bandwidth",
+            )
+        }  # fmt: skip
+        file.write_text(json.dumps(session | {"depth": depth, "lab": spec.name}))
         command = [sys.executable, "-m", "benchmarks.pipeline.session", str(file)]
         with (
             lab_session(spec) as lab,

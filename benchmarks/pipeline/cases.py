@@ -44,6 +44,7 @@ def all_cases() -> list[Case]:
         "kind": "pipeline", "label": "4 stages, blocks.{2,5,8}.attn.proj:after", "stages": 4,
         "cuts": [f"blocks.{block}.attn.proj:after" for block in (2, 5, 8)],
     }  # fmt: skip
+    narrow = pipeline(4, bandwidth="100 Mbit/s") | {"label": "4 stages, 100 Mbit/s"}
     policies = [pipeline(4, policy) for policy in ("equal-blocks", "equal-size", "smallest-crossing")]
     return [
         Case(name="base", rounds=3, tasks=[peer(4), pipeline(4)]),
@@ -52,7 +53,7 @@ def all_cases() -> list[Case]:
         Case(name="replicas", tasks=[{"kind": "replicas", "label": "4 replicas", "count": 4}]),
         Case(name="two hosts", hosts=2, tasks=[pipeline(2)]),
         Case(name="six hosts of 0.22", hosts=6, cpu=0.22, tasks=[pipeline(6)]),
-        Case(name="100 Mbit/s", bandwidth="100 Mbit/s", tasks=[pipeline(4)]),
+        Case(name="100 Mbit/s", num_images=60, rounds=6, tasks=[pipeline(4), narrow]),
         Case(name="10 Mbit/s", bandwidth="10 Mbit/s", num_images=60, tasks=[pipeline(4)]),
         Case(name="microbatches of 4", microbatch_size=4, tasks=[pipeline(4)]),
         Case(name="microbatches of 16", microbatch_size=16, num_images=480, serial_images=16, tasks=[pipeline(4)]),

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.cluster.lab import Lab
 from penstock.engine.jobs import send_leave
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
@@ -17,6 +18,7 @@ from penstock.plan.predict import predict
 from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile
 from penstock.stream.compare import Comparison
+from penstock.units import parse_rate
 from penstock.zoo.models import load_model
 
 
@@ -43,14 +45,26 @@ def measure(world: World, session: dict[str, Any]) -> list[dict[str, Any]]:
         serial_images=session["serial_images"],
     )  # fmt: skip
     rows = [comparison.serial()]
+    present = session["bandwidth"]
     for turn in range(session["rounds"]):
         for position in range(len(tasks)):
             task = tasks[(turn + position) % len(tasks)]
             if turn < task.get("rounds", session["rounds"]):
+                if task.get("bandwidth", session["bandwidth"]) != present:
+                    present = task.get("bandwidth", session["bandwidth"])
+                    _change_links(world, session["lab"], present)
                 row = _KINDS[task["kind"]](comparison, task)
                 rows.append(row | {"round": turn, "label": task["label"]})
                 print(f"{session['name']}: {task['label']}: {row['images_per_second']:.2f} images/s", file=sys.stderr)
     return rows
+
+
+def _change_links(world: World, name: str, bandwidth: str) -> None:
+    """Give every host another link: two bandwidths within one run can be compared though the machine drifts."""
+    lab, rate = Lab.from_name(name), parse_rate(bandwidth)
+    for host in lab.spec.hosts:
+        lab.slow(host.name, bandwidth_bytes_per_s=rate)
+    world.bandwidths[:] = [rate] * len(world.bandwidths)
 
 
 def _plan(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:

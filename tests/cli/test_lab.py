@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from penstock.cli.lab import app
 from penstock.cluster.lab import read_lab
-from penstock.errors import ClusterError, RunError
+from penstock.errors import ClusterError, RunError, UsageError
 
 GIB = 2**30
 
@@ -72,10 +72,13 @@ def test_every_verb_on_a_real_lab(tmp_path: Path) -> None:
     try:
         assert done("up", file).startswith(f"lab {name} is up\n  host0  10.77.0.1  cpu ")
         assert done("slow", name, "host1", "--cpu", 0.2) == "host1 has 0.2 of a core\n"
+        assert done("slow", name, "host1", "--bandwidth", "20 Mbit/s") == "host1 has 20 Mbit/s\n"
+        assert isinstance(invoke("slow", name, "host1").exception, UsageError)
         assert done("cut", name, "host1") == "host1 is cut off\n"
         done("status", name, "--json", record)
         host = json.loads(record.read_text())["hosts"][1]
         assert (host["cpu"], host["cut"], host["address"]) == (0.2, True, "10.77.0.2")
+        assert host["bandwidth_bytes_per_s"] == 2_500_000
         assert done("cut", file, "host1", "--restore") == "host1 is connected\n"
         assert done("kill", name, "host1") == "host1: 0 processes ended\n"
         said = done("run", file, "--json", record, "--", "sh", "-c", "echo $PENSTOCK_HOST")

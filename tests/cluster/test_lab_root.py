@@ -168,12 +168,12 @@ def test_cpu_shares_are_kept_and_can_be_slowed(lab: Lab) -> None:
     while len(measured) < 4 and not all(abs(share / 0.35 - 1) < 0.03 for share in measured[-1].values()):
         measured.append(shares(lab))
     assert all(share == pytest.approx(0.35, rel=0.03) for share in measured[-1].values()), measured
-    lab.slow("host1", 0.1)
+    lab.slow("host1", cpu=0.1)
     try:
         slowed = shares(lab)
         assert lab.status().hosts[1].cpu == 0.1
     finally:
-        lab.slow("host1", 0.35)
+        lab.slow("host1", cpu=0.35)
     assert slowed["host1"] == pytest.approx(0.1, rel=0.1), slowed
     assert slowed["host0"] > 0.2, slowed
 

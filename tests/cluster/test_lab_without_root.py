@@ -28,16 +28,18 @@ ip -n penstock.lab link add port0 type veth peer name eth0 netns penstock.lab.ho
 ip -n penstock.lab link set port0 master bridge up
 ip -n penstock.lab.host0 address add 10.77.0.1/24 dev eth0
 ip -n penstock.lab.host0 link set eth0 up
-tc -n penstock.lab qdisc add dev port0 root tbf rate 100000000bit burst 6250 latency 50ms
-tc -n penstock.lab.host0 qdisc add dev eth0 root tbf rate 100000000bit burst 6250 latency 50ms
+tc -n penstock.lab qdisc replace dev port0 root tbf rate 100000000bit burst 62500 latency 50ms
+tc -n penstock.lab.host0 qdisc replace dev eth0 root tbf rate 100000000bit burst 62500 latency 50ms
+ip -n penstock.lab.host0 link set eth0 gso_max_size 56250
 ip netns add penstock.lab.host1
 ip -n penstock.lab.host1 link set lo up
 ip -n penstock.lab link add port1 type veth peer name eth0 netns penstock.lab.host1
 ip -n penstock.lab link set port1 master bridge up
 ip -n penstock.lab.host1 address add 10.77.0.2/24 dev eth0
 ip -n penstock.lab.host1 link set eth0 up
-tc -n penstock.lab qdisc add dev port1 root tbf rate 100000000bit burst 6250 latency 50ms
-tc -n penstock.lab.host1 qdisc add dev eth0 root tbf rate 100000000bit burst 6250 latency 50ms
+tc -n penstock.lab qdisc replace dev port1 root tbf rate 100000000bit burst 62500 latency 50ms
+tc -n penstock.lab.host1 qdisc replace dev eth0 root tbf rate 100000000bit burst 62500 latency 50ms
+ip -n penstock.lab.host1 link set eth0 gso_max_size 56250
 """.strip().splitlines()
 NAMESPACES = "penstock.lab (id: 0)\npenstock.lab.host0\npenstock.lab.host1\n"
 
@@ -163,7 +165,9 @@ def test_what_is_not_up_cannot_be_disturbed(machine: Machine) -> None:
     with pytest.raises(ClusterError, match="no host 'host9'"):
         lab.kill("host9")
     with pytest.raises(ClusterError, match="of at least"):
-        lab.slow("host0", 0)
+        lab.slow("host0", cpu=0)
+    with pytest.raises(ClusterError, match="at least 1 kbit/s, but host0 has 8 bit/s"):
+        lab.slow("host0", bandwidth_bytes_per_s=1)
     with pytest.raises(ClusterError, match="no lab 'lab' is up; up now: none"):
         Lab.from_name("lab", machine)
 

@@ -12,7 +12,7 @@ import typer
 
 from penstock.cluster.lab import DEFAULT_PORT, PRESETS, Lab, LabStatus, preset, read_lab, take_down, write_lab
 from penstock.cluster.lab.machine import num_cores
-from penstock.errors import ClusterError, RunError
+from penstock.errors import ClusterError, RunError, UsageError
 from penstock.units import format_bytes, format_rate, parse_bytes, parse_rate
 
 app = typer.Typer(no_args_is_help=True, help="An emulated cluster on this Linux machine (needs root).")
@@ -128,13 +128,18 @@ def cut(
 def slow(
     lab: LabOrName,
     host: HostName,
-    cpu: Annotated[float, typer.Option(help="The new share of a core.")],
+    cpu: Annotated[float | None, typer.Option(help="The new share of a core.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="What its link carries now, as in '10 Mbit/s'.")] = None,
     json: JsonFile = None,
 ) -> None:
-    """Change a host's share of a core while it runs."""
-    _find(lab).slow(host, cpu)
-    typer.echo(f"{host} has {cpu:g} of a core")
-    _write_json(json, {"host": host, "cpu": cpu})
+    """Change a host's share of a core, or the bandwidth of its link, while it runs."""
+    if cpu is None and bandwidth is None:
+        raise UsageError("a host is slowed in one way at least; give --cpu 0.1 or --bandwidth '10 Mbit/s'")
+    rate = None if bandwidth is None else parse_rate(bandwidth)
+    _find(lab).slow(host, cpu=cpu, bandwidth_bytes_per_s=rate)
+    has = [*([] if cpu is None else [f"{cpu:g} of a core"]), *([] if rate is None else [f"{format_rate(rate)}"])]
+    typer.echo(f"{host} has {' and '.join(has)}")
+    _write_json(json, {"host": host, "cpu": cpu, "bandwidth_bytes_per_s": rate})
 
 
 @app.command()

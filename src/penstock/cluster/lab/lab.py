@@ -14,14 +14,14 @@ from penstock.cluster.lab import network, presence
 from penstock.cluster.lab.machine import Machine, this_machine
 from penstock.cluster.lab.processes import Target, choose_cores
 from penstock.cluster.lab.run import GRACE_S, LabRun, Output, print_line
-from penstock.cluster.lab.spec import LabSpec, check_cpu, check_fit, read_lab
+from penstock.cluster.lab.spec import LabSpec, check_bandwidth, check_cpu, check_fit, read_lab
 from penstock.errors import ClusterError, PenstockError
 
 DEFAULT_PORT = 29500
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What one host has and uses now; `cpu` is its present share, which `slow` may have changed."""
+    """What one host has and uses now, its share of a core and its bandwidth as `slow` may have changed them."""
 
     name: str
     address: str
@@ -172,11 +172,22 @@ class Lab:
         """Plug a host's network in again; raises like `cut`."""
         self._change(host, network.restore_command(self.spec, host))
 
-    def slow(self, host: str, cpu: float) -> None:
-        """Change a host's share of a core while it runs; raises like `cut`, and for a wrong share."""
-        check_cpu(host, cpu)
+    def slow(self, host: str, *, cpu: float | None = None, bandwidth_bytes_per_s: float | None = None) -> None:
+        """Change a host's share of a core, or its link in both directions, while it runs.
+
+        Raises like `cut`, and for what the kernel cannot give.
+        """
+        if cpu is not None:
+            check_cpu(host, cpu)
+        if bandwidth_bytes_per_s is not None:
+            check_bandwidth(host, bandwidth_bytes_per_s)
         self._require_host(host)
-        self._machine.cgroups.set_cpu(self.spec.name, host, cpu)
+        if cpu is not None:
+            self._machine.cgroups.set_cpu(self.spec.name, host, cpu)
+        if bandwidth_bytes_per_s is not None:
+            index = [each.name for each in self.spec.hosts].index(host)
+            for command in network.bandwidth_commands(self.spec, index, bandwidth_bytes_per_s):
+                self._machine.shell.run(command)
 
     def kill(self, host: str) -> int:
         """End every process of a host at once, as a power failure would; returns how many there were.
@@ -206,7 +217,7 @@ class Lab:
             name=host.name,
             address=network.host_address(index),
             cpu=cgroups.cpu(self.spec.name, host.name),
-            bandwidth_bytes_per_s=host.bandwidth_bytes_per_s,
+            bandwidth_bytes_per_s=network.present_bandwidth(self.spec, host.name, self._machine.shell),
             memory_bytes=host.memory_bytes,
             memory_used_bytes=memory.used_bytes,
             memory_peak_bytes=memory.peak_bytes,

@@ -55,12 +55,8 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"a host's memory is at least 1 MiB, but {self.name} has {self.memory_bytes} bytes; "
                 'write it like memory = "1 GiB"'
             )
-        rate = self.bandwidth_bytes_per_s
-        if rate is not None and not _MIN_BANDWIDTH_BYTES_PER_S <= rate < math.inf:
-            raise ClusterError(
-                f"a host's bandwidth is at least 1 kbit/s, but {self.name} has {rate * 8:g} bit/s; "
-                'write it like bandwidth = "100 Mbit/s"'
-            )
+        if self.bandwidth_bytes_per_s is not None:
+            check_bandwidth(self.name, self.bandwidth_bytes_per_s)
 
 
 class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +196,15 @@ def check_cpu(host: str, cpu: float) -> None:
         raise ClusterError(
             f"a host's cpu is a share of a core of at least {_MIN_CPU}, but {host} has {cpu:g}; "
             "write it like cpu = 0.35"
+        )
+
+
+def check_bandwidth(host: str, bytes_per_s: float) -> None:
+    """Raise `ClusterError` unless a link can be as slow as this."""
+    if not _MIN_BANDWIDTH_BYTES_PER_S <= bytes_per_s < math.inf:
+        raise ClusterError(
+            f"a host's bandwidth is at least 1 kbit/s, but {host} has {bytes_per_s * 8:g} bit/s; "
+            'write it like bandwidth = "100 Mbit/s"'
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -85,6 +86,21 @@ def test_it_runs_from_the_parts_bit_for_bit(bundle: tuple[nn.Module, Plan, Path]
     with penstock.BundledPipeline(folder, threads=1) as pipe, torch.no_grad():
         for x, (result,) in zip(inputs, pipe.stream(inputs), strict=True):
             assert torch.equal(result, model(x))
+
+
+def test_devices_that_share_a_stage_have_a_part_each(tmp_path: Path) -> None:
+    model, graph = captured()
+    plan = plan_for(graph, ("a", "b", "c"))
+    middle = msgspec.structs.replace(plan.pipelines[0].cut_sets[0], weight=1.0)
+    stages = (Stage(devices=("a",)), Stage(devices=("b", "c"), shares=(0.25, 0.75)))
+    plan = msgspec.structs.replace(plan, pipelines=(Pipeline(stages=stages, cut_sets=(middle,)),))
+    write_bundle(tmp_path, graph, plan, partial(load_state, graph, weights=ModuleWeights(model)))
+    inputs = [torch.randn(1 + index % ROWS, 3, 32, 32) for index in range(9)]
+    with penstock.BundledPipeline(tmp_path, threads=1) as pipe, torch.no_grad():
+        for x, (result,) in zip(inputs, pipe.stream(inputs), strict=True):
+            assert torch.equal(result, model(x))
+        parts = [(report.stage, report.device, report.num_microbatches) for report in pipe.last_report.stages]
+    assert parts == [(0, "worker 1", 9), (1, "worker 2", 2), (1, "worker 3", 7)]
 
 
 def test_a_part_of_another_plan_is_refused(bundle: tuple[nn.Module, Plan, Path]) -> None:

@@ -13,6 +13,7 @@ from penstock.engine.faulty import Fault
 from penstock.engine.jobs import StagesJob, send_stages
 from penstock.engine.split import load_state
 from penstock.engine.streaming import Microbatch
+from penstock.engine.turns import Turns
 from penstock.engine.world import check_world
 from penstock.errors import ConnectionBroken, PenstockError, RunError, UsageError
 from penstock.graph.ops import State
@@ -259,7 +260,7 @@ def test_own_stages_of_the_feeding_process(thirds: Divided) -> None:
     with memory_world(1) as world:
         world.feeder.devices = [0, 1]
         deployment = thirds.deploy(world.feeder)
-        assert deployment.job.ranks == (0, 0, 1)
+        assert [ranks.items for ranks in deployment.job.ranks] == [(0,), (0,), (1,)]
         check(thirds, deployment, tower_inputs(20))
         deployment.close()
     inputs = tower_inputs(9)
@@ -301,7 +302,12 @@ def test_weights_are_loaded_one_at_a_time(thirds: Divided) -> None:
 
     with memory_world(3) as world:
         job = StagesJob(
-            number=0, ranks=(1, 2, 3), sizes={"batch": 2}, depth=2, threads=1, device_names=tuple(world.feeder.names)
+            number=0,
+            ranks=(Turns([1]), Turns([2]), Turns([3])),
+            sizes={"batch": 2},
+            depth=2,
+            threads=1,
+            device_names=tuple(world.feeder.names),
         )
         send_stages(world.feeder.transport, job, thirds.programs, load)
         world.feeder.transport.abort()

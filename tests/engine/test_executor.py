@@ -32,7 +32,12 @@ class Stages:
     def __init__(self, divided: Divided) -> None:
         self.network = MemoryNetwork(2)
         job = StagesJob(
-            number=0, ranks=(1, 1), sizes={"batch": 2}, depth=2, threads=1, device_names=("feeder", "host1")
+            number=0,
+            ranks=(Turns([1]), Turns([1])),
+            sizes={"batch": 2},
+            depth=2,
+            threads=1,
+            device_names=("feeder", "host1"),
         )
         weights = ModuleWeights(divided.model)
         runtimes = {
@@ -137,6 +142,8 @@ def test_a_broken_connection_stays_one(stages: Stages) -> None:
 
 def test_a_schedule_that_ends_too_early_says_so(halves: Divided) -> None:
     class Endless:
+        width = 1
+
         def take(self) -> Message:
             return data(0)
 

@@ -26,11 +26,11 @@ class Pipe:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.stages = [Progress(), Progress()]
-        self.watch = StallWatch(7, ["host1", "host2"], self.said, stall_s=10.0)
+        self.watch = StallWatch(7, [{1: "host1"}, {2: "host2"}], self.said, stall_s=10.0)
         self.watch.begin()
 
     def said(self) -> list[str]:
-        return ["", *(write_progress(7, {index: stage}) for index, stage in enumerate(self.stages))]
+        return ["", *(write_progress(7, index + 1, {index: stage}) for index, stage in enumerate(self.stages))]
 
     def after(self, seconds: float) -> str | None:
         self.clock.now += seconds
@@ -67,7 +67,7 @@ def test_the_place_is_named(clock: Clock, fed: int, stages: list[Progress], expe
 
 def test_a_stage_that_was_never_set_up(clock: Clock) -> None:
     pipe = Pipe(clock)
-    pipe.watch = StallWatch(8, ["host1"], pipe.said, stall_s=10.0)  # what they say is of job 7
+    pipe.watch = StallWatch(8, [{1: "host1"}], pipe.said, stall_s=10.0)  # what they say is of job 7
     pipe.after(0.0)
     assert "stage 0 on host1 has waited 10 s for its program and weights" in (pipe.after(10.0) or "")
 

@@ -32,7 +32,7 @@ def plan(
     optimizer_state: Annotated[float, typer.Option(min=0, help="Bytes per byte of weights; AdamW has 2.")] = 0.0,
     alternate: Annotated[bool, typer.Option(help="Let microbatches take turns on several cut sets.")] = True,
     replicas: Annotated[bool, typer.Option(help="Also consider whole pipelines side by side.")] = True,
-    shared: Annotated[bool, typer.Option(help="Also consider stages that devices share; not run yet.")] = False,
+    shared: Annotated[bool, typer.Option(help="Also consider stages that several devices share.")] = False,
     explanation: Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")] = False,
     json: JsonFile = None,
 ) -> None:

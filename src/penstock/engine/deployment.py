@@ -28,7 +28,6 @@ from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World, check_world
 from penstock.errors import ConnectionBroken, TransportError, UsageError
 from penstock.graph.program import StageProgram
-from penstock.plan.schedule import forward_only
 from penstock.tracing.trace import ProcessTrace
 
 # makes a stage's runtimes where they do not come from programs and weights
@@ -43,7 +42,7 @@ class Deployment:
     """Stages placed on the devices of a world, ready for one stream after the other.
 
     Each stage is one program, or several that take turns where the cuts around it do; all stages take turns
-    in the same order.
+    in the same order. `ranks` has for each stage the rank that holds it, or several that take turns on it.
 
     Raises what happened to a device as `RunError` or `DeviceLost`; after that nothing more can be
     streamed. A message that is lost without any device failing shows when nothing has moved and no
@@ -52,33 +51,38 @@ class Deployment:
 
     def __init__(
         self, world: World, programs: Sequence[Turns[StageProgram]], load: LoadState | None, *,
-        sizes: Mapping[str, int], threads: int, make: MakeRuntimes | None = None, ranks: Sequence[int] | None = None,
+        sizes: Mapping[str, int], threads: int, make: MakeRuntimes | None = None,
+        ranks: Sequence[int | Turns[int]] | None = None,
         parts: Parts | None = None, number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
         tracer: FeederTracer | None = None,
     ) -> None:  # fmt: skip
         self.world = world
         self.symbols = programs[0].items[0].symbols
-        ranks = check_world(world, len(programs)) if ranks is None else list(ranks)
+        places = [r if isinstance(r, Turns) else Turns([r]) for r in ranks or check_world(world, len(programs))]
         self.job = StagesJob(
-            number=number, ranks=tuple(ranks), sizes=dict(sizes), depth=depth, threads=threads,
+            number=number, ranks=tuple(places), sizes=dict(sizes), depth=depth, threads=threads,
             device_names=tuple(world.names), trace=tracer is not None, trace_units=tracer is not None and tracer.units,
         )  # fmt: skip
+        _check_shared(self.job)
         self.tracer = tracer
         self.traces: list[ProcessTrace] = []  # of the last stream's processes, where it was recorded
-        self._window = (depth + 1) * len(programs) + depth
+        self._window = (depth + 1) * sum(len(ranks.items) for ranks in places) + depth
         self._executor: threading.Thread | None = None
         self._errors: queue.Queue[BaseException] = queue.Queue()
         self._stream: Ends | None = None
         shortest_s = _SHORTEST_STALL_BEATS * world.health.beat_s
         self._watch = StallWatch(
-            number, [world.names[rank] for rank in ranks], world.health.statuses, max(stall_s, shortest_s)
+            number,
+            [{rank: world.names[rank] for rank in ranks.items} for ranks in places],
+            world.health.statuses,
+            max(stall_s, shortest_s),
         )
         try:
             send_stages(world.transport, self.job, programs, load, parts)
             slots, self._local = self._build_own_stages(programs, load, make)
             self._outlet, self._inlet = feeder_edges(world.transport, self.job, programs[0], programs[-1], self._local)
             if tracer is not None:
-                tracer.follow(self._outlet, self._inlet, self.job.ranks, slots)
+                tracer.follow(self._outlet, self._inlet, self.job.holders, slots)
             self._serve(slots)
         except TransportError as error:
             raise world.explain(error) from error
@@ -88,7 +92,7 @@ class Deployment:
         self, programs: Sequence[Turns[StageProgram]], load: LoadState | None, make: MakeRuntimes | None
     ) -> tuple[Mapping[int, StageSlot], Mapping[int, LocalEdge]]:
         """Under torchrun the feeding process holds stages too."""
-        own = [index for index, rank in enumerate(self.job.ranks) if rank == FEEDER]
+        own = self.job.stages_of(FEEDER)
         if not own:
             return {}, {}
         runtimes = {index: _make_runtimes(index, programs[index], load, make) for index in own}
@@ -104,7 +108,7 @@ class Deployment:
         def run() -> None:
             torch.set_num_threads(self.job.threads)
             try:
-                serve(slots, lambda: forward_only(sorted(slots)))
+                serve(slots, lambda: self.job.schedule(FEEDER))
             except ConnectionBroken:
                 pass  # the feeding thread sees the same broken connection and explains it
             except Exception as error:
@@ -140,7 +144,7 @@ class Deployment:
         reports = ends.finish() if ends is not None else []
         if reports and self.tracer is not None:
             try:
-                self.traces = self.tracer.gather(self.job.ranks)
+                self.traces = self.tracer.gather(self.job.holders)
             except TransportError as error:
                 raise self.world.explain(error) from error
         return reports
@@ -235,6 +239,17 @@ class Replicas:
         """Tell all stages to stop serving; the world stays."""
         for deployment in self.deployments:
             deployment.close()
+
+
+def _check_shared(job: StagesJob) -> None:
+    """With more to do, its other stages would wait for the end of a stream while it still waits for a turn."""
+    for rank in sorted({rank for ranks in job.ranks if len(ranks.items) > 1 for rank in ranks.items}):
+        stages = job.stages_of(rank)
+        if len(stages) > 1:
+            raise UsageError(
+                f"a device that shares a stage holds no other, but rank {rank} would hold the stages "
+                f"{', '.join(map(str, stages))}; give each of them to a device of its own"
+            )
 
 
 def _make_runtimes(

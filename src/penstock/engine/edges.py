@@ -23,6 +23,10 @@ _POLL_S = 0.1
 class Inlet(Protocol):
     """Where messages come in, in order."""
 
+    @property
+    def width(self) -> int:
+        """How many messages the end of a stream is."""
+
     def take(self) -> Message:
         """Wait for the next message; its tensors are good until `release`."""
 
@@ -36,6 +40,10 @@ class Inlet(Protocol):
 class Outlet(Protocol):
     """Where messages go out, in order."""
 
+    @property
+    def width(self) -> int:
+        """How many messages the end of a stream is."""
+
     def put(self, message: Message) -> None:
         """Send a message; the tensors are copied before this returns."""
 
@@ -45,6 +53,8 @@ class Outlet(Protocol):
 
 class RemoteInlet:
     """Receives from another rank, with `depth` receives posted ahead."""
+
+    width = 1
 
     def __init__(self, transport: Transport, source: int, channel: int, layout: Formats, num_bytes: int, depth: int):
         self._transport = transport
@@ -92,6 +102,8 @@ class RemoteInlet:
 class RemoteOutlet:
     """Sends to another rank, with up to `depth` sends under way."""
 
+    width = 1
+
     def __init__(self, transport: Transport, to: int, channel: int, layout: Formats, num_bytes: int, depth: int):
         self._transport = transport
         self._to = to
@@ -131,6 +143,8 @@ class RemoteOutlet:
 
 class LocalEdge:
     """Both ends within one process; as an outlet it copies, as a remote one does. Without a depth it never waits."""
+
+    width = 1
 
     def __init__(self, depth: int | None, *, copies: bool = True) -> None:
         # SimpleQueue needs no Python while it waits or hands over; places are counted by tokens

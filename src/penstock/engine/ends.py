@@ -85,7 +85,8 @@ class Ends:
             self.abandon()
             return []
         message = self._last(END)
-        return [StageReport(**report) for report in json.loads(message.body)]
+        # a stage that devices share has one of each, in the order of its devices
+        return sorted((StageReport(**report) for report in json.loads(message.body)), key=lambda report: report.stage)
 
     def stop(self) -> None:
         """Tell the stages to stop serving, and see that all of them have heard it."""
@@ -143,7 +144,7 @@ class Ends:
         failure = self._world.health.failure
         if failure is None or failure.message != str(error):
             return error
-        stages = [str(index) for index, rank in enumerate(self._job.ranks) if rank == failure.rank]
+        stages = [str(index) for index in self._job.stages_of(failure.rank)]
         held = f" (stage {', '.join(stages)})" if stages else ""
         return type(error)(f"{failure.message}{held}; the results until now are complete, start again behind them")
 
@@ -152,7 +153,7 @@ class Ends:
             while True:
                 message = self._entry.take()
                 self._outlet.put(message)
-                self._watch.fed += 1
+                self._watch.fed += 1 if message.kind == DATA else self._outlet.width
                 if message.kind != DATA:
                     return
         except Exception as error:
@@ -179,7 +180,7 @@ class Ends:
                 )
                 if kept.kind != CLOSE:  # nothing may stay posted behind it
                     self._inlet.release()
-                self._watch.got += 1
+                self._watch.got += 1 if kept.kind == DATA else self._inlet.width
                 self._results.put(kept)
                 if kept.kind != DATA:
                     return

@@ -7,7 +7,7 @@ programs list their state. Workers know no model: this is all they get.
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from penstock.engine.executor import StageReport, StageSlot
 from penstock.engine.messages import Format, Formats
 from penstock.engine.progress import write_progress
 from penstock.engine.runtime import Runtime, StageRuntime
+from penstock.engine.sharing import SharedInlet, SharedOutlet, sources_of
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World
 from penstock.errors import TransportError, UsageError
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
+from penstock.plan.schedule import Action, forward_only
 
 # channel 0 carries jobs; each job's edges get channels of their own
 _CHANNELS_PER_JOB = 1024
@@ -36,25 +38,43 @@ MakeRuntime = Callable[[int, StageProgram], StageRuntime]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Which plan's bundle the ranks have, and the device of every stage."""
+    """Which plan's bundle the ranks have, and the device that each of them is."""
 
     plan: str
-    devices: tuple[str, ...]
+    devices: Mapping[int, str]
     order: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesJob:
-    """Serve some stages of a pipeline until told to stop."""
+    """Serve some stages of a pipeline until told to stop.
+
+    `ranks` has for every stage the ranks that take turns on it, mostly one.
+    """
 
     number: int
-    ranks: tuple[int, ...]
+    ranks: tuple[Turns[int], ...]
     sizes: Mapping[str, int]
     depth: int
     threads: int
     device_names: tuple[str, ...]
     trace: bool = False
     trace_units: bool = False
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """All ranks that hold a stage."""
+        return frozenset(rank for ranks in self.ranks for rank in ranks.items)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in order."""
+        return [index for index, ranks in enumerate(self.ranks) if rank in ranks.items]
+
+    def schedule(self, rank: int) -> Iterator[Action]:
+        """Forwards without end: on every microbatch that has its turn on this rank, all of its stages."""
+        for action in forward_only(self.stages_of(rank)):
+            if self.ranks[action.stage][action.microbatch] == rank:
+                yield action
 
 
 def send_stages(
@@ -65,15 +85,15 @@ def send_stages(
 
     With `parts` every rank reads its own from its folder; with neither the stages are modules that the ranks have.
     """
-    for rank in sorted(set(job.ranks) - {transport.rank}):
-        indices = [index for index, holder in enumerate(job.ranks) if holder == rank]
+    for rank in sorted(job.holders - {transport.rank}):
+        indices = job.stages_of(rank)
         texts = {index: [write_program(program) for program in programs[index].items] for index in indices}
         document = {
             "kind": "parts" if parts else "stages" if load else "modules", "number": job.number,
-            "ranks": list(job.ranks), "sizes": dict(job.sizes),
+            "ranks": [[ranks.items, ranks.order] for ranks in job.ranks], "sizes": dict(job.sizes),
             "depth": job.depth, "threads": job.threads, "device_names": list(job.device_names),
             "programs": texts, "turns": list(parts.order if parts else programs[0].order),
-            "plan": parts.plan if parts else "", "devices": list(parts.devices) if parts else [],
+            "plan": parts.plan if parts else "", "device": parts.devices[rank] if parts else "",
             "trace": job.trace, "trace_units": job.trace_units,
         }  # fmt: skip
         send_bytes(transport, json.dumps(document).encode(), rank)
@@ -166,7 +186,9 @@ def read_stages(
     """
     job = StagesJob(
         number=int(document["number"]),
-        ranks=tuple(int(rank) for rank in document["ranks"]),
+        ranks=tuple(
+            Turns([int(rank) for rank in ranks], [int(t) for t in order]) for ranks, order in document["ranks"]
+        ),
         sizes={str(name): int(size) for name, size in document["sizes"].items()},
         depth=int(document["depth"]),
         threads=int(document["threads"]),
@@ -180,7 +202,7 @@ def read_stages(
         if document["kind"] == "parts":
             if bundle is None:
                 raise UsageError("the stages come from a bundle, which this process has not; give it the folder")
-            runtimes[int(index)] = load_part(bundle / document["devices"][int(index)], document["plan"], order)
+            runtimes[int(index)] = load_part(bundle / document["device"], document["plan"], order)
         elif document["kind"] == "stages":
             programs = [read_program(text) for text in texts]
             tensors = receive_state(transport, states_of(programs))
@@ -197,18 +219,18 @@ def build_slots(
 ) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
     """Put a rank's stages between their edges; gives the stages and the edges within this process.
 
-    Edge `e` goes into stage `e`, from `ends[e]` to `ends[e + 1]`; the feeder holds the outer ends.
+    Edge `e` goes into stage `e`, from the ranks `ends[e]` to `ends[e + 1]`; the feeder holds the outer ends.
 
         feeder ──0──▶ stage 0 ──1──▶ stage 1 ──2──▶ feeder
     """
-    ends = [FEEDER, *job.ranks, FEEDER]
+    ends = _ends(job)
     local: dict[int, LocalEdge] = {}
     slots: dict[int, StageSlot] = {}
     for index, turns in sorted(runtimes.items()):
         programs = turns.map(lambda runtime: runtime.program)
         inlet = _inlet(transport, job, index, ends, input_formats(programs), local)
         outlet = _outlet(transport, job, index + 1, ends, output_formats(programs), local)
-        report = StageReport(stage=index, device=job.device_names[job.ranks[index]])
+        report = StageReport(stage=index, device=job.device_names[transport.rank])
         slots[index] = StageSlot(index, turns, inlet, outlet, report)
     return slots, local
 
@@ -227,32 +249,46 @@ def _inlet(
     transport: Transport,
     job: StagesJob,
     edge: int,
-    ends: Sequence[int],
+    ends: Sequence[Turns[int]],
     layout: Formats,
     local: dict[int, LocalEdge],
 ) -> Inlet:
-    if ends[edge] == transport.rank:
-        return local.setdefault(edge, LocalEdge(job.depth))
-    return RemoteInlet(transport, ends[edge], _channel(job, edge), layout, layout.largest(job.sizes), job.depth)
+    def from_rank(rank: int) -> Inlet:
+        if rank == transport.rank:
+            return local.setdefault(edge, LocalEdge(job.depth))
+        return RemoteInlet(transport, rank, _channel(job, edge), layout, layout.largest(job.sizes), job.depth)
+
+    inlets = ends[edge].map(from_rank).items
+    if len(inlets) == 1:
+        return inlets[0]
+    return SharedInlet(inlets, sources_of(ends[edge], ends[edge + 1], transport.rank))
 
 
 def _outlet(
     transport: Transport,
     job: StagesJob,
     edge: int,
-    ends: Sequence[int],
+    ends: Sequence[Turns[int]],
     layout: Formats,
     local: dict[int, LocalEdge],
 ) -> Outlet:
-    if ends[edge + 1] == transport.rank:
-        return local.setdefault(edge, LocalEdge(job.depth))
-    return RemoteOutlet(transport, ends[edge + 1], _channel(job, edge), layout, layout.largest(job.sizes), job.depth)
+    def to_rank(rank: int) -> Outlet:
+        if rank == transport.rank:
+            return local.setdefault(edge, LocalEdge(job.depth))
+        return RemoteOutlet(transport, rank, _channel(job, edge), layout, layout.largest(job.sizes), job.depth)
+
+    outlets = ends[edge + 1].map(to_rank)
+    return outlets.items[0] if len(outlets.items) == 1 else SharedOutlet(outlets)
+
+
+def _ends(job: StagesJob) -> list[Turns[int]]:
+    return [Turns([FEEDER]), *job.ranks, Turns([FEEDER])]
 
 
 def tell_progress(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) -> None:
     """Let this process say with every heartbeat how far its stages are."""
     stages = {index: slot.progress for index, slot in slots.items()}
-    world.health.status = lambda: write_progress(job.number, stages)
+    world.health.status = lambda: write_progress(job.number, world.rank, stages)
 
 
 def feeder_edges(
@@ -264,7 +300,7 @@ def feeder_edges(
 ) -> tuple[Outlet, Inlet]:
     """Give the feeder's ends of the pipeline: where microbatches go in, where results come out."""
     edges = dict(local)
-    ends = [FEEDER, *job.ranks, FEEDER]
+    ends = _ends(job)
     outlet = _outlet(transport, job, 0, ends, input_formats(first), edges)
     inlet = _inlet(transport, job, len(job.ranks), ends, output_formats(last), edges)
     return outlet, inlet

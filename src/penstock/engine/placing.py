@@ -12,7 +12,7 @@ from penstock.engine.runtime import StageRuntime
 from penstock.engine.split import divide_plan, order_of
 from penstock.engine.traces import FeederTracer
 from penstock.engine.turns import Turns
-from penstock.engine.world import World
+from penstock.engine.world import FEEDER, World
 from penstock.errors import PlanError
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
@@ -27,10 +27,16 @@ def place(
 ) -> Replicas:  # fmt: skip
     """Send every device its stages and give what streams through them.
 
-    Pipelines take jobs from `number` on. Raises `PlanError` where the plan is of another model, names a device
-    that is not there, or has stages that several devices share, which this version does not run.
+    Pipelines take jobs from `number` on. Raises `PlanError` where the plan is of another model or names a device
+    that is not there, and where stages that devices share would be recorded.
     """
-    ranks = _ranks_for(world, plan)
+    shared = [stage for pipeline in plan.pipelines for stage in pipeline.stages if len(stage.devices) > 1]
+    if shared and tracer is not None:
+        raise PlanError(
+            f"a run is recorded with one device a stage, but {', '.join(shared[0].devices)} share one in this plan; "
+            "plan without --shared, or run it without a trace"
+        )
+    ranks = ranks_of(world, plan.devices)
     sizes = graph.sizes(plan.microbatch_rows)
     deployments = [
         Deployment(
@@ -50,18 +56,19 @@ def place_bundle(
     Raises `ProgramError` for a bundle that is damaged, and `PlanError` as `place` does.
     """
     plan, interface = read_bundle(folder)
-    ranks = _ranks_for(world, plan)
+    ranks = ranks_of(world, plan.devices)
     sizes = {symbol: plan.microbatch_rows if symbol == "batch" else 1 for symbol in interface.symbols}
     deployments = []
     for index, pipeline in enumerate(plan.pipelines):
-        parts = Parts(fingerprint(plan), tuple(stage.devices[0] for stage in pipeline.stages), order_of(pipeline))
+        names = {ranks[name]: name for stage in pipeline.stages for name in stage.devices}
+        parts = Parts(fingerprint(plan), names, order_of(pipeline))
 
-        def own(stage: int, parts: Parts = parts) -> Turns[StageRuntime]:
-            return load_part(folder / parts.devices[stage], parts.plan, parts.order)
+        def own(_stage: int, parts: Parts = parts) -> Turns[StageRuntime]:
+            return load_part(folder / parts.devices[FEEDER], parts.plan, parts.order)
 
         deployments.append(
             Deployment(
-                world, interfaces(interface, len(parts.devices)), None, sizes=sizes, threads=threads,
+                world, interfaces(interface, len(pipeline.stages)), None, sizes=sizes, threads=threads,
                 ranks=_places(pipeline, ranks), make=own, parts=parts, number=number + index, depth=plan.depth,
                 stall_s=stall_s,
             )
@@ -69,19 +76,14 @@ def place_bundle(
     return Replicas(deployments, turns([pipeline.share for pipeline in plan.pipelines])), interface
 
 
-def _ranks_for(world: World, plan: Plan) -> dict[str, int]:
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            if len(stage.devices) > 1:
-                raise PlanError(
-                    f"a stage runs on one device, but {', '.join(stage.devices)} share one in this plan; "
-                    "plan with --no-shared"
-                )
-    return ranks_of(world, plan.devices)
-
-
-def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[int]:
-    return [ranks[stage.devices[0]] for stage in pipeline.stages]
+def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[Turns[int]]:
+    """Give the ranks that take turns on each stage, in the order of their shares; none whose turn never comes."""
+    places = []
+    for stage in pipeline.stages:
+        order = turns(stage.shares)
+        taking_part = sorted(set(order))
+        places.append(Turns([ranks[stage.devices[i]] for i in taking_part], [taking_part.index(i) for i in order]))
+    return places
 
 
 def ranks_of(world: World, devices: Sequence[str]) -> dict[str, int]:

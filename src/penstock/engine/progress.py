@@ -18,23 +18,23 @@ STALL_S = 60.0
 
 @dataclass(slots=True)
 class Progress:
-    """One stage's messages so far, streams' ends included."""
+    """One stage's messages so far on one device, streams' ends included."""
 
     taken: int = 0
     computed: int = 0
     passed: int = 0
 
 
-def write_progress(job: int, stages: Mapping[int, Progress]) -> str:
+def write_progress(job: int, rank: int, stages: Mapping[int, Progress]) -> str:
     """Write what the stages of one process have counted."""
-    return json.dumps([job, [[index, p.taken, p.computed, p.passed] for index, p in stages.items()]])
+    return json.dumps([job, rank, [[index, p.taken, p.computed, p.passed] for index, p in stages.items()]])
 
 
 class StallWatch:
     """Watches, from the feeding process, whether anything moves.
 
-    `holders` names the device of every stage, `listen` gives what all processes said last. The feeder
-    counts `fed` and `got` itself, and calls `begin` when it starts to wait.
+    `holders` names for every stage the ranks that take turns on it, `listen` gives what all processes said
+    last. The feeder counts `fed` and `got` itself, and calls `begin` when it starts to wait.
 
     Example:
         watch.begin()
@@ -44,8 +44,9 @@ class StallWatch:
     """
 
     def __init__(
-        self, job: int, holders: Sequence[str], listen: Callable[[], Iterable[str]], stall_s: float = STALL_S
-    ) -> None:
+        self, job: int, holders: Sequence[Mapping[int, str]], listen: Callable[[], Iterable[str]],
+        stall_s: float = STALL_S,
+    ) -> None:  # fmt: skip
         self.stall_s = stall_s
         self.fed = 0
         self.got = 0
@@ -71,24 +72,26 @@ class StallWatch:
             return None
         return self._explain(stages)
 
-    def _read(self) -> dict[int, Progress]:
-        stages: dict[int, Progress] = {}
+    def _read(self) -> dict[tuple[int, int], Progress]:
+        stages: dict[tuple[int, int], Progress] = {}
         for text in self._listen():
-            job, counted = json.loads(text) if text else (None, [])
+            job, rank, counted = json.loads(text) if text else (None, 0, [])
             if job == self._job:
-                stages.update({index: Progress(*counts) for index, *counts in counted})
+                stages.update({(index, rank): Progress(*counts) for index, *counts in counted})
         return stages
 
-    def _explain(self, stages: Mapping[int, Progress]) -> str:
+    def _explain(self, stages: Mapping[tuple[int, int], Progress]) -> str:
         """Find the first place where more went in than came out."""
         sent, sender = self.fed, "the feeding process"
-        for index, device in enumerate(self._holders):
-            name = f"stage {index} on {device}"
-            if index not in stages:
-                return self._sentence(name, "its program and weights", sender)
-            if stages[index].taken < sent:
-                return self._sentence(name, f"message {stages[index].taken + 1} of {sent} to it", sender)
-            sent, sender = stages[index].passed, name
+        for index, devices in enumerate(self._holders):
+            silent = [name for rank, name in devices.items() if (index, rank) not in stages]
+            if silent:
+                return self._sentence(f"stage {index} on {silent[0]}", "its program and weights", sender)
+            name = f"stage {index} on {' and '.join(devices.values())}"
+            taken = sum(stages[index, rank].taken for rank in devices)
+            if taken < sent:
+                return self._sentence(name, f"message {taken + 1} of {sent} to it", sender)
+            sent, sender = sum(stages[index, rank].passed for rank in devices), name
         return self._sentence("the feeding process", f"result {self.got + 1}", sender)
 
     def _sentence(self, name: str, what: str, sender: str) -> str:

@@ -8,7 +8,7 @@ answers ◀───────── clock questions ────────�
 sends what it recorded ──────────────────────▶  writes one file for each process
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 import torch
@@ -71,7 +71,7 @@ class FeederTracer:
         self._readings: dict[int, list[Reading]] = {}
         self._own: StageTracer | None = None
 
-    def follow(self, outlet: Outlet, inlet: Inlet, ranks: Sequence[int], slots: Mapping[int, StageSlot]) -> None:
+    def follow(self, outlet: Outlet, inlet: Inlet, ranks: Collection[int], slots: Mapping[int, StageSlot]) -> None:
         """Begin with the feeder's ends of a pipeline, its own stages, and the clocks of the other ranks."""
         outlet.trace_giving(Track(self.recorder, FEEDER_STAGE))
         inlet.trace_taking(Track(self.recorder, FEEDER_STAGE))
@@ -80,7 +80,7 @@ class FeederTracer:
         for rank in _others(ranks):
             self._readings[rank] = [self._read(rank)]
 
-    def gather(self, ranks: Sequence[int]) -> list[ProcessTrace]:
+    def gather(self, ranks: Collection[int]) -> list[ProcessTrace]:
         """At the end of a stream: take what the ranks of a pipeline have recorded."""
         traces = []
         for rank in _others(ranks):
@@ -155,5 +155,5 @@ def answer_clock(transport: Transport, clock: Clock) -> None:
         transport.send(answer.view(torch.uint8), FEEDER, _CHANNEL).wait()
 
 
-def _others(ranks: Sequence[int]) -> list[int]:
+def _others(ranks: Collection[int]) -> list[int]:
     return sorted(set(ranks) - {FEEDER})

@@ -20,7 +20,6 @@ from penstock.engine.traces import follow_stages
 from penstock.engine.transport import send_bytes
 from penstock.engine.world import FEEDER, World, join_local
 from penstock.errors import PenstockError, TransportError
-from penstock.plan.schedule import forward_only
 
 # where workers that a process on this machine starts find their parts of a bundle
 BUNDLE = "PENSTOCK_BUNDLE"
@@ -55,7 +54,7 @@ def do_job(
     torch.set_num_threads(job.threads)
     slots, _ = build_slots(world.transport, job, runtimes)
     tell_progress(world, job, slots)
-    serve(slots, lambda: forward_only(sorted(slots)), follow_stages(world, job, slots))
+    serve(slots, lambda: job.schedule(world.rank), follow_stages(world, job, slots))
 
 
 def main() -> int:

@@ -41,7 +41,7 @@ class Request:
 
     `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes
     to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
-    `replicas` allows whole pipelines side by side, `shared` stages whose devices take turns, which no run does yet.
+    `replicas` allows whole pipelines side by side, `shared` stages whose devices take turns.
 
     >>> Request(aim="latency").depth
     2

@@ -40,7 +40,6 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
-from penstock.plan.schedule import forward_only
 from penstock.spec.plan import Plan
 from penstock.stream.facts import stream_facts, units_of
 from penstock.tracing.trace import write_run
@@ -211,6 +210,7 @@ class Pipeline(TrainingMethods):
             job, runtimes = read_stages(self._world.transport, receive_job(self._world.transport), make)
             torch.set_num_threads(job.threads)
             self._slots, _ = build_slots(self._world.transport, job, runtimes)
+            self._schedule = partial(job.schedule, self._world.rank)
             tell_progress(self._world, job, self._slots)
             self._stream_ended = follow_stages(self._world, job, self._slots)
         except TransportError as error:
@@ -299,7 +299,7 @@ class Pipeline(TrainingMethods):
         for slot in self._slots.values():
             slot.start_report()
         try:
-            self._closed = execute(forward_only(sorted(self._slots)), self._slots) == CLOSE
+            self._closed = execute(self._schedule(), self._slots) == CLOSE
             if not self._closed:
                 self._stream_ended()
         except TransportError as error:

@@ -13,10 +13,14 @@ Run = Callable[..., tuple[int, str, str]]
 
 def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
     arguments = ["--data", "digits", "--num-rows", 100, "--threads", 1, "-o", tmp_path / "run"]
-    status, out, err = penstock("train", VIT, *arguments, "--json", tmp_path / "out.json")
+    arguments += ["--trace", tmp_path / "trace", "--json", tmp_path / "out.json"]
+    status, out, err = penstock("train", VIT, *arguments)
     assert (status, err) == (0, "")
     assert "1 processes; model, checkpoints and metrics are in" in out
     assert json.loads((tmp_path / "out.json").read_text())["epochs"][0]["unit"] == "images"
+    status, out, _ = penstock("report", tmp_path / "trace", "--no-pictures")
+    assert status == 0
+    assert "synchronization" in out
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,7 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
         (["--data", "digits", "--compare", "none"], "the modes to compare are"),
         (["--data", "digits", "--memory", "1GiB"], "leave it out"),
         (["--data", "digits", "--memory", "1GiB", "--cluster", "lab.toml"], "a lab's hosts theirs"),
+        (["--data", "digits", "--compare", "data", "--trace", "x"], "--trace records one"),
         (["--data", "digits", "--schedule", "2f2b"], "is not known; use one of gpipe"),
     ],
 )

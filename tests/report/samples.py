@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from penstock.plan.schedule import Schedule
+from penstock.plan.schedule import Action, Schedule
 from penstock.plan.simulate import simulate, uniform
-from penstock.tracing.trace import Alone, Machine, ProcessTrace, Run, RunFacts, Span, StageTotals
+from penstock.tracing.trace import Alone, Counter, Machine, ProcessTrace, Run, RunFacts, Span, StageTotals
 
 ALONE_S = 0.010
 
@@ -23,7 +23,8 @@ def simulated(schedule: Schedule) -> Run:
                 recorded.append(Span(kind, action.kind, action.stage, action.microbatch, at, at, 100))
         processes.append(ProcessTrace(rank=device, device=f"board{device}", spans=tuple(recorded)))
     devices = tuple(process.device for process in processes)
-    facts = RunFacts(kind="training", model="simulated", ranks=tuple(range(len(schedule))), devices=devices)
+    cuts = tuple(f"blocks.{place}:after" for place in range(len(schedule) - 1))
+    facts = RunFacts(kind="training", model="simulated", ranks=tuple(range(len(schedule))), devices=devices, cuts=cuts)
     return Run(facts, tuple(processes))
 
 
@@ -88,5 +89,59 @@ def streamed(
         num_microbatches=num, num_rows=num, total_s=sent[stages][-1], results_s=tuple(sent[stages]), stages=totals,
         units=tuple((f"blocks.{u // 3 - 1}:after" if u % 3 == 0 and u else f"unit{u}" if u else "input", 1.0, 1000.0)
                     for u in range(3 * stages)),
+    )  # fmt: skip
+    return Run(facts, tuple(processes))
+
+
+def trained(
+    schedule: Schedule, *, num_steps: int = 6, stage_s: Sequence[float] | None = None, load_s: float = 0.0,
+    sum_s: float = 0.0, update_s: float = 0.0, wire_s: float = 0.0, slower: float = 1.0,
+) -> Run:  # fmt: skip
+    """A training of so many steps that the simulator plays: forwards take a stage's seconds, backwards twice those."""
+    count = len(schedule)
+    seconds = list(stage_s or [ALONE_S] * count)
+    kinds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+    def duration(action: Action, _device: int) -> float:
+        return load_s if action.kind == "U" else slower * seconds[action.stage] * kinds[action.kind]
+
+    loads_first = tuple((Action("U", -1, device), *actions) for device, actions in enumerate(schedule))
+    played = simulate(loads_first, duration, lambda *_: wire_s)
+    step_s = played.makespan_s + sum_s
+    processes = []
+    for device, spans in enumerate(played.spans):
+        recorded: list[Span] = []
+        for number in range(num_steps):
+            at_s = number * (step_s + update_s)
+            recorded.append(Span("load", "", -1, number, at_s, at_s + load_s, step=number))
+            free_s = at_s + load_s
+            for span in spans[1:]:
+                action, begin_s, end_s = span.action, at_s + span.begin_s, at_s + span.end_s
+                name = {"I": "B"}.get(action.kind, action.kind)
+                place = action.stage, action.microbatch
+                source = action.stage - 1 if name == "F" else action.stage + 1
+                if name != "W" and 0 <= source < count:
+                    recorded.append(Span("wait", name, *place, free_s, begin_s, step=number))
+                    recorded.append(Span("receive", name, *place, begin_s, begin_s, 1000, step=number))
+                cpu_s = (end_s - begin_s) / slower
+                recorded.append(Span("compute", action.kind, *place, begin_s, end_s, 0, cpu_s, number))
+                if name != "W" and 0 <= 2 * action.stage - source < count:
+                    recorded.append(Span("buffer", name, *place, end_s, end_s, step=number))
+                    recorded.append(Span("send", name, *place, end_s, end_s, 1000, step=number))
+                free_s = end_s
+            done_s = at_s + step_s
+            recorded.append(Span("synchronize", "finish", -1, number, free_s, done_s, step=number))
+            recorded.append(Span("step", "", -1, number, at_s + load_s, done_s, step=number))
+            recorded.append(Span("update", "", -1, number, done_s, done_s + update_s, step=number))
+        rows = tuple(Counter("rows", number * step_s, 8.0) for number in range(num_steps))
+        processes.append(
+            ProcessTrace(rank=device, device=f"board{device}", spans=tuple(recorded), counters=rows,
+                         machine=Machine(1.0, 1.0, 0.0))
+        )  # fmt: skip
+    names = tuple(process.device for process in processes)
+    facts = RunFacts(
+        kind="training", model="trained_by_hand", ranks=tuple(range(count)), devices=names, hosts=names,
+        cuts=tuple(f"blocks.{place}:after" for place in range(count - 1)), num_steps=num_steps, schedule="gpipe",
+        bandwidths=(None,) * count,
     )  # fmt: skip
     return Run(facts, tuple(processes))

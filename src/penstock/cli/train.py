@@ -15,6 +15,7 @@ from penstock.cli.options import (
     Policy,
     Pretrained,
     Threads,
+    Trace,
     WeightsFile,
     make_console,
     write_json,
@@ -64,6 +65,7 @@ def train(
     checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; each epoch has one anyway.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     track: Annotated[list[str] | None, typer.Option(help="tensorboard or wandb; may be repeated.")] = None,
+    trace: Trace = None,
     cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Train on the hosts of a lab.")] = None,
     compare: Annotated[str | None, typer.Option(help="single,model,pipeline,data,both: train in each way.")] = None,
     sweep: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with [[settings]]: train with each.")] = None,
@@ -80,12 +82,15 @@ def train(
         "checkpointing": checkpointing, "seed": seed, "weights": str(weights) if weights else None,
         "pretrained": pretrained, "threads": threads, "length": length, "num_rows": num_rows,
         "num_workers": num_workers, "checkpoint_every": checkpoint_every, "resume": resume, "track": track or [],
+        "trace": str(trace.resolve()) if trace else None,
     })  # fmt: skip
     chosen = [
         name for name, on in (("--compare", compare), ("--sweep", sweep), ("--find-max-batch", find_max_batch)) if on
     ]
     if len(chosen) > 1 or (chosen and under_torchrun()):
         raise UsageError(f"{' and '.join(chosen)} starts processes of its own; use one of them, without torchrun")
+    if chosen and trace is not None:
+        raise UsageError(f"{chosen[0]} makes several runs and --trace records one; leave one of them out")
     if memory is not None and cluster is not None:
         raise UsageError("--memory is for processes on this machine; give a lab's hosts theirs in its file")
     if not chosen:

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.engine.reduce import TRAINING_CHANNELS, all_reduce
 from penstock.engine.transport import Transport
 from penstock.errors import ConnectionBroken
+from penstock.tracing.record import FEEDER_STAGE, Recorder
 
 # Large enough for the network, small enough that the first is on its way early.
 BUCKET_BYTES = 4 * 2**20
@@ -93,6 +94,7 @@ class Synchronizer:
         self._transport = transport
         self._weights = list(weights)
         self._buckets = make_buckets(weights, order)
+        self.recorder: Recorder | None = None
         self._next = 0
         self._tasks: queue.Queue[Bucket | None] = queue.Queue()
         self._done: queue.Queue[Mapping[str, Tensor] | BaseException] = queue.Queue()
@@ -158,7 +160,14 @@ class Synchronizer:
     def _work(self) -> None:
         while (bucket := self._tasks.get()) is not None:
             try:
-                self._done.put(self._reduce(bucket))
+                begin_s = self.recorder.clock() if self.recorder else 0.0
+                sums = self._reduce(bucket)
+                if self.recorder:
+                    num_bytes = sum(total.nbytes for total in sums.values())
+                    self.recorder.span(
+                        "synchronize", FEEDER_STAGE, bucket.number, begin_s, self.recorder.clock(), "sum", num_bytes
+                    )
+                self._done.put(sums)
             except (ConnectionBroken, RuntimeError) as error:
                 self._done.put(error)
                 return

@@ -57,8 +57,7 @@ class StageTracer:
 
     def give(self) -> None:
         """At the end of a stream: tell the time again, then send what was recorded."""
-        self.answer()
-        send_bytes(self._world.transport, msgspec.json.encode(self.trace()), FEEDER, _CHANNEL)
+        give_trace(self._world, self.trace())
 
 
 class FeederTracer:
@@ -68,7 +67,7 @@ class FeederTracer:
         self._world = world
         self.units = units
         self.recorder = Recorder(world.clock)
-        self._readings: dict[int, list[Reading]] = {}
+        self._clocks = ClockReadings(world)
         self._own: StageTracer | None = None
 
     def follow(self, outlet: Outlet, inlet: Inlet, ranks: Collection[int], slots: Mapping[int, StageSlot]) -> None:
@@ -77,23 +76,11 @@ class FeederTracer:
         inlet.trace_taking(Track(self.recorder, FEEDER_STAGE))
         if slots:
             self._own = StageTracer(self._world, slots, units=self.units)
-        for rank in _others(ranks):
-            self._readings[rank] = [self._read(rank)]
+        self._clocks.begin(_others(ranks))
 
     def gather(self, ranks: Collection[int]) -> list[ProcessTrace]:
         """At the end of a stream: take what the ranks of a pipeline have recorded."""
-        traces = []
-        for rank in _others(ranks):
-            # from stream to stage to stream: the line goes through the latest two readings
-            self._readings[rank] = [*self._readings[rank][-1:], self._read(rank)]
-            data = receive_bytes(self._world.transport, rank, _CHANNEL, limit=MAX_TRACE_BYTES)
-            try:
-                trace = msgspec.json.decode(data, type=ProcessTrace)
-            except msgspec.MsgspecError as error:
-                raise TransportError(f"{self._world.names[rank]} sent no trace: {error}; start again") from None
-            readings = tuple(self._readings[rank])
-            traces.append(msgspec.structs.replace(trace, readings=readings, alignment=fit_clock(readings)))
-        return traces
+        return self._clocks.take(_others(ranks))
 
     def own(self) -> ProcessTrace:
         """Give what this process recorded: feeding, and the stages that it holds."""
@@ -102,9 +89,6 @@ class FeederTracer:
             return mine
         stages = self._own.trace()
         return msgspec.structs.replace(stages, spans=(*mine.spans, *stages.spans))
-
-    def _read(self, rank: int) -> Reading:
-        return ask_clock(self._world.transport, rank, self._world.clock)
 
 
 def follow_stages(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) -> Callable[[], None]:
@@ -118,6 +102,43 @@ def follow_stages(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) 
 
 def _nothing() -> None:
     """Nothing is recorded."""
+
+
+class ClockReadings:
+    """What the feeding process has read of other clocks, and the traces that it brings to its own."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._readings: dict[int, list[Reading]] = {}
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """Read the clocks of ranks that call `answer_clock`."""
+        for rank in ranks:
+            self._readings[rank] = [self._read(rank)]
+
+    def take(self, ranks: Sequence[int]) -> list[ProcessTrace]:
+        """Take the traces of ranks that call `give_trace`."""
+        traces = []
+        for rank in ranks:
+            # from stream to stage to stream: the line goes through the latest two readings
+            self._readings[rank] = [*self._readings[rank][-1:], self._read(rank)]
+            data = receive_bytes(self._world.transport, rank, _CHANNEL, limit=MAX_TRACE_BYTES)
+            try:
+                trace = msgspec.json.decode(data, type=ProcessTrace)
+            except msgspec.MsgspecError as error:
+                raise TransportError(f"{self._world.names[rank]} sent no trace: {error}; start again") from None
+            readings = tuple(self._readings[rank])
+            traces.append(msgspec.structs.replace(trace, readings=readings, alignment=fit_clock(readings)))
+        return traces
+
+    def _read(self, rank: int) -> Reading:
+        return ask_clock(self._world.transport, rank, self._world.clock)
+
+
+def give_trace(world: World, trace: ProcessTrace) -> None:
+    """Tell the feeding process the time again, then send it what was recorded here."""
+    answer_clock(world.transport, world.clock)
+    send_bytes(world.transport, msgspec.json.encode(trace), FEEDER, _CHANNEL)
 
 
 def make_trace(world: World, recorder: Recorder, machine: Machine) -> ProcessTrace:

@@ -16,6 +16,7 @@ from penstock.engine.messages import DATA, Message
 from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.graph.training import TrainingPart
 from penstock.plan.schedule import Action
+from penstock.tracing.record import Clock, Recorder
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 Sizes = Mapping[str, int]
@@ -82,6 +83,9 @@ class TrainingStage:
     sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys((ACTIVATIONS, GRADIENTS), 0))
     taken: dict[str, int] = field(default_factory=lambda: dict.fromkeys((ACTIVATIONS, GRADIENTS), 0))
     awaits: str | None = None  # which of the two it waits for now
+    clock: Clock = time.perf_counter
+    recorder: Recorder | None = None
+    _since: tuple[float, float] = (0.0, 0.0)  # when the last message or action was done with, and in CPU seconds
     _kept: dict[int, _Kept] = field(default_factory=dict)
 
     def begin(self, step: Mapping[int, StepInput], final: int = -1) -> None:
@@ -98,7 +102,7 @@ class TrainingStage:
             self.synchronize(self.index)
             return
         do = {"F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights}
-        begin, waited_s = time.perf_counter(), self.wait_s
+        self._begin()
         try:
             do[action.kind](action.microbatch)
         except ConnectionBroken:
@@ -110,11 +114,23 @@ class TrainingStage:
             raise RunError(
                 f"stage {self.index}, microbatch {action.microbatch}: the backward failed: {reason}"
             ) from error
-        computed_s = time.perf_counter() - begin - (self.wait_s - waited_s)
-        if action.kind == "F":
-            self.forward_s += computed_s
+
+    def _begin(self) -> None:
+        """Whatever comes next begins now."""
+        self._since = self.clock(), time.thread_time() if self.recorder is not None else 0.0
+
+    def _computed(self, kind: str, microbatch: int) -> None:
+        """Count what was computed since the last message, and record it."""
+        (begin_s, begin_cpu_s), end_s = self._since, self.clock()
+        if kind == "F":
+            self.forward_s += end_s - begin_s
         else:
-            self.backward_s += computed_s
+            self.backward_s += end_s - begin_s
+        if self.recorder is not None:
+            cpu_s = time.thread_time() - begin_cpu_s
+            self.recorder.span("compute", self.index, microbatch, begin_s, end_s, kind, cpu_s=cpu_s)
+            self.recorder.sample(end_s)
+        self._begin()
 
     def _forward(self, microbatch: int) -> None:
         given = self.step[microbatch]
@@ -128,6 +144,7 @@ class TrainingStage:
         kept = self._compute(self.runtime, microbatch, inputs, grad=self.trains and self.again is None)
         if self.trains:
             self._check_finite(microbatch, kept.outputs)
+        self._computed("F", microbatch)
         if self.edges.outlet is not None:
             sizes = tuple(given.sizes[symbol] for symbol in self.part.program.symbols)
             outputs = [output.detach() for output in kept.outputs]
@@ -157,6 +174,7 @@ class TrainingStage:
         kept = self._kept[microbatch]
         if self.again is not None:
             kept = self._compute(self.again, microbatch, kept.inputs, grad=True)
+            self._computed("R", microbatch)
         if self.head is not None:
             needed = kept.loss is not None and kept.loss.requires_grad
             return kept, [kept.loss] if needed and kept.loss is not None else [], [None] if needed else []
@@ -173,6 +191,7 @@ class TrainingStage:
         if roots:
             torch.autograd.backward(roots, gradients)
         self.last_backward = False
+        self._computed("B", microbatch)
         self._send_back(microbatch, kept, [kept.inputs[p].grad for p in self.part.backward_inputs])
         del self._kept[microbatch]
 
@@ -182,6 +201,7 @@ class TrainingStage:
         found: list[Tensor | None] = [None] * len(inputs)
         if roots:
             found, kept.half = backward_inputs(roots, gradients, inputs)
+        self._computed("I", microbatch)
         self._send_back(microbatch, kept, found)
         self._kept[microbatch] = kept
 
@@ -193,6 +213,7 @@ class TrainingStage:
         for leaf, gradient in zip(leaves, backward_weights(kept.half, leaves), strict=True):
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        self._computed("W", microbatch)
 
     def _send_back(self, microbatch: int, kept: _Kept, gradients: Sequence[Tensor | None]) -> None:
         if self.edges.gradient_outlet is None:
@@ -205,20 +226,21 @@ class TrainingStage:
 
     def _take(self, inlet: Inlet, microbatch: int, kind: str) -> list[Tensor]:
         """Take the next message, which is this microbatch, out of its buffer."""
-        begin = time.perf_counter()
+        self._begin()
         self.awaits = kind
         message = inlet.take()
         self.awaits = None
         self.taken[kind] += 1
-        self.wait_s += time.perf_counter() - begin
         if message.index != microbatch or message.kind != DATA:
             raise TransportError(f"expected microbatch {microbatch}, got {message}: a message was lost or repeated")
         tensors = [copy_exactly(tensor) for tensor in message.tensors]
         inlet.release()
+        self.wait_s += self.clock() - self._since[0]
+        self._begin()
         return tensors
 
     def _put(self, outlet: Outlet, message: Message, kind: str) -> None:
-        begin = time.perf_counter()
+        self._begin()
         outlet.put(message)
         self.sent[kind] += 1
-        self.wait_s += time.perf_counter() - begin
+        self.wait_s += self.clock() - self._since[0]

@@ -44,6 +44,7 @@ def fit_here(settings: FitSettings) -> FitResult:
             check_new(settings)
         task = make_task(settings)
         with make_pipeline(settings, task, world) as pipe:
+            pipe.model_name = settings.model
             return _Fit(settings, task, pipe).run()
 
 
@@ -54,7 +55,7 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Pip
         replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
         policy=settings.policy, cuts=settings.cuts, seed=settings.seed, weights=task.weights, dynamic=task.dynamic,
         autocast=torch.bfloat16 if settings.autocast else None, checkpointing=settings.checkpointing,
-        threads=settings.threads or (world.cores if world else None), world=world,
+        threads=settings.threads or (world.cores if world else None), world=world, trace=settings.trace,
     )  # fmt: skip
 
 

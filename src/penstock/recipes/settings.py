@@ -55,6 +55,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     resume: bool = False
     save: bool = True
     validate: bool = True
+    trace: str | None = None
     track: list[Literal["tensorboard", "wandb"]] = msgspec.field(default_factory=list)
 
     @property

@@ -12,7 +12,7 @@ from itertools import pairwise
 from penstock.report.measured import MeasuredStage, MeasuredStream, measure_stream, share
 from penstock.report.replay import Edge, Job, replay
 from penstock.tracing.record import FEEDER_STAGE
-from penstock.tracing.trace import Run
+from penstock.tracing.trace import Machine, Run
 from penstock.units import format_bytes, format_seconds
 
 TITLES = {
@@ -23,6 +23,8 @@ TITLES = {
     "overhead": "runtime overhead",
     "loading": "loading data",
     "communication": "communication not hidden",
+    "between": "code between steps",
+    "synchronization": "synchronization",
     "remainder": "not explained",
 }
 _ALIKE = 0.25
@@ -120,19 +122,23 @@ def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
 
 def _reference(stream: MeasuredStream, run: Run) -> tuple[list[float], float]:
     """Give devices' speeds, and the whole model's seconds on the mean device."""
-    by_rank = {stage.rank: stage for stage in stream.stages}
-    hosts = {rank: run.facts.hosts[rank] if run.facts.hosts else str(rank) for rank in by_rank}
+    speed = device_speeds({stage.rank: stage.machine for stage in stream.stages}, run.facts.hosts)
+    work = sum(stage.alone_s * speed[stage.rank] for stage in stream.stages)
+    return list(speed.values()), work / (sum(speed.values()) / len(speed))
+
+
+def device_speeds(machines: Mapping[int, Machine], names: Sequence[str]) -> dict[int, float]:
+    """Give how fast devices are by rank, in a unit of their own; `names` are every rank's host, or nothing."""
+    hosts = {rank: names[rank] if names else str(rank) for rank in machines}
     # processes of one host are equally fast, whatever a measurement says
     rounds = {
-        host: statistics.fmean(by_rank[rank].machine.calibration_s for rank in by_rank if hosts[rank] == host)
+        host: statistics.fmean(machines[rank].calibration_s for rank in machines if hosts[rank] == host)
         for host in hosts.values()
     }
     usual = statistics.median(rounds.values())
     # so short a calibration is known to a quarter: what differs by less is taken as alike
     known = all(rounds.values()) and any(abs(seconds / usual - 1) > _ALIKE for seconds in rounds.values())
-    speed = {r: share(s.machine) / (rounds[hosts[r]] if known else 1.0) for r, s in by_rank.items()}
-    work = sum(stage.alone_s * speed[stage.rank] for stage in stream.stages)
-    return list(speed.values()), work / (sum(speed.values()) / len(speed))
+    return {r: share(m) / (rounds[hosts[r]] if known else 1.0) for r, m in machines.items()}
 
 
 def loads_alone(stream: MeasuredStream) -> dict[int, float]:

@@ -32,21 +32,25 @@ def chrome_trace(run: Run) -> dict[str, Any]:
 
     Times are microseconds since the run's first span.
     """
-    spans = [span for span in run.spans if span.kind != "between" and not _is_end(run, span)]
-    origin_s = min((span.begin_s for span in spans if span.kind == "load"), default=spans[0].begin_s if spans else 0.0)
+    spans = sorted(
+        ((process.rank, span) for process in run.processes for span in process.spans
+         if span.kind != "between" and not _is_end(run, span)),
+        key=lambda item: item[1].begin_s,
+    )  # fmt: skip
+    first_s = spans[0][1].begin_s if spans else 0.0
+    origin_s = min((span.begin_s for _, span in spans if span.kind == "load"), default=first_s)
+    rows = _Rows(run)
+    slices = [_slice(span, origin_s, rows.tid(rank, span)) for rank, span in spans]
     events = [_name("process_name", 0, run.facts.model)]
-    stages = sorted({span.stage for span in spans if span.stage >= 0})
-    for stage in stages:
-        events += _row(stage, f"stage {stage} on {_device(run, stage)}")
-    for place, name in sorted({_FEEDING.get(s.kind, _RESULTS) for s in spans if s.stage == FEEDER_STAGE}):
-        events += _row(len(stages) + place, name)
-    events += [_slice(span, origin_s, _tid(span, len(stages))) for span in spans]
-    events += _arrows(spans, origin_s, len(stages))
+    for tid in sorted({event["tid"] for event in slices}):
+        events += _row(tid, rows.names[tid])
+    events += slices
+    events += _arrows(spans, origin_s, rows)
     for process in run.processes:
         events += [
             {"name": f"memory of {process.device}", "ph": "C", "ts": _us(c.at_s - origin_s), "pid": _PID,
              "args": {"bytes": c.value}}
-            for c in process.counters
+            for c in process.counters if c.name == "memory_bytes"
         ]  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -63,7 +67,7 @@ def label(span: Span) -> str:
     """Name a span as pictures of pipelines do: `F3`, or what else it is."""
     if span.kind == "compute":
         return f"{span.name}{span.microbatch}"
-    return span.name if span.kind == "unit" else f"{span.kind} {span.microbatch}"
+    return span.name if span.kind == "unit" else f"{span.name if span.name == 'sum' else span.kind} {span.microbatch}"
 
 
 def _is_end(run: Run, span: Span) -> bool:
@@ -71,13 +75,43 @@ def _is_end(run: Run, span: Span) -> bool:
     return run.facts.kind == "stream" and span.microbatch >= run.facts.num_microbatches
 
 
-def _device(run: Run, stage: int) -> str:
-    ranks = run.facts.ranks
-    return run.facts.devices[ranks[stage]] if stage < len(ranks) else "its device"
+class _Rows:
+    """Which row a span lies on: one for each stage, then what the processes do beside their stages."""
+
+    def __init__(self, run: Run) -> None:
+        facts = run.facts
+        num_stages = len(facts.cuts) + 1 if facts.kind == "training" else len(facts.ranks)
+        found = {(p.rank, s.stage) for p in run.processes for s in p.spans if s.stage >= 0}
+        # a stage's replicas lie below each other
+        held = sorted(found, key=lambda item: (_replica(facts.ranks, item[0], num_stages), item[1]))
+        self.names = {
+            tid: f"stage {stage} on {facts.devices[rank]}" for tid, (rank, stage) in enumerate(held)
+        }  # fmt: skip
+        self._stages = {key: tid for tid, key in enumerate(held)}
+        self._ranks = [process.rank for process in run.processes]
+        self._trains = facts.kind == "training"
+        self.pipelines = {
+            process.rank: _replica(facts.ranks, process.rank, num_stages) if self._trains else 0
+            for process in run.processes
+        }  # fmt: skip
+        if self._trains:
+            for place, process in enumerate(run.processes):
+                self.names[len(held) + 2 * place] = f"steps of {process.device}"
+                self.names[len(held) + 2 * place + 1] = f"gradients of {process.device}"
+        else:
+            self.names |= {len(held) + place: name for place, name in {*_FEEDING.values(), _RESULTS}}
+
+    def tid(self, rank: int, span: Span) -> int:
+        """Give the number of the row."""
+        if span.stage >= 0:
+            return self._stages[rank, span.stage]
+        if self._trains:
+            return len(self._stages) + 2 * self._ranks.index(rank) + (span.name == "sum")
+        return len(self._stages) + _FEEDING.get(span.kind, _RESULTS)[0]
 
 
-def _tid(span: Span, num_stages: int) -> int:
-    return span.stage if span.stage >= 0 else num_stages + _FEEDING.get(span.kind, _RESULTS)[0]
+def _replica(ranks: Sequence[int], rank: int, num_stages: int) -> int:
+    return ranks.index(rank) // num_stages if rank in ranks else 0
 
 
 def _us(seconds: float) -> float:
@@ -106,25 +140,26 @@ def _slice(span: Span, origin_s: float, tid: int) -> Event:
     return event
 
 
-def _arrows(spans: Sequence[Span], origin_s: float, num_stages: int) -> Iterable[Event]:
+def _arrows(spans: Sequence[tuple[int, Span]], origin_s: float, rows: _Rows) -> Iterable[Event]:
     """Draw an arrow for each message that both sides recorded, in the order in which they were sent."""
-    sent: dict[tuple[str, int, int], list[Span]] = {}
-    for span in spans:
+    sent: dict[tuple[int, int, str, int, int], list[tuple[int, Span]]] = {}
+    for rank, span in spans:
         if span.kind == "send":
-            sent.setdefault((span.name, span.stage, span.microbatch), []).append(span)
-    last = max((span.stage for span in spans), default=0)
+            key = rows.pipelines[rank], span.step, span.name, span.stage, span.microbatch
+            sent.setdefault(key, []).append((rank, span))
+    last = max((span.stage for _, span in spans), default=0)
     number = 0
-    for span in spans:
+    for rank, span in spans:
         if span.kind != "receive":
             continue
         before = last if span.stage == FEEDER_STAGE else span.stage + (1 if span.name == "B" else -1)
-        waiting = sent.get((span.name, before, span.microbatch))
+        waiting = sent.get((rows.pipelines[rank], span.step, span.name, before, span.microbatch))
         if not waiting:
             continue
-        source = waiting.pop(0)
+        source_rank, source = waiting.pop(0)
         number += 1
         common = {"name": "message", "cat": "message", "id": number, "pid": _PID}
-        yield {**common, "ph": "s", "ts": _us(source.begin_s - origin_s), "tid": _tid(source, num_stages)}
+        yield {**common, "ph": "s", "ts": _us(source.begin_s - origin_s), "tid": rows.tid(source_rank, source)}
         # clocks are known up to an error: an arrow never points back in time
         at = max(span.begin_s, source.begin_s)
-        yield {**common, "ph": "f", "bp": "e", "ts": _us(at - origin_s), "tid": _tid(span, num_stages)}
+        yield {**common, "ph": "f", "bp": "e", "ts": _us(at - origin_s), "tid": rows.tid(rank, span)}

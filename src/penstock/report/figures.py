@@ -19,7 +19,10 @@ MAX_DRAWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure: what it shows in words for those who cannot see it, plotly's data and layout, the table behind it."""
+    """A figure: what it shows in words for those who cannot see it, plotly's data and layout, the table behind it.
+
+    `journeys` is what a timeline tells of each microbatch.
+    """
 
     key: str
     title: str
@@ -27,6 +30,7 @@ class Figure:
     data: list[dict[str, Any]]
     layout: dict[str, Any]
     table: Table
+    journeys: tuple[str, ...] = ()
 
 
 def timeline(run: Run, stream: MeasuredStream) -> Figure:
@@ -50,6 +54,7 @@ def timeline(run: Run, stream: MeasuredStream) -> Figure:
     return Figure(
         "timeline", "Timeline", f"One row for each stage of {run.facts.model}, time from left to right; F and a number "
         f"is the forward of that microbatch.{more} The table below has each microbatch's journey.", data, layout, table,
+        tuple(journeys),
     )  # fmt: skip
 
 
@@ -138,17 +143,22 @@ def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:
         ("messages", [s.mean("message_s") * 1e3 for s in stages], MOVE),
         ("waiting", [s.mean("wait_s") * 1e3 for s in stages], WAIT),
     )  # fmt: skip
-    data = [
-        {"type": "bar", "name": name, "x": names, "y": [round(v, 4) for v in values], "marker": {"color": color},
-         "hovertemplate": "%{x}: %{y:.3g} ms " + name + "<extra></extra>"}
-        for name, values, color in parts
-    ]  # fmt: skip
+    data = stacked(names, parts)
     layout = {"barmode": "stack", "height": 380, "yaxis": {"title": {"text": "ms per microbatch"}},
               "xaxis": {"automargin": True}}  # fmt: skip
     alt = "Seconds per microbatch of each stage: " + ", ".join(
         f"stage {s.index} {format_seconds(s.mean('compute_s'))}" for s in stream.stages
     )
     return Figure("loads", "What each stage does with its time", alt + ".", data, layout, table)
+
+
+def stacked(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float], str]]) -> list[dict[str, Any]]:
+    """Draw a bar for each name, of parts on top of each other: what each is, its milliseconds, its colour."""
+    return [
+        {"type": "bar", "name": name, "x": list(names), "y": [round(v, 4) for v in values], "marker": {"color": color},
+         "hovertemplate": "%{x}: %{y:.3g} ms " + name + "<extra></extra>"}
+        for name, values, color in parts
+    ]  # fmt: skip
 
 
 def _bounds(run: Run, stage: int) -> str:

@@ -57,14 +57,13 @@ draw().then(() => {
   const line = document.getElementById('figure-timeline');
   if (line) {
     line.on('plotly_hover', event => tell(event.points[0].customdata));
-    const journeys = figures.find(f => f.key === 'timeline').data[2].customdata;
-    const count = figures.find(f => f.key === 'timeline').journeys;
+    const journeys = figures.find(f => f.key === 'timeline').journeys;
     let at = -1;
     line.addEventListener('keydown', event => {
       const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
       if (!step) return;
       event.preventDefault();
-      at = Math.min(count - 1, Math.max(0, at + step));
+      at = Math.min(journeys.length - 1, Math.max(0, at + step));
       tell(journeys[at]);
     });
   }
@@ -84,7 +83,7 @@ def make_page(
     sections = [("advice", "What to do", _advice(advice))] if advice else []
     sections += [(figure.key, figure.title, _figure(figure)) for figure in figures]
     sections += [(f"table-{t.key}", t.title, _table(t)) for t in tables]
-    document = [{"key": f.key, "data": f.data, "layout": f.layout, "journeys": len(f.table.rows)} for f in figures]
+    document = [{"key": f.key, "data": f.data, "layout": f.layout, "journeys": f.journeys} for f in figures]
     links = "".join(f'<li><a href="#{key}">{html.escape(name)}</a></li>' for key, name, _ in sections)
     body = "".join(
         f'<section id="{key}" aria-labelledby="{key}-title"><h2 id="{key}-title">{html.escape(name)}</h2>{text}'

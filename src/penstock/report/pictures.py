@@ -1,5 +1,7 @@
 """The page's pictures for papers: the account, the timeline and the stages' loads as PNG and SVG."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,47 @@ from penstock.report.figures import KEPT, LOST, MOVE, PALETTE, WAIT
 from penstock.report.measured import MeasuredStream
 
 
-def draw_pictures(folder: Path, stream: MeasuredStream, account: Account) -> list[Path]:
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Something computed: its row, its seconds, what it says; backwards are striped."""
+
+    row: int
+    begin_s: float
+    seconds: float
+    text: str
+    color: str
+    striped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A timeline by rows, and loads by names: what each part is, its colour, its seconds for every name."""
+
+    rows: Sequence[str]
+    bars: Sequence[Bar]
+    names: Sequence[str]
+    parts: Sequence[tuple[str, str, Sequence[float]]]
+    unit: str
+
+
+def stream_picture(stream: MeasuredStream) -> Picture:
+    """Give what the pictures of a stream show: the pipeline filling, and the stages' loads."""
+    shown = min(stream.num_microbatches, 4 * len(stream.stages))
+    bars = [
+        Bar(stage.index, step.begin_s - stream.begin_s, step.compute_s, f"F{step.microbatch}",
+            PALETTE[step.microbatch % len(PALETTE)])
+        for stage in stream.stages for step in stage.steps[:shown]
+    ]  # fmt: skip
+    names = [f"stage {stage.index}" for stage in stream.stages]
+    parts = [
+        ("computing", KEPT, [s.mean("compute_s") for s in stream.stages]),
+        ("messages", MOVE, [s.mean("message_s") for s in stream.stages]),
+        ("waiting", WAIT, [s.mean("wait_s") for s in stream.stages]),
+    ]
+    return Picture(names, bars, names, parts, "ms per microbatch")
+
+
+def draw_pictures(folder: Path, account: Account, picture: Picture) -> list[Path]:
     """Draw every picture into a folder, as PNG and SVG; gives the files.
 
     Raises `UsageError` where matplotlib is not installed.
@@ -23,9 +65,14 @@ def draw_pictures(folder: Path, stream: MeasuredStream, account: Account) -> lis
     import matplotlib.pyplot as plt
 
     written = []
-    for name, draw in (("account", _account), ("timeline", _timeline), ("loads", _loads)):
+    for name in ("account", "timeline", "loads"):
         figure, axes = plt.subplots(figsize=(8, 3.6))
-        draw(axes, stream, account)
+        if name == "account":
+            _account(axes, account)
+        elif name == "timeline":
+            _timeline(axes, picture)
+        else:
+            _loads(axes, picture)
         figure.tight_layout()
         for kind in ("png", "svg"):
             file = folder / f"{name}.{kind}"
@@ -35,8 +82,7 @@ def draw_pictures(folder: Path, stream: MeasuredStream, account: Account) -> lis
     return written
 
 
-def _account(axes: Any, stream: MeasuredStream, account: Account) -> None:
-    del stream
+def _account(axes: Any, account: Account) -> None:
     level = account.num_times
     names = ["together", *(line.title for line in account.lines), "measured"]
     axes.bar(0, level, color=KEPT)
@@ -52,36 +98,22 @@ def _account(axes: Any, stream: MeasuredStream, account: Account) -> None:
     axes.set_ylim(0, account.num_times * 1.12)
 
 
-def _timeline(axes: Any, stream: MeasuredStream, account: Account) -> None:
-    del account
-    shown = min(stream.num_microbatches, 4 * len(stream.stages))
-    for stage in stream.stages:
-        for step in stage.steps[:shown]:
-            begin = step.begin_s - stream.begin_s
-            axes.barh(
-                stage.index,
-                step.compute_s,
-                left=begin,
-                color=PALETTE[step.microbatch % len(PALETTE)],
-                edgecolor="white",
-            )
-            axes.text(begin + step.compute_s / 2, stage.index, f"F{step.microbatch}", ha="center", va="center",
-                      fontsize=7, color="white", clip_on=True)  # fmt: skip
-    axes.set_yticks([stage.index for stage in stream.stages], [f"stage {s.index}" for s in stream.stages])
+def _timeline(axes: Any, picture: Picture) -> None:
+    for bar in picture.bars:
+        axes.barh(
+            bar.row, bar.seconds, left=bar.begin_s, color=bar.color, edgecolor="white", hatch="//" * bar.striped
+        )  # fmt: skip
+        axes.text(bar.begin_s + bar.seconds / 2, bar.row, bar.text, ha="center", va="center",
+                  fontsize=7, color="white", clip_on=True)  # fmt: skip
+    axes.set_yticks(range(len(picture.rows)), picture.rows)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
 
 
-def _loads(axes: Any, stream: MeasuredStream, account: Account) -> None:
-    del account
-    names = [f"stage {stage.index}" for stage in stream.stages]
-    bottom = [0.0] * len(names)
-    for label, color, values in (
-        ("computing", KEPT, [s.mean("compute_s") for s in stream.stages]),
-        ("messages", MOVE, [s.mean("message_s") for s in stream.stages]),
-        ("waiting", WAIT, [s.mean("wait_s") for s in stream.stages]),
-    ):
-        axes.bar(names, [v * 1e3 for v in values], bottom=bottom, color=color, label=label)
+def _loads(axes: Any, picture: Picture) -> None:
+    bottom = [0.0] * len(picture.names)
+    for label, color, values in picture.parts:
+        axes.bar(picture.names, [v * 1e3 for v in values], bottom=bottom, color=color, label=label)
         bottom = [b + v * 1e3 for b, v in zip(bottom, values, strict=True)]
-    axes.set_ylabel("ms per microbatch")
+    axes.set_ylabel(picture.unit)
     axes.legend(fontsize=8)

@@ -1,6 +1,7 @@
 """Everything that a run's folder gives: page, trace, tables, pictures."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +9,25 @@ from penstock.errors import UsageError
 from penstock.report.account import Account, make_account
 from penstock.report.advice import advise
 from penstock.report.chrome import write_chrome_trace
-from penstock.report.figures import loads, memory, throughput, timeline, waterfall
+from penstock.report.figures import Figure, loads, memory, throughput, timeline, waterfall
 from penstock.report.measured import measure_stream
 from penstock.report.page import make_page
-from penstock.report.pictures import draw_pictures
-from penstock.report.tables import all_tables, markdown
+from penstock.report.pictures import Picture, draw_pictures, stream_picture
+from penstock.report.steps import measure_training
+from penstock.report.tables import (
+    Table,
+    account_table,
+    clock_table,
+    environment_table,
+    link_table,
+    markdown,
+    plan_table,
+    predicted_loads,
+    stage_table,
+)
+from penstock.report.training import make_training_account
+from penstock.report.training_advice import advise_training
+from penstock.report.training_figures import training_figures, training_picture, training_tables
 from penstock.tracing.trace import Run, read_run
 
 
@@ -38,18 +53,11 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     """
     place = Path(folder)
     run = read_run(place)
-    stream = measure_stream(run)
-    account = make_account(run, stream)
-    lead, advice = lead_lines(run, account), advise(run, stream, account)
-    tables = all_tables(run, stream, account)
-    by_key = {table.key: table for table in tables}
-    figures = [waterfall(account, by_key["account"]), timeline(run, stream), loads(run, stream, by_key["stages"]),
-               throughput(run)]  # fmt: skip
-    remembered = memory(run)
-    figures += [remembered] if remembered else []
-    others = [table for table in tables if table.key not in {"account", "stages"}]
+    found = stream_contents(run) if run.facts.kind == "stream" else training_contents(run)
+    figures = [figure for figure in found.figures if figure is not None]
     files = [place / "report.html", place / "trace.json", place / "tables.md"]
-    page = make_page(f"{run.facts.model} in {len(run.facts.ranks)} stages", lead, figures, others, advice)
+    page = make_page(found.title, found.lead, figures, found.tables, found.advice)
+    tables = [account_table(found.account), *(f.table for f in figures if f.key == "loads"), *found.tables]
     try:
         files[0].write_text(page, encoding="utf-8")
         write_chrome_trace(run, files[1])
@@ -59,16 +67,61 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
             files[-1].write_text(table.csv(), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{place} cannot be written ({error.strerror}); copy the run to another folder") from None
-    files += draw_pictures(place, stream, account) if pictures else []
-    return Report(account, tuple(lead), tuple(advice), tuple(files))
+    files += draw_pictures(place, found.account, found.picture) if pictures else []
+    return Report(found.account, tuple(found.lead), tuple(found.advice), tuple(files))
 
 
-def lead_lines(run: Run, account: Account) -> list[str]:
-    """Say in two sentences what the run reached and what it lost most to."""
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a page says of a run; `tables` are those behind no figure."""
+
+    title: str
+    account: Account
+    lead: Sequence[str]
+    advice: Sequence[str]
+    figures: Sequence[Figure | None]
+    tables: Sequence[Table]
+    picture: Picture
+
+
+def stream_contents(run: Run) -> Contents:
+    """Say everything about a stream."""
+    stream = measure_stream(run)
+    account = make_account(run, stream)
     facts = run.facts
-    rate = facts.num_rows / facts.total_s
-    first = (
-        f"{facts.num_rows} rows in {facts.total_s:.2f} s, {rate:.4g} rows/s: {account.speedup:.2f} times one device, "
-        f"of {account.num_times:.2f}."
+    stages = stage_table(run, stream, predicted_loads(run))
+    done = f"{facts.num_rows} rows in {facts.total_s:.2f} s, {facts.num_rows / facts.total_s:.4g} rows/s"
+    return Contents(
+        title=f"{facts.model} in {len(facts.ranks)} stages", account=account, lead=lead_lines(account, done),
+        advice=advise(run, stream, account),
+        figures=[waterfall(account, account_table(account)), timeline(run, stream), loads(run, stream, stages),
+                 throughput(run), memory(run)],
+        tables=[link_table(run, stream), plan_table(run, stream), clock_table(run), environment_table(run)],
+        picture=stream_picture(stream),
+    )  # fmt: skip
+
+
+def training_contents(run: Run) -> Contents:
+    """Say everything about a training."""
+    training = measure_training(run)
+    account = make_training_account(run, training)
+    facts, replicas = run.facts, len(training.replicas)
+    each = f"{replicas} replicas of " if replicas > 1 else ""
+    done = (
+        f"{len(training.steps)} steps in {training.seconds:.2f} s, {training.num_rows / training.seconds:.4g} rows/s, "
+        f"schedule {facts.schedule}"
     )
-    return [first, f"Most is lost to {account.largest.title} ({account.largest.times:.2f}): {account.largest.why}."]
+    return Contents(
+        title=f"Training {facts.model} in {each}{len(facts.cuts) + 1} stages", account=account,
+        lead=lead_lines(account, done), advice=advise_training(run, training, account),
+        figures=training_figures(run, training, account), tables=training_tables(run, training),
+        picture=training_picture(run, training),
+    )  # fmt: skip
+
+
+def lead_lines(account: Account, done: str) -> list[str]:
+    """Say in two sentences what the run reached and what it lost most to."""
+    return [
+        f"{done}: {account.speedup:.2f} times one device, of {account.num_times:.2f}.",
+        f"Most is lost to {account.largest.title} ({account.largest.times:.2f}): {account.largest.why}.",
+    ]

@@ -124,14 +124,6 @@ def plan_table(run: Run, stream: MeasuredStream) -> Table:
     return Table("plan", "The plan", columns, tuple(rows))
 
 
-def all_tables(run: Run, stream: MeasuredStream, account: Account) -> list[Table]:
-    """Give every table of a run."""
-    return [
-        account_table(account), stage_table(run, stream, predicted_loads(run)), link_table(run, stream),
-        plan_table(run, stream), clock_table(run), environment_table(run),
-    ]  # fmt: skip
-
-
 def predicted_loads(run: Run) -> dict[str, float]:
     """Give what the plan predicted for each device, in seconds per microbatch; nothing without a plan."""
     if run.facts.plan is None:

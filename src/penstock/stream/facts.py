@@ -1,16 +1,13 @@
 """What a traced stream says of itself, beside what its processes recorded."""
 
-import datetime
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
 import msgspec
-import torch
 
 from penstock.engine.deployment import Deployment, Replicas
+from penstock.engine.environment import environment
 from penstock.engine.streaming import StreamReport
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
@@ -45,14 +42,3 @@ def units_of(graph: Graph, sizes: Mapping[str, int]) -> list[tuple[str, float, f
     inputs = float(sum(value.num_bytes(sizes) for value in graph.tensor_inputs()))
     fronts = [("input", inputs), *((cut.name, float(cut.num_bytes(sizes))) for cut in cuts)]
     return [(name, sum(work[a:b]), num) for (name, num), (a, b) in zip(fronts, pairwise(bounds), strict=True)]
-
-
-def environment() -> dict[str, str]:
-    """Say what a run was made on: versions, machine, time."""
-    return {
-        "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-    }

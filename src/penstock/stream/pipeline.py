@@ -72,6 +72,7 @@ class Pipeline(TrainingMethods):
         threads: per stage; what this machine's cores allow where not given.
         depth: microbatches that may wait at a cut.
         trace: a folder for what a stream did and when, which `penstock report` reads; each stream replaces the last.
+            A training is written when the pipeline is closed.
         trace_units: also record every operation, which costs a few percent.
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
             counts as lost; longer than the slowest link takes for one message. In training, while all wait.
@@ -130,6 +131,7 @@ class Pipeline(TrainingMethods):
                 model, args, kwargs, stages=stages, policy=policy, cuts=cuts, weights=weights, dynamic=dynamic,
                 world=world, replicas=replicas, schedule=schedule, microbatches=microbatches, seed=seed,
                 autocast=autocast, checkpointing=checkpointing, threads=threads, stall_s=stall_s,
+                trace=trace is not None,
             )  # fmt: skip
             if isinstance(model, nn.Module):
                 self._streaming = partial(

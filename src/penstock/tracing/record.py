@@ -25,16 +25,18 @@ class Recorder:
         recorder.span("compute", 0, 7, begin, recorder.clock(), name="F")
 
     Kinds of spans: compute, receive and send (a message's checking and laying out), wait (for a message), buffer
-    (for room for one), between (the thread's CPU time from one computation to the next), load (a microbatch's data),
-    synchronize (gradients), unit (one operation). Seconds are those of `clock`. Beyond `limit` spans are counted in
-    `num_dropped` and not kept.
+    (for room for one), between (the thread's CPU time from one computation to the next), load (a microbatch's data, in
+    training a batch's), unit (one operation). In training also synchronize (gradients and losses), update (the
+    optimizer), step (all of a step). Seconds are those of `clock`; `step` is that of training. Beyond `limit` spans
+    are counted in `num_dropped` and not kept.
     """
 
     def __init__(self, clock: Clock = time.perf_counter, *, units: bool = False, limit: int = MAX_SPANS) -> None:
         self.clock = clock
         self.units = units
         self.num_dropped = 0
-        self.spans: list[tuple[str, str, int, int, float, float, int, float]] = []
+        self.step = 0
+        self.spans: list[tuple[str, str, int, int, float, float, int, float, int]] = []
         self.counters: list[tuple[str, float, float]] = []
         self._limit = limit
         self._next_sample_s = 0.0
@@ -45,7 +47,7 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Keep one span."""
         if len(self.spans) < self._limit:
-            self.spans.append((kind, name, stage, microbatch, begin_s, end_s, num_bytes, cpu_s))
+            self.spans.append((kind, name, stage, microbatch, begin_s, end_s, num_bytes, cpu_s, self.step))
         else:
             self.num_dropped += 1
 

@@ -1,6 +1,7 @@
 """What a traced run leaves in its folder: one file for each process, and what all of them have in common."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     end_s: float
     num_bytes: int = 0
     cpu_s: float = 0.0
+    step: int = 0
 
     @property
     def seconds(self) -> float:
@@ -119,6 +121,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     plan: dict[str, Any] | None = None
     units: tuple[tuple[str, float, float], ...] = ()
     num_steps: int = 0
+    schedule: str = ""
     version: int = 1
 
 
@@ -134,7 +137,7 @@ class Run(msgspec.Struct, frozen=True):
         return sorted((s for process in self.processes for s in process.spans), key=lambda s: s.begin_s)
 
 
-def write_run(folder: str | os.PathLike[str], facts: RunFacts, processes: list[ProcessTrace]) -> None:
+def write_run(folder: str | os.PathLike[str], facts: RunFacts, processes: Sequence[ProcessTrace]) -> None:
     """Write a run's files; those of an earlier run in the same folder are replaced.
 
     Example:
@@ -163,7 +166,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     place = Path(folder)
     if not (place / RUN_FILE).is_file():
         raise DataError(
-            f"{place} is not the folder of a run: it has no {RUN_FILE}; make one with infer --trace {place}"
+            f"{place} is not the folder of a run: it has no {RUN_FILE}; make one with infer or train --trace {place}"
         )
     try:
         facts = msgspec.json.decode((place / RUN_FILE).read_bytes(), type=RunFacts)

@@ -1,6 +1,5 @@
 """Batches for every process: the same order everywhere, each replica its own rows, loaded where they are used."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -104,9 +103,8 @@ class Loader:
         mine = [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
         loads = self._load(mine)
         for number, (batch, rows) in enumerate(zip(batches, mine, strict=True)):
-            begin = time.perf_counter()
-            loaded = next(loads)
-            trainer.load_s += time.perf_counter() - begin
+            with trainer.loading():
+                loaded = next(loads)
             last = self.position + 1 == len(order)
             self.position += 1
             trainer.short_batch = len(rows) if last or len(batch) < self._batch_size else None

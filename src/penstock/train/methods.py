@@ -45,7 +45,9 @@ class TrainingMethods:
 
     graph: Graph
     cuts: tuple[Cut, ...]
+    model_name: str
     _closed: bool
+    _trace: Path | None
     _owns_world: bool
     _world: World
     _trainer: Trainer | None = None
@@ -104,11 +106,18 @@ class TrainingMethods:
         if not self._closed:
             self._closed = True
             atexit.unregister(self._end_training)
-            if self._trainer is not None:
-                self._trainer.close(wait=wait)
-            if self._owns_world and (self._trainer is not None or self._joined is not None):
-                self._world.close()
+            try:
+                if self._trainer is not None and self._trace is not None and wait and self._world.health.watching:
+                    self._trainer.write_trace(self._trace, self.model_name)
+            finally:
+                self._let_go(wait=wait)
         return True
+
+    def _let_go(self, *, wait: bool) -> None:
+        if self._trainer is not None:
+            self._trainer.close(wait=wait)
+        if self._owns_world and (self._trainer is not None or self._joined is not None):
+            self._world.close()
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Make the optimizer of the parameters that this process holds.

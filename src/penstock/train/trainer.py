@@ -3,15 +3,16 @@
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.backward import TrainingRuntime
+from penstock.engine.environment import environment
 from penstock.engine.executor import carry_out
 from penstock.engine.metered import MeteredTransport
 from penstock.engine.progress import STALL_S
@@ -26,6 +27,7 @@ from penstock.graph.training import TrainingPart
 from penstock.memory import peak_bytes
 from penstock.plan.pipelines import with_updates
 from penstock.plan.schedule import Schedule
+from penstock.tracing.trace import RunFacts, write_run
 from penstock.train.batches import Microbatch, bind, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
@@ -34,6 +36,7 @@ from penstock.train.losses import LossFunction, check_labels, loss_and_count
 from penstock.train.placement import Grid, Replica, ScheduleChoice, make_grid
 from penstock.train.report import StepReport
 from penstock.train.tensors import HeldTensors, holding, written_buffers
+from penstock.train.traces import TrainingTracer
 from penstock.train.watch import TrainingWatch
 
 _BUFFER_CHANNEL = TRAINING_CHANNELS - 2
@@ -58,7 +61,7 @@ class Trainer:
         self, captured: Captured, world: World, *, stages: int | None = None, replicas: int | None = None,
         schedule: str = "1f1b", microbatches: int | None = None, policy: str = "balanced",
         cuts: Sequence[str] | None = None, seed: int = 0, autocast: torch.dtype | None = None,
-        checkpointing: bool = False, stall_s: float = STALL_S,
+        checkpointing: bool = False, stall_s: float = STALL_S, trace: bool = False,
     ) -> None:  # fmt: skip
         if microbatches is not None and microbatches < 1:
             raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
@@ -89,6 +92,8 @@ class Trainer:
         self._synchronizer = Synchronizer(self._transport, self.tensors.weights(), self.order)
         self.stages = {stage: self._make_stage(stage, checkpointing) for stage in self.tensors.stages}
         self._lines = Lines(self._transport, self.replica, self.parts)
+        with self.explained():
+            self.tracer = TrainingTracer(self.world, self.stages, self._synchronizer) if trace else None
         self._watch = TrainingWatch(self.world, self._transport, self.grid, self.stages, stall_s)
         self._losses: dict[int, tuple[float, float]] = {}
         self._step_data: list[Microbatch] = []
@@ -159,21 +164,27 @@ class Trainer:
         """
         tensors, sizes = bind(self.captured.graph, inputs)
         check_labels(labels, sizes["batch"])
+        self._loss_fn = loss_fn
+        with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
+            return self._do_step(tensors, sizes, labels)
+
+    def _do_step(self, tensors: Mapping[str, Tensor], sizes: Sizes, labels: Any) -> Tensor:
         count = self._count_microbatches(sizes["batch"])
         self._step_data = cut_rows(self.captured.graph, tensors, sizes, labels, count) if count else []
         self._check_loaded(self._step_data[:1])
-        self._loss_fn = loss_fn
         self._losses.clear()
         sent_bytes = self._transport.sent_bytes
         with self.explained():
             self._synchronizer.begin()
             if count:
                 self._run_step(count)
-            computed = time.perf_counter()
+            computed_s = self.world.clock()
             with self._transport.waiting():
                 gradients = self._synchronizer.finish()
             told = exchange(self._transport, self._tell())
-        synchronize_s = time.perf_counter() - computed
+        synchronize_s = self.world.clock() - computed_s
+        if self.tracer:
+            self.tracer.synchronized(computed_s)
         loss, total = self._read_losses(told)
         self._add_gradients(gradients, total)
         with self.explained():
@@ -193,6 +204,15 @@ class Trainer:
             num_synchronizations=self._synchronizer.num_buckets, peak_memory_bytes=peak_bytes(),
         )  # fmt: skip
         self.load_s = 0.0
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count what is done inside as loading the next step's batch."""
+        begin_s = self.world.clock()
+        yield
+        self.load_s += self.world.clock() - begin_s
+        if self.tracer:
+            self.tracer.load(self.step, begin_s)
 
     def _count_microbatches(self, num_rows: int) -> int:
         wanted = self.num_microbatches
@@ -225,6 +245,8 @@ class Trainer:
         if self._lines.outgrown(sizes):
             for index, edges in self._lines.make(sizes).items():
                 self.stages[index].edges = edges
+            if self.tracer:
+                self.tracer.follow({index: stage.edges for index, stage in self.stages.items()})
         actions = self.schedule(count)[self.replica.devices.index(self.world.rank)]
         final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
         for stage in self.stages.values():
@@ -339,6 +361,8 @@ class Trainer:
                 f"the optimizer has {strange} parameters that are not this pipeline's; build it from the ones that "
                 "pipe.optimizer passes, as in pipe.optimizer(lambda parameters: AdamW(parameters))"
             )
+        if self.tracer:
+            self.tracer.watch(optimizer)
         return optimizer
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -363,6 +387,22 @@ class Trainer:
             self.world, self.captured, self.replica, self.tensors, cuts=self.cuts, autocast=self.autocast,
             num_microbatches=self.num_microbatches, explained=self.explained,
         )  # fmt: skip
+
+    def write_trace(self, folder: Path, model: str) -> None:
+        """Write what all processes recorded, from the first one; every process calls this."""
+        if self.tracer is None:
+            return
+        with self.explained():
+            traces = self.tracer.gather()
+        if traces:
+            facts = RunFacts(
+                kind="training", model=model, ranks=tuple(r for replica in self.grid.replicas for r in replica.stages),
+                devices=tuple(self.world.names), hosts=tuple(self.world.hosts),
+                bandwidths=tuple(self.world.bandwidths), cuts=tuple(cut.name for cut in self.cuts), depth=DEPTH,
+                threads=torch.get_num_threads(), num_microbatches=self.num_microbatches, num_steps=self.step,
+                schedule=self._schedule.name, environment=environment(),
+            )  # fmt: skip
+            write_run(folder, facts, traces)
 
     def close(self, *, wait: bool = True) -> None:
         """Let go of everything; with `wait` once every process has come to this point."""

@@ -1,0 +1,226 @@
+"""What the spans of a training say about each step: every action of every device, and what lies around them."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from penstock.errors import DataError
+from penstock.tracing.trace import Machine, ProcessTrace, Run, Span
+
+# the first steps make connections and buffers
+_WARM_UP = 2
+# what an account is made of: more steps only repeat what these show
+MAX_STEPS = 200
+# a wait shorter than this found its message there
+_NO_WAIT_S = 5e-5
+# the direction of the message that an action takes, and that it gives: activations, gradients
+_DIRECTION = {"F": "F", "B": "B", "I": "B"}
+# sending stage, receiving stage, direction
+Line = tuple[int, int, str]
+
+
+@dataclass(slots=True)
+class Done:
+    """One action of a device: F, B, I, W, or R, a forward that is computed again; seconds and bytes."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    begin_s: float
+    compute_s: float
+    cpu_s: float
+    asked_s: float
+    arrived_s: float = 0.0
+    read_s: float = 0.0
+    buffer_s: float = 0.0
+    give_s: float = 0.0
+    gave_s: float = 0.0  # the moment at which its message had left
+    num_bytes: int = 0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until its message had come, and until there was a buffer for its result."""
+        return max(0.0, self.arrived_s - self.asked_s) + self.buffer_s
+
+    @property
+    def message_s(self) -> float:
+        """Seconds for its two messages."""
+        return self.read_s + self.give_s
+
+    @property
+    def label(self) -> str:
+        """Name it as pictures of pipelines do."""
+        return f"{self.kind}{self.microbatch}"
+
+
+@dataclass(slots=True)
+class Part:
+    """One device's part of a step, from the end of the step before to its own."""
+
+    rank: int
+    begin_s: float
+    end_s: float
+    load_s: float = 0.0
+    update_s: float = 0.0  # the optimizer's, behind the step before
+    synchronize_s: float = 0.0
+    rest_s: float = 0.0  # within the step, of the executor
+    between_s: float = 0.0  # outside it, of the caller's code
+    done: list[Done] = field(default_factory=list)
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds in which it computed."""
+        return sum(done.compute_s for done in self.done)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of training: its number, its seconds, and each device's part by rank."""
+
+    number: int
+    seconds: float
+    num_rows: int
+    parts: Mapping[int, Part]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTraining:
+    """Steps without the first ones; `replicas` are the ranks of each pipeline's stages, `lines_s` how long messages
+    are under way."""
+
+    steps: tuple[Step, ...]
+    replicas: tuple[tuple[int, ...], ...]
+    processes: Mapping[int, ProcessTrace]
+    lines_s: Mapping[Line, float]
+
+    @property
+    def seconds(self) -> float:
+        """What the steps took together."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the steps together."""
+        return sum(step.num_rows for step in self.steps)
+
+    def machine(self, rank: int) -> Machine:
+        """Give what a process's device can do."""
+        return self.processes[rank].machine
+
+    def of_stage(self, rank: int, stage: int) -> list[Done]:
+        """Give everything that a stage did on a device."""
+        return [done for step in self.steps for done in step.parts[rank].done if done.stage == stage]
+
+
+def measure_training(run: Run) -> MeasuredTraining:
+    """Put a training's spans together, step by step.
+
+    Example:
+        measure_training(read_run("runs/vit")).seconds
+
+    Raises `DataError` where there are not two steps that all processes recorded.
+    """
+    num_stages = len(run.facts.cuts) + 1
+    ranks = run.facts.ranks
+    replicas = tuple(tuple(ranks[at : at + num_stages]) for at in range(0, len(ranks), num_stages))
+    processes = {process.rank: process for process in run.processes}
+    if set(processes) != set(ranks):
+        raise DataError("some processes' traces are missing; copy the whole folder of the run")
+    parts = {rank: _parts(process) for rank, process in processes.items()}
+    common = sorted(set.intersection(*(set(own) for own in parts.values())))
+    numbers = common[min(_WARM_UP - 1, len(common) - 1) :][:MAX_STEPS]
+    if not numbers:
+        raise DataError(f"the run in {run.facts.model} has fewer than two steps; train a few more with --trace")
+    rows = {rank: _rows(process) for rank, process in processes.items()}
+    firsts = {replica[0] for replica in replicas}
+    steps = []
+    usual = {rank: statistics.median(part.between_s for part in own.values()) for rank, own in parts.items()}
+    for number in numbers:
+        here = {rank: own[number] for rank, own in parts.items()}
+        # what the caller does now and then, as evaluating, is no part of a step
+        apart = min(max(0.0, part.between_s - usual[rank]) for rank, part in here.items())
+        seconds = statistics.fmean(part.end_s - part.begin_s for part in here.values()) - apart
+        for rank, part in here.items():
+            part.between_s = min(part.between_s, usual[rank])
+        steps.append(Step(number, seconds, sum(rows[rank].get(number, 0) for rank in firsts), here))
+    return MeasuredTraining(tuple(steps), replicas, processes, _lines(steps, replicas))
+
+
+def _rows(process: ProcessTrace) -> dict[int, int]:
+    """Give the rows of each step of a process."""
+    counted = [int(counter.value) for counter in process.counters if counter.name == "rows"]
+    numbers = [span.microbatch for span in process.spans if span.kind == "step"]
+    return dict(zip(numbers, counted, strict=False))
+
+
+def _parts(process: ProcessTrace) -> dict[int, Part]:
+    """Give a process's steps by number; the first one, which has none before it, is left out."""
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in process.spans:
+        spans[span.step].append(span)
+    ends = [span for span in process.spans if span.kind == "step"]
+    parts = {}
+    for before, step in pairwise(ends):
+        part = Part(process.rank, before.end_s, step.end_s, done=_actions(spans[step.step]))
+        # loads of an evaluation bear the number of the step that follows
+        part.load_s = next((s.seconds for s in reversed(spans[step.step]) if s.kind == "load"), 0.0)
+        part.update_s = sum(s.seconds for s in spans[before.step] if s.kind == "update")
+        part.synchronize_s = sum(
+            s.seconds for s in spans[step.step] if s.kind == "synchronize" and s.name == "finish"
+        )  # fmt: skip
+        known_s = sum(done.compute_s + done.wait_s + done.message_s for done in part.done) + part.synchronize_s
+        part.rest_s = max(0.0, step.seconds - known_s)
+        part.between_s = max(0.0, step.begin_s - before.end_s - part.load_s - part.update_s)
+        parts[step.step] = part
+    return parts
+
+
+def _actions(spans: Sequence[Span]) -> list[Done]:
+    """Put a step's computations in order, each with the messages that it took and gave."""
+    messages = {(s.kind, s.name, s.stage, s.microbatch): s for s in spans if s.stage >= 0 and s.kind != "compute"}
+    actions = []
+    for span in sorted((s for s in spans if s.kind == "compute"), key=lambda s: s.begin_s):
+        done = Done(
+            span.name, span.stage, span.microbatch, span.begin_s, span.seconds, span.cpu_s, asked_s=span.begin_s,
+            arrived_s=span.begin_s, gave_s=span.end_s,
+        )  # fmt: skip
+        found = {
+            kind: messages[kind, _DIRECTION[span.name], span.stage, span.microbatch]
+            for kind in ("wait", "receive", "buffer", "send")
+            if span.name in _DIRECTION and (kind, _DIRECTION[span.name], span.stage, span.microbatch) in messages
+        }
+        if "receive" in found:
+            done.asked_s, done.arrived_s = found["wait"].begin_s, found["wait"].end_s
+            done.read_s = found["receive"].seconds
+            done.num_bytes += found["receive"].num_bytes
+        if "send" in found:
+            done.buffer_s, done.give_s = found["buffer"].seconds, found["send"].seconds
+            done.gave_s = found["send"].end_s
+            done.num_bytes += found["send"].num_bytes
+        actions.append(done)
+    return actions
+
+
+def _lines(steps: Sequence[Step], replicas: Sequence[Sequence[int]]) -> dict[Line, float]:
+    """Give how long messages between two stages are usually under way, seen where a receiver waited for one."""
+    seen: dict[Line, list[float]] = defaultdict(list)
+    for step in steps:
+        for replica in replicas:
+            done = [d for rank in set(replica) for d in step.parts[rank].done if d.kind in _DIRECTION]
+            made = {(d.stage, _DIRECTION[d.kind], d.microbatch): d for d in done}
+            last: dict[Line, float] = {}
+            for taker in sorted(done, key=lambda d: d.begin_s):
+                direction = _DIRECTION[taker.kind]
+                source = taker.stage + (-1 if direction == "F" else 1)
+                giver, line = made.get((source, direction, taker.microbatch)), (source, taker.stage, direction)
+                if giver is None or replica[source] == replica[taker.stage]:
+                    continue
+                # a link carries one message after the other
+                begin_s = max(giver.gave_s, last.get(line, giver.gave_s))
+                waited = taker.arrived_s - taker.asked_s > _NO_WAIT_S
+                last[line] = taker.arrived_s if waited else begin_s
+                if waited:
+                    seen[line].append(max(0.0, taker.arrived_s - begin_s))
+    return {line: statistics.median(values) for line, values in seen.items()}

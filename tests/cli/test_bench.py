@@ -21,7 +21,8 @@ FIELDS = {
 def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     arguments = ["--stages", "1,2", "--policy", "equal-blocks,balanced", "--num-images", 12, "--json", file]
-    status, out, _ = penstock("bench", SMALL, *arguments, "--cut", "blocks.0.attn:after")
+    page = tmp_path / "page.html"
+    status, out, _ = penstock("bench", SMALL, *arguments, "--cut", "blocks.0.attn:after", "--report", page)
     assert status == 0
     rows = json.loads(file.read_text())["rows"]
     assert [(row["mode"], row["stages"], row["policy"]) for row in rows] == [
@@ -39,6 +40,9 @@ def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> 
         assert len(row["per_stage"]) == row["stages"]
         assert set(row["per_stage"][0]) >= {"compute_s", "wait_s", "send_s"}
     assert out.splitlines()[-1].startswith("speed-up ")
+    words = page.read_text(encoding="utf-8")
+    assert "The outputs of all 4 pipelines are bit for bit those of one process." in words
+    assert "2 stages, cut by hand at blocks.0.attn:after, splits at" in words
 
 
 def test_the_peer_runs_beside_it(penstock: Run, tmp_path: Path) -> None:

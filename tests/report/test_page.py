@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.report.comparison import write_comparison
 from penstock.report.report import Report, write_report
-from penstock.tracing.trace import write_run
+from penstock.tracing.trace import Run, write_run
 from tests.report.samples import streamed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -59,9 +60,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def page(browser: Any, made: tuple[Path, Report]) -> Any:
+    return opened(browser, made[0] / "report.html")
+
+
+def opened(browser: Any, file: Path) -> Any:
+    """Open a page and wait until it is drawn."""
     from selenium.webdriver.support.ui import WebDriverWait
 
-    browser.get((made[0] / "report.html").as_uri())
+    browser.get(file.as_uri())
     WebDriverWait(browser, 60).until(lambda b: b.find_element("css selector", "body").get_attribute("data-drawn"))
     return browser
 
@@ -72,6 +78,11 @@ def test_it_draws_every_figure_and_asks_for_nothing(page: Any) -> None:
         "account", "timeline", "loads", "throughput",
     ]  # fmt: skip
     assert all(figure.find_elements("css selector", "svg.main-svg") for figure in figures)
+    asks_for_nothing(page)
+
+
+def asks_for_nothing(page: Any) -> None:
+    """The page is the only file that was asked for, and its script had nothing to complain of."""
     messages = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
     asked = {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
     assert {url.partition(":")[0] for url in asked} <= {"file", "data", "blob"}, asked
@@ -103,13 +114,18 @@ def test_pointing_at_a_microbatch_tells_its_journey(page: Any) -> None:
 
 
 def test_it_can_be_read_without_seeing_it(page: Any) -> None:
+    can_be_read_without_seeing(page, least=8)
+
+
+def can_be_read_without_seeing(page: Any, least: int) -> None:
+    """Landmarks, words for every figure, a table or a list in every section, links to all of them."""
     assert page.find_element("css selector", "html").get_attribute("lang") == "en"
     for landmark in ("header", "nav", "main"):
         assert len(page.find_elements("css selector", landmark)) == 1
     for figure in page.find_elements("css selector", ".figure"):
         assert len(figure.get_attribute("aria-label")) > 30
     sections = page.find_elements("css selector", "main section")
-    assert len(sections) >= 8
+    assert len(sections) >= least
     for section in sections:
         assert section.find_elements("css selector", "table, ul"), section.get_attribute("id")
     targets = [a.get_attribute("href").partition("#")[2] for a in page.find_elements("css selector", "nav a")]
@@ -118,6 +134,41 @@ def test_it_can_be_read_without_seeing_it(page: Any) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_dark_and_on_a_phone(page: Any, dark: bool) -> None:
+    fits_a_phone(page, dark)
+
+
+def test_a_comparison_of_benchs_rows(browser: Any, tmp_path: Path) -> None:
+    serial = {"mode": "serial", "stages": 1, "policy": None, "images_per_second": 25.0, "speedup": 1.0,
+              "bit_equal": True}  # fmt: skip
+    rows: list[tuple[dict[str, Any], Run | None]] = [(serial, None)]
+    for stages, policy, seconds in (
+        (2, "balanced", (0.02, 0.02)), (2, "equal-blocks", (0.016, 0.024)), (4, "balanced", (0.010,) * 4)
+    ):  # fmt: skip
+        run = streamed(num=30, compute_s=seconds)
+        rate = run.facts.num_rows / run.facts.total_s
+        shares = [part / sum(seconds) for part in seconds]
+        rows.append(({
+            "mode": "pipeline", "stages": stages, "policy": policy, "images_per_second": rate, "speedup": rate / 25,
+            "bit_equal": True, "efficiency": None, "cuts": [f"{policy}.{n}:after" for n in range(stages - 1)],
+            "shares": shares, "crossing_bytes": [1000] * (stages - 1),
+        }, run))  # fmt: skip
+    page = opened(browser, write_comparison(tmp_path / "bench.html", {"model": "a_model"}, rows))
+    assert len(page.find_elements("css selector", ".figure svg.main-svg")) >= 3
+    asks_for_nothing(page)
+    can_be_read_without_seeing(page, least=6)
+    words = page.find_element("id", "counts").text + page.find_element("id", "policies").text
+    lost = 4 - 4 * 30 / 33
+    assert f"{4 - lost:.2f} of 4.00 are reached and {lost:.2f} are lost: {lost:.2f} to fill and drain" in words
+    assert "From 2 to 4 stages the speed-up changes by +1.70 for 2 more devices" in words
+    slower = 1 - 31 * 0.020 / (0.016 + 30 * 0.024)
+    assert f"equal-blocks is {slower:.1%} slower than balanced: it loses 0.33 times more to imbalance" in words
+    assert "its slowest stage takes 24 ms alone, that of balanced 20 ms" in words
+    assert "2 stages, equal-blocks, splits at equal-blocks.0:after" in words
+    fits_a_phone(page, dark=True)
+
+
+def fits_a_phone(page: Any, dark: bool) -> None:
+    """Ink and paper differ in light and dark, and nothing is wider than a phone."""
     scheme = "dark" if dark else "light"
     page.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}

@@ -27,9 +27,11 @@ from penstock.engine.split import POLICIES
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
 from penstock.errors import UsageError
+from penstock.report.comparison import write_comparison
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.stream.compare import Comparison
+from penstock.tracing.trace import Run
 from penstock.zoo.models import load_model
 
 
@@ -50,6 +52,9 @@ def bench(
     microbatch_size: MicrobatchSize = 1,
     depth: Annotated[int, typer.Option(min=1, help="Microbatches that may wait at a cut.")] = 2,
     peer: Annotated[bool, typer.Option("--peer", help="Also run torch.distributed.pipelining.")] = False,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="PAGE.html", help="Also compare the rows on a page, in words.")
+    ] = None,
     weights: WeightsFile = None,
     pretrained: Pretrained = False,
     seed: Seed = 0,
@@ -77,13 +82,15 @@ def bench(
         comparison = Comparison(
             zoo, world, num_images=num_images, passes=passes, microbatch_size=microbatch_size,
             threads=threads, depth=depth, max_stages=most, seed=seed,
-            serial_images=serial_images,
+            serial_images=serial_images, trace=report is not None,
         )  # fmt: skip
         with console.status("serial") as status:
-            rows = []
+            rows: list[dict[str, Any]] = []
+            runs: list[Run | None] = []
             for said, measure in _measurements(comparison, counts, policies, cut or [], plans, peer=peer):
                 status.update(said)
                 rows.append(measure())
+                runs.append(comparison.last_run if rows[-1]["mode"] == "pipeline" else None)
         best = max(rows, key=lambda row: row["speedup"])
         last_line = f"speed-up {best['speedup']:.2f} with {best['stages']} stages ({best['policy'] or 'serial'})"
         _send_home(world, last_line)
@@ -92,9 +99,15 @@ def bench(
             world.health.report(error)
             world.close(0.0)
         raise
+    if report is not None:
+        write_comparison(
+            report, {"model": model, **comparison.settings()}, list(zip(rows, runs, strict=True))
+        )  # fmt: skip
     write_json(json, {"model": model, "settings": comparison.settings(), "rows": rows})
     console = make_console()
     console.print(_table(rows))
+    if report is not None:
+        console.print(f"the page is {report}", markup=False, soft_wrap=True)
     for row in rows:
         if row.get("limit"):
             console.print(f"{row['stages']} stages, {row['policy']}: the pace is set by {row['limit']}")

@@ -4,6 +4,7 @@ import html
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import UsageError
@@ -73,14 +74,23 @@ dark.addEventListener('change', draw);
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Sentences under a title."""
+
+    key: str
+    title: str
+    lines: Sequence[str]
+
+
 def make_page(
-    title: str, lead: Sequence[str], figures: Sequence[Figure], tables: Sequence[Table], advice: Sequence[str]
+    title: str, lead: Sequence[str], figures: Sequence[Figure], tables: Sequence[Table], texts: Sequence[Text]
 ) -> str:
     """Write the page.
 
     Raises `UsageError` where plotly, whose script is bundled into it, is not installed.
     """
-    sections = [("advice", "What to do", _advice(advice))] if advice else []
+    sections = [(text.key, text.title, _list(text.lines)) for text in texts]
     sections += [(figure.key, figure.title, _figure(figure)) for figure in figures]
     sections += [(f"table-{t.key}", t.title, _table(t)) for t in tables]
     document = [{"key": f.key, "data": f.data, "layout": f.layout, "journeys": f.journeys} for f in figures]
@@ -145,5 +155,5 @@ def _cell(cell: Cell) -> str:
     return f"<td{kind}>{html.escape(show(cell))}</td>"
 
 
-def _advice(lines: Sequence[str]) -> str:
+def _list(lines: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"

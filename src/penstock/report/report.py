@@ -11,7 +11,7 @@ from penstock.report.advice import advise
 from penstock.report.chrome import write_chrome_trace
 from penstock.report.figures import Figure, loads, memory, throughput, timeline, waterfall
 from penstock.report.measured import measure_stream
-from penstock.report.page import make_page
+from penstock.report.page import Text, make_page
 from penstock.report.pictures import Picture, draw_pictures, stream_picture
 from penstock.report.steps import measure_training
 from penstock.report.tables import (
@@ -56,7 +56,7 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     found = stream_contents(run) if run.facts.kind == "stream" else training_contents(run)
     figures = [figure for figure in found.figures if figure is not None]
     files = [place / "report.html", place / "trace.json", place / "tables.md"]
-    page = make_page(found.title, found.lead, figures, found.tables, found.advice)
+    page = make_page(found.title, found.lead, figures, found.tables, [Text("advice", "What to do", found.advice)])
     tables = [account_table(found.account), *(f.table for f in figures if f.key == "loads"), *found.tables]
     try:
         files[0].write_text(page, encoding="utf-8")

@@ -16,6 +16,7 @@ from penstock.engine.peer import do_peer, peer_document
 from penstock.engine.placing import place, ranks_of
 from penstock.engine.split import best_blocks, choose_cuts, divide_in_turns, load_state
 from penstock.engine.streaming import Microbatch, StreamReport
+from penstock.engine.traces import FeederTracer
 from penstock.engine.transport import receive_bytes, send_bytes
 from penstock.engine.world import World, check_world
 from penstock.errors import RunError
@@ -23,11 +24,15 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.ops import State
 from penstock.graph.stages import divide
+from penstock.graph.work import count_work
 from penstock.measure.units import random_input
+from penstock.plan.partition import stage_sums
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, interpolate
 from penstock.stream.ceiling import Ceilings, WholeModel
+from penstock.stream.facts import stream_facts
+from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.zoo.models import ZooModel
 
@@ -44,7 +49,10 @@ class Comparison:
     def __init__(
         self, zoo: ZooModel, world: World, *, num_images: int, passes: int, microbatch_size: int,
         threads: int | None, depth: int, max_stages: int, seed: int = 0, serial_images: int | None = None,
+        trace: bool = False,
     ) -> None:  # fmt: skip
+        self._trace = trace
+        self.last_run: Run | None = None  # what the last row's last pass recorded
         self._zoo = zoo
         self._world = world
         self._passes = passes
@@ -114,10 +122,14 @@ class Comparison:
         else:
             chosen = choose_cuts(self.graph, possible, stages=stages, policy=policy or "balanced", sizes=self._sizes)
         world = dataclasses.replace(self._world, devices=self._world.devices[:stages])
-        measured = self._stream(lambda: self._deploy(world, chosen), len(world.devices), stages)
-        row = self._row("pipeline", stages, policy or "by hand", [cut.name for cut in chosen], measured)
+        measured = self._stream(lambda: self._deploy(world, chosen), len(world.devices), stages, chosen)
+        names = [cut.name for cut in chosen]
+        row = self._row("pipeline", stages, policy or "by hand", names, measured)
+        sums = stage_sums(count_work(self.graph, self._sizes), [cut.position for cut in chosen])
+        row["shares"] = [work / sum(sums) for work in sums]
+        row["crossing_bytes"] = [cut.num_bytes(self._sizes) for cut in chosen]
         ranks = check_world(world, stages)
-        limit = limit_of(world, ranks, [cut.num_bytes(self._sizes) for cut in chosen], measured.reports)
+        limit = limit_of(world, ranks, row["crossing_bytes"], measured.reports)
         return row | {"peer_images_per_second": self._peers.get(stages), "limit": limit}
 
     def replicas(self, count: int) -> dict[str, Any]:
@@ -134,6 +146,7 @@ class Comparison:
         return Deployment(
             world, divide_in_turns(self.graph, [cuts]), self._load, sizes=self._sizes, threads=self._threads,
             ranks=ranks, number=self._number, depth=self._depth,
+            tracer=FeederTracer(world) if self._trace else None,
         )  # fmt: skip
 
     def calibrated(self, cluster: Cluster, profile: Profile, rates: Sequence[float] | None = None) -> Cluster:
@@ -193,7 +206,9 @@ class Comparison:
             "per_stage": [], "peer_images_per_second": rate,
         }  # fmt: skip
 
-    def _stream(self, deploy: Callable[[], Deployment | Replicas], num_devices: int, stages: int) -> "_Measured":
+    def _stream(
+        self, deploy: Callable[[], Deployment | Replicas], num_devices: int, stages: int, cuts: Sequence[Cut] = ()
+    ) -> "_Measured":
         """Warm up, then stream so many passes and compare every result; measure the devices alone on both sides."""
         difference = _Difference(self._reference)
         reports = []
@@ -205,8 +220,17 @@ class Comparison:
                     difference.add(index, outputs)
                 if counted >= 0:
                     reports.append(deployment.last_report)
+            self.last_run = self._recorded(deployment, cuts) if deployment.traces else None
             deployment.close()
         return _Measured(reports, difference, tuple(rates))
+
+    def _recorded(self, deployment: Deployment | Replicas, cuts: Sequence[Cut]) -> Run:
+        """Give what the last stream left, as a run that is read."""
+        facts = stream_facts(
+            deployment, deployment.last_report, model=self._zoo.name, cuts=[cut.name for cut in cuts],
+            threads=self._threads,
+        )  # fmt: skip
+        return Run(facts, tuple(process.aligned() for process in deployment.traces))
 
     def _row(self, mode: str, stages: int, policy: str, cuts: list[str], measured: "_Measured") -> dict[str, Any]:
         reports, difference = measured.reports, measured.difference

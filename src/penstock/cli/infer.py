@@ -13,6 +13,7 @@ from penstock.cli.cluster import Cluster
 from penstock.cli.options import (
     CutNames,
     JsonFile,
+    Live,
     MicrobatchSize,
     Model,
     Policy,
@@ -30,6 +31,7 @@ from penstock.spec.check import read_plan
 from penstock.stream.classify import Prediction, classify, labels_comparable
 from penstock.stream.pipeline import Pipeline
 from penstock.stream.predictions import PredictionFile
+from penstock.terminal.live import LiveView
 from penstock.zoo.image_set import ImageSet
 from penstock.zoo.images import open_images
 from penstock.zoo.models import ZooModel, load_model
@@ -51,6 +53,7 @@ def infer(
     num_images: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on behind the rows that are there.")] = False,
     trace: Trace = None,
+    live: Live = False,
     weights: WeightsFile = None,
     pretrained: Pretrained = False,
     seed: Seed = 0,
@@ -86,7 +89,7 @@ def infer(
                 trace=trace,
             )  # fmt: skip
             pipe.model_name = zoo.name
-            _run(pipe, zoo, chosen, file, microbatch_size, json)
+            _run(pipe, zoo, chosen, file, microbatch_size, json, live=live)
 
 
 def _example(zoo: ZooModel, rows: int) -> torch.Tensor:
@@ -112,22 +115,28 @@ def _run(
     file: PredictionFile,
     microbatch_size: int,
     json: Path | None,
+    *,
+    live: bool,
 ) -> None:
     tally = _Tally(zoo, images, file)
     console = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[rate]:.1f} images/s"), TimeRemainingColumn(),
-        console=console, disable=not console.is_terminal, transient=True,
+        console=console, disable=live or not console.is_terminal, transient=True,
     )  # fmt: skip
     start = len(file.done)
+    view = LiveView(
+        console, pipe.stage_states, total=len(images), unit="images", done=start, shown=live
+    )  # fmt: skip
     try:
-        with progress, pipe:
+        with progress, pipe, view:
             task = progress.add_task("infer", total=len(images), completed=start, rate=0.0)
             for prediction in classify(pipe, zoo, images, microbatch_size=microbatch_size, start=start):
                 file.write(prediction.row())
                 tally.add(prediction)
                 progress.update(task, advance=1, rate=pipe.last_report.rows_per_s)
+                view.advance()
     except KeyboardInterrupt:
         pipe.abandon()
         typer.echo(f"interrupted: {start + tally.num_rows} of {len(images)} images are in {file.path}; "

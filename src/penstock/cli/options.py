@@ -21,6 +21,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads per stage.")]
 Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="DIR", help="Record what happens when, for `penstock report DIR`.")
 ]
+Live = Annotated[bool, typer.Option("--live", help="Show the stages at work while it runs.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")]
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from penstock.cli.options import (
     CutNames,
     JsonFile,
+    Live,
     Model,
     Policy,
     Pretrained,
@@ -66,6 +67,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     track: Annotated[list[str] | None, typer.Option(help="tensorboard or wandb; may be repeated.")] = None,
     trace: Trace = None,
+    live: Live = False,
     cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Train on the hosts of a lab.")] = None,
     compare: Annotated[str | None, typer.Option(help="single,model,pipeline,data,both: train in each way.")] = None,
     sweep: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with [[settings]]: train with each.")] = None,
@@ -82,7 +84,7 @@ def train(
         "checkpointing": checkpointing, "seed": seed, "weights": str(weights) if weights else None,
         "pretrained": pretrained, "threads": threads, "length": length, "num_rows": num_rows,
         "num_workers": num_workers, "checkpoint_every": checkpoint_every, "resume": resume, "track": track or [],
-        "trace": str(trace.resolve()) if trace else None,
+        "trace": str(trace.resolve()) if trace else None, "live": live,
     })  # fmt: skip
     chosen = [
         name for name, on in (("--compare", compare), ("--sweep", sweep), ("--find-max-batch", find_max_batch)) if on

@@ -20,7 +20,7 @@ from penstock.engine.jobs import (
     send_stages,
     tell_progress,
 )
-from penstock.engine.progress import STALL_S, StallWatch
+from penstock.engine.progress import STALL_S, Progress, StallWatch, read_progress
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.streaming import Lane, Microbatch, StreamReport, stream_through
 from penstock.engine.traces import FeederTracer
@@ -125,6 +125,15 @@ class Deployment:
         the next stream finds the stages ready. Raises `UsageError` while another stream is under way.
         """
         return Replicas([self]).stream(microbatches)
+
+    def progress(self) -> dict[tuple[int, int], Progress]:
+        """Give what the stages have counted, by stage and rank, as the last heartbeats said it."""
+        return read_progress(self.job.number, self.world.health.statuses())
+
+    @property
+    def num_fed(self) -> int:
+        """How many messages this pipeline has been fed."""
+        return self._watch.fed
 
     @property
     def sizes(self) -> Mapping[str, int]:

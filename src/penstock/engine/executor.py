@@ -135,6 +135,7 @@ def _forward(slot: StageSlot, microbatch: int) -> int:
     if slot.recorder is not None:
         _record(slot, slot.recorder, microbatch, taken, computed, cpu_s)
     slot.progress.computed += 1
+    slot.progress.busy_s += computed - taken
     slot.outlet.put(Message(DATA, message.index, message.sizes, outputs))
     slot.progress.passed += 1
     slot.inlet.release()

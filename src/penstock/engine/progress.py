@@ -23,11 +23,23 @@ class Progress:
     taken: int = 0
     computed: int = 0
     passed: int = 0
+    busy_s: float = 0.0  # of computing
 
 
 def write_progress(job: int, rank: int, stages: Mapping[int, Progress]) -> str:
     """Write what the stages of one process have counted."""
-    return json.dumps([job, rank, [[index, p.taken, p.computed, p.passed] for index, p in stages.items()]])
+    counted = [[index, p.taken, p.computed, p.passed, round(p.busy_s, 3)] for index, p in stages.items()]
+    return json.dumps([job, rank, counted])
+
+
+def read_progress(job: int, told: Iterable[str]) -> dict[tuple[int, int], Progress]:
+    """Read what processes said of a job's stages, by stage and rank."""
+    stages: dict[tuple[int, int], Progress] = {}
+    for text in told:
+        said, rank, counted = json.loads(text) if text else (None, 0, [])
+        if said == job:
+            stages.update({(index, rank): Progress(*counts) for index, *counts in counted})
+    return stages
 
 
 class StallWatch:
@@ -62,7 +74,7 @@ class StallWatch:
 
     def check(self) -> str | None:
         """Say what was lost, once nothing has moved for `stall_s`."""
-        stages = self._read()
+        stages = read_progress(self._job, self._listen())
         seen = (self.fed, self.got, stages)
         busy = any(progress.taken > progress.computed for progress in stages.values())
         if busy or seen != self._seen:
@@ -71,14 +83,6 @@ class StallWatch:
         if time.monotonic() - self._since < self.stall_s:
             return None
         return self._explain(stages)
-
-    def _read(self) -> dict[tuple[int, int], Progress]:
-        stages: dict[tuple[int, int], Progress] = {}
-        for text in self._listen():
-            job, rank, counted = json.loads(text) if text else (None, 0, [])
-            if job == self._job:
-                stages.update({(index, rank): Progress(*counts) for index, *counts in counted})
-        return stages
 
     def _explain(self, stages: Mapping[tuple[int, int], Progress]) -> str:
         """Find the first place where more went in than came out."""

@@ -83,6 +83,8 @@ class TrainingStage:
     sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys((ACTIVATIONS, GRADIENTS), 0))
     taken: dict[str, int] = field(default_factory=lambda: dict.fromkeys((ACTIVATIONS, GRADIENTS), 0))
     awaits: str | None = None  # which of the two it waits for now
+    num_computed: int = 0  # actions so far, and the seconds of computing them
+    busy_s: float = 0.0
     clock: Clock = time.perf_counter
     recorder: Recorder | None = None
     _since: tuple[float, float] = (0.0, 0.0)  # when the last message or action was done with, and in CPU seconds
@@ -126,6 +128,8 @@ class TrainingStage:
             self.forward_s += end_s - begin_s
         else:
             self.backward_s += end_s - begin_s
+        self.num_computed += 1
+        self.busy_s += end_s - begin_s
         if self.recorder is not None:
             cpu_s = time.thread_time() - begin_cpu_s
             self.recorder.span("compute", self.index, microbatch, begin_s, end_s, kind, cpu_s=cpu_s)

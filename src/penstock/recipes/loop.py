@@ -123,7 +123,8 @@ class _Fit:
         epochs: list[EpochResult] = []
         try:
             unit, shown = self._task.unit, self._world.rank == FEEDER
-            with FitProgress(self._num_steps, unit, shown=shown, done=self._first) as progress:
+            look = self._trainer.watch.stage_states if self._settings.live else None
+            with FitProgress(self._num_steps, unit, shown=shown, done=self._first, look=look) as progress:
                 while self._trainer.step < self._num_steps:
                     epochs.append(self._epoch(progress))
             if self._settings.save:

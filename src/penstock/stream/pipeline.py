@@ -27,7 +27,7 @@ from penstock.engine.jobs import (
 from penstock.engine.messages import CLOSE
 from penstock.engine.modules import chain, runtime_maker, start_threads
 from penstock.engine.placing import place
-from penstock.engine.progress import STALL_S
+from penstock.engine.progress import STALL_S, Progress
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.split import choose_cuts, divide_in_turns, load_state
 from penstock.engine.streaming import Microbatch, StreamReport
@@ -42,6 +42,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.spec.plan import Plan
 from penstock.stream.facts import stream_facts, units_of
+from penstock.terminal.live import StageState
 from penstock.tracing.trace import write_run
 from penstock.train.batches import Call
 from penstock.train.captured import advising
@@ -325,6 +326,22 @@ class Pipeline(TrainingMethods):
     def last_report(self) -> StreamReport:
         """The times of the last stream, on the process that feeds."""
         return self._deployment.last_report
+
+    def stage_states(self) -> list[StageState]:
+        """Say how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
+        deployment = self._deployment
+        parts = deployment.deployments if isinstance(deployment, Replicas) else (deployment,)
+        states = []
+        for part in parts:
+            found, before = part.progress(), part.num_fed
+            for index, ranks in enumerate(part.job.ranks):
+                own = {rank: found.get((index, rank), Progress()) for rank in ranks.items}
+                waiting = max(0, before - sum(one.taken for one in own.values())) // len(own)
+                for rank, one in own.items():
+                    name = f"stage {index} on {self._world.names[rank]}"
+                    states.append(StageState(name, one.computed, one.busy_s, min(2 * part.job.depth, waiting)))
+                before = sum(one.passed for one in own.values())
+        return states
 
     def close(self) -> None:
         """End the stages and the worker processes; nothing is left behind."""

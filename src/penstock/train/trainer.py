@@ -94,7 +94,7 @@ class Trainer:
         self._lines = Lines(self._transport, self.replica, self.parts)
         with self.explained():
             self.tracer = TrainingTracer(self.world, self.stages, self._synchronizer) if trace else None
-        self._watch = TrainingWatch(self.world, self._transport, self.grid, self.stages, stall_s)
+        self.watch = TrainingWatch(self.world, self._transport, self.grid, self.stages, stall_s)
         self._losses: dict[int, tuple[float, float]] = {}
         self._step_data: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
@@ -409,7 +409,7 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        self._watch.close()
+        self.watch.close()
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):
                 exchange(self.world.transport, {})

@@ -16,6 +16,8 @@ from penstock.engine.health import Verdict
 from penstock.engine.metered import MeteredTransport
 from penstock.engine.training import TrainingStage
 from penstock.engine.world import FEEDER, World
+from penstock.plan.schedule import NUM_BUFFERS
+from penstock.terminal.live import StageState
 from penstock.train.placement import Grid
 
 _LOOK_S = 0.5
@@ -44,8 +46,29 @@ class TrainingWatch:
 
     def status(self) -> str:
         """What this process says of itself with every heartbeat."""
-        stages = [[index, stage.sent, stage.taken, stage.awaits] for index, stage in self._stages.items()]
+        stages = [
+            [index, stage.sent, stage.taken, stage.awaits, stage.num_computed, round(stage.busy_s, 3)]
+            for index, stage in self._stages.items()
+        ]
         return json.dumps([self._transport.rank, self._transport.waits, self._transport.num_moved, stages])
+
+    def stage_states(self) -> list[StageState]:
+        """Say how far each stage is, as of the last heartbeats; for `LiveView`."""
+        told = [json.loads(text) for text in self._world.health.statuses() if text]
+        found = {(rank, index): counts for rank, _, _, own in told for index, *counts in own}
+        states = []
+        for replica in self._grid.replicas:
+            for index, rank in enumerate(replica.stages):
+                if (rank, index) not in found:
+                    continue
+                _, taken, _, num_computed, busy_s = found[rank, index]
+                waiting = 0
+                for kind, source in (("activations", index - 1), ("gradients", index + 1)):
+                    giver = found.get((replica.stages[source], source)) if 0 <= source < len(replica.stages) else None
+                    waiting += giver[0][kind] - taken[kind] if giver is not None else 0
+                name = f"stage {index} on {self._world.names[rank]}"
+                states.append(StageState(name, num_computed, busy_s, min(2 * NUM_BUFFERS, max(0, waiting))))
+        return states
 
     def close(self) -> None:
         """Stop looking."""
@@ -71,7 +94,7 @@ class TrainingWatch:
         stages = {(rank, index): counts for rank, _, _, own in told for index, *counts in own}
         for replica in self._grid.replicas:
             for index, rank in enumerate(replica.stages):
-                _, taken, awaits = stages[rank, index]
+                _, taken, awaits, *_ = stages[rank, index]
                 if awaits is None:
                     continue
                 source = index - 1 if awaits == "activations" else index + 1

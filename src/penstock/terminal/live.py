@@ -1,0 +1,118 @@
+"""The stages at work: how busy each is, what waits in front of it, how quick it is, and how long it will take.
+
+Processes say how far they are with every heartbeat, once a second; the view only looks at what has been said.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+# rates are over so many seconds, so that they are readable
+_WINDOW_S = 5.0
+_REFRESH_PER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What a stage has counted so far: microbatches that came, that it computed, and its seconds of computing.
+
+    `queue` is how many wait in front of it; the two ends of a cut count at different moments, so that this is no more
+    exact than their heartbeats, and at most what the cut's buffers hold.
+    """
+
+    name: str
+    computed: int
+    busy_s: float
+    queue: int
+
+
+class LiveView:
+    """Shows the stages while something runs.
+
+    Example:
+        with LiveView(console, look, total=500, unit="images") as view:
+            for output in pipe.stream(images):
+                view.advance()
+
+    Without a terminal it says so in one line and shows nothing.
+    """
+
+    def __init__(
+        self, console: Console, look: Callable[[], Sequence[StageState]], *, total: int, unit: str, done: int = 0,
+        clock: Callable[[], float] = time.monotonic, shown: bool = True,
+    ) -> None:  # fmt: skip
+        self._console, self._look, self._clock = console, look, clock
+        self._total, self._unit, self._done, self._start = total, unit, done, done
+        self._note = ""
+        self._began_s = clock()
+        self._seen: deque[tuple[float, Sequence[StageState]]] = deque()
+        self._live = Live(
+            get_renderable=self.render, console=console, refresh_per_second=_REFRESH_PER_S, transient=True
+        )  # fmt: skip
+        self._shown = shown
+
+    def __enter__(self) -> "LiveView":
+        if self._shown and self._console.is_terminal:
+            self._live.start()
+        elif self._shown:
+            self._console.print("--live needs a terminal; going on without it", markup=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """So many more are done; `note` is shown beside them."""
+        self._done += count
+        self._note = note or self._note
+
+    def render(self) -> RenderableType:
+        """Draw what is known now."""
+        now_s, states = self._clock(), self._look()
+        # what has not changed since is the same heartbeat
+        if not self._seen or states != self._seen[-1][1]:
+            self._seen.append((now_s, states))
+        while len(self._seen) > 2 and now_s - self._seen[1][0] > _WINDOW_S:
+            self._seen.popleft()
+        table = Table.grid(padding=(0, 2))
+        heads = ("stage", "busy", "", "waiting", "per second")
+        table.add_row(*(f"[dim]{head}[/dim]" for head in heads))
+        before_s, before = self._seen[0]
+        span_s = self._seen[-1][0] - before_s
+        known = {state.name: state for state in before}
+        for state in states:
+            old = known.get(state.name)
+            if old is None or span_s <= 0:
+                table.add_row(state.name, "", "", str(state.queue), "")
+                continue
+            busy = min(1.0, max(0.0, (state.busy_s - old.busy_s) / span_s))
+            rate = (state.computed - old.computed) / span_s
+            bar = ProgressBar(total=1.0, completed=busy, width=20)
+            table.add_row(state.name, f"{busy:.0%}", bar, str(state.queue), f"{rate:.1f}")
+        return Group(table, "", Text(self._overall(now_s)))
+
+    def _overall(self, now_s: float) -> str:
+        rate = (self._done - self._start) / max(1e-9, now_s - self._began_s)
+        left = f", {_clock((self._total - self._done) / rate)} left" if rate > 0 else ""
+        note = f", {self._note}" if self._note else ""
+        return f"{self._done}/{self._total} {self._unit}, {rate:.1f}/s{left}{note}"
+
+
+def _clock(seconds: float) -> str:
+    """Write a duration as a clock does.
+
+    >>> _clock(75.4)
+    '1:15'
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"

@@ -9,7 +9,9 @@ import torch
 
 from penstock.engine.traces import FeederTracer
 from penstock.errors import PenstockError
-from penstock.tracing.trace import ProcessTrace, Span
+from penstock.report.chrome import chrome_trace
+from penstock.tracing.trace import ProcessTrace, Run, RunFacts, Span
+from tests.report.test_chrome import check_format
 from tests.worlds import Divided, MemoryWorld, divided_tower, memory_world, poison, tower_inputs
 
 
@@ -24,8 +26,10 @@ def skewed(offset_s: float, drift: float) -> Callable[[], float]:
     return lambda: offset_s + time.perf_counter() + drift * (time.perf_counter() - begin_s)
 
 
-def stream(halves: Divided, made: MemoryWorld, *, units: bool = False, num: int = 6) -> list[ProcessTrace]:
-    tracer = FeederTracer(made.feeder, units=units)
+def stream(
+    halves: Divided, made: MemoryWorld, *, units: bool = False, profile: bool = False, num: int = 6
+) -> list[ProcessTrace]:
+    tracer = FeederTracer(made.feeder, units=units, profile=profile)
     deployment = halves.deploy(made.feeder, tracer=tracer)  # type: ignore[arg-type]
     for _ in range(2):  # the second stream's trace holds nothing of the first one's
         inputs = tower_inputs(num)
@@ -86,6 +90,29 @@ def test_units_on_request(halves: Divided) -> None:
     (compute,) = (span for span in traces[1].spans if span.kind == "compute" and span.microbatch == 0)
     assert {span.name for span in units} == {op.name for op in halves.programs[0].items[0].ops}
     assert sum(span.seconds for span in units) <= compute.seconds
+
+
+def test_the_profilers_operations_lie_within_their_computation(halves: Divided) -> None:
+    with memory_world(2) as made:
+        made.workers[1].clock = skewed(3e4, 0.0)
+        traces = [trace.aligned() for trace in stream(halves, made, profile=True, num=8)]
+    facts = RunFacts(
+        kind="stream", model="tower", ranks=(1, 2), devices=tuple(made.feeder.names), num_microbatches=8
+    )  # fmt: skip
+    document = chrome_trace(Run(facts, tuple(traces)))
+    check_format(document)
+    found = [event for event in document["traceEvents"] if event.get("cat") == "profile"]
+    assert {event["args"]["microbatch"] for event in found} <= set(range(2, 6)), "the window is bounded"
+    assert {"aten::linear", "aten::embedding"} <= {event["name"] for event in found}
+    assert any(event["args"].get("shapes") == "2x8 8x8 8" for event in found if event["name"] == "aten::linear")
+    assert any(event["args"].get("bytes", 0) > 0 for event in found)
+    around = {
+        (event["tid"], event["args"]["microbatch"]): event
+        for event in document["traceEvents"] if event.get("cat") == "compute"
+    }  # fmt: skip
+    for event in found:
+        whole = around[event["tid"], event["args"]["microbatch"]]
+        assert whole["ts"] - 1 <= event["ts"] <= event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 1
 
 
 def test_a_stream_that_fails_leaves_no_trace_and_does_not_hang(halves: Divided) -> None:

@@ -77,7 +77,9 @@ def test_every_action_and_message_is_there_on_one_clock(
 
 
 def test_replicas_and_their_sums(tmp_path: Path) -> None:
-    run = traced(tmp_path, 2, stages=1, replicas=2)
+    run = traced(tmp_path, 2, stages=1, replicas=2, profile=True)
+    assert {(s.step, s.name) for s in run.spans if s.kind == "profile"} >= {(2, "aten::linear"), (2, "aten::mm")}
+    assert {s.step for s in run.spans if s.kind == "profile"} == {2}
     sums = [s for s in run.spans if s.name == "sum"]
     assert len(sums) == 2 * STEPS
     assert {s.num_bytes for s in sums} == {4 * 4 * (WIDTH * WIDTH + WIDTH)}

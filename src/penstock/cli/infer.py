@@ -18,10 +18,12 @@ from penstock.cli.options import (
     Model,
     Policy,
     Pretrained,
+    Profiled,
     Seed,
     Threads,
     Trace,
     WeightsFile,
+    check_profiled,
     write_json,
 )
 from penstock.engine.worker import work
@@ -53,6 +55,7 @@ def infer(
     num_images: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on behind the rows that are there.")] = False,
     trace: Trace = None,
+    profile: Profiled = False,
     live: Live = False,
     weights: WeightsFile = None,
     pretrained: Pretrained = False,
@@ -62,6 +65,7 @@ def infer(
     json: JsonFile = None,
 ) -> None:
     """Classify images through a pipeline: predictions in order, throughput, and accuracy where there are labels."""
+    check_profiled(profile=profile, trace=trace)
     del cluster  # main() starts the verb again on its hosts
     world = join_torchrun() if under_torchrun() else None
     if world is not None and world.rank != FEEDER:
@@ -86,7 +90,7 @@ def infer(
                 zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
                 stages=stages or (len(world.devices) if world else 2),
                 policy=policy, cuts=cut, plan=chosen_plan, weights=zoo.weights, threads=threads, world=world,
-                trace=trace,
+                trace=trace, trace_profile=profile,
             )  # fmt: skip
             pipe.model_name = zoo.name
             _run(pipe, zoo, chosen, file, microbatch_size, json, live=live)

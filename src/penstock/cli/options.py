@@ -21,6 +21,9 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads per stage.")]
 Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="DIR", help="Record what happens when, for `penstock report DIR`.")
 ]
+Profiled = Annotated[
+    bool, typer.Option("--profile", help="Also torch.profiler's operations of a few microbatches, into --trace DIR.")
+]
 Live = Annotated[bool, typer.Option("--live", help="Show the stages at work while it runs.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")]
 
@@ -38,6 +41,12 @@ def write_json(path: Path | None, value: Any) -> None:
         path.write_text(json_module.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --json") from None
+
+
+def check_profiled(*, profile: bool, trace: Path | None) -> None:
+    """What the profiler sees goes into a trace; raises `UsageError` without one."""
+    if profile and trace is None:
+        raise UsageError("--profile writes into the run's trace; give --trace DIR too")
 
 
 def parse_numbers(text: str, option: str) -> list[int]:

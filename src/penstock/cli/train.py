@@ -15,9 +15,11 @@ from penstock.cli.options import (
     Model,
     Policy,
     Pretrained,
+    Profiled,
     Threads,
     Trace,
     WeightsFile,
+    check_profiled,
     make_console,
     write_json,
 )
@@ -67,6 +69,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     track: Annotated[list[str] | None, typer.Option(help="tensorboard or wandb; may be repeated.")] = None,
     trace: Trace = None,
+    profile: Profiled = False,
     live: Live = False,
     cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Train on the hosts of a lab.")] = None,
     compare: Annotated[str | None, typer.Option(help="single,model,pipeline,data,both: train in each way.")] = None,
@@ -76,6 +79,7 @@ def train(
     json: JsonFile = None,
 ) -> None:
     """Train a model: alone, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
+    check_profiled(profile=profile, trace=trace)
     settings = make_settings({
         "model": model, "data": data, "validation": validation, "output": str(output), "stages": stages,
         "replicas": replicas, "devices": devices, "schedule": schedule, "microbatches": microbatches, "policy": policy,
@@ -85,6 +89,7 @@ def train(
         "pretrained": pretrained, "threads": threads, "length": length, "num_rows": num_rows,
         "num_workers": num_workers, "checkpoint_every": checkpoint_every, "resume": resume, "track": track or [],
         "trace": str(trace.resolve()) if trace else None, "live": live,
+        "profile": profile,
     })  # fmt: skip
     chosen = [
         name for name, on in (("--compare", compare), ("--sweep", sweep), ("--find-max-batch", find_max_batch)) if on

@@ -62,6 +62,7 @@ class Deployment:
         self.job = StagesJob(
             number=number, ranks=tuple(places), sizes=dict(sizes), depth=depth, threads=threads,
             device_names=tuple(world.names), trace=tracer is not None, trace_units=tracer is not None and tracer.units,
+            trace_profile=tracer is not None and tracer.profile,
         )  # fmt: skip
         _check_shared(self.job)
         self.tracer = tracer

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.layout import copy_exactly
 from penstock.engine.messages import CLOSE, DATA, END, Message
+from penstock.engine.profiling import ProfileWindow
 from penstock.engine.progress import Progress
 from penstock.engine.reference import measure_alone
 from penstock.engine.runtime import Runtime, StageRuntime
@@ -58,6 +59,7 @@ class StageSlot:
     recorder: Recorder | None = None
     kept: dict[int, Message] = field(default_factory=dict)  # a microbatch for each turn, to run again alone
     alone: Alone | None = None
+    profile: ProfileWindow | None = None
     computed_at: tuple[float, float] | None = None  # the last computation's end, by the clock and in CPU seconds
 
     def start_report(self) -> None:
@@ -168,6 +170,9 @@ def _run(slot: StageSlot, runtime: StageRuntime, sizes: Mapping[str, int], messa
     turn = message.index % len(slot.runtimes.order)
     if turn == message.index and turn not in slot.kept:
         slot.kept[turn] = Message(DATA, turn, message.sizes, [copy_exactly(t) for t in message.tensors])
+    if slot.profile is not None:
+        with slot.profile.around(slot.index, message.index):
+            return runtime(sizes, message.tensors)
     if not recorder.units or not isinstance(runtime, Runtime):
         return runtime(sizes, message.tensors)
     at_s = recorder.clock()

@@ -60,6 +60,7 @@ class StagesJob:
     device_names: tuple[str, ...]
     trace: bool = False
     trace_units: bool = False
+    trace_profile: bool = False
 
     @property
     def holders(self) -> frozenset[int]:
@@ -95,6 +96,7 @@ def send_stages(
             "programs": texts, "turns": list(parts.order if parts else programs[0].order),
             "plan": parts.plan if parts else "", "device": parts.devices[rank] if parts else "",
             "trace": job.trace, "trace_units": job.trace_units,
+            "trace_profile": job.trace_profile,
         }  # fmt: skip
         send_bytes(transport, json.dumps(document).encode(), rank)
         if load is not None:
@@ -195,6 +197,7 @@ def read_stages(
         device_names=tuple(str(name) for name in document["device_names"]),
         trace=bool(document["trace"]),
         trace_units=bool(document["trace_units"]),
+        trace_profile=bool(document["trace_profile"]),
     )
     order = [int(turn) for turn in document["turns"]]
     runtimes: dict[int, Turns[StageRuntime]] = {}

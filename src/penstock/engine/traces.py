@@ -16,6 +16,7 @@ import torch
 from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.executor import StageSlot
 from penstock.engine.jobs import StagesJob
+from penstock.engine.profiling import ProfileWindow
 from penstock.engine.reference import measure_machine
 from penstock.engine.transport import Transport, receive_bytes, send_bytes
 from penstock.engine.world import FEEDER, World
@@ -33,12 +34,15 @@ MAX_TRACE_BYTES = 64 * 2**20
 class StageTracer:
     """Records the stages that one process holds, stream after stream, and sends that to the one that feeds."""
 
-    def __init__(self, world: World, slots: Mapping[int, StageSlot], *, units: bool = False) -> None:
+    def __init__(
+        self, world: World, slots: Mapping[int, StageSlot], *, units: bool = False, profile: bool = False
+    ) -> None:
         self._world = world
         self._slots = slots
         self.recorder = Recorder(world.clock, units=units)
         for index, slot in slots.items():
             slot.clock, slot.recorder = world.clock, self.recorder
+            slot.profile = ProfileWindow(self.recorder) if profile else None
             slot.inlet.trace_taking(Track(self.recorder, index))
             slot.outlet.trace_giving(Track(self.recorder, index))
         self._machine = measure_machine()
@@ -63,9 +67,10 @@ class StageTracer:
 class FeederTracer:
     """Records the process that feeds, and gathers what the others have recorded."""
 
-    def __init__(self, world: World, *, units: bool = False) -> None:
+    def __init__(self, world: World, *, units: bool = False, profile: bool = False) -> None:
         self._world = world
         self.units = units
+        self.profile = profile
         self.recorder = Recorder(world.clock)
         self._clocks = ClockReadings(world)
         self._own: StageTracer | None = None
@@ -75,7 +80,7 @@ class FeederTracer:
         outlet.trace_giving(Track(self.recorder, FEEDER_STAGE))
         inlet.trace_taking(Track(self.recorder, FEEDER_STAGE))
         if slots:
-            self._own = StageTracer(self._world, slots, units=self.units)
+            self._own = StageTracer(self._world, slots, units=self.units, profile=self.profile)
         self._clocks.begin(_others(ranks))
 
     def gather(self, ranks: Collection[int]) -> list[ProcessTrace]:
@@ -95,7 +100,7 @@ def follow_stages(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) 
     """Record the stages of a process that does not feed, if the job says so; gives what to call behind each stream."""
     if not job.trace:
         return _nothing
-    tracer = StageTracer(world, slots, units=job.trace_units)
+    tracer = StageTracer(world, slots, units=job.trace_units, profile=job.trace_profile)
     tracer.answer()
     return tracer.give
 

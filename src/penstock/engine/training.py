@@ -13,6 +13,7 @@ from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.halves import WeightHalf, backward_inputs, backward_weights
 from penstock.engine.layout import copy_exactly
 from penstock.engine.messages import DATA, Message
+from penstock.engine.profiling import ProfileWindow
 from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.graph.training import TrainingPart
 from penstock.plan.schedule import Action
@@ -87,6 +88,7 @@ class TrainingStage:
     busy_s: float = 0.0
     clock: Clock = time.perf_counter
     recorder: Recorder | None = None
+    profile: ProfileWindow | None = None  # of one step
     _since: tuple[float, float] = (0.0, 0.0)  # when the last message or action was done with, and in CPU seconds
     _kept: dict[int, _Kept] = field(default_factory=dict)
 
@@ -106,7 +108,8 @@ class TrainingStage:
         do = {"F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights}
         self._begin()
         try:
-            do[action.kind](action.microbatch)
+            with self._profiled(action.microbatch):
+                do[action.kind](action.microbatch)
         except ConnectionBroken:
             raise
         except (RunError, TransportError) as error:
@@ -116,6 +119,11 @@ class TrainingStage:
             raise RunError(
                 f"stage {self.index}, microbatch {action.microbatch}: the backward failed: {reason}"
             ) from error
+
+    def _profiled(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        if self.profile is None or self.recorder is None:
+            return contextlib.nullcontext()
+        return self.profile.around(self.index, microbatch, self.recorder.step)
 
     def _begin(self) -> None:
         """Whatever comes next begins now."""

@@ -57,6 +57,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     validate: bool = True
     trace: str | None = None
     live: bool = False
+    profile: bool = False
     track: list[Literal["tensorboard", "wandb"]] = msgspec.field(default_factory=list)
 
     @property

@@ -67,7 +67,9 @@ def label(span: Span) -> str:
     """Name a span as pictures of pipelines do: `F3`, or what else it is."""
     if span.kind == "compute":
         return f"{span.name}{span.microbatch}"
-    return span.name if span.kind == "unit" else f"{span.name if span.name == 'sum' else span.kind} {span.microbatch}"
+    if span.kind in {"unit", "profile"}:
+        return span.name
+    return f"{'sum' if span.name == 'sum' else span.kind} {span.microbatch}"
 
 
 def _is_end(run: Run, span: Span) -> bool:
@@ -135,6 +137,8 @@ def _slice(span: Span, origin_s: float, tid: int) -> Event:
     if span.kind == "compute":
         event["cname"] = _COLORS[span.microbatch % len(_COLORS)]
         event["args"]["cpu_ms"] = round(span.cpu_s * 1e3, 3)
+    if span.detail:
+        event["args"]["shapes"] = span.detail
     if span.num_bytes:
         event["args"]["bytes"] = span.num_bytes
     return event

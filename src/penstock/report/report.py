@@ -56,7 +56,8 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     found = stream_contents(run) if run.facts.kind == "stream" else training_contents(run)
     figures = [figure for figure in found.figures if figure is not None]
     files = [place / "report.html", place / "trace.json", place / "tables.md"]
-    page = make_page(found.title, found.lead, figures, found.tables, [Text("advice", "What to do", found.advice)])
+    lead = [*found.lead, *profiled_lines(run)]
+    page = make_page(found.title, lead, figures, found.tables, [Text("advice", "What to do", found.advice)])
     tables = [account_table(found.account), *(f.table for f in figures if f.key == "loads"), *found.tables]
     try:
         files[0].write_text(page, encoding="utf-8")
@@ -68,7 +69,7 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     except OSError as error:
         raise UsageError(f"{place} cannot be written ({error.strerror}); copy the run to another folder") from None
     files += draw_pictures(place, found.account, found.picture) if pictures else []
-    return Report(found.account, tuple(found.lead), tuple(found.advice), tuple(files))
+    return Report(found.account, tuple(lead), tuple(found.advice), tuple(files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,17 @@ def training_contents(run: Run) -> Contents:
         figures=training_figures(run, training, account), tables=training_tables(run, training),
         picture=training_picture(run, training),
     )  # fmt: skip
+
+
+def profiled_lines(run: Run) -> list[str]:
+    """Say where torch.profiler slowed a run down."""
+    seen = {(span.step, span.microbatch) for span in run.spans if span.kind == "profile"}
+    if not seen:
+        return []
+    which = f"step {min(seen)[0]}" if run.facts.kind == "training" else (
+        f"microbatches {min(m for _, m in seen)} to {max(m for _, m in seen)}"
+    )  # fmt: skip
+    return [f"The profiler slowed {which} down, which counts as slower compute; without --profile it would not."]
 
 
 def lead_lines(account: Account, done: str) -> list[str]:

@@ -75,6 +75,8 @@ class Pipeline(TrainingMethods):
         trace: a folder for what a stream did and when, which `penstock report` reads; each stream replaces the last.
             A training is written when the pipeline is closed.
         trace_units: also record every operation, which costs a few percent.
+        trace_profile: also run torch.profiler for a few microbatches, in training for one step: operators with their
+            shapes and memory.
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
             counts as lost; longer than the slowest link takes for one message. In training, while all wait.
 
@@ -118,9 +120,12 @@ class Pipeline(TrainingMethods):
         checkpointing: bool = False,
         trace: str | Path | None = None,
         trace_units: bool = False,
+        trace_profile: bool = False,
     ) -> None:
+        if trace is None and (trace_units or trace_profile):
+            raise UsageError("what is recorded of each operation goes into the trace; give trace= a folder")
         self._trace = Path(trace) if trace is not None else None
-        self._trace_units = trace_units
+        self._trace_units, self._trace_profile = trace_units, trace_profile
         self.model_name = type(model).__name__
         self._deployment: Deployment | Replicas
         self._owns_world = world is None
@@ -132,7 +137,7 @@ class Pipeline(TrainingMethods):
                 model, args, kwargs, stages=stages, policy=policy, cuts=cuts, weights=weights, dynamic=dynamic,
                 world=world, replicas=replicas, schedule=schedule, microbatches=microbatches, seed=seed,
                 autocast=autocast, checkpointing=checkpointing, threads=threads, stall_s=stall_s,
-                trace=trace is not None,
+                trace=trace is not None, profile=trace_profile,
             )  # fmt: skip
             if isinstance(model, nn.Module):
                 self._streaming = partial(
@@ -312,7 +317,9 @@ class Pipeline(TrainingMethods):
             raise
 
     def _tracer(self) -> FeederTracer | None:
-        return FeederTracer(self._world, units=self._trace_units) if self._trace is not None else None
+        if self._trace is None:
+            return None
+        return FeederTracer(self._world, units=self._trace_units, profile=self._trace_profile)
 
     def _write_trace(self, folder: Path) -> None:
         facts = stream_facts(

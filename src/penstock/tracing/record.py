@@ -26,9 +26,9 @@ class Recorder:
 
     Kinds of spans: compute, receive and send (a message's checking and laying out), wait (for a message), buffer
     (for room for one), between (the thread's CPU time from one computation to the next), load (a microbatch's data, in
-    training a batch's), unit (one operation). In training also synchronize (gradients and losses), update (the
-    optimizer), step (all of a step). Seconds are those of `clock`; `step` is that of training. Beyond `limit` spans
-    are counted in `num_dropped` and not kept.
+    training a batch's), unit (one operation), profile (one of torch.profiler's, its shapes in `detail`). In training
+    also synchronize (gradients and losses), update (the optimizer), step (all of a step). Seconds are those of `clock`;
+    `step` is that of training. Beyond `limit` spans are counted in `num_dropped` and not kept.
     """
 
     def __init__(self, clock: Clock = time.perf_counter, *, units: bool = False, limit: int = MAX_SPANS) -> None:
@@ -36,18 +36,18 @@ class Recorder:
         self.units = units
         self.num_dropped = 0
         self.step = 0
-        self.spans: list[tuple[str, str, int, int, float, float, int, float, int]] = []
+        self.spans: list[tuple[str, str, int, int, float, float, int, float, int, str]] = []
         self.counters: list[tuple[str, float, float]] = []
         self._limit = limit
         self._next_sample_s = 0.0
 
     def span(
         self, kind: str, stage: int, microbatch: int, begin_s: float, end_s: float,
-        name: str = "", num_bytes: int = 0, cpu_s: float = 0.0,
+        name: str = "", num_bytes: int = 0, cpu_s: float = 0.0, detail: str = "",
     ) -> None:  # fmt: skip
         """Keep one span."""
         if len(self.spans) < self._limit:
-            self.spans.append((kind, name, stage, microbatch, begin_s, end_s, num_bytes, cpu_s, self.step))
+            self.spans.append((kind, name, stage, microbatch, begin_s, end_s, num_bytes, cpu_s, self.step, detail))
         else:
             self.num_dropped += 1
 

@@ -25,6 +25,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int = 0
     cpu_s: float = 0.0
     step: int = 0
+    detail: str = ""
 
     @property
     def seconds(self) -> float:

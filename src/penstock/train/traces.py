@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from penstock.engine.profiling import ProfileWindow
 from penstock.engine.reference import measure_machine
 from penstock.engine.synchronize import Synchronizer
 from penstock.engine.traces import ClockReadings, answer_clock, give_trace, make_trace
@@ -25,11 +26,14 @@ class TrainingTracer:
         traces = tracer.gather()     # on the first process those of all, elsewhere none
     """
 
-    def __init__(self, world: World, stages: Mapping[int, TrainingStage], synchronizer: Synchronizer) -> None:
+    def __init__(
+        self, world: World, stages: Mapping[int, TrainingStage], synchronizer: Synchronizer, *, profile: bool = False
+    ) -> None:
         self._world = world
         self.recorder = Recorder(world.clock)
         for stage in stages.values():
             stage.clock, stage.recorder = world.clock, self.recorder
+            stage.profile = ProfileWindow(self.recorder, count=1) if profile else None
         synchronizer.recorder = self.recorder
         self._machine = measure_machine()
         self._clocks = ClockReadings(world)

@@ -62,6 +62,7 @@ class Trainer:
         schedule: str = "1f1b", microbatches: int | None = None, policy: str = "balanced",
         cuts: Sequence[str] | None = None, seed: int = 0, autocast: torch.dtype | None = None,
         checkpointing: bool = False, stall_s: float = STALL_S, trace: bool = False,
+        profile: bool = False,
     ) -> None:  # fmt: skip
         if microbatches is not None and microbatches < 1:
             raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
@@ -93,7 +94,9 @@ class Trainer:
         self.stages = {stage: self._make_stage(stage, checkpointing) for stage in self.tensors.stages}
         self._lines = Lines(self._transport, self.replica, self.parts)
         with self.explained():
-            self.tracer = TrainingTracer(self.world, self.stages, self._synchronizer) if trace else None
+            self.tracer = (
+                TrainingTracer(self.world, self.stages, self._synchronizer, profile=profile) if trace else None
+            )
         self.watch = TrainingWatch(self.world, self._transport, self.grid, self.stages, stall_s)
         self._losses: dict[int, tuple[float, float]] = {}
         self._step_data: list[Microbatch] = []

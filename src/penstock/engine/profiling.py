@@ -1,0 +1,64 @@
+"""torch.profiler's operations in the timeline of a recorder: names, shapes and memory of a few computations."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from penstock.tracing.record import Recorder
+
+# behind the first ones, which make buffers; few enough that the stream is slowed for a moment only
+FIRST, COUNT = 2, 4
+MAX_OPERATIONS = 20_000
+_MARK = "penstock: the recorder's clock"
+# torch has one profiler in a process, which may hold stages in several threads
+_BUSY = threading.Lock()
+
+
+class ProfileWindow:
+    """Profiles what lies inside `around`, for a window of microbatches, into a recorder.
+
+    The profiler has a clock of its own: a mark, made when the recorder's clock is read, brings its operations there.
+
+    Example:
+        window = ProfileWindow(recorder)
+        with window.around(stage=0, microbatch=2):
+            runtime(sizes, inputs)
+    """
+
+    def __init__(self, recorder: Recorder, *, first: int = FIRST, count: int = COUNT) -> None:
+        self._recorder = recorder
+        self._window = range(first, first + count)
+        self._room = MAX_OPERATIONS
+
+    @contextlib.contextmanager
+    def around(self, stage: int, microbatch: int, number: int | None = None) -> Iterator[None]:
+        """Profile what is inside where `number`, or the microbatch, is in the window."""
+        inside = (microbatch if number is None else number) in self._window and self._room > 0
+        if not inside or not _BUSY.acquire(blocking=False):
+            yield
+            return
+        try:
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler:
+                at_s = self._recorder.clock()
+                with record_function(_MARK):
+                    pass
+                yield
+            self._keep(profiler, stage, microbatch, at_s)
+        finally:
+            _BUSY.release()
+
+    def _keep(self, profiler: profile, stage: int, microbatch: int, at_s: float) -> None:
+        events = list(profiler.events() or ())
+        mark = next((event.time_range.start for event in events if event.name == _MARK), None)
+        for event in events:
+            if mark is None or event.name == _MARK or self._room <= 0:
+                continue
+            self._room -= 1
+            begin_s, end_s = (at_s + (us - mark) / 1e6 for us in (event.time_range.start, event.time_range.end))
+            shapes = " ".join("x".join(map(str, shape)) for shape in event.input_shapes or () if shape)
+            self._recorder.span(
+                "profile", stage, microbatch, begin_s, end_s, event.name, max(0, event.cpu_memory_usage),
+                detail=shapes,
+            )  # fmt: skip

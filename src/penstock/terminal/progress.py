@@ -1,0 +1,28 @@
+"""What is being done, and for how long: on everything that may take more than a moment."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+# says what is done now
+Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def working(what: str, console: Console | None = None) -> Iterator[Say]:
+    """Show a line with what is being done and the time that it has taken, while something runs; gone at its end.
+
+    Example:
+        with working("measuring messages") as say:
+            ...
+            say("measuring the model")
+
+    It goes to standard error, and where that is no terminal nothing is shown.
+    """
+    console = console or Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what)
+        yield lambda text: progress.update(task, description=text)

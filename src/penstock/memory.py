@@ -1,9 +1,12 @@
 """The memory of processes and of this machine, as the system tells it."""
 
+import contextlib
 import os
 import resource
 import sys
 from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
@@ -32,6 +35,26 @@ def anonymous_bytes() -> int | None:
 def available_bytes() -> int | None:
     """Give the memory that is free on this machine; None where the system does not say."""
     return _kilobytes("/proc/meminfo", "MemAvailable")
+
+
+def limit_bytes() -> int | None:
+    """Give the most memory that this process may hold: this machine's, or less where a cgroup says so."""
+    limits = [_kilobytes("/proc/meminfo", "MemTotal")]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                limits.append(_number(_CGROUPS / path.strip("/") / "memory.max"))
+            elif "memory" in controllers.split(","):
+                limits.append(_number(_CGROUPS / controllers / path.strip("/") / "memory.limit_in_bytes"))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # also "max", which is none
+        return None
 
 
 def _kilobytes(path: str, field: str) -> int | None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.cluster import Cluster
@@ -31,6 +30,7 @@ from penstock.report.comparison import write_comparison
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.stream.compare import Comparison
+from penstock.terminal.progress import working
 from penstock.tracing.trace import Run
 from penstock.zoo.models import load_model
 
@@ -75,20 +75,20 @@ def bench(
     if world is not None and world.rank != FEEDER:
         _follow(world)
         return
-    console = Console(stderr=True)
     try:
-        zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
-        world = world or start_local(most)
-        comparison = Comparison(
-            zoo, world, num_images=num_images, passes=passes, microbatch_size=microbatch_size,
-            threads=threads, depth=depth, max_stages=most, seed=seed,
-            serial_images=serial_images, trace=report is not None,
-        )  # fmt: skip
-        with console.status("serial") as status:
+        with working("loading the model") as say:
+            zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
+            say("meeting the processes")
+            world = world or start_local(most)
+            comparison = Comparison(
+                zoo, world, num_images=num_images, passes=passes, microbatch_size=microbatch_size,
+                threads=threads, depth=depth, max_stages=most, seed=seed,
+                serial_images=serial_images, trace=report is not None,
+            )  # fmt: skip
             rows: list[dict[str, Any]] = []
             runs: list[Run | None] = []
             for said, measure in _measurements(comparison, counts, policies, cut or [], plans, peer=peer):
-                status.update(said)
+                say(said)
                 rows.append(measure())
                 runs.append(comparison.last_run if rows[-1]["mode"] == "pipeline" else None)
         best = max(rows, key=lambda row: row["speedup"])

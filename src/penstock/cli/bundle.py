@@ -12,6 +12,7 @@ from penstock.engine.bundle import write_bundle
 from penstock.engine.split import load_state
 from penstock.graph.capture import capture
 from penstock.spec.check import read_plan
+from penstock.terminal.progress import working
 from penstock.units import format_bytes
 from penstock.zoo.models import load_model
 
@@ -30,9 +31,10 @@ def bundle(
     """Write each stage's programs and only its weights into a folder for its device."""
     chosen = read_plan(plan)
     console = make_console()
-    with console.status("bundling"):
+    with working("capturing the model") as say:
         zoo = load_model(model or chosen.model, weights=weights, pretrained=pretrained, seed=seed)
         graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+        say("writing the parts")
         folders = write_bundle(output, graph, chosen, partial(load_state, graph, weights=zoo.weights))
     table = Table("device", "folder", "weights")
     parts = []

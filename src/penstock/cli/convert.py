@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import JsonFile, write_json
+from penstock.terminal.progress import working
 from penstock.units import format_bytes
 from penstock.zoo.convert import convert_checkpoint
 
@@ -16,7 +17,8 @@ def convert(
     json: JsonFile = None,
 ) -> None:
     """Convert a checkpoint to safetensors with the model's own names."""
-    converted = convert_checkpoint(source, output)
+    with working(f"converting {source}"):
+        converted = convert_checkpoint(source, output)
     typer.echo(f"{output}: {converted.num_tensors} tensors, {format_bytes(converted.num_bytes)}")
     if converted.dropped:
         typer.echo(f"left out, not tensors: {', '.join(converted.dropped)}")

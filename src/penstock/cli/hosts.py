@@ -17,6 +17,7 @@ from penstock.measure.hosts import MeasuredHosts, measure_hosts
 from penstock.spec.cluster import Cluster, Link, read_cluster, write_cluster
 from penstock.spec.files import write_text
 from penstock.spec.profile import Profile, read_profile, write_profile
+from penstock.terminal.progress import working
 from penstock.units import format_rate, format_seconds
 
 app = typer.Typer(no_args_is_help=True, help="Measure the machines of a cluster.")
@@ -45,7 +46,9 @@ def measure(
         arguments = ["hosts", "measure", str(cluster), "--seconds", str(seconds)]
         for option, path in (("--output", output), ("--profile", profile), ("--json", json)):
             arguments += [option, str(path)] if path else []
-        raise typer.Exit(run_on_cluster(cluster, [*arguments, *(["--update"] if update else [])]))
+        with working("measuring hosts and links"):
+            status = run_on_cluster(cluster, [*arguments, *(["--update"] if update else [])])
+        raise typer.Exit(status)
     given = read_cluster(cluster)
     compared = read_profile(profile) if profile else None
     if compared is not None and not compared.calibration_s:

@@ -34,6 +34,7 @@ from penstock.stream.classify import Prediction, classify, labels_comparable
 from penstock.stream.pipeline import Pipeline
 from penstock.stream.predictions import PredictionFile
 from penstock.terminal.live import LiveView
+from penstock.terminal.progress import working
 from penstock.zoo.image_set import ImageSet
 from penstock.zoo.images import open_images
 from penstock.zoo.models import ZooModel, load_model
@@ -75,8 +76,9 @@ def infer(
             world.close()
         return
     with world.taking_part() if world is not None else contextlib.nullcontext():
-        zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
-        found = open_images(images)
+        with working("loading the model"):
+            zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
+            found = open_images(images)
         chosen = found.take(num_images) if num_images else found
         if zoo.transform is None or zoo.task != "image":
             raise UsageError(f"{model} does not classify images; name an image classification model")
@@ -86,12 +88,13 @@ def infer(
         with PredictionFile(output, resume=resume) as file:
             _check_done(file, chosen)
             example = _example(zoo, microbatch_size)
-            pipe = Pipeline(
-                zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
-                stages=stages or (len(world.devices) if world else 2),
-                policy=policy, cuts=cut, plan=chosen_plan, weights=zoo.weights, threads=threads, world=world,
-                trace=trace, trace_profile=profile,
-            )  # fmt: skip
+            with working("putting the stages in place"):
+                pipe = Pipeline(
+                    zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
+                    stages=stages or (len(world.devices) if world else 2),
+                    policy=policy, cuts=cut, plan=chosen_plan, weights=zoo.weights, threads=threads, world=world,
+                    trace=trace, trace_profile=profile,
+                )  # fmt: skip
             pipe.model_name = zoo.name
             _run(pipe, zoo, chosen, file, microbatch_size, json, live=live)
 

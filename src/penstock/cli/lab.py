@@ -13,6 +13,7 @@ import typer
 from penstock.cluster.lab import DEFAULT_PORT, PRESETS, Lab, LabStatus, preset, read_lab, take_down, write_lab
 from penstock.cluster.lab.machine import num_cores
 from penstock.errors import ClusterError, RunError, UsageError
+from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_rate, parse_bytes, parse_rate
 
 app = typer.Typer(no_args_is_help=True, help="An emulated cluster on this Linux machine (needs root).")
@@ -63,7 +64,9 @@ def up(lab: Annotated[Path, typer.Argument(help="The lab file.")], json: JsonFil
     """Put a lab up: namespaces, links, CPU shares and memory limits."""
     target = Lab.from_file(lab)
     with _ended_by_signals():
-        _warn(target.up())
+        with working(f"putting up {len(target.spec.hosts)} hosts"):
+            warnings = target.up()
+        _warn(warnings)
     _print_status(target.status(), json)
 
 
@@ -77,7 +80,8 @@ def status(lab: LabOrName, json: JsonFile = None) -> None:
 def down(lab: LabOrName, json: JsonFile = None) -> None:
     """Take a lab down with all that runs in it; also cleans up after a crash."""
     name = read_lab(lab).name if _is_file(lab) else lab
-    take_down(name)
+    with working("taking the lab down"):
+        take_down(name)
     typer.echo(f"lab {name} is down")
     _write_json(json, LabStatus(name=name, state="down"))
 

@@ -13,6 +13,7 @@ from penstock.plan.explain import explain, load_lines, summary, what_would_help
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Schedule, write_plan
 from penstock.spec.profile import read_profile
+from penstock.terminal.progress import working
 
 _AIMS = ("throughput", "latency", "devices")
 _SCHEDULES = ("forward-only", "gpipe", "1f1b")
@@ -51,7 +52,7 @@ def plan(
     )  # fmt: skip
     measured, devices = read_profile(profile), read_cluster(cluster)
     console = make_console()
-    with console.status("planning"):
+    with working(f"planning for {len(devices.devices)} devices"):
         choice = choose(measured, devices, request)
         helps = what_would_help(choice, measured, devices, request) if explanation else []
     lines = (

@@ -24,6 +24,7 @@ from penstock.measure.loader import measure_loader
 from penstock.measure.messages import measure_messages
 from penstock.measure.profile import profile_graph, worker_bytes
 from penstock.spec.profile import Profile, write_profile
+from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds
 from penstock.zoo.images import open_images
 from penstock.zoo.models import load_model
@@ -50,13 +51,13 @@ def profile(
     sizes = parse_numbers(rows, "--rows")
     console = make_console()
     found = None if images is None else open_images(images)
-    zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
-    with console.status("capturing the model") as status:
+    with working("capturing the model") as say:
+        zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
         graph = capture(zoo.module.train(training), zoo.example_args, zoo.example_kwargs)
-        status.update("measuring messages")
+        say("measuring messages")
         messages, base_bytes = measure_messages(), worker_bytes()
         loader_s_per_row = 0.0 if found is None else measure_loader(zoo, found)
-        status.update("measuring the model")
+        say(f"measuring the model at {rows} rows")
         calibration_s = calibrate(threads=threads)
         made = profile_graph(
             graph, lambda state: load_state(graph, state, zoo.weights), rows=sizes, threads=threads, repeats=repeats,

@@ -7,6 +7,7 @@ import typer
 
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.report.report import write_report
+from penstock.terminal.progress import working
 
 
 def report(
@@ -16,7 +17,7 @@ def report(
 ) -> None:
     """Write a run's page, its trace for Perfetto, tables and pictures, and print the account."""
     console = make_console()
-    with console.status("reading the run"):
+    with working("reading the run"):
         made = write_report(run, pictures=pictures)
     for line in made.lead:
         console.print(line, markup=False, soft_wrap=True)

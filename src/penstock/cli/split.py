@@ -26,6 +26,7 @@ from penstock.graph.stages import divide
 from penstock.graph.work import count_work
 from penstock.measure.units import measure_work
 from penstock.plan.partition import stage_sums
+from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds
 from penstock.zoo.models import load_model
 
@@ -47,13 +48,14 @@ def split(
     if work not in {"counted", "measured"}:
         raise UsageError(f"--work is 'counted' or 'measured', not {work!r}")
     console = make_console()
-    zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
-    graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+    with working("capturing the model"):
+        zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
+        graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
     cuts = Cuts(graph)
     sizes = graph.sizes(graph.fixed_batch or microbatch_size)
     costs = count_work(graph, sizes)
     if work == "measured":
-        with console.status("measuring"):
+        with working("measuring"):
             costs = measure_work(graph, lambda s: load_state(graph, s, zoo.weights), rows=microbatch_size)
     if cut:
         chosen = cuts.find_all(cut)

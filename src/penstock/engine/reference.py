@@ -13,6 +13,7 @@ from penstock.engine.calibrate import calibrate
 from penstock.engine.messages import Message
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.turns import Turns
+from penstock.memory import limit_bytes
 from penstock.tracing.trace import Alone, Machine
 
 # long enough for CPU quotas, which come in slices of some milliseconds, to even out
@@ -42,7 +43,7 @@ def measure_machine() -> Machine:
         seconds = calibrate(0.0, by_cpu=True, rounds=2)
     finally:
         torch.set_num_threads(threads)
-    return Machine(seconds, usable_cpus(), byte_seconds())
+    return Machine(seconds, usable_cpus(), byte_seconds(), float(limit_bytes() or 0))
 
 
 def usable_cpus() -> float:

@@ -27,6 +27,7 @@ from penstock.recipes.progress import FitProgress
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
 from penstock.stream.pipeline import Pipeline
+from penstock.terminal.progress import working
 from penstock.train.loader import Loader
 from penstock.train.report import StepReport
 
@@ -42,7 +43,9 @@ def fit_here(settings: FitSettings) -> FitResult:
     with world.taking_part() if world is not None else contextlib.nullcontext():
         if world is None or world.rank == FEEDER:
             check_new(settings)
-        task = make_task(settings)
+        first = world is None or world.rank == FEEDER
+        with working("preparing model and data") if first else contextlib.nullcontext():
+            task = make_task(settings)
         with make_pipeline(settings, task, world) as pipe:
             pipe.model_name = settings.model
             return _Fit(settings, task, pipe).run()

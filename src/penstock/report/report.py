@@ -11,6 +11,7 @@ from penstock.report.advice import advise
 from penstock.report.chrome import write_chrome_trace
 from penstock.report.figures import Figure, loads, memory, throughput, timeline, waterfall
 from penstock.report.measured import measure_stream
+from penstock.report.memory_advice import advise_memory
 from penstock.report.page import Text, make_page
 from penstock.report.pictures import Picture, draw_pictures, stream_picture
 from penstock.report.steps import measure_training
@@ -94,7 +95,7 @@ def stream_contents(run: Run) -> Contents:
     done = f"{facts.num_rows} rows in {facts.total_s:.2f} s, {facts.num_rows / facts.total_s:.4g} rows/s"
     return Contents(
         title=f"{facts.model} in {len(facts.ranks)} stages", account=account, lead=lead_lines(account, done),
-        advice=advise(run, stream, account),
+        advice=[*advise(run, stream, account), *advise_memory(run)],
         figures=[waterfall(account, account_table(account)), timeline(run, stream), loads(run, stream, stages),
                  throughput(run), memory(run)],
         tables=[link_table(run, stream), plan_table(run, stream), clock_table(run), environment_table(run)],
@@ -114,7 +115,7 @@ def training_contents(run: Run) -> Contents:
     )
     return Contents(
         title=f"Training {facts.model} in {each}{len(facts.cuts) + 1} stages", account=account,
-        lead=lead_lines(account, done), advice=advise_training(run, training, account),
+        lead=lead_lines(account, done), advice=[*advise_training(run, training, account), *advise_memory(run)],
         figures=training_figures(run, training, account), tables=training_tables(run, training),
         picture=training_picture(run, training),
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """What is being done, and for how long: on everything that may take more than a moment."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -23,6 +24,10 @@ def working(what: str, console: Console | None = None) -> Iterator[Say]:
     """
     console = console or Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    # what is printed meanwhile goes where standard output goes
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),
+    ) as progress:  # fmt: skip
         task = progress.add_task(what)
         yield lambda text: progress.update(task, description=text)

@@ -52,12 +52,14 @@ class Alone(msgspec.Struct, frozen=True):
 class Machine(msgspec.Struct, frozen=True):
     """What a device can do: seconds of a round of reference work, the CPUs that it may use, CPU seconds per byte sent.
 
+    `memory_bytes` is what a process may hold, 0 where that is not known.
     `byte_s` is for one side of a message: laid out or checked, and through the system's network.
     """
 
     calibration_s: float = 0.0
     cpus: float = 1.0
     byte_s: float = 0.0
+    memory_bytes: float = 0.0
 
 
 class ProcessTrace(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ answers ◀───────── clock questions ────────�
 sends what it recorded ──────────────────────▶  writes one file for each process
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 import torch

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,3 +135,9 @@ def error(expected: Tensor, given: Tensor, least: float = 0.0) -> float:
     """
     scale = max(float(torch.linalg.vector_norm(expected.double())), least) or 1.0
     return float(torch.linalg.vector_norm((expected - given).double())) / scale
+
+
+def errors(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, float]:
+    """The error of every tensor that both have; a thousandth of the largest norm is the least to be measured by."""
+    least = 1e-3 * max(float(tensor.double().norm()) for tensor in expected.values())
+    return {name: error(tensor, given[name], least) for name, tensor in expected.items() if name in given}

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from penstock.engine.deployment import Deployment
+from penstock.engine.divide import divide_in_turns
 from penstock.engine.faulty import Fault, FaultyTransport
 from penstock.engine.health import Health
 from penstock.engine.jobs import send_leave
-from penstock.engine.split import choose_cuts, divide_in_turns, load_state
+from penstock.engine.split import choose_cuts, load_state
 from penstock.engine.transport import MemoryNetwork
 from penstock.engine.turns import Turns
 from penstock.engine.worker import work

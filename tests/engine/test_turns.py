@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.engine.deployment import Deployment, Replicas
+from penstock.engine.divide import divide_in_turns
 from penstock.engine.messages import DATA, Format, Formats, Message
-from penstock.engine.split import divide_in_turns, load_state
+from penstock.engine.split import load_state
 from penstock.engine.turns import Turns
 from penstock.errors import TransportError
 from penstock.graph.capture import capture

@@ -1,8 +1,6 @@
 """A process that dies while it trains, a message that is lost: the others say so, and nobody hangs."""
 
-import socket
-import sys
-import time
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,15 +12,16 @@ from penstock.engine.world import World
 from penstock.errors import RunError
 from penstock.train.captured import Captured
 from penstock.train.trainer import Trainer
-from tests.processes import ROOT, Running
+from tests.forks import run_forked
 from tests.train.test_pipeline import images, small
 from tests.trainers import in_threads
 
 SCRIPT = """
 import os, signal, sys
-import torch
+from pathlib import Path
 import torch.nn.functional as F
 import penstock
+import penstock.errors
 from tests.train.test_pipeline import images, small
 
 pipe = penstock.Pipeline(small(), images(2)[0], microbatches=2, stages=int(sys.argv[1]))
@@ -33,28 +32,22 @@ try:
             os.kill(os.getpid(), signal.SIGKILL)
         pipe.train_step(x, y, F.cross_entropy)
 except penstock.errors.PenstockError as error:
-    print(type(error).__name__, error)
+    Path(sys.argv[2]).write_text(f"{type(error).__name__} {error}")
 """
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_killed_process_is_named(tmp_path: Path, stages: int) -> None:
-    (tmp_path / "script.py").write_text("import penstock.errors\n" + SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(tmp_path / "script.py"), str(stages)]
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", **meeting}
-    with (
-        Running(command, deadline_s=60.0, env={**env, "RANK": "0"}) as first,
-        Running(command, deadline_s=60.0, env={**env, "RANK": "1"}) as second,
-    ):
-        assert second.wait().status != 0
-        begin = time.monotonic()
-        finished = first.wait()
-        assert time.monotonic() - begin < 15.0
-    assert finished.stdout.startswith("DeviceLost rank 1 on"), finished.stdout + finished.stderr
+def test_a_killed_process_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    all_stages = (1, 2)
+    said = [tmp_path / f"{stages}.txt" for stages in all_stages]
+    ended = run_forked(
+        script, [(2, [str(stages), str(file)]) for stages, file in zip(all_stages, said, strict=True)], deadline_s=60.0
+    )
+    for file, (first, second) in zip(said, ended, strict=True):
+        assert (first.status, second.status) == (0, -signal.SIGKILL)
+        assert first.at_s - second.at_s < 15.0
+        assert file.read_text().startswith("DeviceLost rank 1 on")
 
 
 @pytest.mark.parametrize(

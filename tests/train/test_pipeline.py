@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import penstock
 from penstock.engine.world import World
 from penstock.errors import DataError, ModelError, RunError, UsageError
-from tests.processes import ROOT, run_python
+from tests.forks import run_forked
+from tests.processes import run_python
 from tests.trainers import in_threads
 
 SCRIPT = """
@@ -59,34 +60,46 @@ def small() -> nn.Module:
     )
 
 
-def run(folder: Path, num_processes: int, *cases: dict[str, Any]) -> list[list[list[Any]]]:
-    """Run the script alone or under torchrun; gives for each case what each process found."""
-    folder.mkdir()
-    (folder / "script.py").write_text(SCRIPT)
-    call = [str(folder / "script.py"), json.dumps(cases), str(folder)]
-    if num_processes:
-        call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), *call]
-    finished = run_python(*call, deadline_s=120.0, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"})
+Cases = list[dict[str, Any]]
+
+
+def run(folder: Path, *groups: tuple[int, Cases]) -> list[list[list[list[Any]]]]:
+    """Run the script in groups of processes; gives for each group and case what each process found.
+
+    The last group is started by torchrun itself.
+    """
+    file = folder / "script.py"
+    file.write_text(SCRIPT)
+    calls = []
+    for number, (_, cases) in enumerate(groups):
+        (folder / str(number)).mkdir()
+        calls.append([json.dumps(cases), str(folder / str(number))])
+    run_forked(file, [(size, call) for (size, _), call in zip(groups[:-1], calls, strict=False)], deadline_s=120.0)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(groups[-1][0])]
+    finished = run_python(*torchrun, str(file), *calls[-1], deadline_s=120.0)
     assert finished.status == 0, finished.stderr
     return [
-        [json.loads((folder / f"rank{rank}-{case}.json").read_text()) for rank in range(max(1, num_processes))]
-        for case in range(len(cases))
+        [
+            [json.loads((folder / f"{number}/rank{rank}-{case}.json").read_text()) for rank in range(max(1, size))]
+            for case in range(len(cases))
+        ]
+        for number, (size, cases) in enumerate(groups)
     ]
 
 
 def test_the_same_script_alone_and_under_torchrun(tmp_path: Path) -> None:
-    (((*alone,),), ((*halves,),)) = run(tmp_path / "alone", 0, {"microbatches": 2}, {"microbatches": 4, "rows": 24})
-    runs: list[tuple[int, list[dict[str, Any]]]] = [
-        (2, [{"microbatches": 2, "schedule": "zero-bubble"}, {"microbatches": 1, "stages": 1}]),
+    groups: list[tuple[int, Cases]] = [
+        (0, [{"microbatches": 2}, {"microbatches": 4, "rows": 24}]),
         (3, [{"microbatches": 2, "stages": 3, "schedule": "gpipe"}]),
         # dropout goes by microbatches, so replicas must cut the rows as one process does
         (4, [{"rows": 24, "microbatches": 4, "stages": 4},
              {"rows": 24, "microbatches": 2, "stages": 2, "replicas": 2},
              {"rows": 24, "microbatches": 2, "stages": 4, "replicas": 2, "schedule": "interleaved"}]),
+        (2, [{"microbatches": 2, "schedule": "zero-bubble"}, {"microbatches": 1, "stages": 1}]),
     ]  # fmt: skip
-    for size, cases in runs:
-        found = run(tmp_path / str(size), size, *cases)
-        for number, (settings, lines) in enumerate(zip(cases, found, strict=True)):
+    (((*alone,),), ((*halves,),)), *found = run(tmp_path, *groups)
+    for group, ((size, cases), of_cases) in enumerate(zip(groups[1:], found, strict=True), 1):
+        for number, (settings, lines) in enumerate(zip(cases, of_cases, strict=True)):
             replicas = settings.get("replicas", size // settings.get("stages", size))
             expected = halves if "rows" in settings else alone
             assert all(line[:2] == lines[0][:2] for line in lines[1:])
@@ -94,9 +107,8 @@ def test_the_same_script_alone_and_under_torchrun(tmp_path: Path) -> None:
             assert lines[0][1] == expected[1]
             if replicas == 1:  # otherwise each replica has its own rows
                 assert lines[0][2] == pytest.approx(expected[2], rel=1e-4)
-            source = "alone/model1" if expected is halves else "alone/model0"
-            weights = load_file(tmp_path / f"{source}.safetensors")
-            saved = load_file(tmp_path / str(size) / f"model{number}.safetensors")
+            weights = load_file(tmp_path / f"0/model{int(expected is halves)}.safetensors")
+            saved = load_file(tmp_path / f"{group}/model{number}.safetensors")
             assert set(saved) == set(small().state_dict()) == set(weights)
             for name, tensor in weights.items():
                 torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-6)

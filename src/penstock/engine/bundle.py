@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from penstock.engine.split import divide_plan
+from penstock.engine.divide import divide_plan
 from penstock.engine.turns import Turns
 from penstock.errors import ProgramError
 from penstock.graph.graph import Graph

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from penstock.engine.bundle import LoadState, interfaces, read_bundle
 from penstock.engine.deployment import Deployment, Replicas
+from penstock.engine.divide import divide_plan, order_of
 from penstock.engine.jobs import Parts, load_part
 from penstock.engine.progress import STALL_S
 from penstock.engine.runtime import StageRuntime
-from penstock.engine.split import divide_plan, order_of
 from penstock.engine.traces import FeederTracer
 from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World

@@ -10,20 +10,16 @@ from torch import Tensor, nn
 
 from penstock.engine.runtime import Runtime
 from penstock.engine.tree import bind_inputs, build_output, read_sizes
-from penstock.engine.turns import Turns
-from penstock.errors import CutError, PlanError, UsageError
+from penstock.errors import CutError, UsageError
 from penstock.graph.blocks import find_blocks, parameter_pieces
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram
-from penstock.graph.stages import divide, fingerprint
+from penstock.graph.stages import divide
 from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
 from penstock.plan import partition
-from penstock.plan.turns import turns
-from penstock.spec.check import check_cuts, check_plan
-from penstock.spec.plan import Pipeline, Plan
 from penstock.zoo.weights import ModuleWeights, Weights
 
 Policy = Literal["balanced", "equal-blocks", "equal-size", "smallest-crossing"]
@@ -147,42 +143,6 @@ class Stage:
         sizes = read_sizes(self.program.symbols, self.program.inputs, inputs)
         with torch.no_grad():
             return tuple(self.runtime(sizes, inputs))
-
-
-def divide_in_turns(
-    graph: Graph, cut_sets: Sequence[Sequence[Cut]], order: Sequence[int] = (0,)
-) -> list[Turns[StageProgram]]:
-    """Give for every stage its programs, one for each set of cuts, which take turns in this order.
-
-    Example:
-        divide_in_turns(graph, [cuts.find_all(["blocks.5:after"])])
-    """
-    sets = [divide(graph, cuts) for cuts in cut_sets]
-    return [Turns(programs, order) for programs in zip(*sets, strict=True)]
-
-
-def divide_plan(graph: Graph, plan: Plan) -> list[list[Turns[StageProgram]]]:
-    """Give for every pipeline of a plan its stages' programs.
-
-    Raises `PlanError` where the plan is of another model, or contradicts itself.
-    """
-    check_plan(plan)
-    if plan.graph != fingerprint(graph):
-        raise PlanError(
-            f"the plan is for the graph {plan.graph} of {plan.model}, but this model's is {fingerprint(graph)}; "
-            "profile and plan this model"
-        )
-    cuts = Cuts(graph)
-    check_cuts(plan, [cut.name for cut in cuts])
-    return [
-        divide_in_turns(graph, [cuts.find_all(each.cuts) for each in pipeline.cut_sets], order_of(pipeline))
-        for pipeline in plan.pipelines
-    ]
-
-
-def order_of(pipeline: Pipeline) -> tuple[int, ...]:
-    """Give the order in which a pipeline's cut sets take turns."""
-    return turns([cut_set.weight for cut_set in pipeline.cut_sets])
 
 
 class SplitModel:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.deployment import Deployment
-from penstock.engine.split import divide_in_turns, load_state
+from penstock.engine.divide import divide_in_turns
+from penstock.engine.jobs import dismiss
+from penstock.engine.split import load_state
 from penstock.engine.world import World, start_local
 from penstock.graph.capture import capture
 from penstock.measure.profile import MessageCosts
@@ -58,6 +60,7 @@ def measure_messages(world: World | None = None, *, num_microbatches: int = 150)
         give = _run(world, _Give(), _FEW, num_microbatches, number=_JOBS + 2)
     finally:
         if own:
+            dismiss(world)
             world.close()
     num_bytes = (_MANY - _FEW) * _BYTES_PER_NUMBER
     return MessageCosts(

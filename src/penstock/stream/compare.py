@@ -12,9 +12,10 @@ from torch import Tensor
 
 from penstock.cluster.launch import available_cores
 from penstock.engine.deployment import Deployment, Replicas
+from penstock.engine.divide import divide_in_turns
 from penstock.engine.peer import do_peer, peer_document
 from penstock.engine.placing import place, ranks_of
-from penstock.engine.split import best_blocks, choose_cuts, divide_in_turns, load_state
+from penstock.engine.split import best_blocks, choose_cuts, load_state
 from penstock.engine.streaming import Microbatch, StreamReport
 from penstock.engine.traces import FeederTracer
 from penstock.engine.transport import receive_bytes, send_bytes

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from penstock.cluster.launch import available_cores
 from penstock.engine.bundle import LoadState
 from penstock.engine.deployment import DEPTH, Deployment, MakeRuntimes, Replicas
+from penstock.engine.divide import divide_in_turns
 from penstock.engine.executor import execute
 from penstock.engine.jobs import (
     MakeRuntime,
@@ -29,7 +30,7 @@ from penstock.engine.modules import chain, runtime_maker, start_threads
 from penstock.engine.placing import place
 from penstock.engine.progress import STALL_S, Progress
 from penstock.engine.runtime import StageRuntime
-from penstock.engine.split import choose_cuts, divide_in_turns, load_state
+from penstock.engine.split import choose_cuts, load_state
 from penstock.engine.streaming import Microbatch, StreamReport
 from penstock.engine.traces import FeederTracer, follow_stages
 from penstock.engine.tree import bind_inputs, build_output

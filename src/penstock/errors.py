@@ -13,7 +13,8 @@
     └── RunError              something failed while running
         ├── TransportError    a message was lost, repeated, damaged or out of order
         │   └── ConnectionBroken   a connection is gone; why is known elsewhere, if at all
-        └── DeviceLost        a process or machine stopped answering
+        ├── DeviceLost        a process or machine stopped answering
+        └── OutOfMemory       a process needed more memory than its machine or its limit gives
 
 Each message is one line: the rule, the values, the next step. The command line prints the message
 and ends with status 2 for a `UsageError` and 1 for the others.
@@ -70,6 +71,10 @@ class TransportError(RunError):
 
 class ConnectionBroken(TransportError):  # noqa: N818 -- what happened is that it broke
     """A connection is gone; why is known elsewhere, if at all."""
+
+
+class OutOfMemory(RunError):  # noqa: N818 -- what happened is that it ran out
+    """A process needed more memory than its machine or its limit gives."""
 
 
 class DeviceLost(RunError):  # noqa: N818 -- what happened is that it was lost

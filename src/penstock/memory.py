@@ -6,6 +6,8 @@ import resource
 import sys
 from pathlib import Path
 
+from penstock.errors import OutOfMemory
+
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -55,6 +57,33 @@ def _number(path: Path) -> int | None:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):  # also "max", which is none
         return None
+
+
+def num_killed() -> int | None:
+    """Count the processes that the system has ended for want of memory since it started; None where it does not say.
+
+    Those that came to the limit of their own group (cgroup) count too.
+    """
+    try:
+        rows = dict(line.split() for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines())
+        return int(rows["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error, or one behind it, is that memory could not be had.
+
+    torch has a kind of its own for GPUs; of its CPU allocator the words are the only sign.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MemoryError | OutOfMemory) or type(seen).__name__ == "OutOfMemoryError":
+            return True
+        if isinstance(seen, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(seen):
+            return True
+        seen = seen.__cause__
+    return False
 
 
 def _kilobytes(path: str, field: str) -> int | None:

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from penstock.engine.health import Health
-from penstock.errors import DeviceLost, RunError
+from penstock.errors import DeviceLost, OutOfMemory, RunError
 
 NAMES = ["feeder", "host1", "host2"]
 
@@ -76,6 +76,14 @@ def test_one_report_reaches_everybody_and_the_first_counts(group: Group) -> None
         with pytest.raises(RunError, match=r"^host1: no more paper$"):
             group.healths[rank].check()
     assert not isinstance(group.healths[0].failure, DeviceLost)
+
+
+def test_running_out_of_memory_stays_what_it_is(group: Group) -> None:
+    group.healths[1].report(MemoryError())
+    for rank, failed in enumerate(group.failed):
+        assert failed.wait(2.0)
+        with pytest.raises(OutOfMemory, match=r"^host1: MemoryError$"):
+            group.healths[rank].check()
 
 
 def test_wait_for_failure_has_a_deadline(group: Group) -> None:

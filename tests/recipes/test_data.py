@@ -71,6 +71,8 @@ def test_rows_kept_for_validation_are_not_learned_from() -> None:
     assert sorted([*learned, *kept]) == list(range(30))
     assert len(kept) == 3
     assert list(spread(10, 4)) == [0, 2, 5, 7]
+    with pytest.raises(DataError, match="there are only 9; give more rows, or validation data with --validation"):
+        keep_some(9)
 
 
 def test_a_text_is_cut_into_rows(tmp_path: Path) -> None:

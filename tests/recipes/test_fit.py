@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.errors import DataError, RunError, UsageError
-from penstock.recipes import largest
+from penstock.cluster.launch import WorkerExit
+from penstock.errors import DataError, OutOfMemory, RunError, UsageError
+from penstock.recipes import largest, launch
 from penstock.recipes.figures import draw_comparison
 from penstock.recipes.largest import find_largest_batch
-from penstock.recipes.launch import fit, fit_apart
+from penstock.recipes.launch import explain_exit, fit, fit_apart
 from penstock.recipes.metrics import EpochResult, FitResult
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_row
@@ -87,6 +88,17 @@ def test_what_goes_wrong_apart_is_said_here(tmp_path: Path) -> None:
     assert "rank 0 is out of memory: it holds" in str(row.failed)
     with pytest.raises(DataError, match="there is no nowhere"):
         fit_apart(settings(tmp_path / "nowhere", data="nowhere"))
+
+
+def test_a_process_that_somebody_killed_is_not_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = WorkerExit(1, -9)
+    monkeypatch.setattr(launch, "num_killed", lambda: 7)
+    assert type(explain_exit(killed, 7)) is RunError
+    for before in (6, None):  # another one since, or a system that does not say
+        found = explain_exit(killed, before)
+        assert type(found) is OutOfMemory
+        assert "rank 1 was killed for want of memory" in str(found)
+    assert type(explain_exit(WorkerExit(1, 3), 6)) is RunError
 
 
 def test_sentences_of_different_lengths(tmp_path: Path) -> None:
@@ -163,13 +175,13 @@ def row(asked: FitSettings, name: str = "", failed: str | None = None, memory: i
         units_per_s=50.0, validation_loss=None, accuracy=None, peak_memory_bytes=[memory], sent_bytes=[0],
     )  # fmt: skip
     found = FitResult(settings=asked, num_processes=1, epochs=[epoch], new_tensors=[])
-    return Row(name=name, settings=asked, result=None if failed else found, failed=failed)
+    return Row(name=name, settings=asked, result=None if failed else found, failed=failed, out_of_memory=bool(failed))
 
 
 @pytest.mark.parametrize(("room", "expected"), [(1, None), (97, 96), (128, 128), (10_000, 700)])
 def test_the_largest_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, expected: int | None) -> None:
     def pretend(name: str, asked: FitSettings, _place: Place) -> Row:
-        return row(asked, name, "rank 0 was killed by signal 9 (out of memory?)" if asked.batch_size > room else None)
+        return row(asked, name, "rank 0 was killed for want of memory" if asked.batch_size > room else None)
 
     monkeypatch.setattr(largest, "run_row", pretend)
     asked = settings(tmp_path, replicas=2)

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from penstock.errors import DeviceLost, RunError
+from penstock.errors import DeviceLost, OutOfMemory, RunError
+from penstock.memory import is_out_of_memory
 
 BEAT_S = 1.0
 SILENCE_S = 5.0
@@ -32,6 +33,7 @@ class Verdict:
     rank: int
     message: str
     lost: bool
+    memory: bool = False  # it ran out of memory
 
 
 class Health:
@@ -72,7 +74,8 @@ class Health:
     def report(self, error: BaseException) -> None:
         """Tell everybody that this process failed; only the first report of a group counts."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self.announce(Verdict(self._rank, f"{self._names[self._rank]}: {text}", lost=False))
+        memory = is_out_of_memory(error)
+        self.announce(Verdict(self._rank, f"{self._names[self._rank]}: {text}", lost=False, memory=memory))
 
     def statuses(self) -> list[str]:
         """Give what every process said of itself last, this one included."""
@@ -86,7 +89,7 @@ class Health:
     def check(self) -> None:
         """Raise what happened to the group, if anything did."""
         if self.failure is not None:
-            kind = DeviceLost if self.failure.lost else RunError
+            kind = OutOfMemory if self.failure.memory else DeviceLost if self.failure.lost else RunError
             raise kind(self.failure.message)
 
     def wait_for_failure(self, timeout_s: float) -> None:
@@ -119,8 +122,7 @@ class Health:
 
     def _look(self, heard: dict[int, tuple[str, float]]) -> None:
         if self._store.check([_VERDICT]):
-            document = json.loads(self._store.get(_VERDICT))
-            self._fail(Verdict(int(document["rank"]), str(document["message"]), bool(document["lost"])))
+            self._fail(_read(self._store.get(_VERDICT)))
             return
         for other, beat in self._beats().items():
             if beat != heard[other][0]:
@@ -145,8 +147,7 @@ class Health:
         """Make this the verdict of the group, unless there is one already; ends every wait."""
         try:
             self._store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
-            document = json.loads(self._store.get(_VERDICT))
-            verdict = Verdict(int(document["rank"]), str(document["message"]), bool(document["lost"]))
+            verdict = _read(self._store.get(_VERDICT))
         except RuntimeError:
             pass  # the store is gone: this process goes by what it knows itself
         self._fail(verdict)
@@ -155,3 +156,11 @@ class Health:
         if self.failure is None:
             self.failure = verdict
             self._on_failure()
+
+
+def _read(data: bytes) -> Verdict:
+    """Read a verdict that another process has written."""
+    document = json.loads(data)
+    return Verdict(
+        int(document["rank"]), str(document["message"]), bool(document["lost"]), bool(document.get("memory"))
+    )

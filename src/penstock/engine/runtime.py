@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.errors import ProgramError, RunError
+from penstock.errors import OutOfMemory, ProgramError, RunError
 from penstock.graph.calls import check_amounts
 from penstock.graph.encoding import StageDevice
 from penstock.graph.expressions import Size
 from penstock.graph.ops import GETITEM, Op, Ref, Value, references, resolve_operator
 from penstock.graph.program import StageProgram
+from penstock.memory import is_out_of_memory
 
 # Programs bound to so many different microbatch sizes are kept; a stream has two, the last one ragged.
 _KEPT_SIZES = 8
@@ -206,8 +207,7 @@ def _run(step: _Step, registers: list[Any]) -> None:
         registers[step.result] = step.function(*arguments, **step.keywords)
     # whatever an operator raises, the reader needs to know which one it was
     except Exception as error:
-        raise RunError(
-            f"operation {step.name} failed: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from error
+        kind = OutOfMemory if is_out_of_memory(error) else RunError
+        raise kind(f"operation {step.name} failed: {str(error).splitlines()[0] if str(error) else error!r}") from error
     for register in step.ends:
         registers[register] = None

@@ -14,8 +14,9 @@ from penstock.engine.halves import WeightHalf, backward_inputs, backward_weights
 from penstock.engine.layout import copy_exactly
 from penstock.engine.messages import DATA, Message
 from penstock.engine.profiling import ProfileWindow
-from penstock.errors import ConnectionBroken, RunError, TransportError
+from penstock.errors import ConnectionBroken, OutOfMemory, RunError, TransportError
 from penstock.graph.training import TrainingPart
+from penstock.memory import is_out_of_memory
 from penstock.plan.schedule import Action
 from penstock.tracing.record import Clock, Recorder
 
@@ -116,9 +117,8 @@ class TrainingStage:
             raise type(error)(f"stage {self.index}, microbatch {action.microbatch}: {error}") from error
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise RunError(
-                f"stage {self.index}, microbatch {action.microbatch}: the backward failed: {reason}"
-            ) from error
+            found = OutOfMemory if is_out_of_memory(error) else RunError
+            raise found(f"stage {self.index}, microbatch {action.microbatch}: the backward failed: {reason}") from error
 
     def _profiled(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
         if self.profile is None or self.recorder is None:

@@ -1,6 +1,7 @@
 """Start a training run: in this process, in fresh ones on this machine, or on the hosts of a lab."""
 
 import json
+import signal
 import socket
 import sys
 import time
@@ -11,10 +12,10 @@ import msgspec
 from penstock import errors
 from penstock.cluster.lab import Lab, lab_session, read_lab
 from penstock.cluster.lab.run import OutputLine, print_line
-from penstock.cluster.launch import LocalWorkers
+from penstock.cluster.launch import LocalWorkers, WorkerExit
 from penstock.engine.world import LOOPBACK, under_torchrun
-from penstock.errors import PenstockError, RunError, UsageError
-from penstock.memory import available_bytes, resident_bytes
+from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
+from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
 from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, write_settings
@@ -53,7 +54,7 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
 
     A process on this machine that comes to hold more than `memory_bytes` is ended.
 
-    Raises what `fit` raises; running out of memory is a `RunError` that says so.
+    Raises what `fit` raises, and `OutOfMemory` naming the process or host where one ran out of memory.
     """
     folder = settings.folder
     try:
@@ -63,7 +64,7 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
         result.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"the folder {folder} cannot be written ({error.strerror}); choose another --output") from None
-    problem = ""
+    problem: RunError | None = None
     try:
         problem = _run_local(settings, file, memory_bytes) if lab is None else _run_in_lab(settings, file, lab)
     finally:
@@ -77,11 +78,12 @@ def write_result(path: Path, found: FitResult | BaseException) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
         return
     kind = type(found).__name__ if isinstance(found, PenstockError) else "RunError"
+    kind = OutOfMemory.__name__ if is_out_of_memory(found) else kind
     text = str(found) if isinstance(found, PenstockError) else f"{type(found).__name__}: {found}"
     path.write_text(json.dumps({"failed": kind, "message": (text.splitlines() or [kind])[0]}), encoding="utf-8")
 
 
-def _read_result(path: Path, problem: str) -> FitResult:
+def _read_result(path: Path, problem: RunError | None) -> FitResult:
     """Read what the first process wrote; raises what it raised, or what is known without it."""
     if path.exists():
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -90,11 +92,11 @@ def _read_result(path: Path, problem: str) -> FitResult:
         path.unlink()
         kind = getattr(errors, document["failed"])
         # who ran out of memory is known better here than to those who only saw it go
-        raise RunError(problem) if "memory" in problem else kind(document["message"])
-    raise RunError(problem or "the first process ended without a result; its own output above says why")
+        raise problem if isinstance(problem, OutOfMemory) else kind(document["message"])
+    raise problem or RunError("the first process ended without a result; its own output above says why")
 
 
-def _run_local(settings: FitSettings, file: Path, memory_bytes: int | None) -> str:
+def _run_local(settings: FitSettings, file: Path, memory_bytes: int | None) -> RunError | None:
     """Run on this machine; gives what went wrong as seen from here."""
     count = settings.num_processes
     with socket.socket() as probe:
@@ -110,21 +112,33 @@ def _run_local(settings: FitSettings, file: Path, memory_bytes: int | None) -> s
         workers.stop(0.0)
 
 
-def _watch(workers: LocalWorkers, memory_bytes: int | None) -> str:
+def _watch(workers: LocalWorkers, memory_bytes: int | None) -> RunError | None:
     running = dict(enumerate(workers.pids))
-    problem, deadline = "", float("inf")
+    killed_before = num_killed()
+    problem: RunError | None = None
+    deadline = float("inf")
     while running and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         for exit_ in workers.exits():
             if running.pop(exit_.index, None) is not None and exit_.status:
-                problem = problem or f"rank {exit_.index} {exit_}"
+                problem = problem or explain_exit(exit_, killed_before)
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         for rank, pid in running.items():
             used = resident_bytes(pid) or 0
             if memory_bytes is not None and used > memory_bytes:
                 held, allowed = format_bytes(used), format_bytes(memory_bytes)
-                return f"rank {rank} is out of memory: it holds {held}, more than the {allowed} that it may"
+                return OutOfMemory(f"rank {rank} is out of memory: it holds {held}, more than the {allowed} it may")
     return problem
+
+
+def explain_exit(exit_: WorkerExit, killed_before: int | None) -> RunError:
+    """Tell a process that the system ended for want of memory from one that somebody killed."""
+    if exit_.status != -signal.SIGKILL:
+        return RunError(f"rank {exit_.index} {exit_}")
+    killed = num_killed()
+    if killed is None or killed_before is None or killed > killed_before:
+        return OutOfMemory(f"rank {exit_.index} was killed for want of memory; use a smaller batch or more stages")
+    return RunError(f"rank {exit_.index} was killed by signal {signal.SIGKILL:d}")
 
 
 def available_memory() -> int:
@@ -135,7 +149,7 @@ def available_memory() -> int:
     return available
 
 
-def _run_in_lab(settings: FitSettings, file: Path, lab: Lab) -> str:
+def _run_in_lab(settings: FitSettings, file: Path, lab: Lab) -> RunError | None:
     """Run on as many hosts as there are processes; gives what went wrong as seen from here."""
     hosts = [host.name for host in lab.spec.hosts]
     given = settings.devices or settings.stages or settings.replicas
@@ -152,6 +166,6 @@ def _run_in_lab(settings: FitSettings, file: Path, lab: Lab) -> str:
         try:
             codes = run.wait()
         except RunError as error:
-            return str(error)
+            return error
     failed = [host for host, code in codes.items() if code]
-    return run.first_failure or (f"{failed[0]} failed" if failed else "")
+    return RunError(run.first_failure or f"{failed[0]} failed") if failed else None

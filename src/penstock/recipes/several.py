@@ -8,12 +8,10 @@ from typing import Any, TypeGuard
 import msgspec
 
 from penstock.cluster.lab import Lab
-from penstock.errors import ClusterError, PenstockError, UsageError
+from penstock.errors import ClusterError, OutOfMemory, PenstockError, UsageError
 from penstock.recipes.launch import fit_apart
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings
-
-_MEMORY_WORDS = ("memory", "can't allocate", "bad_alloc", "signal 9")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,11 +21,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     settings: FitSettings
     result: FitResult | None = None
     failed: str | None = None
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Tell whether it failed for want of memory."""
-        return self.failed is not None and any(word in self.failed for word in _MEMORY_WORDS)
+    out_of_memory: bool = False  # why it failed
 
     def document(self) -> dict[str, Any]:
         """Give the row for a table or a file."""
@@ -58,7 +52,7 @@ def run_row(name: str, settings: FitSettings, place: Place) -> Row:
     except ClusterError:
         raise
     except PenstockError as error:
-        return Row(name=name, settings=settings, failed=str(error))
+        return Row(name=name, settings=settings, failed=str(error), out_of_memory=isinstance(error, OutOfMemory))
     return Row(name=name, settings=settings, result=result)
 
 

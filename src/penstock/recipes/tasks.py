@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from penstock.errors import UsageError
+from penstock.errors import DataError, UsageError
 from penstock.recipes.settings import FitSettings
 from penstock.train.losses import LossFunction
 from penstock.zoo.models import ZooModel, load_model
@@ -141,6 +141,13 @@ def keep_some(num_rows: int) -> tuple[list[int], list[int]]:
 
     >>> keep_some(11)
     ([0, 1, 2, 3, 4, 5, 6, 7, 8, 10], [9])
+
+    Raises `DataError` where there are too few to keep any.
     """
-    kept = list(range(SHARE_KEPT - 1, num_rows, SHARE_KEPT))
-    return [row for row in range(num_rows) if row % SHARE_KEPT != SHARE_KEPT - 1], kept or [0]
+    if num_rows < SHARE_KEPT:
+        raise DataError(
+            f"every {SHARE_KEPT}th row is kept for validation, and there are only {num_rows}; give more rows, or "
+            "validation data with --validation"
+        )
+    kept = range(SHARE_KEPT - 1, num_rows, SHARE_KEPT)
+    return [row for row in range(num_rows) if row % SHARE_KEPT != SHARE_KEPT - 1], list(kept)

@@ -27,7 +27,7 @@ from penstock.cluster.lab.processes import (
     signal_group,
     start_process,
 )
-from penstock.errors import ClusterError, RunError
+from penstock.errors import ClusterError, OutOfMemory, RunError
 
 _LOOK_EVERY_S = 0.05
 # less often, since it is what costs: the hosts should have the machine to themselves
@@ -129,7 +129,7 @@ class LabRun:
     def wait(self, timeout_s: float | None = None) -> dict[str, int]:
         """Wait until every process has ended; returns each host's exit code.
 
-        Raises `RunError` when a host ran out of memory, and when the time is over (the run goes on).
+        Raises `OutOfMemory` when a host ran out of memory, and `RunError` when the time is over (the run goes on).
         """
         if not self._done.wait(timeout_s):
             running = [host for host, code in self.exit_codes.items() if code is None]
@@ -140,7 +140,7 @@ class LabRun:
         if self._failure is not None:
             raise self._failure
         if self._out_of_memory is not None:
-            raise RunError(self._out_of_memory)
+            raise OutOfMemory(self._out_of_memory)
         return {host: code if code is not None else 0 for host, code in self.exit_codes.items()}
 
     def terminate(self) -> None:

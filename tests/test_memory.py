@@ -1,0 +1,33 @@
+"""What tells that memory could not be had."""
+
+import sys
+
+import pytest
+import torch
+
+from penstock.errors import OutOfMemory, RunError
+from penstock.memory import is_out_of_memory, num_killed
+
+
+def test_torch_s_own_allocator_is_understood() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    failed = RunError("operation linear failed")
+    failed.__cause__ = caught.value
+    assert is_out_of_memory(failed)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OutOfMemory("host1"), torch.OutOfMemoryError("CUDA")])
+def test_errors_of_memory(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", [RunError("not enough memory"), RuntimeError("unsupported memory format")])
+def test_the_word_alone_says_nothing(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the count is Linux's")
+def test_the_system_counts_what_it_kills() -> None:
+    assert isinstance(num_killed(), int)

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 
 from benchmarks.pipeline.__main__ import show
+from benchmarks.training.gradients import gradient_rows
 from penstock.cluster.lab import lab_session, parse_lab, take_down
+from penstock.plan.picture import bubble_formula
+from penstock.plan.pipelines import make_schedule
+from penstock.plan.schedule import Action
+from penstock.plan.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
 LAB = "bench"
@@ -36,9 +41,11 @@ def way(name: str, **settings: Any) -> dict[str, Any]:
         "rows_differ": False,
     }
     row = given | {"way": "penstock"} | settings | {"name": name}
-    return row | {"rows_differ": row["replicas"] > 1 or row["way"] == "ddp"}
+    return row | {"rows_differ": row["replicas"] > 1}
 
 
+BUBBLES = "bubble", "bubble_without_messages", "bubble_by_formula"
+SIDE = "two hosts side by side, {} sequences each, nothing shared"
 TORCH_4 = "four stages, torch's 1F1B, 16 microbatches"
 
 
@@ -48,14 +55,18 @@ def all_rows() -> list[dict[str, Any]]:
         way(f"four stages, {schedule}, 16 microbatches", hosts=4, stages=4, rows=16, microbatches=16, schedule=schedule)
         for schedule in ("gpipe", "1f1b", "zero-bubble")
     ]
+    dealt = "four hosts, interleaved, eight stages, 16 microbatches"
     return [
         way("one host", hosts=1, rows=8),
         way("two hosts, data parallel, 8 sequences each", hosts=2, replicas=2, rows=8),
         way("two hosts, torch's DDP, 8 sequences each", hosts=2, replicas=2, rows=8, way="ddp"),
         way("two hosts, data parallel, 32 sequences each", hosts=2, replicas=2, rows=32, steps=2),
+        way(SIDE.format(8), hosts=2, replicas=2, rows=8, way="side by side"),
+        way(SIDE.format(32), hosts=2, replicas=2, rows=32, steps=2, way="side by side"),
         way("two stages, one microbatch (model parallel)", hosts=2, stages=2, rows=16),
         way("two stages, 1f1b, 16 microbatches", hosts=2, stages=2, rows=16, microbatches=16),
         *pipelines,
+        way(dealt, hosts=4, stages=8, rows=16, microbatches=16, schedule="interleaved"),
         way(TORCH_4, hosts=4, stages=4, rows=16, microbatches=16, way="torch 1f1b"),
     ]
 
@@ -65,25 +76,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training")
     parser.add_argument("--json", type=Path, required=True, help="every row and the summary")
     parser.add_argument("--quick", action="store_true", help="two steps for each row")
-    parser.add_argument("--only", help="only the rows whose name has this in it")
+    parser.add_argument("--only", action="append", help="only rows whose name has this in it; may be repeated")
     given = parser.parse_args()
     take_down(LAB)
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    wanted = given.only or [""]
+    gradients = gradient_rows() if any(only in "gradients" for only in wanted) else []
     rows: list[dict[str, Any]] = []
+    _write(given.json, rows, gradients)
     for row in all_rows():
-        if given.only is None or given.only in row["name"]:
+        if any(only in row["name"] for only in wanted):
             rows.append(run(row | {"steps": 2} if given.quick else row))
             print(f"{row['name']}: {rows[-1]['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
-            result = {"summary": summarize(rows), "environment": environment(), "rows": rows}
-            given.json.write_text(json.dumps(result, indent=2) + "\n")
-    print("| what | hosts | tokens/s | first loss |\n| --- | --- | --- | --- |")
+            _write(given.json, rows, gradients)
+    _print(rows, gradients)
+
+
+def _write(path: Path, rows: list[dict[str, Any]], gradients: list[dict[str, Any]]) -> None:
+    result = {"summary": summarize(rows, gradients), "environment": environment(), "rows": [*gradients, *rows]}
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _print(rows: list[dict[str, Any]], gradients: list[dict[str, Any]]) -> None:
+    for row in gradients:
+        print(f"{row['name']}: {', '.join(f'{way} {error:.1e}' for way, error in row['errors'].items())}")
+    print("| what | hosts | tokens/s | first loss | bubble | without messages | by the formula |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
-        print(f"| {row['name']} | {row['hosts']} | {row['tokens_per_s']:.0f} | {_number(row['losses'][0])} |")
-    print(json.dumps(summarize(rows)))
-
-
-def _number(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.5f}"
+        bubbles = " | ".join("" if row[key] is None else f"{row[key]:.1%}" for key in BUBBLES)
+        loss = row["losses"][0]
+        first = "" if loss is None else f"{loss:.5f}"
+        print(f"| {row['name']} | {row['hosts']} | {row['tokens_per_s']:.0f} | {first} | {bubbles} |")
+    print(json.dumps(summarize(rows, gradients)))
 
 
 def run(row: dict[str, Any]) -> dict[str, Any]:
@@ -101,27 +125,55 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
             started.wait()
         if started.first_failure:
             sys.exit(f"{row['name']}: {started.first_failure}")
-        result: dict[str, Any] = json.loads(file.with_suffix(".result.json").read_text())
+        results = [json.loads(Path(folder, f"session.{rank}.json").read_text()) for rank in range(row["hosts"])]
     sequences = row["rows"] * row["replicas"]
-    seconds = statistics.median(result["seconds"])
-    return row | result | {"tokens_per_s": sequences * LENGTH / seconds}
+    seconds = statistics.median(results[0]["seconds"])
+    first = {key: results[0][key] for key in ("seconds", "losses")}
+    per_host = [result["per_step"] for result in results]
+    found = row | first | {"per_host": per_host, "tokens_per_s": sequences * LENGTH / seconds}
+    return found | dict(zip(BUBBLES, bubbles(row, per_host), strict=True))
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Give the figures that the project watches; null where a row was not run. Gradients are compared in the tests."""
+def bubbles(row: dict[str, Any], per_host: list[dict[str, float] | None]) -> tuple[float | None, ...]:
+    """Give the part of all hosts' time in a step in which they wait: measured, with no messages, by the formula.
+
+    A step lasts from the first forward until all know the loss; the optimizer's own step is not in it. Waiting is
+    for neighbours, for messages to leave, and at the end for the others. The second one is the schedule played with
+    each host's measured seconds and messages that take no time; the formula has equal stages too.
+    """
+    reports = [report for report in per_host if report is not None]
+    if row["stages"] == 1 or not reports:
+        return None, None, None
+    busy = sum(report["forward_s"] + report["backward_s"] for report in reports)
+    idle = sum(report["wait_s"] + report["synchronize_s"] for report in reports)
+    counts = row["stages"], row["microbatches"], row["hosts"]
+    parts = {"F": ("forward_s", 1.0), "B": ("backward_s", 1.0), "I": ("backward_s", 0.5), "W": ("backward_s", 0.5)}
+
+    def seconds(action: Action, device: int) -> float:
+        key, part = parts[action.kind]
+        return part * reports[device][key]  # of all microbatches: shares are what counts
+
+    played = simulate(make_schedule(row["schedule"], *counts), seconds)
+    return idle / (busy + idle), played.bubble_fraction, bubble_formula(row["schedule"], *counts)[1]
+
+
+def summarize(rows: list[dict[str, Any]], gradients: list[dict[str, Any]]) -> dict[str, Any]:
+    """Give the figures that the project watches; null where a row was not run."""
     rate = {row["name"]: row["tokens_per_s"] for row in rows}
 
     def ratio(one: str, other: str) -> float | None:
         return rate[one] / rate[other] if one in rate and other in rate else None
 
-    own = [name for name in rate if name.startswith("four stages, ") and name != TORCH_4]
+    own = [name for name in rate if name.startswith("four ") and name != TORCH_4]
     best = max(own, key=rate.__getitem__, default="")
     return {
-        "max_gradient_error": None,
+        "max_gradient_error": max((error for row in gradients for error in row["errors"].values()), default=None),
+        "bubbles": {row["name"]: [row[key] for key in BUBBLES] for row in rows if row["bubble"]},
         "data_parallel_speedup_2": ratio("two hosts, data parallel, 8 sequences each", "one host"),
         "data_parallel_over_ddp_2": ratio(
             "two hosts, data parallel, 8 sequences each", "two hosts, torch's DDP, 8 sequences each"
         ),
+        "data_parallel_over_side_by_side_2": ratio("two hosts, data parallel, 32 sequences each", SIDE.format(32)),
         "pipeline_over_model_parallel_2": ratio(
             "two stages, 1f1b, 16 microbatches", "two stages, one microbatch (model parallel)"
         ),

@@ -1,5 +1,6 @@
 """What runs on every host: one way to train a small GPT-2, some steps, tokens per second."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -16,7 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
+from penstock.train.report import StepReport
 
+# a step that gives its loss where it is known, the end, and what the last step took
+Way = tuple[Callable[[], float | None], Callable[[], None], Callable[[], StepReport | None]]
 VOCABULARY, LENGTH, LAYERS, WIDTH, HEADS = 4096, 128, 6, 384, 6
 
 
@@ -50,19 +54,26 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     generator = torch.Generator().manual_seed(rank if settings["rows_differ"] else 0)
     ids = torch.randint(0, VOCABULARY, (settings["rows"], LENGTH), generator=generator)
-    step, finish = _WAYS[settings["way"]](settings, ids)
+    step, finish, report = _WAYS[settings["way"]](settings, ids)
     step()  # connections, buffers, optimizer state
-    seconds, losses = [], []
+    seconds, losses, reports = [], [], []
     for _ in range(settings["steps"]):
         begin = time.perf_counter()
         losses.append(step())
         seconds.append(time.perf_counter() - begin)
-    if rank == 0:
-        file.with_suffix(".result.json").write_text(json.dumps({"seconds": seconds, "losses": losses}))
+        reports.append(report())
+    result = {"seconds": seconds, "losses": losses, "per_step": _mean(reports)}
+    file.with_suffix(f".{rank}.json").write_text(json.dumps(result))
     finish()
 
 
-def _penstock(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float], Callable[[], None]]:
+def _mean(reports: list[StepReport | None]) -> dict[str, float] | None:
+    """What a step took of this host on average, where its way tells."""
+    told = [dataclasses.asdict(report) for report in reports if report is not None]
+    return {key: sum(each[key] for each in told) / len(told) for key in told[0]} if told else None
+
+
+def _penstock(settings: dict[str, Any], ids: Tensor) -> Way:
     rows = settings["rows"] // settings["microbatches"]
     pipe = penstock.Pipeline(
         Language().train(), (ids[:rows],), stages=settings["stages"], replicas=settings["replicas"],
@@ -76,13 +87,22 @@ def _penstock(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float
         optimizer.zero_grad()
         return float(loss)
 
-    return step, pipe.close
+    return step, pipe.close, lambda: pipe.last_step
 
 
-def _ddp(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float], Callable[[], None]]:
+def _ddp(settings: dict[str, Any], ids: Tensor) -> Way:
     del settings
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(Language().train())
+    return _plain(DistributedDataParallel(Language().train()), ids, dist.destroy_process_group)
+
+
+def _side_by_side(settings: dict[str, Any], ids: Tensor) -> Way:
+    """Each host by itself, all at once: what this machine can give, whatever joins them."""
+    del settings
+    return _plain(Language().train(), ids, lambda: None)
+
+
+def _plain(model: nn.Module, ids: Tensor, finish: Callable[[], None]) -> Way:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
     def step() -> float:
@@ -90,12 +110,12 @@ def _ddp(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float], Ca
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
-    return step, dist.destroy_process_group
+    return step, finish, lambda: None
 
 
-def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], float | None], Callable[[], None]]:
+def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> Way:
     from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
     dist.init_process_group("gloo")
@@ -119,12 +139,12 @@ def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> tuple[Callable[[], flo
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
-        return float(torch.stack(losses).mean()) if losses else None  # the last host alone has it
+        return float(torch.stack(losses).detach().mean()) if losses else None  # the last host alone has it
 
-    return step, dist.destroy_process_group
+    return step, dist.destroy_process_group, lambda: None
 
 
-_WAYS = {"penstock": _penstock, "ddp": _ddp, "torch 1f1b": _torch_1f1b}
+_WAYS = {"penstock": _penstock, "ddp": _ddp, "side by side": _side_by_side, "torch 1f1b": _torch_1f1b}
 
 if __name__ == "__main__":
     main()

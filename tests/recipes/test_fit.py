@@ -1,7 +1,6 @@
 """Whole runs on digits: what they leave behind, and how they are continued and compared."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,13 +117,6 @@ def test_weights_of_a_model_with_other_classes_are_taken(tmp_path: Path) -> None
     assert again.new_tensors == []
     saved = load_file(tmp_path / "second" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in load_file(start).items())
-
-
-def test_a_tracker_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("tensorboard", "wandb"):
-        monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(UsageError, match=rf"{name} .*penstock\[track\]"):
-            fit(settings(tmp_path / name, track=[name]))
 
 
 def test_the_modes_to_compare(tmp_path: Path) -> None:

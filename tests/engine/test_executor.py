@@ -111,7 +111,9 @@ def test_results_and_reports(stages: Stages, halves: Divided) -> None:
     thread.join()
     stages.join()
     assert stages.error is None
-    assert stages.slots[1].progress == Progress(taken=7, computed=7, passed=7)
+    done = stages.slots[1].progress
+    assert done == Progress(taken=7, computed=7, passed=7, busy_s=done.busy_s)
+    assert done.busy_s > 0
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def test_each_process_holds_its_own_share(tmp_path: Path) -> None:
     said = json.loads(_python(SCRIPT, MODEL, str(weights)))
     assert sum(said["stages"]) == pytest.approx(model_bytes, rel=0.01)
     worker_bytes = int(_python(
+        "import sys\n"
         "import penstock.engine.worker\n"
+        "assert not {'sympy', 'timm', 'transformers', 'penstock.graph.capture'} & set(sys.modules)\n"
         "print([int(line.split()[1]) for line in open('/proc/self/status') if 'RssAnon' in line][0] * 1024)"
     ))  # fmt: skip
     # anonymous memory: how much of the libraries' files is mapped depends on what the machine has cached

@@ -58,9 +58,10 @@ def measure_messages(world: World | None = None, *, num_microbatches: int = 150)
         few = _run(world, _Stage(), _FEW, num_microbatches, number=_JOBS)
         take = _run(world, _Stage(), _MANY, num_microbatches, number=_JOBS + 1)
         give = _run(world, _Give(), _FEW, num_microbatches, number=_JOBS + 2)
+        if own:
+            dismiss(world)  # a worker that is only left waits for a while
     finally:
         if own:
-            dismiss(world)
             world.close()
     num_bytes = (_MANY - _FEW) * _BYTES_PER_NUMBER
     return MessageCosts(

@@ -65,7 +65,7 @@ def run(case: Case, depth: int) -> list[dict[str, Any]]:
                 "name", "model", "num_images", "serial_images", "microbatch_size", "rounds", "tasks", "bandwidth",
             )
         }  # fmt: skip
-        file.write_text(json.dumps(session | {"depth": depth, "lab": spec.name}))
+        file.write_text(json.dumps(session | {"depth": depth, "lab": lab_text(case)}))
         command = [sys.executable, "-m", "benchmarks.pipeline.session", str(file)]
         with (
             lab_session(spec) as lab,

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.cluster.lab import Lab
+from penstock.cluster.lab import parse_lab
+from penstock.cluster.lab.network import bandwidth_commands
+from penstock.cluster.lab.shell import SystemShell
 from penstock.engine.jobs import send_leave
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
@@ -59,11 +61,13 @@ def measure(world: World, session: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _change_links(world: World, name: str, bandwidth: str) -> None:
+def _change_links(world: World, lab: str, bandwidth: str) -> None:
     """Give every host another link: two bandwidths within one run can be compared though the machine drifts."""
-    lab, rate = Lab.from_name(name), parse_rate(bandwidth)
-    for host in lab.spec.hosts:
-        lab.slow(host.name, bandwidth_bytes_per_s=rate)
+    # a host sees the machine's network namespaces, but not the control groups that a Lab wants
+    spec, rate, shell = parse_lab(lab), parse_rate(bandwidth), SystemShell()
+    for index in range(len(spec.hosts)):
+        for command in bandwidth_commands(spec, index, rate):
+            shell.run(command)
     world.bandwidths[:] = [rate] * len(world.bandwidths)
 
 

@@ -31,3 +31,9 @@ def test_the_word_alone_says_nothing(error: BaseException) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the count is Linux's")
 def test_the_system_counts_what_it_kills() -> None:
     assert isinstance(num_killed(), int)
+
+
+def test_an_error_that_is_its_own_cause() -> None:
+    error = RunError("the connection broke")
+    error.__cause__ = error
+    assert not is_out_of_memory(error)

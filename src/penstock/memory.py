@@ -76,13 +76,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     torch has a kind of its own for GPUs; of its CPU allocator the words are the only sign.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, MemoryError | OutOfMemory) or type(seen).__name__ == "OutOfMemoryError":
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    # an error may be its own cause, where the reason found behind it is itself
+    while cause is not None and cause not in seen:
+        if isinstance(cause, MemoryError | OutOfMemory) or type(cause).__name__ == "OutOfMemoryError":
             return True
-        if isinstance(seen, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(seen):
+        if isinstance(cause, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(cause):
             return True
-        seen = seen.__cause__
+        seen.append(cause)
+        cause = cause.__cause__
     return False
 
 

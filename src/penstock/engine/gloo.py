@@ -92,6 +92,10 @@ class GlooTransport:
             raise ConnectionBroken(f"the connection to rank {peer} broke: {_first_line(error)}") from error
         with self._lock:
             self._open[id(pending)] = pending
+            too_late = self._aborted
+        if too_late:  # `abort` has not seen this one
+            with contextlib.suppress(RuntimeError):
+                pending.work.wait(_AT_ONCE)
         return pending
 
     def forget(self, pending: "_GlooPending") -> None:

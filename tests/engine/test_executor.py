@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from penstock.engine.executor import StageReport, StageSlot, execute, serve
-from penstock.engine.jobs import StagesJob, build_slots, feeder_edges, load_programs
+from penstock.engine.jobs import StagesJob, load_programs
 from penstock.engine.messages import CLOSE, DATA, END, Message
 from penstock.engine.progress import Progress
 from penstock.engine.split import load_state
 from penstock.engine.transport import MemoryNetwork
 from penstock.engine.turns import Turns
+from penstock.engine.wiring import build_slots, feeder_edges
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
 from penstock.plan.schedule import forward_only
 from penstock.tracing.record import Track

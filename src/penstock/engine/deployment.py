@@ -11,20 +11,13 @@ from penstock.engine.bundle import LoadState
 from penstock.engine.edges import LocalEdge
 from penstock.engine.ends import JOIN_S, Ends
 from penstock.engine.executor import StageReport, StageSlot, serve
-from penstock.engine.jobs import (
-    Parts,
-    StagesJob,
-    build_slots,
-    feeder_edges,
-    load_programs,
-    send_stages,
-    tell_progress,
-)
+from penstock.engine.jobs import Parts, StagesJob, load_programs, send_stages
 from penstock.engine.progress import STALL_S, Progress, StallWatch, read_progress
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.streaming import Lane, Microbatch, StreamReport, stream_through
 from penstock.engine.traces import FeederTracer
 from penstock.engine.turns import Turns
+from penstock.engine.wiring import build_slots, feeder_edges, tell_progress
 from penstock.engine.world import FEEDER, World, check_world
 from penstock.errors import ConnectionBroken, TransportError, UsageError
 from penstock.graph.program import StageProgram
@@ -135,6 +128,11 @@ class Deployment:
     def num_fed(self) -> int:
         """How many messages this pipeline has been fed."""
         return self._watch.fed
+
+    @property
+    def deployments(self) -> "tuple[Deployment, ...]":
+        """Itself, as `Replicas` have several."""
+        return (self,)
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.bundle import LoadState, read_part
-from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
-from penstock.engine.executor import StageReport, StageSlot
-from penstock.engine.messages import Format, Formats
-from penstock.engine.progress import write_progress
 from penstock.engine.runtime import Runtime, StageRuntime
-from penstock.engine.sharing import SharedInlet, SharedOutlet, sources_of
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World
@@ -30,8 +25,6 @@ from penstock.graph.ops import State
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.plan.schedule import Action, forward_only
 
-# channel 0 carries jobs; each job's edges get channels of their own
-_CHANNELS_PER_JOB = 1024
 # makes a stage's runtime in a process that has the stage's module; only its interface travels
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]
 
@@ -215,102 +208,6 @@ def read_stages(
         else:
             runtimes[int(index)] = Turns([make(int(index), read_interface(text)) for text in texts], order)
     return job, runtimes
-
-
-def build_slots(
-    transport: Transport, job: StagesJob, runtimes: Mapping[int, Turns[StageRuntime]]
-) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
-    """Put a rank's stages between their edges; gives the stages and the edges within this process.
-
-    Edge `e` goes into stage `e`, from the ranks `ends[e]` to `ends[e + 1]`; the feeder holds the outer ends.
-
-        feeder ──0──▶ stage 0 ──1──▶ stage 1 ──2──▶ feeder
-    """
-    ends = _ends(job)
-    local: dict[int, LocalEdge] = {}
-    slots: dict[int, StageSlot] = {}
-    for index, turns in sorted(runtimes.items()):
-        programs = turns.map(lambda runtime: runtime.program)
-        inlet = _inlet(transport, job, index, ends, input_formats(programs), local)
-        outlet = _outlet(transport, job, index + 1, ends, output_formats(programs), local)
-        report = StageReport(stage=index, device=job.device_names[transport.rank])
-        slots[index] = StageSlot(index, turns, inlet, outlet, report)
-    return slots, local
-
-
-def input_formats(programs: Turns[StageProgram]) -> Formats:
-    """Give how messages lie in front of a stage."""
-    return Formats(programs.map(lambda program: Format(program.inputs, program.symbols)))
-
-
-def output_formats(programs: Turns[StageProgram]) -> Formats:
-    """Give how messages lie behind a stage."""
-    return Formats(programs.map(lambda program: Format(program.outputs, program.symbols)))
-
-
-def _inlet(
-    transport: Transport,
-    job: StagesJob,
-    edge: int,
-    ends: Sequence[Turns[int]],
-    layout: Formats,
-    local: dict[int, LocalEdge],
-) -> Inlet:
-    def from_rank(rank: int) -> Inlet:
-        if rank == transport.rank:
-            return local.setdefault(edge, LocalEdge(job.depth))
-        return RemoteInlet(transport, rank, _channel(job, edge), layout, layout.largest(job.sizes), job.depth)
-
-    inlets = ends[edge].map(from_rank).items
-    if len(inlets) == 1:
-        return inlets[0]
-    return SharedInlet(inlets, sources_of(ends[edge], ends[edge + 1], transport.rank))
-
-
-def _outlet(
-    transport: Transport,
-    job: StagesJob,
-    edge: int,
-    ends: Sequence[Turns[int]],
-    layout: Formats,
-    local: dict[int, LocalEdge],
-) -> Outlet:
-    def to_rank(rank: int) -> Outlet:
-        if rank == transport.rank:
-            return local.setdefault(edge, LocalEdge(job.depth))
-        return RemoteOutlet(transport, rank, _channel(job, edge), layout, layout.largest(job.sizes), job.depth)
-
-    outlets = ends[edge + 1].map(to_rank)
-    return outlets.items[0] if len(outlets.items) == 1 else SharedOutlet(outlets)
-
-
-def _ends(job: StagesJob) -> list[Turns[int]]:
-    return [Turns([FEEDER]), *job.ranks, Turns([FEEDER])]
-
-
-def tell_progress(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) -> None:
-    """Let this process say with every heartbeat how far its stages are."""
-    stages = {index: slot.progress for index, slot in slots.items()}
-    world.health.status = lambda: write_progress(job.number, world.rank, stages)
-
-
-def feeder_edges(
-    transport: Transport,
-    job: StagesJob,
-    first: Turns[StageProgram],
-    last: Turns[StageProgram],
-    local: Mapping[int, LocalEdge],
-) -> tuple[Outlet, Inlet]:
-    """Give the feeder's ends of the pipeline: where microbatches go in, where results come out."""
-    edges = dict(local)
-    ends = _ends(job)
-    outlet = _outlet(transport, job, 0, ends, input_formats(first), edges)
-    inlet = _inlet(transport, job, len(job.ranks), ends, output_formats(last), edges)
-    return outlet, inlet
-
-
-def _channel(job: StagesJob, edge: int) -> int:
-    return 1 + (job.number * _CHANNELS_PER_JOB + edge) % 2**30
 
 
 def load_part(folder: Path, plan: str, order: Sequence[int]) -> Turns[StageRuntime]:

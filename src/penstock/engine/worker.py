@@ -14,10 +14,11 @@ import torch
 from penstock.cluster.launch import leave_with_parent
 from penstock.engine.alone import do_alone
 from penstock.engine.executor import serve
-from penstock.engine.jobs import MakeRuntime, build_slots, read_stages, receive_job, tell_progress
+from penstock.engine.jobs import MakeRuntime, read_stages, receive_job
 from penstock.engine.peer import do_peer
 from penstock.engine.traces import follow_stages
 from penstock.engine.transport import send_bytes
+from penstock.engine.wiring import build_slots, tell_progress
 from penstock.engine.world import FEEDER, World, join_local
 from penstock.errors import PenstockError, TransportError
 

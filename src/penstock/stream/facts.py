@@ -21,7 +21,7 @@ def stream_facts(
     plan: Plan | None = None, units: Sequence[tuple[str, float, float]] = (),
 ) -> RunFacts:  # fmt: skip
     """Describe a stream that has ended, for its run's folder."""
-    parts = deployment.deployments if isinstance(deployment, Replicas) else (deployment,)
+    parts = deployment.deployments
     world = deployment.world
     return RunFacts(
         kind="stream", model=model, cuts=tuple(cuts), threads=threads, depth=parts[0].job.depth,

@@ -19,11 +19,9 @@ from penstock.engine.divide import divide_in_turns
 from penstock.engine.executor import execute
 from penstock.engine.jobs import (
     MakeRuntime,
-    build_slots,
     dismiss,
     read_stages,
     receive_job,
-    tell_progress,
 )
 from penstock.engine.messages import CLOSE
 from penstock.engine.modules import chain, runtime_maker, start_threads
@@ -35,6 +33,7 @@ from penstock.engine.streaming import Microbatch, StreamReport
 from penstock.engine.traces import FeederTracer, follow_stages
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.engine.turns import Turns
+from penstock.engine.wiring import build_slots, tell_progress
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
 from penstock.errors import TransportError, UsageError
 from penstock.graph.capture import capture
@@ -337,10 +336,8 @@ class Pipeline(TrainingMethods):
 
     def stage_states(self) -> list[StageState]:
         """Say how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
-        deployment = self._deployment
-        parts = deployment.deployments if isinstance(deployment, Replicas) else (deployment,)
         states = []
-        for part in parts:
+        for part in self._deployment.deployments:
             found, before = part.progress(), part.num_fed
             for index, ranks in enumerate(part.job.ranks):
                 own = {rank: found.get((index, rank), Progress()) for rank in ranks.items}

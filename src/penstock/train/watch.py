@@ -54,8 +54,7 @@ class TrainingWatch:
 
     def stage_states(self) -> list[StageState]:
         """Say how far each stage is, as of the last heartbeats; for `LiveView`."""
-        told = [json.loads(text) for text in self._world.health.statuses() if text]
-        found = {(rank, index): counts for rank, _, _, own in told for index, *counts in own}
+        found = _stages(self._told())
         states = []
         for replica in self._grid.replicas:
             for index, rank in enumerate(replica.stages):
@@ -70,6 +69,9 @@ class TrainingWatch:
                 states.append(StageState(name, num_computed, busy_s, min(2 * NUM_BUFFERS, max(0, waiting))))
         return states
 
+    def _told(self) -> list[Any]:
+        return [json.loads(text) for text in self._world.health.statuses() if text]
+
     def close(self) -> None:
         """Stop looking."""
         self._stop.set()
@@ -81,7 +83,7 @@ class TrainingWatch:
         seen: object = None
         since = time.monotonic()
         while not self._stop.wait(min(_LOOK_S, self._stall_s / 4)) and self._world.health.watching:
-            told = [json.loads(text) for text in self._world.health.statuses() if text]
+            told = self._told()
             still = len(told) == self._transport.size and all(waits for _, waits, *_ in told)
             if not still or told != seen:
                 seen, since = told, time.monotonic()
@@ -91,7 +93,7 @@ class TrainingWatch:
 
     def _explain(self, told: Sequence[Sequence[Any]]) -> Verdict:
         """Find a stage that waits for what its neighbour has sent."""
-        stages = {(rank, index): counts for rank, _, _, own in told for index, *counts in own}
+        stages = _stages(told)
         for replica in self._grid.replicas:
             for index, rank in enumerate(replica.stages):
                 _, taken, awaits, *_ = stages[rank, index]
@@ -112,3 +114,8 @@ class TrainingWatch:
             f"{name} waits for {what}, and nothing has moved for {self._stall_s:g} s, so a message was lost; go on "
             "from a checkpoint, with a larger stall_s if one message takes longer than that on the slowest link"
         )
+
+
+def _stages(told: Sequence[Sequence[Any]]) -> dict[tuple[int, int], list[Any]]:
+    """Give what was counted, by rank and stage."""
+    return {(rank, index): counts for rank, _, _, own in told for index, *counts in own}

@@ -1,0 +1,113 @@
+"""The edges of a job's stages: between ranks, within one, and to and from all that share a stage."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
+from penstock.engine.executor import StageReport, StageSlot
+from penstock.engine.jobs import StagesJob
+from penstock.engine.messages import Format, Formats
+from penstock.engine.progress import write_progress
+from penstock.engine.runtime import StageRuntime
+from penstock.engine.sharing import SharedInlet, SharedOutlet, sources_of
+from penstock.engine.transport import Transport
+from penstock.engine.turns import Turns
+from penstock.engine.world import FEEDER, World
+from penstock.graph.program import StageProgram
+
+# channel 0 carries jobs; each job's edges get channels of their own
+_CHANNELS_PER_JOB = 1024
+
+
+def build_slots(
+    transport: Transport, job: StagesJob, runtimes: Mapping[int, Turns[StageRuntime]]
+) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
+    """Put a rank's stages between their edges; gives the stages and the edges within this process."""
+    wiring = _Wiring(transport, job)
+    slots: dict[int, StageSlot] = {}
+    for index, turns in sorted(runtimes.items()):
+        programs = turns.map(lambda runtime: runtime.program)
+        inlet, outlet = (
+            wiring.inlet(index, _input_formats(programs)),
+            wiring.outlet(index + 1, _output_formats(programs)),
+        )
+        report = StageReport(stage=index, device=job.device_names[transport.rank])
+        slots[index] = StageSlot(index, turns, inlet, outlet, report)
+    return slots, wiring.local
+
+
+def feeder_edges(
+    transport: Transport,
+    job: StagesJob,
+    first: Turns[StageProgram],
+    last: Turns[StageProgram],
+    local: Mapping[int, LocalEdge],
+) -> tuple[Outlet, Inlet]:
+    """Give the feeder's ends of the pipeline: where microbatches go in, where results come out."""
+    wiring = _Wiring(transport, job, dict(local))
+    return wiring.outlet(0, _input_formats(first)), wiring.inlet(len(job.ranks), _output_formats(last))
+
+
+def tell_progress(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) -> None:
+    """Let this process say with every heartbeat how far its stages are."""
+    stages = {index: slot.progress for index, slot in slots.items()}
+    world.health.status = lambda: write_progress(job.number, world.rank, stages)
+
+
+@dataclass
+class _Wiring:
+    """One rank's edges of a job.
+
+    Edge `e` goes into stage `e`, from the ranks `ends[e]` to `ends[e + 1]`; the feeder holds the outer ends.
+
+        feeder ──0──▶ stage 0 ──1──▶ stage 1 ──2──▶ feeder
+    """
+
+    transport: Transport
+    job: StagesJob
+    local: dict[int, LocalEdge] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._ends = [Turns([FEEDER]), *self.job.ranks, Turns([FEEDER])]
+
+    def inlet(self, edge: int, layout: Formats) -> Inlet:
+        job, before, here = self.job, self._ends[edge], self._ends[edge + 1]
+
+        def from_rank(rank: int) -> Inlet:
+            if rank == self.transport.rank:
+                return self._local(edge)
+            return RemoteInlet(
+                self.transport, rank, self._channel(edge), layout, layout.largest(job.sizes), job.depth
+            )  # fmt: skip
+
+        inlets = before.map(from_rank).items
+        if len(inlets) == 1:
+            return inlets[0]
+        return SharedInlet(inlets, sources_of(before, here, self.transport.rank))
+
+    def outlet(self, edge: int, layout: Formats) -> Outlet:
+        job = self.job
+
+        def to_rank(rank: int) -> Outlet:
+            if rank == self.transport.rank:
+                return self._local(edge)
+            return RemoteOutlet(
+                self.transport, rank, self._channel(edge), layout, layout.largest(job.sizes), job.depth
+            )  # fmt: skip
+
+        outlets = self._ends[edge + 1].map(to_rank)
+        return outlets.items[0] if len(outlets.items) == 1 else SharedOutlet(outlets)
+
+    def _local(self, edge: int) -> LocalEdge:
+        return self.local.setdefault(edge, LocalEdge(self.job.depth))
+
+    def _channel(self, edge: int) -> int:
+        return 1 + (self.job.number * _CHANNELS_PER_JOB + edge) % 2**30
+
+
+def _input_formats(programs: Turns[StageProgram]) -> Formats:
+    return Formats(programs.map(lambda program: Format(program.inputs, program.symbols)))
+
+
+def _output_formats(programs: Turns[StageProgram]) -> Formats:
+    return Formats(programs.map(lambda program: Format(program.outputs, program.symbols)))

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.deployment import Deployment
+from penstock.engine.edges import LocalEdge
 from penstock.engine.faulty import Fault
 from penstock.engine.jobs import StagesJob, send_stages
+from penstock.engine.messages import DATA, Message
 from penstock.engine.split import load_state
 from penstock.engine.streaming import Microbatch
 from penstock.engine.turns import Turns
@@ -93,6 +95,27 @@ def test_an_exception_of_the_source_comes_out_and_the_next_stream_works(thirds: 
         with pytest.raises(TypeError):
             list(deployment.stream(3))  # type: ignore[arg-type]
         check(thirds, deployment, tower_inputs(5))
+        deployment.close()
+
+
+def test_an_interrupt_in_the_middle_of_a_hand_over_ends_the_stream(
+    thirds: Divided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = LocalEdge.offer
+
+    def interrupted(edge: LocalEdge, message: Message, timeout_s: float) -> bool:
+        if message.kind == DATA and message.index == 9:
+            edge._places.get()  # the place is taken, and nobody will ever give it back
+            raise KeyboardInterrupt
+        return place(edge, message, timeout_s)
+
+    with memory_world(2) as world:
+        deployment = thirds.deploy(world.feeder)
+        monkeypatch.setattr(LocalEdge, "offer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(deployment.stream(fed(tower_inputs(30))))
+        with pytest.raises(RunError, match="KeyboardInterrupt"):
+            check(thirds, deployment, tower_inputs(3))
         deployment.close()
 
 

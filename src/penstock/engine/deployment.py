@@ -117,6 +117,7 @@ class Deployment:
 
         An exception of `microbatches` itself comes out here once what is under way has been drained;
         the next stream finds the stages ready. Raises `UsageError` while another stream is under way.
+        A `KeyboardInterrupt` in the middle gives the pipeline up: what was being handed over is not known.
         """
         return Replicas([self]).stream(microbatches)
 
@@ -228,8 +229,9 @@ class Replicas:
         try:
             recorder = self.tracer.recorder if self.tracer else None
             yield from stream_through(lanes, self.deployments[0].symbols, microbatches, report, recorder)
-        except TransportError as error:
-            self.world.health.report(error)  # the stages are out of step: nothing more can be streamed
+        except (TransportError, KeyboardInterrupt) as error:
+            # the stages are out of step, or may be: an interrupt can fall between any two steps of a hand-over
+            self.world.health.report(error)
             raise
         finally:
             report.stages = [stage for deployment in self.deployments for stage in deployment.finish()]

@@ -235,6 +235,7 @@ class Pipeline(TrainingMethods):
         not feed, `inputs` is not touched and no output comes: it works on its stage until the stream
         has ended. Leaving the loop early cancels what is under way, as does an exception of `inputs` or
         of the loop's body, which then reaches the caller; the pipeline stays ready for another stream.
+        Only an interrupt while this waits for microbatches or results gives the pipeline up.
 
         Raises `UsageError` for a closed pipeline, an input unlike the example and a second stream at once.
         """

@@ -1,5 +1,6 @@
 """The transport over gloo, between fresh processes and between threads of this one."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -93,6 +94,32 @@ def test_abort_ends_waits_and_what_comes_after(pair: list[GlooTransport]) -> Non
     assert time.perf_counter() - begin < 0.5
     with pytest.raises(ConnectionBroken):
         pair[1].send(torch.zeros(8, dtype=torch.uint8), 0, 1)
+
+
+def test_an_abort_takes_no_message_from_who_waits_for_it() -> None:
+    for trial in range(20):
+        sender, receiver = both(HashStore())
+
+        def send(transport: GlooTransport = sender) -> None:
+            with contextlib.suppress(ConnectionBroken):
+                while True:
+                    transport.send(torch.ones(64, dtype=torch.uint8), 1, 1).wait()
+
+        def receive(transport: GlooTransport = receiver) -> None:
+            with contextlib.suppress(ConnectionBroken):
+                while True:
+                    transport.receive(torch.zeros(64, dtype=torch.uint8), 0, 1).wait()
+
+        threads = [threading.Thread(target=target, daemon=True) for target in (send, receive)]
+        for thread in threads:
+            thread.start()
+        time.sleep(trial / 2000)
+        receiver.abort()
+        for thread in threads:
+            thread.join(5.0)
+        assert not any(thread.is_alive() for thread in threads)
+        for transport in (sender, receiver):
+            transport.close()
 
 
 def test_waits_outlive_the_deadline_for_joining() -> None:

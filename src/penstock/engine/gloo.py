@@ -3,10 +3,10 @@
 import contextlib
 import datetime
 import socket
-import threading
 import time
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
@@ -16,6 +16,8 @@ from penstock.errors import ConnectionBroken, RunError
 # gloo closes a connection for good when a wait times out, so waits get no deadline; `health` watches instead
 _NO_DEADLINE = datetime.timedelta(days=365)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
+# a channel that no message has
+_NOBODY_SENDS = 2**31 - 1
 _JOIN_POLL_S = 0.05
 
 
@@ -43,8 +45,6 @@ class GlooTransport:
     ) -> None:
         self.rank = rank
         self.size = size
-        self._lock = threading.Lock()
-        self._open: dict[int, _GlooPending] = {}
         self._aborted = False
         prefixed = PrefixStore(f"penstock/{name}", store)
         _gather(prefixed, rank, size, join_s, watch)
@@ -69,54 +69,45 @@ class GlooTransport:
         return self._start("recv", buffer, source, channel)
 
     def abort(self) -> None:
-        """End every wait: a wait that times out closes its connection, which ends the other waits on it."""
-        with self._lock:
-            self._aborted = True
-            pending = list(self._open.values())
-        for operation in pending:
-            with contextlib.suppress(RuntimeError):
-                operation.work.wait(_AT_ONCE)
+        """End every wait of this process, and of others for it, by closing all connections.
+
+        A wait that times out closes them, with an exception for what is under way. It waits for a message that
+        nobody sends: of two that wait for the same message, one would take it and leave the other waiting.
+        """
+        self._aborted = True
+        group = self._group
+        if group is None:
+            return
+        for peer in set(range(self.size)) - {self.rank}:
+            nothing = torch.zeros(1, dtype=torch.uint8)
+            with contextlib.suppress(RuntimeError):  # the timeout, or a connection that is closed already
+                group.recv([nothing], peer, _NOBODY_SENDS).wait(_AT_ONCE)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Let go of all connections."""
-        self._open.clear()
         self._group = None
 
     def _start(self, kind: str, buffer: Tensor, peer: int, channel: int) -> Pending:
-        if self._group is None or self._aborted:
+        group = self._group
+        if group is None or self._aborted:
             raise ConnectionBroken(f"the connection to rank {peer} was given up")
-        operation = self._group.send if kind == "send" else self._group.recv  # type: ignore[attr-defined]
+        operation = group.send if kind == "send" else group.recv  # type: ignore[attr-defined]
         try:
-            pending = _GlooPending(self, operation([buffer], peer, channel), peer)
+            return _GlooPending(operation([buffer], peer, channel), peer)
         except RuntimeError as error:
             raise ConnectionBroken(f"the connection to rank {peer} broke: {_first_line(error)}") from error
-        with self._lock:
-            self._open[id(pending)] = pending
-            too_late = self._aborted
-        if too_late:  # `abort` has not seen this one
-            with contextlib.suppress(RuntimeError):
-                pending.work.wait(_AT_ONCE)
-        return pending
-
-    def forget(self, pending: "_GlooPending") -> None:
-        """Drop a finished operation from those that `abort` would end."""
-        with self._lock:
-            self._open.pop(id(pending), None)
 
 
 class _GlooPending:
-    def __init__(self, transport: GlooTransport, work: Work, peer: int) -> None:
-        self.work = work
-        self._transport = transport
+    def __init__(self, work: Work, peer: int) -> None:
+        self._work = work
         self._peer = peer
 
     def wait(self) -> None:
         try:
-            self.work.wait(_NO_DEADLINE)
+            self._work.wait(_NO_DEADLINE)
         except RuntimeError as error:
             raise ConnectionBroken(f"the connection to rank {self._peer} broke: {_first_line(error)}") from error
-        finally:
-            self._transport.forget(self)
 
 
 def local_address(towards: str) -> str:

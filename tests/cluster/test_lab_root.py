@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -32,7 +31,7 @@ VERB = [sys.executable, "-c", "from penstock.cli.lab import app; app()"]
 SPIN = """
 import time
 start, used = time.monotonic(), time.process_time()
-while time.monotonic() - start < 2: pass
+while time.monotonic() - start < 1: pass
 print((time.process_time() - used) / (time.monotonic() - start))
 """
 TRANSFER = """
@@ -162,31 +161,38 @@ def shares(lab: Lab) -> dict[str, float]:
     return {host.name: float(said.of(host.name)[0]) for host in lab.spec.hosts}
 
 
+def most(measure: Callable[[], dict[str, float]], wanted: dict[str, float], rel: float) -> dict[str, float]:
+    """Measure until each host has had what it is to have: a busy machine may give less for a while, never more."""
+    best: dict[str, float] = {}
+    for _ in range(12):
+        measured = measure()
+        best = {name: max(value, best.get(name, 0.0)) for name, value in measured.items()}
+        if all(best[name] > (1 - rel) * value for name, value in wanted.items()):
+            break
+    return best
+
+
 def test_cpu_shares_are_kept_and_can_be_slowed(lab: Lab) -> None:
-    # a busy machine may give less for a while, never more
-    measured = [shares(lab)]
-    while len(measured) < 4 and not all(abs(share / 0.35 - 1) < 0.03 for share in measured[-1].values()):
-        measured.append(shares(lab))
-    assert all(share == pytest.approx(0.35, rel=0.03) for share in measured[-1].values()), measured
+    equal = dict.fromkeys(("host0", "host1"), 0.35)
+    assert most(lambda: shares(lab), equal, 0.03) == pytest.approx(equal, rel=0.03)
     lab.slow("host1", cpu=0.1)
     try:
-        slowed = shares(lab)
+        uneven = {"host0": 0.35, "host1": 0.1}
+        assert most(lambda: shares(lab), uneven, 0.1) == pytest.approx(uneven, rel=0.1)
         assert lab.status().hosts[1].cpu == 0.1
     finally:
         lab.slow("host1", cpu=0.35)
-    assert slowed["host1"] == pytest.approx(0.1, rel=0.1), slowed
-    assert slowed["host0"] > 0.2, slowed
 
 
 @pytest.mark.parametrize("sender", [0, 1])
 def test_links_carry_their_bandwidth(lab: Lab, sender: int) -> None:
-    rates = []
-    for _ in range(3):
-        [rate] = output_of(lab, python(TRANSFER, sender, 10_000_000)).of(f"host{1 - sender}")
-        rates.append(float(rate))
-        if rates[-1] == pytest.approx(12_500_000, rel=0.1):
-            break
-    assert statistics.median(rates) == pytest.approx(12_500_000, rel=0.1), rates
+    receiver = f"host{1 - sender}"
+
+    def rate() -> dict[str, float]:
+        return {receiver: float(output_of(lab, python(TRANSFER, sender, 10_000_000)).of(receiver)[0])}
+
+    wanted = {receiver: 12_500_000.0}
+    assert most(rate, wanted, 0.1) == pytest.approx(wanted, rel=0.1)
 
 
 def test_a_cut_host_is_silent_until_restored(lab: Lab) -> None:

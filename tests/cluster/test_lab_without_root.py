@@ -202,6 +202,7 @@ def test_version_1_limits(tmp_path: Path) -> None:
     cgroups = CgroupsV1(cpu, memory, cpu, memory / "mine")
     cgroups.create("lab", "host0", 0.35, 2**30)
     assert {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()} == {
+        "cpu/penstock.lab/cpu.shares": "262144\n",
         "cpu/penstock.lab/host0/cpu.cfs_period_us": "10000\n",
         "cpu/penstock.lab/host0/cpu.cfs_quota_us": "3500\n",
         "memory/mine/penstock.lab/host0/memory.limit_in_bytes": "1073741824\n",
@@ -226,6 +227,7 @@ def test_version_2_limits(tmp_path: Path) -> None:
     assert {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()} == {
         "user.slice/cgroup.subtree_control": "+cpu +memory\n",
         "user.slice/penstock.lab/cgroup.subtree_control": "+cpu +memory\n",
+        "user.slice/penstock.lab/cpu.weight": "10000\n",
         "user.slice/penstock.lab/host0/cpu.max": "3500 10000\n",
         "user.slice/penstock.lab/host0/memory.max": "1073741824\n",
         "user.slice/penstock.lab/host0/memory.swap.max": "0\n",

@@ -20,6 +20,9 @@ from penstock.errors import ClusterError, RunError
 _PERIOD_US = 10_000
 # the kernel takes no quota below this
 _MIN_QUOTA_US = 1_000
+# a board does not wait for what else runs here: the hosts go first, and their quotas leave the others the rest
+_MOST_SHARES = 2**18
+_MOST_WEIGHT = 10_000
 _DEADLINE_S = 10.0
 
 
@@ -129,6 +132,7 @@ class CgroupsV1(Cgroups):
         memory_path = self.memory_base / _lab_directory(lab) / host
         for path in (cpu_path, memory_path):
             _make(path)
+        _write(cpu_path.parent / "cpu.shares", _MOST_SHARES)
         self._write_cpu(cpu_path, cpu)
         _write(memory_path / "memory.limit_in_bytes", memory_bytes)
         for file, value in (("memory.memsw.limit_in_bytes", memory_bytes), ("memory.swappiness", 0)):
@@ -178,6 +182,7 @@ class CgroupsV2(Cgroups):
         _make(directory)
         for parent in (self.base, directory):
             _write(parent / "cgroup.subtree_control", "+cpu +memory")
+        _write(directory / "cpu.weight", _MOST_WEIGHT)
         path = directory / host
         _make(path)
         self._write_cpu(path, cpu)

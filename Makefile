@@ -17,7 +17,7 @@ demo: setup
 	$(BIN)/penstock demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,7 +1,9 @@
 """Every test leaves the machine as it found it."""
 
+import atexit
 import gc
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -15,6 +17,11 @@ import pytest
 
 # a shell starts what runs in its background with interrupts ignored, and so would be every process of the tests
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# where tests run side by side, what one leaves behind is not to be looked for by another
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 _SETTLE_S = 3.0
 # pytest's own, and what torch and scikit-learn set for themselves when they are first used

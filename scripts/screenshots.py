@@ -1,7 +1,7 @@
-"""Photograph a run's page in a real browser: `python scripts/screenshots.py RUN -o docs/`.
+"""Photograph pages in a real browser: `python scripts/screenshots.py runs/one/report.html bench.html -o docs/`.
 
-Needs chromium with chromedriver, and selenium, which the `dev` extra brings. Three pictures: the whole page, the
-timeline with one microbatch chosen in dark mode, and the top of the page as a phone shows it.
+Needs chromium with chromedriver, and selenium, which the `dev` extra brings. A picture of each whole page; with
+`--more` also the timeline with one microbatch chosen in dark mode, and the top of the page as a phone shows it.
 """
 
 import argparse
@@ -18,29 +18,38 @@ from selenium.webdriver.support.ui import WebDriverWait
 def main() -> None:
     """Open the page at three sizes and save what is seen."""
     parser = argparse.ArgumentParser(prog="python scripts/screenshots.py")
-    parser.add_argument("run", type=Path, help="a folder that `penstock report` has made a page in")
+    parser.add_argument("pages", type=Path, nargs="+", help="what `penstock report` or `bench --report` has written")
     parser.add_argument("-o", "--output", type=Path, default=Path("docs"), help="where the pictures go")
+    parser.add_argument("--more", action="store_true", help="also the timeline in dark mode, and a phone's view")
     given = parser.parse_args()
-    page = given.run / "report.html"
-    if not page.is_file():
-        sys.exit(f"{page} is not there; make it with: penstock report {given.run}")
-    browser = open_browser()
-    try:
-        show(browser, page, width=1100, height=900)
-        browser.set_window_size(1100, browser.execute_script("return document.documentElement.scrollHeight"))
-        browser.save_screenshot(str(given.output / "report.png"))
-        browser.execute_cdp_cmd(
-            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-        )
-        show(browser, page, width=1100, height=700)
-        timeline = browser.find_element("css selector", "#figure-timeline")
-        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)
-        timeline.send_keys(Keys.ARROW_RIGHT * 3)
-        browser.save_screenshot(str(given.output / "report-dark.png"))
-        show(browser, page, width=500, height=1000)
-        browser.save_screenshot(str(given.output / "report-phone.png"))
-    finally:
-        browser.quit()
+    missing = [str(page) for page in given.pages if not page.is_file()]
+    if missing:
+        sys.exit(f"there is no {', '.join(missing)}; make a page with penstock report RUN, or bench --report PAGE")
+    for page in given.pages:
+        browser = open_browser()
+        try:
+            photograph(browser, page, given.output, more=given.more)
+        finally:
+            browser.quit()
+
+
+def photograph(browser: webdriver.Chrome, page: Path, folder: Path, *, more: bool) -> None:
+    """Save what is seen of a page, under its name."""
+    show(browser, page, width=1100, height=900)
+    browser.set_window_size(1100, browser.execute_script("return document.documentElement.scrollHeight"))
+    browser.save_screenshot(str(folder / f"{page.stem}.png"))
+    if not more:
+        return
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    )
+    show(browser, page, width=1100, height=700)
+    timeline = browser.find_element("css selector", "#figure-timeline")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)
+    timeline.send_keys(Keys.ARROW_RIGHT * 3)
+    browser.save_screenshot(str(folder / f"{page.stem}-dark.png"))
+    show(browser, page, width=500, height=1000)
+    browser.save_screenshot(str(folder / f"{page.stem}-phone.png"))
 
 
 def open_browser() -> webdriver.Chrome:

@@ -15,8 +15,9 @@ from penstock.engine.jobs import send_leave
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
 from penstock.measure.messages import measure_messages
-from penstock.plan.choose import Request, make_plan
+from penstock.plan.choose import make_plan
 from penstock.plan.predict import predict
+from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile
 from penstock.stream.compare import Comparison

@@ -7,12 +7,13 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.plan.bound import pace_bound_s
-from penstock.plan.choose import Request, choose, make_plan
+from penstock.plan.choose import choose, make_plan
 from penstock.plan.cost import Setting
 from penstock.plan.misfit import memory_that_would_do
 from penstock.plan.predict import predict
 from penstock.plan.problem import Placed, Problem
 from penstock.plan.replicas import rates_of
+from penstock.plan.request import Request
 from penstock.spec.check import check_made_from, check_plan
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import decode_plan, encode_plan
@@ -179,7 +180,7 @@ def test_any_plan_is_sound_and_keeps_its_promises() -> None:
 def test_a_training_plan() -> None:
     units = tuple(Unit(forward_s=(1.0,), backward_s=(2.0,), kept_bytes_per_row=10) for _ in range(8))
     profile = make_profile([1.0] * 8, units=units)
-    request = Request(schedule="1f1b", num_microbatches=8, num_rows=8)
+    request = Request(schedule="1f1b", num_microbatches=8, num_rows=8, replicas=False)
     plan = make_plan(profile, make_cluster(1, 1, 1, 1, memory_bytes=10**6), request)
     assert plan.num_microbatches == 8
     assert len(plan.pipelines[0].cut_sets) == 1
@@ -187,7 +188,7 @@ def test_a_training_plan() -> None:
     assert plan.prediction.total_s == pytest.approx(24 + 7 * 6)
     kept = [load.memory_bytes for load in plan.prediction.devices]
     assert kept == [80, 60, 40, 20]
-    with pytest.raises(PlanError, match="the schedule 1f1b needs a number of microbatches"):
+    with pytest.raises(PlanError, match="the schedule 1f1b needs the size of a step"):
         make_plan(profile, make_cluster(1), Request(schedule="1f1b"))
     with pytest.raises(PlanError, match=r"units\[0\] of the profile has none; profile again with --training"):
         make_plan(make_profile([1.0]), make_cluster(1), request)

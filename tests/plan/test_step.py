@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.choose import Request, make_plan
+from penstock.plan.choose import make_plan
 from penstock.plan.cost import Setting
 from penstock.plan.problem import Placed, Problem
+from penstock.plan.request import Request
 from penstock.plan.step import simulate_step
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.plan import Schedule

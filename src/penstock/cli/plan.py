@@ -8,8 +8,9 @@ import typer
 
 from penstock.cli.options import JsonFile, make_console, parse_numbers, write_json
 from penstock.errors import UsageError
-from penstock.plan.choose import PlanAim, Request, choose
+from penstock.plan.choose import choose
 from penstock.plan.explain import explain, load_lines, summary, what_would_help
+from penstock.plan.request import PlanAim, Request
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Schedule, write_plan
 from penstock.spec.profile import read_profile
@@ -29,8 +30,11 @@ def plan(
     num_rows: Annotated[int, typer.Option(min=1, help="Rows of the stream that is predicted.")] = 500,
     depth: Annotated[int, typer.Option(min=1, help="Microbatches that may wait at a cut.")] = 2,
     schedule: Annotated[str, typer.Option(help="forward-only, or to train gpipe or 1f1b.")] = "forward-only",
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches per training step.")] = None,
-    optimizer_state: Annotated[float, typer.Option(min=0, help="Bytes per byte of weights; AdamW has 2.")] = 0.0,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of a training step, all replicas.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Or its microbatches, all replicas.")] = None,
+    optimizer_state: Annotated[
+        float | None, typer.Option(min=0, help="Bytes per byte of weights; in training AdamW's 2 if not given.")
+    ] = None,
     alternate: Annotated[bool, typer.Option(help="Let microbatches take turns on several cut sets.")] = True,
     replicas: Annotated[bool, typer.Option(help="Also consider whole pipelines side by side.")] = True,
     shared: Annotated[bool, typer.Option(help="Also consider stages that several devices share.")] = False,
@@ -44,10 +48,13 @@ def plan(
         raise UsageError(f"--schedule is one of {', '.join(_SCHEDULES)}, not {schedule!r}")
     if target is not None and aim != "devices":
         raise UsageError("--target goes with --aim devices; leave it out or add --aim devices")
+    if optimizer_state is None:
+        optimizer_state = 0.0 if schedule == "forward-only" else 2.0
     request = Request(
         aim=cast(PlanAim, aim), target_rows_per_s=target, num_rows=num_rows, depth=depth,
         rows=tuple(parse_numbers(rows, "--rows")) if rows else (),
-        schedule=cast(Schedule, schedule), num_microbatches=microbatches, optimizer_state_factor=optimizer_state,
+        schedule=cast(Schedule, schedule), num_microbatches=microbatches, batch_rows=batch_size,
+        optimizer_state_factor=optimizer_state,
         alternate=alternate, replicas=replicas, shared=shared,
     )  # fmt: skip
     measured, devices = read_profile(profile), read_cluster(cluster)

@@ -16,6 +16,8 @@ from penstock.graph.training import TrainingPart, divide_for_training
 from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing, medians_scaled, spread
 from penstock.measure.units import random_input
 
+_UPDATED = 2**20  # weights of a tensor
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingSeconds:
@@ -116,6 +118,27 @@ def measure_training(
     return [
         _measure(units, whole, graph.sizes(count), timing.clock, timing.repeats_for(count)) for count in timing.rows
     ]
+
+
+def measure_update_s_per_byte(timing: Timing) -> float:
+    """Time what follows a step: gradients divided by their count, AdamW's step, gradients let go; per byte of weights.
+
+    With weights of the size of a transformer's, of which many do not fit the caches together.
+    """
+    torch.set_num_threads(timing.threads)
+    weights = [torch.zeros(_UPDATED, requires_grad=True) for _ in range(4)]
+    optimizer = torch.optim.AdamW(weights)
+    seconds = []
+    for _ in range(timing.repeats + 1):  # the first one makes the optimizer's state
+        for weight in weights:
+            weight.grad = torch.ones(_UPDATED)
+        begin = timing.clock()
+        for weight in weights:
+            weight.grad.div_(2.0)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(timing.clock() - begin)
+    return statistics.median(seconds[1:]) / sum(weight.nbytes for weight in weights)
 
 
 def kept_bytes_per_row(graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut]) -> list[float]:

@@ -13,7 +13,7 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.stages import fingerprint
-from penstock.measure.backward import kept_bytes_per_row, measure_training
+from penstock.measure.backward import kept_bytes_per_row, measure_training, measure_update_s_per_byte
 from penstock.measure.costs import Seconds, Timing, held_by_units, line_through, measure_seconds, working_bytes
 from penstock.spec.profile import Boundary, Profile, Unit
 
@@ -53,7 +53,8 @@ def profile_graph(
     """
     cuts = Cuts(graph)
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
-    units = _units(graph, load, cuts, Timing(rows, threads, repeats), training=training)
+    timing = Timing(rows, threads, repeats)
+    units = _units(graph, load, cuts, timing, training=training)
     costs = messages or MessageCosts()
     return Profile(
         model=graph.model,
@@ -69,6 +70,7 @@ def profile_graph(
         send_s_per_byte=costs.send_s_per_byte,
         receive_s_per_byte=costs.receive_s_per_byte,
         stage_overhead_s=costs.stage_overhead_s,
+        update_s_per_byte=measure_update_s_per_byte(timing) if training else 0.0,
         calibration_s=calibration_s,
     )
 

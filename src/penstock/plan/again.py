@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.plan.choose import Request, make_plan
+from penstock.plan.choose import make_plan
 from penstock.plan.predict import predict
+from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile

@@ -1,107 +1,29 @@
 """Choose a plan: search every batch size, weigh the kinds of plans against each other, write the best one down."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.alternate import Lines, alternate
-from penstock.plan.bound import pace_bound_s
-from penstock.plan.cost import Setting, Vector
 from penstock.plan.exact import best_divisions
 from penstock.plan.large import good_division
 from penstock.plan.misfit import explain_misfit
 from penstock.plan.predict import predict_pipelines
 from penstock.plan.problem import Division, Placed, Problem, pace_s, shared_load_s
 from penstock.plan.replicas import best_replicas, rates_of
+from penstock.plan.replicate import best_steps
+from penstock.plan.request import EQUAL, Candidate, Choice, Kind, Request, bound_rows_per_s
 from penstock.plan.settle import settle
+from penstock.plan.turning import alternating
 from penstock.spec.check import check_plan
 from penstock.spec.cluster import Cluster
 from penstock.spec.files import fingerprint
-from penstock.spec.plan import CutSet, Pipeline, Plan, Prediction, Schedule, Stage
+from penstock.spec.plan import CutSet, Pipeline, Plan, Stage
 from penstock.spec.profile import Profile
 
-PlanAim = Literal["throughput", "latency", "devices"]
-Kind = Literal["stages", "shared stages", "replicas", "alternating cuts"]
-# a program over more cuts than this takes longer than its gain is worth
-_MAX_ALTERNATING_STAGES = 64
 # how many pipelines beside the best are tried with alternating cuts
 _ALTERNATED = 3
-# plans this near to each other count as equal: then the one with fewer devices is better
-_EQUAL = 1e-3
 _SHARE_EFFORT = 300_000_000
 _BOUNDED_EFFORT = 5_000_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What is wanted of a plan.
-
-    `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes
-    to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
-    `replicas` allows whole pipelines side by side, `shared` stages whose devices take turns.
-
-    >>> Request(aim="latency").depth
-    2
-    """
-
-    aim: PlanAim = "throughput"
-    target_rows_per_s: float | None = None
-    rows: tuple[int, ...] = ()
-    num_rows: int = 500
-    depth: int = 2
-    schedule: Schedule = "forward-only"
-    num_microbatches: int | None = None
-    optimizer_state_factor: float = 0.0
-    alternate: bool = True
-    replicas: bool = True
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        if self.aim == "devices" and not (self.target_rows_per_s and self.target_rows_per_s > 0):
-            raise PlanError("the aim devices needs the throughput to reach; give --target in rows per second")
-
-    def setting(self, rows: int) -> Setting:
-        """Give how stages are run with so many rows per microbatch."""
-        return Setting(
-            rows=rows, depth=self.depth, schedule=self.schedule, num_microbatches=self.num_microbatches,
-            optimizer_state_factor=self.optimizer_state_factor,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One way to run the model: its kind, its pipelines with names, and what they are predicted to do.
-
-    `exact` says that no plan of its kind is better for its microbatch size.
-    """
-
-    kind: Kind
-    problem: Problem
-    pipelines: tuple[Pipeline, ...]
-    prediction: Prediction
-    exact: bool
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices hold stages."""
-        return sum(len(stage.devices) for pipeline in self.pipelines for stage in pipeline.stages)
-
-    @property
-    def rows(self) -> int:
-        """The rows of a microbatch."""
-        return self.problem.setting.rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The plan that was chosen, as plan and as candidate, and the others, best first."""
-
-    plan: Plan
-    best: Candidate
-    others: tuple[Candidate, ...]
 
 
 def make_plan(profile: Profile, cluster: Cluster, request: Request | None = None) -> Plan:
@@ -118,7 +40,7 @@ def make_plan(profile: Profile, cluster: Cluster, request: Request | None = None
 def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
     """Choose a plan and keep what else was considered; see `make_plan`."""
     candidates: list[Candidate] = []
-    problems = [Problem(profile, cluster, request.setting(rows)) for rows in request.rows or profile.rows]
+    problems = [Problem(profile, cluster, setting) for setting in request.settings(profile.rows)]
     for problem in problems:
         candidates += candidates_of(problem, request)
     if not candidates:
@@ -128,7 +50,7 @@ def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
     if request.alternate and request.aim == "throughput":
         turning = [found for plain in _worth_alternating(ranked) if (found := alternating(plain, request)) is not None]
         fastest = max(turning, key=lambda c: c.prediction.rows_per_s, default=best)
-        if fastest.prediction.rows_per_s > best.prediction.rows_per_s * (1 + _EQUAL):
+        if fastest.prediction.rows_per_s > best.prediction.rows_per_s * (1 + EQUAL):
             ranked, best = [fastest, *ranked], fastest
     plan = write_down(best, profile, cluster, request)
     return Choice(plan=plan, best=best, others=tuple(ranked[1:]))
@@ -138,8 +60,10 @@ def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
     """Give the plans worth comparing for one microbatch size: the best pipeline for each number of devices,
     stages that devices share, and whole pipelines side by side."""
     found = _single(problem, request)
-    if request.aim == "latency" or problem.setting.trains or len(problem.devices) == 1:
+    if request.aim == "latency" or len(problem.devices) == 1:
         return found
+    if problem.setting.trains:
+        return found + (_replicas_that_train(problem, request) if request.replicas else [])
     if request.shared:
         found += _shared(problem, request)
     if request.replicas:
@@ -165,34 +89,6 @@ def rank(candidates: Sequence[Candidate], request: Request) -> list[Candidate]:
     return sorted(candidates, key=lambda c: _by_throughput(c, top))
 
 
-def alternating(best: Candidate, request: Request) -> Candidate | None:
-    """Let a pipeline's cuts alternate, if that is faster with queues as short as they are."""
-    problem, (pipeline, *more) = best.problem, best.pipelines
-    stages = pipeline.stages
-    plain = not more and all(len(stage.devices) == 1 for stage in stages) and not problem.setting.trains
-    if not plain or not 2 <= len(stages) <= _MAX_ALTERNATING_STAGES:
-        return None
-    names = problem.profile.cuts
-    cuts = [names.index(name) + 1 for name in pipeline.cut_sets[0].cuts]
-    numbers = [problem.numbers[stage.devices[0]] for stage in stages]
-    bounds = [0, *cuts, problem.num_units]
-
-    def holds(stage: int, start: int, end: int) -> bool:
-        return _union_fits(problem, numbers[stage], (start, bounds[stage]), (bounds[stage + 1], end))
-
-    lines = _lines(problem, numbers)
-    sets = alternate(lines, cuts, holds=holds)
-    if len(sets) < 2:
-        return None
-    cut_sets = tuple(CutSet(cuts=tuple(names[b - 1] for b in chosen), weight=weight) for chosen, weight in sets)
-    pipelines = (Pipeline(stages=stages, cut_sets=cut_sets),)
-    bound = _bound_rows_per_s(problem, share=True)
-    prediction = predict_pipelines(problem, pipelines, request.num_rows, bound)
-    if prediction.rows_per_s <= best.prediction.rows_per_s * (1 + _EQUAL):
-        return None
-    return Candidate(kind="alternating cuts", problem=problem, pipelines=pipelines, prediction=prediction, exact=False)
-
-
 def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request: Request) -> Plan:
     """Make a plan of a candidate."""
     feeder = cluster.feeding.name
@@ -200,7 +96,8 @@ def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request
         model=profile.model, graph=profile.graph, profile=fingerprint(profile), cluster=fingerprint(cluster),
         microbatch_rows=candidate.rows, pipelines=candidate.pipelines, loader=feeder, writer=feeder,
         prediction=candidate.prediction, schedule=request.schedule, depth=request.depth,
-        num_microbatches=request.num_microbatches, optimizer_state_factor=request.optimizer_state_factor,
+        num_microbatches=candidate.problem.setting.num_microbatches,
+        optimizer_state_factor=request.optimizer_state_factor,
     )  # fmt: skip
     check_plan(plan)
     return plan
@@ -281,19 +178,25 @@ def _side_by_side(problem: Problem, divisions: tuple[Division, ...], request: Re
     return _candidate(problem, "replicas", shares, request, exact=False)
 
 
+def _replicas_that_train(problem: Problem, request: Request) -> list[Candidate]:
+    total = problem.setting.num_microbatches or 1
+    found = []
+    for _, divisions, counts in best_steps(problem)[:2]:
+        shares = [(count / total, division) for division, count in zip(divisions, counts, strict=True)]
+        found.append(_candidate(problem, "replicas", shares, request, exact=False))
+    return found
+
+
 def _candidate(
     problem: Problem, kind: Kind, divisions: Sequence[tuple[float, Division]], request: Request, *, exact: bool
 ) -> Candidate:
     pipelines = tuple(_pipeline(problem, division, share) for share, division in divisions)
     pace = pace_s(problem, divisions[0][1])
-    bound = problem.setting.rows / pace if exact and kind == "stages" else _bound_rows_per_s(problem, kind != "stages")
+    bound = (
+        problem.setting.rows / pace if exact and kind == "stages" else bound_rows_per_s(problem, share=kind != "stages")
+    )
     prediction = predict_pipelines(problem, pipelines, request.num_rows, bound)
     return Candidate(kind=kind, problem=problem, pipelines=pipelines, prediction=prediction, exact=exact)
-
-
-def _bound_rows_per_s(problem: Problem, share: bool) -> float:
-    bound = pace_bound_s(problem, share=share)
-    return problem.setting.rows / bound if bound else math.inf
 
 
 def _pipeline(problem: Problem, division: Division, share: float) -> Pipeline:
@@ -319,25 +222,8 @@ def _shares(problem: Problem, stage: Placed) -> tuple[float, ...]:
     return tuple(part / sum(parts) for part in parts)
 
 
-def _lines(problem: Problem, numbers: Sequence[int]) -> Lines:
-    terms = [problem.terms(number) for number in numbers]
-    cpu = [t.pairs()[0] for t in terms]
-    crossing: list[Vector] = []
-    if any(device.bandwidth_bytes_per_s for device in problem.devices) or problem.cluster.links:
-        crossing = [problem.costs.crossing * problem.wire_s(a, b) for a, b in pairwise(numbers)]
-    return Lines(starts=[first for first, _ in cpu], ends=[last for _, last in cpu], crossing=crossing)
-
-
-def _union_fits(problem: Problem, number: int, starts: tuple[int, int], ends: tuple[int, int]) -> bool:
-    """Say whether a device can hold all units of a stage whose cuts move within these boundaries."""
-    first, last = problem.terms(number).memory
-    need = float(problem.costs.held_bytes[min(starts), max(ends)])
-    need += float(first[min(starts) : max(starts) + 1].max() + last[min(ends) : max(ends) + 1].max())
-    return need <= problem.devices[number].memory_bytes
-
-
 def _by_throughput(candidate: Candidate, top: float) -> tuple[float, float, float, float]:
     rate = candidate.prediction.rows_per_s
-    if rate >= top * (1 - _EQUAL):
+    if rate >= top * (1 - EQUAL):
         return (0.0, candidate.num_devices, -rate, candidate.prediction.latency_s)
     return (1.0, -rate, candidate.num_devices, candidate.prediction.latency_s)

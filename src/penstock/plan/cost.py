@@ -14,6 +14,9 @@ plus one that depends on `b`, which the search makes use of.
 Memory is a hard limit: what the process takes by itself; parameters, once for each tensor, with gradients
 and optimizer state in training; what forwards keep for backwards, for as many microbatches as the schedule has
 under way; the working memory of the hungriest unit; and `depth` messages on each side of the stage.
+
+In training nobody feeds: the devices with the first and the last stage load their rows of a step themselves, and
+hold them. What a step takes beside its microbatches, `step.py` and `sums.py` say.
 """
 
 from collections.abc import Sequence
@@ -26,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PlanError
+from penstock.plan.schedule import BUCKET_BYTES
 from penstock.spec.plan import Schedule
 from penstock.spec.profile import Profile, interpolate
 
@@ -39,6 +43,7 @@ class Setting:
     """How stages are run: rows per microbatch, messages that may wait at a cut, the schedule and what it needs.
 
     `optimizer_state_factor` is the bytes of optimizer state per byte of parameters: 0 for plain SGD, 2 for AdamW.
+    Of `replicated` pipelines each has a part of a step's microbatches, and gradients are added up over them.
 
     >>> Setting(rows=4).schedule
     'forward-only'
@@ -49,6 +54,7 @@ class Setting:
     schedule: Schedule = "forward-only"
     num_microbatches: int | None = None
     optimizer_state_factor: float = 0.0
+    replicated: bool = False
 
     @property
     def trains(self) -> bool:
@@ -82,16 +88,19 @@ class Costs:
         self.num_units = len(profile.units)
         rows = setting.rows
         self.forward_s = _running_sum([interpolate(profile.rows, unit.forward_s, rows) for unit in profile.units])
-        self.seconds = self.forward_s + self._backward_s() if setting.trains else self.forward_s
+        self.backward_s = self._backward_s() if setting.trains else np.zeros_like(self.forward_s)
+        self.seconds = self.forward_s + self.backward_s
         self.crossing = np.array([boundary.num_bytes(rows) for boundary in profile.boundaries])
-        # in training a gradient of the same size comes back across every cut, but not out of the model's ends
+        self.loaded_bytes = float(self.crossing[0]) * (setting.num_microbatches or 0)
+        if setting.trains:
+            self.crossing[[0, -1]] = 0.0
+        # in training a gradient of the same size comes back across every cut
         self.returning = self.crossing * float(setting.trains)
-        self.returning[[0, -1]] = 0.0
         send, receive = profile.send_s_per_byte, profile.receive_s_per_byte
         self.before_s = self.crossing * receive + self.returning * send
         self.behind_s = self.crossing * send + self.returning * receive
         self.overhead_s = profile.stage_overhead_s
-        self.feeding_s = profile.loader_s_per_row * rows + profile.feed_s + profile.result_s
+        self.feeding_s = 0.0 if setting.trains else profile.loader_s_per_row * rows + profile.feed_s + profile.result_s
         self.kept_bytes = _running_sum([unit.kept_bytes_per_row * rows for unit in profile.units])
 
     @property
@@ -101,10 +110,43 @@ class Costs:
 
     @cached_property
     def held_bytes(self) -> Vector:
-        """Bytes of parameters (with gradients and optimizer state) and working memory of units `a` to `b`: `[a, b]`."""
-        setting = self.setting
-        factor = 2.0 + setting.optimizer_state_factor if setting.trains else 1.0
-        return self._parameters() * factor + self._working()
+        """Bytes of parameters and working memory of units `a` to `b`: `[a, b]`; in training also of gradients,
+        optimizer state, loaded rows and the bucket of gradients that is being added up."""
+        rows = self.setting.rows
+        working = self._largest([unit.working_bytes_per_row * rows + unit.working_bytes for unit in self.profile.units])
+        if not self.setting.trains:
+            return self.parameter_bytes + working
+        held = self.parameter_bytes * (2.0 + self.setting.optimizer_state_factor) + working
+        held[0, :] += self.loaded_bytes
+        held[:-1, -1] += self.loaded_bytes
+        held[0, -1] -= self.loaded_bytes
+        return held + self._bucket_bytes() if self.setting.replicated else held
+
+    @cached_property
+    def parameter_bytes(self) -> Vector:
+        """Bytes of the parameters of units `a` to `b`, each tensor once: `[a, b]`."""
+        per_unit = [sum(dict(unit.parameters).values()) for unit in self.profile.units]
+        prefix = _running_sum(per_unit)
+        matrix: Vector = prefix[None, :] - prefix[:, None]
+        for num_bytes, places in self.tensors.values():
+            for first, second in pairwise(places):
+                # a stage that has both units holds the tensor once
+                matrix[: first + 1, second + 1 :] -= num_bytes
+        return matrix
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Every parameter's bytes and the units that use it, in the order of the model."""
+        uses: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for index, unit in enumerate(self.profile.units):
+            for name, num_bytes in dict(unit.parameters).items():
+                uses[name] = num_bytes, (*uses.get(name, (0, ()))[1], index)
+        return uses
+
+    def _bucket_bytes(self) -> Vector:
+        """Give the bytes of a bucket, a copy of its gradients, and half of it for what comes from a neighbour."""
+        largest = self._largest([max(dict(unit.parameters).values(), default=0.0) for unit in self.profile.units])
+        return 1.5 * np.maximum(largest, np.minimum(self.parameter_bytes, BUCKET_BYTES))
 
     def messages_bytes(self) -> Vector:
         """Give the bytes of `depth` messages at each boundary, gradients included."""
@@ -121,23 +163,8 @@ class Costs:
             seconds.append(interpolate(self.profile.rows, unit.backward_s, self.setting.rows))
         return _running_sum(seconds)
 
-    def _parameters(self) -> Vector:
-        uses: dict[str, list[tuple[int, int]]] = {}
-        for index, unit in enumerate(self.profile.units):
-            for name, num_bytes in dict(unit.parameters).items():
-                uses.setdefault(name, []).append((index, num_bytes))
-        per_unit = [sum(dict(unit.parameters).values()) for unit in self.profile.units]
-        prefix = _running_sum(per_unit)
-        matrix: Vector = prefix[None, :] - prefix[:, None]
-        for places in uses.values():
-            for (first, _), (second, num_bytes) in pairwise(places):
-                # a stage that has both units holds the tensor once
-                matrix[: first + 1, second + 1 :] -= num_bytes
-        return matrix
-
-    def _working(self) -> Vector:
-        rows = self.setting.rows
-        needs = [unit.working_bytes_per_row * rows + unit.working_bytes for unit in self.profile.units]
+    def _largest(self, needs: Sequence[float]) -> Vector:
+        """Give the largest of units `a` to `b`: `[a, b]`."""
         matrix = np.zeros((self.num_units + 1, self.num_units + 1))
         for end, need in enumerate(needs, 1):
             matrix[:end, end] = np.maximum(matrix[:end, end - 1], need)

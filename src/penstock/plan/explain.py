@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.plan.choose import Candidate, Choice, Request, choose
+from penstock.plan.choose import choose
+from penstock.plan.predict import divisions_of
+from penstock.plan.request import Candidate, Choice, Request
+from penstock.plan.step import play_step
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
@@ -34,6 +37,8 @@ def explain(choice: Choice, cluster: Cluster, helps: list[Help]) -> list[str]:
     """
     lines = [summary(choice.plan), *load_lines(choice.plan, cluster)]
     lines.append(f"the pace is set by {choice.plan.prediction.limit}")
+    if choice.plan.trains:
+        lines.append(_step_line(choice.best))
     lines.append(_bound_line(choice))
     lines += _runner_up(choice)
     lines += _replica_line(choice)
@@ -54,11 +59,18 @@ def summary(plan: Plan) -> str:
     """
     prediction = plan.prediction
     stages = " + ".join(_stage_count(len(pipeline.stages)) for pipeline in plan.pipelines)
+    what = f"{plan.model}: {stages} on {len(plan.devices)} devices, {plan.microbatch_rows} rows per microbatch"
+    if plan.trains:
+        counts = " + ".join(map(str, plan.microbatches))
+        step_s = plan.batch_rows / prediction.rows_per_s
+        return (
+            f"{what}, {counts} microbatches a step: {prediction.rows_per_s:.4g} rows/s, a step of {plan.batch_rows} "
+            f"rows in {format_seconds(step_s)}"
+        )
     sets = max(len(pipeline.cut_sets) for pipeline in plan.pipelines)
     turns = f", {sets} cut sets in turn" if sets > 1 else ""
     return (
-        f"{plan.model}: {stages} on {len(plan.devices)} devices, {plan.microbatch_rows} rows per microbatch{turns}: "
-        f"{prediction.rows_per_s:.4g} rows/s steady, {prediction.num_rows} rows in "
+        f"{what}{turns}: {prediction.rows_per_s:.4g} rows/s steady, {prediction.num_rows} rows in "
         f"{format_seconds(prediction.total_s)}, latency {format_seconds(prediction.latency_s)}"
     )
 
@@ -154,6 +166,20 @@ def _with_link(cluster: Cluster, device: Device) -> Cluster:
 def _with(cluster: Cluster, changed: Device) -> Cluster:
     devices = tuple(changed if device.name == changed.name else device for device in cluster.devices)
     return msgspec.structs.replace(cluster, devices=devices)
+
+
+def _step_line(candidate: Candidate) -> str:
+    """Say what a step of training is made of."""
+    problem, total = candidate.problem, candidate.problem.setting.num_microbatches or 1
+    divisions = [divisions_of(problem, pipeline)[0] for pipeline in candidate.pipelines]
+    step = play_step(problem, divisions, [round(pipeline.share * total) for pipeline in candidate.pipelines])
+    idle = [1 - sum(span.end_s - span.begin_s for span in spans) / step.computed_s
+            for played in step.replicas for spans in played.spans]  # fmt: skip
+    return (
+        f"a step: {format_seconds(step.computed_s)} until the last backward, in which devices wait for "
+        f"{sum(idle) / len(idle):.0%} of the time, {format_seconds(step.summed_s - step.computed_s)} more for sums of "
+        f"gradients, {format_seconds(step.step_s - step.summed_s)} for update and loading"
+    )
 
 
 def _bound_line(choice: Choice) -> str:

@@ -28,12 +28,14 @@ def explain_misfit(problem: Problem) -> str:
     tightest = min(range(len(devices)), key=lambda number: devices[number].memory_bytes)
     missing = each - devices[tightest].memory_bytes
     total = float(problem.costs.held_bytes[0, problem.num_units])
+    holds = ", with gradients and optimizer state," if problem.setting.trains else ""
+    fewer = ", or the schedule 1f1b, which keeps fewer microbatches" if problem.setting.schedule == "gpipe" else ""
     have_all = sum(device.memory_bytes for device in devices)
     return (
-        f"the model does not fit: it needs {format_bytes(total)} and what every process takes beside, the devices have "
-        f"{format_bytes(have_all)} in all; {devices[tightest].name} has "
+        f"the model does not fit: it needs {format_bytes(total)}{holds} and what every process takes beside, the "
+        f"devices have {format_bytes(have_all)} in all; {devices[tightest].name} has "
         f"{format_bytes(devices[tightest].memory_bytes)}, {format_bytes(max(missing, 0.0))} less than an equal part; "
-        f"{would}, or use more devices or fewer rows per microbatch"
+        f"{would}, or use more devices or fewer rows per microbatch{fewer}"
     )
 
 

@@ -5,6 +5,7 @@ stages and works through them as through one; `interleaved_1f1b` deals the stage
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from penstock.errors import UsageError
 from penstock.plan.interleaved import in_turns, interleaved_1f1b
@@ -82,6 +83,24 @@ def _with_updates(actions: Sequence[Action], update: bool) -> Iterator[Action]:
         yield from (Action("U", 0, stage) for stage in sorted(last))
 
 
+def spread(schedule: Schedule, stages: Sequence[int]) -> Schedule:
+    """Give each device of a schedule so many neighbouring stages in place of its one, to work through as through one.
+
+    >>> from penstock.plan.schedule import text
+    >>> [text(actions) for actions in spread(gpipe(2, 1), [1, 2])]
+    ['F0.0 B0.0', 'F0.1 F0.2 B0.2 B0.1']
+    """
+    firsts = [sum(stages[:device]) for device in range(len(stages))]
+    return tuple(
+        tuple(
+            Action(action.kind, action.microbatch, stage)
+            for action in actions
+            for stage in (own if action.kind == "F" else reversed(own))
+        )
+        for actions, own in zip(schedule, map(range, firsts, accumulate(stages)), strict=True)
+    )
+
+
 def _in_blocks(
     num_stages: int,
     num_microbatches: int,
@@ -91,17 +110,9 @@ def _in_blocks(
     """Give each device neighbouring stages, and its order to all of them."""
     num_devices = check_counts(num_stages, num_microbatches, num_devices)
     each, more = divmod(num_stages, num_devices)
-    devices = []
-    first = 0
-    for device in range(num_devices):
-        stages = range(first, first + each + (device < more))
-        first = stages.stop
-        devices.append(tuple(
-            Action(kind, microbatch, stage)
-            for kind, microbatch in order(device, num_devices)
-            for stage in (stages if kind == "F" else reversed(stages))
-        ))  # fmt: skip
-    return tuple(devices)
+    devices = range(num_devices)
+    one_each = tuple(tuple(Action(kind, m, device) for kind, m in order(device, num_devices)) for device in devices)
+    return spread(one_each, [each + (device < more) for device in devices])
 
 
 def check_counts(num_stages: int, num_microbatches: int, num_devices: int | None) -> int:

@@ -8,8 +8,8 @@ import msgspec
 
 from penstock.plan.cost import Setting
 from penstock.plan.problem import Division, Placed, Problem, latency_s, pace_s
-from penstock.plan.step import simulate_step
 from penstock.plan.stream import StageTimes, result_times, steady_s
+from penstock.plan.training import predict_training
 from penstock.plan.turns import turns
 from penstock.spec.check import check_cuts, check_devices
 from penstock.spec.cluster import Cluster
@@ -63,7 +63,12 @@ def predict_pipelines(
     problem: Problem, pipelines: Sequence[Pipeline], num_rows: int, bound_rows_per_s: float
 ) -> Prediction:
     """Predict pipelines that work side by side, each on its share of the microbatches."""
-    lines = [_Line(pipeline, _divisions(problem, pipeline)) for pipeline in pipelines]
+    if problem.setting.trains:
+        total = problem.setting.num_microbatches or 1
+        counts = [round(pipeline.share * total) for pipeline in pipelines]
+        places = [divisions_of(problem, pipeline)[0] for pipeline in pipelines]
+        return predict_training(problem, places, counts, num_rows, bound_rows_per_s)
+    lines = [_Line(pipeline, divisions_of(problem, pipeline)) for pipeline in pipelines]
     # the feeder's CPU, link out and link in, for an average microbatch of all pipelines
     feeding = [
         sum(line.pipeline.share * seconds for line, seconds in zip(lines, each, strict=True))
@@ -86,8 +91,6 @@ def predict_pipelines(
     holds.append((max(feeding), f"feeding on {problem.devices[problem.feeder].name}"))
     slowest_s, limit = max(holds, key=lambda hold: hold[0])
     rate = rows / slowest_s
-    if problem.setting.trains:
-        rate = min(rate, num_rows / total_s)  # every step fills and drains
     return Prediction(
         rows_per_s=rate,
         bound_rows_per_s=max(bound_rows_per_s, rate),
@@ -99,7 +102,8 @@ def predict_pipelines(
     )
 
 
-def _divisions(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
+def divisions_of(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
+    """Give a pipeline with numbers for names: a division for each of its cut sets."""
     places = {name: index for index, name in enumerate(problem.profile.cuts, 1)}
     divisions = []
     for cut_set in pipeline.cut_sets:
@@ -167,9 +171,6 @@ def _stream_s(
     problem: Problem, line: _Line, times: Sequence[StageTimes], order: Sequence[int], feed_s: float, count: int
 ) -> float:
     """Give the seconds of one pipeline for so many microbatches, filling and draining included."""
-    if problem.setting.trains:
-        each = problem.setting.num_microbatches or 1
-        return -(-count // each) * simulate_step(problem, line.divisions[0]).makespan_s
     ends = line.divisions[0][-1].devices
     back = max(problem.transfer_s(n, problem.feeder, problem.num_units) + problem.latency_s(n, problem.feeder)
                for n in ends)  # fmt: skip

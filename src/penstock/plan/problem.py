@@ -1,7 +1,7 @@
 """A profile on a cluster at one setting: what each device would take for each stage."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -57,6 +57,7 @@ class Problem:
         self.num_units = self.costs.num_units
         self.numbers = {device.name: number for number, device in enumerate(self.devices)}
         self.feeder = self.numbers[cluster.feeding.name]
+        self._replicas: dict[int, Problem] = {}
         self._pairs = {frozenset(link.between): link for link in cluster.links}
         self.terms = lru_cache(maxsize=64)(self._terms)
         self.cost_matrix = lru_cache(maxsize=32 if self.num_units <= 500 else 2)(self._cost_matrix)
@@ -65,6 +66,13 @@ class Problem:
     def speeds(self) -> Vector:
         """The speed of every device."""
         return np.array([device.speed for device in self.devices])
+
+    def for_replica(self, num_microbatches: int) -> "Problem":
+        """Give the same problem for one of several pipelines that train, with its part of a step's microbatches."""
+        if num_microbatches not in self._replicas:
+            setting = replace(self.setting, num_microbatches=num_microbatches, replicated=True)
+            self._replicas[num_microbatches] = Problem(self.profile, self.cluster, setting)
+        return self._replicas[num_microbatches]
 
     def byte_s(self, first: int, second: int) -> float:
         """Give the seconds per byte that only these two devices see, 0 where no link of their own is given."""
@@ -135,7 +143,8 @@ class Problem:
         return float(first[stage.start] + last[stage.end])
 
     def _terms(self, number: int) -> Terms:
-        costs, device, feeds = self.costs, self.devices[number], number == self.feeder
+        costs, device = self.costs, self.devices[number]
+        feeds = number == self.feeder and not self.setting.trains
         before, behind = costs.before_s.copy(), costs.behind_s.copy()
         incoming, outgoing = costs.crossing.copy(), costs.crossing.copy()
         if feeds:  # what is its own already does not cross
@@ -208,7 +217,8 @@ class Problem:
                 if device.name in link.between]  # fmt: skip
         links = tuple((other, link.bandwidth_bytes_per_s, link.latency_s) for link, other in mine)
         speed, rate = device.speed, device.bandwidth_bytes_per_s
-        return speed, device.memory_bytes, rate, device.latency_s, number == self.feeder, links
+        feeds = number == self.feeder and not self.setting.trains
+        return speed, device.memory_bytes, rate, device.latency_s, feeds, links
 
 
 def shared_load_s(problem: Problem, stage: Placed) -> float:

@@ -13,7 +13,7 @@ _MAX_GROUPS = 8
 # each number of groups takes about as long as one pipeline of all devices: with many, only these are tried
 _MANY = 64
 _GROUPS_OF_MANY = (4, 8)
-_EFFORT = 200_000_000
+EFFORT = 200_000_000
 
 
 def best_replicas(problem: Problem) -> list[tuple[float, tuple[Division, ...]]]:
@@ -24,11 +24,9 @@ def best_replicas(problem: Problem) -> list[tuple[float, tuple[Division, ...]]]:
     take part are left out.
     The feeder feeds all pipelines first and computes with the time that is left.
     """
-    numbers = list(range(len(problem.devices)))
     known: dict[tuple[int, ...], Division | None] = {}
     found: list[tuple[float, tuple[Division, ...]]] = []
-    groupings = _partitions(numbers) if len(numbers) <= MAX_PARTITIONED else _dealt(problem)
-    for groups in groupings:
+    for groups in groupings(problem):
         divisions = []
         for group in groups:
             if group not in known:
@@ -78,10 +76,16 @@ def _own_pace_s(problem: Problem, division: Division) -> float:
 
 
 def _best_of(problem: Problem, group: tuple[int, ...]) -> Division | None:
-    found = best_divisions(problem, numbers=group, effort=_EFFORT)
+    found = best_divisions(problem, numbers=group, effort=EFFORT)
     if found is None:
         return good_division(problem, group)
     return min(found.values(), key=lambda item: item[0], default=(0.0, None))[1]
+
+
+def groupings(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
+    """Give ways to divide devices into groups, each for a pipeline: every one of up to five devices, some of more."""
+    numbers = range(len(problem.devices))
+    return _partitions(numbers) if len(numbers) <= MAX_PARTITIONED else _dealt(problem)
 
 
 def _partitions(numbers: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:

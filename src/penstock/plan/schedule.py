@@ -19,6 +19,8 @@ Kind = Literal["F", "B", "I", "W", "S", "U"]
 KINDS: tuple[str, ...] = get_args(Kind)
 # messages that a cut holds in each direction: two at the sender and two at the receiver, as the engine has
 NUM_BUFFERS = 4
+# gradients that are added up as one: large enough for the network, small enough that the first is on its way early
+BUCKET_BYTES = 4 * 2**20
 # these belong to a stage, not to one of its microbatches
 STAGE_KINDS = frozenset({"S", "U"})
 

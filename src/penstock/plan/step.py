@@ -1,17 +1,38 @@
 """How long a step of training takes, by playing its schedule on the cost model."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from penstock.plan.pipelines import make_schedule
 from penstock.plan.problem import Division, Problem
 from penstock.plan.schedule import Action
 from penstock.plan.simulate import Crossing, Simulation, simulate
+from penstock.plan.sums import LastBackward, make_buckets, summed_s
+
+# what the optimizer's step reads and writes per byte of weights, beside the weights and gradients: AdamW's two moments
+_ADAMW_STATE = 2.0
 
 
-def simulate_step(problem: Problem, division: Division) -> Simulation:
-    """Play one step: every microbatch forward and back, the pipeline filled and drained.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of pipelines side by side; seconds from its first forward on.
+
+    - `computed_s`: when the last backward of all is done;
+    - `summed_s`: when every device has the sums of its gradients;
+    - `step_s`: with the optimizer's update and the loading of the next rows.
+    """
+
+    replicas: tuple[Simulation, ...]
+    computed_s: float
+    summed_s: float
+    step_s: float
+
+
+def simulate_step(problem: Problem, division: Division, num_microbatches: int | None = None) -> Simulation:
+    """Play one pipeline's part of a step: every microbatch forward and back, the pipeline filled and drained.
 
     Each stage lies on one device. A device's work on a microbatch, messages included, is parted between forward and
-    backward as its units' seconds are; a message takes as long in both directions. The sums of gradients over
-    replicas and the optimizer's step are left out: they are the same for every plan with these parameters.
+    backward as its units' seconds are; a message takes as long in both directions.
 
     Example:
         simulate_step(problem, division).makespan_s
@@ -34,5 +55,44 @@ def simulate_step(problem: Problem, division: Division) -> Simulation:
         one, other = devices[source], devices[to]
         return problem.transfer_s(one, other, boundary) + problem.latency_s(one, other)
 
-    schedule = make_schedule(setting.schedule, len(division), setting.num_microbatches or 1)
-    return simulate(schedule, duration, transfer)
+    count = num_microbatches or setting.num_microbatches or 1
+    return simulate(make_schedule(setting.schedule, len(division), count), duration, transfer)
+
+
+def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> Step:
+    """Play a step of pipelines side by side, each with its number of microbatches, and what comes behind.
+
+    Gradients are added up over the devices that hold the same weights (`sums.py`). Then every device says to all
+    that it is done, updates its weights, and loads the rows of the next step where its stage is the first or the last.
+
+    Example:
+        play_step(problem, [division], [8]).step_s
+    """
+    replicas = tuple(simulate_step(problem, d, count) for d, count in zip(divisions, counts, strict=True))
+    last: dict[int, LastBackward] = {}
+    behind_s = []
+    for division, count, played in zip(divisions, counts, replicas, strict=True):
+        for index, (stage, spans) in enumerate(zip(division, played.spans, strict=True)):
+            device = stage.devices[0]
+            last[device] = LastBackward(stage, spans[-1].begin_s, spans[-1].end_s)
+            loads = count if index in {0, len(division) - 1} else 0
+            behind_s.append(_update_s(problem, device, stage.start, stage.end) + _load_s(problem, device, loads))
+    done_s = summed_s(problem, make_buckets(problem, divisions), last)
+    # every process tells the first one how its part went, which tells all
+    told_s = 2 * max(problem.latency_s(next(iter(last)), device) for device in last)
+    return Step(
+        replicas=replicas, computed_s=max(played.makespan_s for played in replicas), summed_s=done_s,
+        step_s=done_s + told_s + max(behind_s),
+    )  # fmt: skip
+
+
+def _update_s(problem: Problem, device: int, start: int, end: int) -> float:
+    """Give the seconds of the optimizer's step: measured for AdamW, others touch less for each weight."""
+    part = (1 + problem.setting.optimizer_state_factor) / (1 + _ADAMW_STATE)
+    num_bytes = float(problem.costs.parameter_bytes[start, end])
+    return num_bytes * problem.profile.update_s_per_byte * part / problem.devices[device].speed
+
+
+def _load_s(problem: Problem, device: int, num_microbatches: int) -> float:
+    rows = problem.setting.rows * num_microbatches
+    return rows * problem.profile.loader_s_per_row / problem.devices[device].speed

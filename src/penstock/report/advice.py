@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.errors import PenstockError
-from penstock.plan.choose import Request, choose
+from penstock.plan.choose import choose
 from penstock.plan.explain import what_would_help
+from penstock.plan.request import Request
 from penstock.report.account import Account, stage_costs
 from penstock.report.measured import MeasuredStream, share
 from penstock.spec.cluster import Cluster, Device

@@ -58,6 +58,20 @@ def check_plan(plan: Plan) -> None:
     _check_prediction(plan)
 
 
+def check_purpose(plan: Plan, *, trains: bool) -> None:
+    """Raise `PlanError` unless the plan is for training, or for inference, as is wanted."""
+    if trains and not plan.trains:
+        raise PlanError(
+            "the plan is for inference, but the model is to be trained; plan with --schedule 1f1b and --batch-size, "
+            "from a profile made with --training"
+        )
+    if not trains and plan.trains:
+        raise PlanError(
+            f"the plan is for training (schedule {plan.schedule}), but the model is to stream; plan without "
+            "--schedule, from a profile made without --training"
+        )
+
+
 def check_cuts(plan: Plan, cuts: Sequence[str]) -> None:
     """Raise `PlanError` unless the plan's cuts are among these names, in this order.
 
@@ -104,6 +118,15 @@ def _check_schedule(plan: Plan) -> None:
             _refuse("num_microbatches", "is null for the schedule forward-only", plan.num_microbatches)
     elif plan.num_microbatches is None or plan.num_microbatches < 1:
         _refuse("num_microbatches", f"is at least 1 for the schedule {plan.schedule}", plan.num_microbatches)
+    for index, (pipeline, count) in enumerate(zip(plan.pipelines, plan.microbatches, strict=True)):
+        if not plan.trains:
+            break
+        if count < 1 or not math.isclose(count, pipeline.share * (plan.num_microbatches or 0), abs_tol=_ROUNDING):
+            whole = f"is a whole number of the {plan.num_microbatches} microbatches"
+            _refuse(f"pipelines[{index}].share", whole, f"{pipeline.share:g}")
+        if len(pipeline.cut_sets) > 1:
+            _refuse(f"pipelines[{index}].cut_sets", f"has one cut set with the schedule {plan.schedule}",
+                    len(pipeline.cut_sets))  # fmt: skip
     if not 0 <= plan.optimizer_state_factor < math.inf:
         _refuse("optimizer_state_factor", "is from 0 up", plan.optimizer_state_factor)
 

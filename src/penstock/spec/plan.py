@@ -68,7 +68,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `profile` and `cluster` are the fingerprints of what the plan was made from, `graph` that of the model's
     graph. Microbatches have `microbatch_rows` rows, a cut holds `depth` messages on each side; a training
-    step has `num_microbatches`. Data is loaded on the device `loader`, results are written on `writer`.
+    step has `num_microbatches`, of which each pipeline takes its share. Data is loaded on the device `loader`,
+    results are written on `writer`.
 
     Example:
         plan = read_plan("plan.json")
@@ -89,6 +90,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_microbatches: int | None = None
     optimizer_state_factor: float = 0.0
     version: int = 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether microbatches also go backward."""
+        return self.schedule != "forward-only"
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """How many of a training step's microbatches each pipeline takes."""
+        return tuple(round(pipeline.share * (self.num_microbatches or 0)) for pipeline in self.pipelines)
+
+    @property
+    def batch_rows(self) -> int:
+        """The rows of a training step, of all pipelines together."""
+        return self.microbatch_rows * (self.num_microbatches or 0)
 
     @property
     def devices(self) -> tuple[str, ...]:

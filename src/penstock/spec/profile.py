@@ -57,6 +57,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     - `feed_s`, `result_s`: to hand over a microbatch, and to take back and write its result;
     - `send_s_per_byte`, `receive_s_per_byte`: CPU time of the two sides of a message;
     - `stage_overhead_s`: what a stage spends on each microbatch beside its units;
+    - `update_s_per_byte`: of weights, for AdamW's step behind a step of training;
     - `base_bytes`: what a process takes before it holds a stage;
     - `calibration_s`: a round of reference work, by which other devices' speed is compared; 0 where not measured.
 
@@ -81,6 +82,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     send_s_per_byte: float = 0.0
     receive_s_per_byte: float = 0.0
     stage_overhead_s: float = 0.0
+    update_s_per_byte: float = 0.0
     calibration_s: float = 0.0
     version: int = 1
 
@@ -157,7 +159,7 @@ def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
 
 _NUMBERS = (
     "base_bytes", "loader_s_per_row", "feed_s", "result_s", "send_s_per_byte", "receive_s_per_byte",
-    "stage_overhead_s", "calibration_s",
+    "stage_overhead_s", "update_s_per_byte", "calibration_s",
 )  # fmt: skip
 
 

@@ -1,0 +1,115 @@
+"""What is wanted of a plan, and what was found: the ways to run a model that were considered."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import PlanError
+from penstock.plan.bound import pace_bound_s
+from penstock.plan.cost import Setting
+from penstock.plan.problem import Problem
+from penstock.spec.plan import Pipeline, Plan, Prediction, Schedule
+
+PlanAim = Literal["throughput", "latency", "devices"]
+Kind = Literal["stages", "shared stages", "replicas", "alternating cuts"]
+# plans this near to each other count as equal: then the one with fewer devices is better
+EQUAL = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is wanted of a plan.
+
+    `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes
+    to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
+    `replicas` allows whole pipelines side by side, `shared` stages whose devices take turns. A training step has
+    `num_microbatches`, or as many as make up `batch_rows`, over all replicas.
+
+    >>> Request(aim="latency").depth
+    2
+    """
+
+    aim: PlanAim = "throughput"
+    target_rows_per_s: float | None = None
+    rows: tuple[int, ...] = ()
+    num_rows: int = 500
+    depth: int = 2
+    schedule: Schedule = "forward-only"
+    num_microbatches: int | None = None
+    batch_rows: int | None = None
+    optimizer_state_factor: float = 0.0
+    alternate: bool = True
+    replicas: bool = True
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.aim == "devices" and not (self.target_rows_per_s and self.target_rows_per_s > 0):
+            raise PlanError("the aim devices needs the throughput to reach; give --target in rows per second")
+        if self.schedule == "forward-only":
+            if self.num_microbatches is not None or self.batch_rows is not None:
+                raise PlanError("microbatches of a step are for training; add --schedule 1f1b or gpipe")
+        elif (self.num_microbatches is None) == (self.batch_rows is None):
+            raise PlanError(
+                f"the schedule {self.schedule} needs the size of a step; give one of --batch-size and --microbatches"
+            )
+
+    def settings(self, measured: tuple[int, ...]) -> list[Setting]:
+        """Give how stages may be run: a setting for each microbatch size, of those measured where none are given.
+
+        Raises `PlanError` where no size divides the batch.
+        """
+        sizes = self.rows or measured
+        batch = self.batch_rows
+        fitting = [rows for rows in sizes if batch is None or batch % rows == 0]
+        if not fitting:
+            raise PlanError(
+                f"microbatches divide a batch, but a batch of {batch} rows has none of {', '.join(map(str, sizes))} "
+                "rows; give other --rows"
+            )
+        return [self._setting(rows) for rows in fitting]
+
+    def _setting(self, rows: int) -> Setting:
+        count = self.num_microbatches if self.batch_rows is None else self.batch_rows // rows
+        return Setting(
+            rows=rows, depth=self.depth, schedule=self.schedule, num_microbatches=count,
+            optimizer_state_factor=self.optimizer_state_factor,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to run the model: its kind, its pipelines with names, and what they are predicted to do.
+
+    `exact` says that no plan of its kind is better for its microbatch size.
+    """
+
+    kind: Kind
+    problem: Problem
+    pipelines: tuple[Pipeline, ...]
+    prediction: Prediction
+    exact: bool
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices hold stages."""
+        return sum(len(stage.devices) for pipeline in self.pipelines for stage in pipeline.stages)
+
+    @property
+    def rows(self) -> int:
+        """The rows of a microbatch."""
+        return self.problem.setting.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The plan that was chosen, as plan and as candidate, and the others, best first."""
+
+    plan: Plan
+    best: Candidate
+    others: tuple[Candidate, ...]
+
+
+def bound_rows_per_s(problem: Problem, *, share: bool) -> float:
+    """Give the throughput that no plan exceeds; see `pace_bound_s`."""
+    bound = pace_bound_s(problem, share=share)
+    return problem.setting.rows / bound if bound else math.inf

@@ -1,0 +1,62 @@
+"""What pipelines of a training plan will do: seconds of a step, each device's load and memory."""
+
+from collections.abc import Sequence
+
+from penstock.plan.problem import Division, Problem, latency_s
+from penstock.plan.step import Step, play_step
+from penstock.plan.sums import make_buckets
+from penstock.spec.plan import DeviceLoad, Prediction
+
+
+def predict_training(
+    problem: Problem, divisions: Sequence[Division], counts: Sequence[int], num_rows: int, bound_rows_per_s: float
+) -> Prediction:
+    """Predict pipelines that train side by side, each on its number of a step's microbatches.
+
+    Example:
+        predict_training(problem, [division], [8], num_rows=512, bound_rows_per_s=math.inf).rows_per_s
+    """
+    step = play_step(problem, divisions, counts)
+    batch = problem.setting.rows * sum(counts)
+    rate = batch / step.step_s
+    loads = _loads(problem, divisions, counts)
+    return Prediction(
+        rows_per_s=rate,
+        bound_rows_per_s=max(bound_rows_per_s, rate),
+        latency_s=max(latency_s(problem, division) for division in divisions),
+        num_rows=num_rows,
+        total_s=-(-num_rows // batch) * step.step_s,
+        limit=_limit(problem, divisions, loads, step),
+        devices=tuple(loads),
+    )
+
+
+def _loads(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> list[DeviceLoad]:
+    """Give each device's CPU seconds for a microbatch of the plan on average, sums of gradients included."""
+    total = sum(counts)
+    buckets = make_buckets(problem, divisions)
+    loads = []
+    for division, count in zip(divisions, counts, strict=True):
+        own = problem.for_replica(count) if len(divisions) > 1 else problem
+        for index, stage in enumerate(division):
+            device = stage.devices[0]
+            sums_s = sum(bucket.cpu_s(problem, device) for bucket in buckets if device in bucket.devices)
+            in_flight = own.setting.in_flight(len(division) - index)
+            loads.append(
+                DeviceLoad(
+                    device=problem.devices[device].name,
+                    load_s=(problem.own_s(device, stage) * count + sums_s) / total,
+                    memory_bytes=own.memory_bytes(device, stage.start, stage.end, in_flight),
+                )
+            )
+    return loads
+
+
+def _limit(problem: Problem, divisions: Sequence[Division], loads: Sequence[DeviceLoad], step: Step) -> str:
+    """Say what a step spends most of its time on: the busiest device, or sums that the last backwards do not hide."""
+    busiest = max(loads, key=lambda load: load.load_s)
+    if step.summed_s - step.computed_s > step.computed_s:
+        return "the sums of gradients"
+    stages = (enumerate(division) for division in divisions)
+    places = {problem.devices[stage.devices[0]].name: index for each in stages for index, stage in each}
+    return f"compute of {busiest.device} (stage {places[busiest.device]})"

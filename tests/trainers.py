@@ -15,7 +15,7 @@ from penstock.engine.world import World
 from penstock.train.batches import as_call
 from penstock.train.captured import Captured
 from penstock.train.losses import loss_and_count, take_rows
-from penstock.train.placement import shares
+from penstock.train.placement import Grid, Replica, shares
 from penstock.train.trainer import Trainer
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -71,7 +71,7 @@ def train(
         optimizer = trainer.optimizer(make)
         losses, first = [], {}
         for step, (inputs, labels) in enumerate(batches):
-            rows = shares(len(labels) if labels is not None else rows_of(inputs), len(trainer.grid.replicas))
+            rows = trainer.grid.rows(len(labels) if labels is not None else rows_of(inputs))
             mine = rows[trainer.replica_index]
             losses.append(float(trainer.train_step(take_rows(inputs, mine), take_rows(labels, mine), loss_fn)))
             if step == 0:
@@ -107,7 +107,9 @@ def by_hand(
     optimizer = make([parameter for parameter in model.parameters() if parameter.requires_grad])
     losses, first = [], {}
     for step, (inputs, labels) in enumerate(batches):
-        replicas = shares(len(labels) if labels is not None else rows_of(inputs), len(num_parts))
+        # replicas with more microbatches have as many more rows
+        grid = Grid(tuple(Replica((), (), parts) for parts in num_parts))
+        replicas = grid.rows(len(labels) if labels is not None else rows_of(inputs))
         total = weight = 0.0
         for replica, parts in zip(replicas, num_parts, strict=True):
             for rows in shares(len(replica), min(parts, len(replica))):

@@ -7,19 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from penstock.cluster.launch import WorkerExit
-from penstock.errors import DataError, OutOfMemory, RunError, UsageError
+from penstock.errors import DataError, OutOfMemory, PlanError, RunError, UsageError
 from penstock.recipes import largest, launch
 from penstock.recipes.figures import draw_comparison
+from penstock.recipes.find import make_task
 from penstock.recipes.largest import find_largest_batch
 from penstock.recipes.launch import explain_exit, fit, fit_apart
 from penstock.recipes.metrics import EpochResult, FitResult
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_row
+from penstock.spec.check import read_plan
+from penstock.spec.plan import write_plan
+from penstock.train.captured import Captured
 from penstock.zoo import load_model
 from tests.recipes.test_data import BERT, TREES
+from tests.train.test_planned import plan_for
 
 VIT = "timm:vit_tiny_patch16_224,img_size=8,patch_size=4,depth=2,embed_dim=24,num_heads=3"
 Run = Callable[..., tuple[int, str, str]]
@@ -36,6 +42,13 @@ def one_thread() -> Any:
 def settings(folder: Path, **changes: Any) -> FitSettings:
     given = FitSettings(model=VIT, data="digits", num_rows=120, batch_size=20, output=str(folder), threads=1)
     return given.replace(**changes)
+
+
+def planned(given: FitSettings, file: Path) -> Path:
+    """A plan of two devices, one with six microbatches of two rows, one with four."""
+    task = make_task(given)
+    write_plan(file, plan_for(Captured(task.module, *task.example), [(6, []), (4, [])]))
+    return file
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -72,9 +85,26 @@ def test_a_run_is_continued_where_it_stopped(tmp_path: Path) -> None:
         fit(settings(tmp_path / "nothing", resume=True))
 
 
+def test_what_a_run_cannot_do_beside_its_plan(tmp_path: Path) -> None:
+    plan = str(planned(settings(tmp_path), tmp_path / "plan.json"))
+    for changes, said in (
+        ({"stages": 2}, "a plan says its stages; leave it out"),
+        ({"replicas": 2, "devices": 3}, "a plan says its replicas and devices; leave them out"),
+        ({"batch_size": 32}, "the plan is for batches of 20 rows, not 32; leave --batch-size out, or plan again with"),
+        ({"schedule": "gpipe"}, "the plan's schedule is 1f1b, not gpipe; leave --schedule out"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            fit(settings(tmp_path / "run", plan=plan, **changes))
+    streams = replace(read_plan(plan), schedule="forward-only", num_microbatches=None)
+    write_plan(tmp_path / "streams.json", streams)
+    with pytest.raises(PlanError, match="the plan is for inference, but the model is to be trained"):
+        fit(settings(tmp_path / "run", plan=str(tmp_path / "streams.json")))
+
+
 def test_processes_of_its_own_learn_the_same(tmp_path: Path) -> None:
     alone = fit(settings(tmp_path / "alone", steps=5))
-    apart = fit(settings(tmp_path / "apart", steps=5, stages=2, replicas=1, microbatches=2))
+    plan = planned(settings(tmp_path), tmp_path / "plan.json")
+    apart = fit(settings(tmp_path / "apart", steps=5, plan=str(plan)))
     assert apart.num_processes == 2
     assert apart.epochs[0].train_loss == pytest.approx(alone.epochs[0].train_loss, rel=1e-5)
     assert apart.epochs[0].accuracy == alone.epochs[0].accuracy

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.options import (
@@ -19,10 +20,13 @@ from penstock.cli.options import (
 )
 from penstock.engine.calibrate import calibrate
 from penstock.engine.split import load_state
+from penstock.errors import UsageError
 from penstock.graph.capture import capture
 from penstock.measure.loader import measure_loader
 from penstock.measure.messages import measure_messages
 from penstock.measure.profile import profile_graph, worker_bytes
+from penstock.recipes.profiled import profile_task
+from penstock.recipes.settings import make_settings
 from penstock.spec.profile import Profile, write_profile
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds
@@ -40,6 +44,8 @@ def profile(
         str | None, typer.Option(help="Also measure what it costs to read one of these images and prepare it.")
     ] = None,
     training: Annotated[bool, typer.Option("--training", help="As it trains: forward and backward.")] = False,
+    data: Annotated[str | None, typer.Option(help="As it trains on this data, as `penstock train` takes it.")] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a row of text.")] = 128,
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
     repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size; more where they differ.")] = 7,
     weights: WeightsFile = None,
@@ -50,6 +56,17 @@ def profile(
     """Time every part of a model between two possible cuts, and what messages cost; write it for `penstock plan`."""
     sizes = parse_numbers(rows, "--rows")
     console = make_console()
+    if data is not None:
+        if images is not None:
+            raise UsageError("--images is for inference and --data for training; leave one of them out")
+        settings = make_settings({
+            "model": model, "data": data, "length": length, "threads": threads, "pretrained": pretrained, "seed": seed,
+            "weights": str(weights) if weights else None,
+        })  # fmt: skip
+        with working(f"measuring how {model} trains at {rows} rows"):
+            made = profile_task(settings, rows=sizes, repeats=repeats)
+        _show(console, made, output, json)
+        return
     found = None if images is None else open_images(images)
     with working("capturing the model") as say:
         zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
@@ -63,7 +80,10 @@ def profile(
             graph, lambda state: load_state(graph, state, zoo.weights), rows=sizes, threads=threads, repeats=repeats,
             training=training, messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
         )  # fmt: skip
-    made = msgspec.structs.replace(made, model=model, loader_s_per_row=loader_s_per_row)
+    _show(console, msgspec.structs.replace(made, model=model, loader_s_per_row=loader_s_per_row), output, json)
+
+
+def _show(console: Console, made: Profile, output: Path, json: Path | None) -> None:
     write_profile(output, made)
     console.print(
         f"{made.model} on {made.device}, {made.threads} thread(s): {len(made.units)} units, "

@@ -33,6 +33,7 @@ from penstock.recipes.launch import available_memory, fit
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings
 from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_all
+from penstock.spec.check import read_plan
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 
@@ -48,7 +49,10 @@ def train(
     microbatches: Annotated[int | None, typer.Option(min=1, help="Parts of each replica's batch.")] = None,
     policy: Policy = "balanced",
     cut: CutNames = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of all replicas together.")] = 32,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="plan.json", help="Stages, replicas and batch as planned.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of all replicas together; 32.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="So many steps instead.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, or sgd with momentum 0.9.")] = "adamw",
@@ -80,10 +84,13 @@ def train(
 ) -> None:
     """Train a model: alone, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
     check_profiled(profile=profile, trace=trace)
+    if batch_size is None:
+        batch_size = 32 if plan is None else read_plan(plan).batch_rows or 32
     settings = make_settings({
         "model": model, "data": data, "validation": validation, "output": str(output), "stages": stages,
         "replicas": replicas, "devices": devices, "schedule": schedule, "microbatches": microbatches, "policy": policy,
-        "cuts": cut, "batch_size": batch_size, "epochs": epochs, "steps": steps, "optimizer": optimizer, "lr": lr,
+        "cuts": cut, "plan": str(plan.resolve()) if plan else None,
+        "batch_size": batch_size, "epochs": epochs, "steps": steps, "optimizer": optimizer, "lr": lr,
         "lr_schedule": lr_schedule, "weight_decay": weight_decay, "clip": clip, "autocast": autocast,
         "checkpointing": checkpointing, "seed": seed, "weights": str(weights) if weights else None,
         "pretrained": pretrained, "threads": threads, "length": length, "num_rows": num_rows,
@@ -96,6 +103,8 @@ def train(
     ]
     if len(chosen) > 1 or (chosen and under_torchrun()):
         raise UsageError(f"{' and '.join(chosen)} starts processes of its own; use one of them, without torchrun")
+    if plan is not None and (compare or find_max_batch):
+        raise UsageError(f"{chosen[0]} chooses stages, replicas and batches itself; leave --plan out")
     if chosen and trace is not None:
         raise UsageError(f"{chosen[0]} makes several runs and --trace records one; leave one of them out")
     if memory is not None and cluster is not None:

@@ -12,7 +12,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide, fingerprint
 from penstock.plan.turns import turns
-from penstock.spec.check import check_cuts, check_plan
+from penstock.spec.check import check_cuts, check_plan, check_purpose
 from penstock.spec.plan import Pipeline, Plan
 
 
@@ -33,6 +33,16 @@ def divide_plan(graph: Graph, plan: Plan) -> list[list[Turns[StageProgram]]]:
 
     Raises `PlanError` where the plan is of another model, or contradicts itself.
     """
+    check_purpose(plan, trains=False)
+    cuts = cuts_of_plan(graph, plan)
+    return [
+        divide_in_turns(graph, [cuts.find_all(each.cuts) for each in pipeline.cut_sets], order_of(pipeline))
+        for pipeline in plan.pipelines
+    ]
+
+
+def cuts_of_plan(graph: Graph, plan: Plan) -> Cuts:
+    """Give the possible cuts of a graph, which the plan's are among; raises `PlanError` as `divide_plan` does."""
     check_plan(plan)
     if plan.graph != fingerprint(graph):
         raise PlanError(
@@ -41,10 +51,7 @@ def divide_plan(graph: Graph, plan: Plan) -> list[list[Turns[StageProgram]]]:
         )
     cuts = Cuts(graph)
     check_cuts(plan, [cut.name for cut in cuts])
-    return [
-        divide_in_turns(graph, [cuts.find_all(each.cuts) for each in pipeline.cut_sets], order_of(pipeline))
-        for pipeline in plan.pipelines
-    ]
+    return cuts
 
 
 def order_of(pipeline: Pipeline) -> tuple[int, ...]:

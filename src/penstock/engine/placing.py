@@ -89,12 +89,15 @@ def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[Turns[int]]:
 def ranks_of(world: World, devices: Sequence[str]) -> dict[str, int]:
     """Find the rank of every device of a plan: the process on the host of that name.
 
-    Further processes of the same host are `name:1`, `name:2` and so on. Workers that this process has started
-    stand for the devices in order. Raises `PlanError` for a device that has no process.
+    Further processes of the same host are `name:1`, `name:2` and so on. Workers that this process has started, and
+    processes of no host, stand for the devices in order. Raises `PlanError` for a device that has no process.
     """
-    if world.workers is not None:
+    if world.workers is not None or not world.hosts:
         if len(devices) > len(world.devices):
-            raise PlanError(f"the plan uses {len(devices)} devices, but there are {len(world.devices)} workers")
+            raise PlanError(
+                f"the plan uses {len(devices)} devices, but there are {len(world.devices)} processes; start one for "
+                "each of them"
+            )
         return dict(zip(devices, world.devices, strict=False))
     places: dict[str, int] = {}
     seen: Counter[str] = Counter()

@@ -11,10 +11,9 @@ from torch import Tensor
 from penstock.engine.reduce import TRAINING_CHANNELS, all_reduce
 from penstock.engine.transport import Transport
 from penstock.errors import ConnectionBroken
+from penstock.plan.schedule import BUCKET_BYTES
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 
-# Large enough for the network, small enough that the first is on its way early.
-BUCKET_BYTES = 4 * 2**20
 _BUCKET_CHANNELS = TRAINING_CHANNELS + 2**20
 _POLL_S = 0.1
 
@@ -32,11 +31,13 @@ class Weight:
     ranks: tuple[int, ...]
     holders: tuple[int, ...]
 
-    def gradient(self) -> Tensor:
-        """Add up what this process's stages found, in their order."""
+    def take_gradient(self) -> Tensor | None:
+        """Add up what this process's stages found, in their order, and leave nothing behind; None where none did."""
         found = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        for leaf in self.leaves:
+            leaf.grad = None
         if not found:
-            return torch.zeros_like(self.leaves[0])
+            return None
         total = found[0]
         for gradient in found[1:]:
             total = total + gradient
@@ -87,7 +88,7 @@ class Synchronizer:
     Example:
         synchronizer.begin()
         ...                                  # backwards; `leaf_done` and `stage_done` say what is final
-        gradients = synchronizer.finish()    # by name, sums over all ranks
+        gradients = synchronizer.finish()    # by name, sums over all ranks; `unused` have no part in the loss here
     """
 
     def __init__(self, transport: Transport, weights: Sequence[Weight], order: Sequence[str]) -> None:
@@ -95,6 +96,7 @@ class Synchronizer:
         self._weights = list(weights)
         self._buckets = make_buckets(weights, order)
         self.recorder: Recorder | None = None
+        self.unused: list[str] = []
         self._next = 0
         self._tasks: queue.Queue[Bucket | None] = queue.Queue()
         self._done: queue.Queue[Mapping[str, Tensor] | BaseException] = queue.Queue()
@@ -108,6 +110,7 @@ class Synchronizer:
     def begin(self) -> None:
         """Start another step: no gradient is there yet."""
         self._next = 0
+        self.unused = []
         for bucket in self._buckets:
             bucket.waiting = bucket.leaves
         for weight in self._weights:
@@ -139,8 +142,15 @@ class Synchronizer:
             gradients.update(result)
         for weight in self._weights:
             if weight.name not in gradients:
-                gradients[weight.name] = weight.gradient()
+                gradients[weight.name] = self._take(weight)
         return gradients
+
+    def _take(self, weight: Weight) -> Tensor:
+        gradient = weight.take_gradient()
+        if gradient is None:
+            self.unused.append(weight.name)
+            return torch.zeros_like(weight.leaves[0])
+        return gradient
 
     def close(self) -> None:
         """End the thread."""
@@ -173,8 +183,8 @@ class Synchronizer:
                 return
 
     def _reduce(self, bucket: Bucket) -> dict[str, Tensor]:
-        gradients = [weight.gradient() for weight in bucket.weights]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = torch.cat([self._take(weight).reshape(-1) for weight in bucket.weights])
         all_reduce(self._transport, flat, bucket.weights[0].ranks, _BUCKET_CHANNELS + bucket.number)
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        return {w.name: part.view(g.shape) for w, g, part in zip(bucket.weights, gradients, parts, strict=True)}
+        shapes = [weight.leaves[0].shape for weight in bucket.weights]
+        parts = flat.split([shape.numel() for shape in shapes])
+        return {w.name: part.view(shape) for w, shape, part in zip(bucket.weights, shapes, parts, strict=True)}

@@ -17,6 +17,8 @@ from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing,
 from penstock.measure.units import random_input
 
 _UPDATED = 2**20  # weights of a tensor
+# the model's outputs and their rows to the sum that is minimized
+Loss = Callable[[Sequence[Tensor], int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,11 @@ class Trainable:
                 found.append([])
         return [sum(sizes_of_part) for sizes_of_part in found[:-1]]
 
+    def outputs(self, sizes: Mapping[str, int]) -> list[Tensor]:
+        """Give what the model puts out for random inputs."""
+        *_, (_, _, outputs) = self._forward(sizes, lambda: 0.0)
+        return outputs
+
     def _forward(
         self, sizes: Mapping[str, int], clock: Callable[[], float]
     ) -> Iterator[tuple[float, list[Tensor], list[Tensor]]]:
@@ -118,6 +125,27 @@ def measure_training(
     return [
         _measure(units, whole, graph.sizes(count), timing.clock, timing.repeats_for(count)) for count in timing.rows
     ]
+
+
+def measure_loss(
+    graph: Graph, load: Callable[[State], Tensor], loss: Loss, timing: Timing
+) -> list[tuple[float, float]]:
+    """Time the loss behind the model, forward and backward, for each batch size."""
+    whole = Trainable(graph, load, [])
+    return [_loss_s(whole.outputs(graph.sizes(rows)), rows, loss, timing) for rows in timing.rows]
+
+
+def _loss_s(outputs: Sequence[Tensor], rows: int, loss: Loss, timing: Timing) -> tuple[float, float]:
+    forward, backward = [], []
+    for _ in range(timing.repeats_for(rows) + 1):  # the first one finds no memory to use again
+        given = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs]
+        begin = timing.clock()
+        total = loss(given, rows)
+        between = timing.clock()
+        total.backward()
+        forward.append(between - begin)
+        backward.append(timing.clock() - between)
+    return statistics.median(forward[1:]), statistics.median(backward[1:])
 
 
 def measure_update_s_per_byte(timing: Timing) -> float:

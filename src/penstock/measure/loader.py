@@ -2,12 +2,23 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 
 from penstock.errors import DataError, UsageError
 from penstock.zoo.image_set import ImageSet
 from penstock.zoo.models import ZooModel
 
 _NUM_IMAGES = 32
+
+
+def measure_rows(rows: Sequence[object]) -> float:
+    """Give the median CPU seconds that a row of a data set takes to be made, of up to 32 spread over the set."""
+    seconds = []
+    for index in range(0, len(rows), max(1, len(rows) // _NUM_IMAGES)):
+        begin = time.thread_time()
+        rows[index]
+        seconds.append(time.thread_time() - begin)
+    return statistics.median(seconds)
 
 
 def measure_loader(model: ZooModel, images: ImageSet) -> float:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from torch import Tensor
 
 from penstock.errors import RunError
@@ -13,7 +14,13 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.stages import fingerprint
-from penstock.measure.backward import kept_bytes_per_row, measure_training, measure_update_s_per_byte
+from penstock.measure.backward import (
+    Loss,
+    kept_bytes_per_row,
+    measure_loss,
+    measure_training,
+    measure_update_s_per_byte,
+)
 from penstock.measure.costs import Seconds, Timing, held_by_units, line_through, measure_seconds, working_bytes
 from penstock.spec.profile import Boundary, Profile, Unit
 
@@ -39,6 +46,7 @@ def profile_graph(
     threads: int = 1,
     repeats: int = 7,
     training: bool = False,
+    loss: Loss | None = None,
     messages: MessageCosts | None = None,
     calibration_s: float = 0.0,
     base_bytes: float = 0.0,
@@ -49,12 +57,15 @@ def profile_graph(
         profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages(), base_bytes=worker_bytes())
 
     Needs the whole model in memory. Seconds are this device's with so many threads. With `training` the graph is
-    that of a model in training mode, and units get what they take backward and keep until then.
+    that of a model in training mode, and units get what they take backward and keep until then, the last one with
+    what `loss` takes.
     """
     cuts = Cuts(graph)
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
     timing = Timing(rows, threads, repeats)
     units = _units(graph, load, cuts, timing, training=training)
+    if loss is not None:
+        units = (*units[:-1], _with_loss(units[-1], measure_loss(graph, load, loss, timing)))
     costs = messages or MessageCosts()
     return Profile(
         model=graph.model,
@@ -101,6 +112,12 @@ def _units(
         )
         for index in range(len(positions) - 1)
     )
+
+
+def _with_loss(unit: Unit, seconds: Sequence[tuple[float, float]]) -> Unit:
+    forward_s = tuple(own + more for own, (more, _) in zip(unit.forward_s, seconds, strict=True))
+    backward_s = tuple(own + more for own, (_, more) in zip(unit.backward_s or (), seconds, strict=True))
+    return msgspec.structs.replace(unit, forward_s=forward_s, backward_s=backward_s)
 
 
 def _boundaries(graph: Graph, cuts: Cuts) -> tuple[Boundary, ...]:

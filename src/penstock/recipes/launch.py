@@ -18,6 +18,7 @@ from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
 from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
 from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult
+from penstock.recipes.planned import num_processes, plan_of
 from penstock.recipes.settings import FitSettings, write_settings
 from penstock.units import format_bytes
 
@@ -44,7 +45,7 @@ def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
             raise UsageError("--cluster starts processes of its own; use it without torchrun")
         with lab_session(read_lab(cluster)) as lab:
             return fit_apart(settings, lab=lab)
-    if under_torchrun() or settings.num_processes == 1:
+    if under_torchrun() or num_processes(settings) == 1:
         return fit_here(settings)
     return fit_apart(settings)
 
@@ -56,6 +57,7 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
 
     Raises what `fit` raises, and `OutOfMemory` naming the process or host where one ran out of memory.
     """
+    plan_of(settings)  # what is wrong with it is said before processes are started
     folder = settings.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,14 +100,18 @@ def _read_result(path: Path, problem: RunError | None) -> FitResult:
 
 def _run_local(settings: FitSettings, file: Path, memory_bytes: int | None) -> RunError | None:
     """Run on this machine; gives what went wrong as seen from here."""
-    count = settings.num_processes
+    plan = plan_of(settings)
+    count = num_processes(settings)
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
     env = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     if count > 1:
         env["OMP_NUM_THREADS"] = "1"
-    workers = LocalWorkers(WORKER, [[str(file), "--rank", str(rank)] for rank in range(count)], env)
+    arguments = [[str(file), "--rank", str(rank)] for rank in range(count)]
+    for rank, name in enumerate(plan.devices if plan is not None else ()):
+        arguments[rank] += ["--host", name]  # processes here stand for the plan's devices, in order
+    workers = LocalWorkers(WORKER, arguments, env)
     try:
         return _watch(workers, memory_bytes)
     finally:
@@ -152,6 +158,10 @@ def available_memory() -> int:
 def _run_in_lab(settings: FitSettings, file: Path, lab: Lab) -> RunError | None:
     """Run on as many hosts as there are processes; gives what went wrong as seen from here."""
     hosts = [host.name for host in lab.spec.hosts]
+    plan = plan_of(settings)
+    missing = [name for name in plan.devices if name not in hosts] if plan is not None else []
+    if missing:
+        raise UsageError(f"the plan uses {', '.join(missing)}, but the lab has {', '.join(hosts)}; plan for this lab")
     given = settings.devices or settings.stages or settings.replicas
     count = settings.num_processes if given else len(hosts)
     if count > len(hosts):
@@ -162,7 +172,7 @@ def _run_in_lab(settings: FitSettings, file: Path, lab: Lab) -> RunError | None:
             print_line(line)
 
     command = [sys.executable, "-m", WORKER, str(file.resolve())]
-    with lab.start(command, on=hosts[:count], output=show) as run:
+    with lab.start(command, on=hosts[:count] if plan is None else plan.devices, output=show) as run:
         try:
             codes = run.wait()
         except RunError as error:

@@ -23,6 +23,7 @@ from penstock.recipes.metrics import (
     drop_old_checkpoints,
     newest_checkpoint,
 )
+from penstock.recipes.planned import plan_of
 from penstock.recipes.progress import FitProgress
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
@@ -53,8 +54,10 @@ def fit_here(settings: FitSettings) -> FitResult:
 
 def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Pipeline:
     """Make the pipeline that the settings ask for, of the task's model."""
+    plan = plan_of(settings)
+    alone = 1 if world is None and plan is None else None
     return Pipeline(
-        task.module, *task.example, stages=settings.stages or (1 if world is None else None),
+        task.module, *task.example, stages=settings.stages or alone, plan=plan,
         replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
         policy=settings.policy, cuts=settings.cuts, seed=settings.seed, weights=task.weights, dynamic=task.dynamic,
         autocast=torch.bfloat16 if settings.autocast else None, checkpointing=settings.checkpointing,

@@ -10,6 +10,7 @@ from penstock.errors import UsageError
 
 Positive = Annotated[int, Meta(ge=1)]
 Rate = Annotated[float, Meta(ge=0.0)]
+DEFAULT_SCHEDULE = "1f1b"
 
 
 class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,7 +21,8 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `data` is images (see `open_images`), a text file, or a folder or file of sentiment trees. `batch_size`
     counts the rows of all replicas together. Without `validation` every tenth row is kept for it, or of a
-    text the last tenth. `output` is the folder of the run.
+    text the last tenth. `output` is the folder of the run. `plan` is a plan file, in place of stages, replicas,
+    devices, schedule, microbatches and cuts.
     """
 
     model: str
@@ -30,10 +32,11 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stages: Positive | None = None
     replicas: Positive | None = None
     devices: Positive | None = None
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     microbatches: Positive | None = None
     policy: str = "balanced"
     cuts: list[str] | None = None
+    plan: str | None = None
     batch_size: Positive = 32
     epochs: Positive = 1
     steps: Positive | None = None

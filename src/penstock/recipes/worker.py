@@ -18,11 +18,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("settings", type=Path)
     parser.add_argument("--rank", type=int, help="where torchrun's variables do not say it")
+    parser.add_argument("--host", help="the device of a plan that this process stands for")
     given = parser.parse_args()
     if given.rank is not None:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(given.rank)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         leave_with_parent()
+    if given.host is not None:
+        os.environ["PENSTOCK_HOST"] = given.host
     writes = os.environ["RANK"] == "0"
     result = given.settings.parent / "result.json"
     try:

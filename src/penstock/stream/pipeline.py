@@ -40,6 +40,7 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
+from penstock.spec.check import check_purpose
 from penstock.spec.plan import Plan
 from penstock.stream.facts import stream_facts, units_of
 from penstock.terminal.live import StageState
@@ -68,7 +69,8 @@ class Pipeline(TrainingMethods):
         args, kwargs: an example call with the largest microbatch that will be streamed.
         stages: how many; under torchrun as many as processes unless given.
         policy, cuts: how the model is cut, by a policy or by hand, as for `penstock.split`.
-        plan: what `penstock plan` chose, in place of stages, policy, cuts and depth.
+        plan: what `penstock plan` chose, in place of stages, policy, cuts and depth; for training, made with
+            `--schedule`, also of replicas, schedule and microbatches.
         weights: where tensors are read from, one at a time; the model itself where not given.
         threads: per stage; what this machine's cores allow where not given.
         depth: microbatches that may wait at a cut.
@@ -134,9 +136,9 @@ class Pipeline(TrainingMethods):
         args, kwargs = _example(args, kwargs)
         if trains(model) and (world is None or world.workers is None):
             self._prepare_training(
-                model, args, kwargs, stages=stages, policy=policy, cuts=cuts, weights=weights, dynamic=dynamic,
-                world=world, replicas=replicas, schedule=schedule, microbatches=microbatches, seed=seed,
-                autocast=autocast, checkpointing=checkpointing, threads=threads, stall_s=stall_s,
+                model, args, kwargs, stages=stages, policy=policy, cuts=cuts, plan=plan, weights=weights,
+                dynamic=dynamic, world=world, replicas=replicas, schedule=schedule, microbatches=microbatches,
+                seed=seed, autocast=autocast, checkpointing=checkpointing, threads=threads, stall_s=stall_s,
                 trace=trace is not None, profile=trace_profile,
             )  # fmt: skip
             if isinstance(model, nn.Module):
@@ -158,6 +160,8 @@ class Pipeline(TrainingMethods):
         world: World | None,
     ) -> None:  # fmt: skip
         """Put the stages where they will stream."""
+        if plan is not None:
+            check_purpose(plan, trains=False)
         if world is None and under_torchrun():
             world = join_torchrun()
         if world is not None and world.rank != FEEDER:

@@ -10,7 +10,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from penstock.engine.reduce import exchange
 from penstock.errors import DataError, UsageError
-from penstock.train.placement import shares
 from penstock.train.trainer import Trainer
 
 Collate = Callable[[list[Any]], Any]
@@ -96,10 +95,9 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """Give the rest of an epoch, from `position` on; the next iteration is the next epoch."""
         trainer = self._trainer
-        count, index = len(trainer.grid.replicas), trainer.replica_index
         order = self._order()
         batches = order[self.position :]
-        parts = [shares(len(batch), count)[index] for batch in batches]
+        parts = [trainer.grid.rows(len(batch))[trainer.replica_index] for batch in batches]
         mine = [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
         loads = self._load(mine)
         for number, (batch, rows) in enumerate(zip(batches, mine, strict=True)):

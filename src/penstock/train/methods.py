@@ -10,18 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from penstock.engine.divide import cuts_of_plan
 from penstock.engine.health import Health
 from penstock.engine.transport import MemoryNetwork
 from penstock.engine.world import World, join_torchrun, under_torchrun
 from penstock.errors import UsageError
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
+from penstock.spec.plan import Plan
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.lines import DEPTH
 from penstock.train.loader import Collate, Loader
 from penstock.train.losses import LossFunction
 from penstock.train.placement import ScheduleChoice
+from penstock.train.planned import check_alone
 from penstock.train.report import StepReport
 from penstock.train.save import save_model
 from penstock.train.trainer import Trainer
@@ -68,8 +71,7 @@ class TrainingMethods:
         try:
             self._captured = Captured(model, args, kwargs, dynamic=dynamic, weights=weights, seed=seed)
             self.graph = self._captured.graph
-            count = settings["stages"] or (len(self._joined.devices) if self._joined else 1)
-            self.cuts = tuple(self._captured.choose(count, settings["policy"], settings["cuts"]))
+            self.cuts = tuple(self._choose_cuts(self._captured, **settings))
             ScheduleChoice(settings["schedule"], 2 * DEPTH)
         except BaseException as error:
             if self._owns_world and self._joined is not None:
@@ -77,6 +79,18 @@ class TrainingMethods:
                 self._joined.close(0.0)
             raise
         self._make = partial(make_trainer, self._captured, threads=threads, seed=seed, **settings)
+
+    def _choose_cuts(
+        self, captured: Captured, *, plan: Plan | None, stages: int | None, policy: str, cuts: Sequence[str] | None,
+        replicas: int | None, microbatches: int | None, **_others: object,
+    ) -> list[Cut]:  # fmt: skip
+        """Choose where the model is cut, or read it in the plan; a plan for inference says nothing of training."""
+        if plan is None:
+            count = stages or (len(self._joined.devices) if self._joined else 1)
+            return captured.choose(count, policy, cuts)
+        check_alone(plan, stages=stages, cuts=cuts, replicas=replicas, microbatches=microbatches)
+        names = {name for pipeline in plan.pipelines for name in pipeline.cut_sets[0].cuts}
+        return cuts_of_plan(captured.graph, plan).find_all(sorted(names)) if plan.trains else []
 
     @property
     def trainer(self) -> Trainer:

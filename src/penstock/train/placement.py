@@ -1,22 +1,27 @@
 """Which rank holds which stage of which replica."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from penstock.errors import UsageError
-from penstock.plan.pipelines import SCHEDULES, make_schedule
+from penstock.plan.pipelines import SCHEDULES, make_schedule, spread
 from penstock.plan.read import read_schedule
 from penstock.plan.schedule import Schedule, placement
 from penstock.plan.validate import check_schedule
+from penstock.spec.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One whole pipeline: its ranks in the order of devices, and the rank of every stage."""
+    """One whole pipeline: its ranks in the order of devices, the rank of every stage, and its part of each batch.
+
+    `num_microbatches` is what a plan gives it of each step; all have the same where there is none.
+    """
 
     devices: tuple[int, ...]
     stages: tuple[int, ...]
+    num_microbatches: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,15 @@ class Grid:
         """Give the rank of a stage in every replica."""
         return [replica.stages[stage] for replica in self.replicas]
 
+    def rows(self, num_rows: int) -> list[range]:
+        """Divide the rows of a batch among the replicas: evenly, or as a plan divides the microbatches."""
+        counts = [replica.num_microbatches for replica in self.replicas]
+        if len(set(counts)) == 1:
+            return shares(num_rows, len(counts))
+        ends = list(accumulate(count or 1 for count in counts))
+        starts = [-(-num_rows * end // ends[-1]) for end in (0, *ends)]
+        return [range(start, stop) for start, stop in pairwise(starts)]
+
 
 class ScheduleChoice:
     """A schedule by name or as a user's text, for any number of microbatches.
@@ -59,6 +73,13 @@ class ScheduleChoice:
             )
         self._own = read_schedule(schedule) if schedule not in SCHEDULES else None
         self._made: dict[tuple[int, int, int], Schedule] = {}
+
+    def of(self, replica: Replica, num_microbatches: int) -> Schedule:
+        """Make the schedule of a replica, its stages on the devices where they are; raises what `make` raises."""
+        if replica.num_microbatches is None:
+            return self.make(len(replica.stages), num_microbatches, len(replica.devices))
+        counts = [replica.stages.count(rank) for rank in replica.devices]
+        return spread(self.make(len(counts), num_microbatches, len(counts)), counts)
 
     def make(self, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
         """Make the schedule and check that it can be run.
@@ -112,6 +133,28 @@ def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, 
         first += len(own)
         made.append(Replica(own, tuple(own[device] for device in choice.places(stages, len(own)))))
     return Grid(tuple(made))
+
+
+def plan_grid(plan: Plan, ranks: Mapping[str, int], places: Mapping[str, int]) -> tuple[Grid, list[str]]:
+    """Place a plan's pipelines, and give the names of the cuts of all of them, in the order of the model.
+
+    `ranks` are those of the plan's devices, `places` where each of its cuts lies. All replicas have the same stages:
+    where their cuts differ, a stage ends at each cut of any, and a device has several neighbouring ones.
+
+        one pipeline    a: ──────────┃ b: ────     stages 0 and 1 on a, 2 on b
+        another         c: ────┃ d: ──────────     stage 0 on c, 1 and 2 on d
+
+    Example:
+        grid, cuts = plan_grid(plan, {"desk": 0, "board": 1}, {"blocks.5:after": 90})
+    """
+    own = [pipeline.cut_sets[0].cuts for pipeline in plan.pipelines]
+    cuts = sorted({name for names in own for name in names}, key=places.__getitem__)
+    replicas = []
+    for pipeline, names, count in zip(plan.pipelines, own, plan.microbatches, strict=True):
+        devices = tuple(ranks[stage.devices[0]] for stage in pipeline.stages)
+        before = accumulate((name in names for name in cuts), initial=0)
+        replicas.append(Replica(devices, tuple(devices[number] for number in before), count))
+    return Grid(tuple(replicas)), cuts
 
 
 def shares(num_rows: int, num_parts: int) -> list[range]:

@@ -27,13 +27,16 @@ from penstock.graph.training import TrainingPart
 from penstock.memory import peak_bytes
 from penstock.plan.pipelines import with_updates
 from penstock.plan.schedule import Schedule
+from penstock.spec.files import fingerprint
+from penstock.spec.plan import Plan
 from penstock.tracing.trace import RunFacts, write_run
 from penstock.train.batches import Microbatch, bind, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
 from penstock.train.lines import DEPTH, Lines
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
-from penstock.train.placement import Grid, Replica, ScheduleChoice, make_grid
+from penstock.train.placement import Replica, ScheduleChoice, make_grid
+from penstock.train.planned import place_training
 from penstock.train.report import StepReport
 from penstock.train.tensors import HeldTensors, holding, written_buffers
 from penstock.train.traces import TrainingTracer
@@ -61,7 +64,7 @@ class Trainer:
         self, captured: Captured, world: World, *, stages: int | None = None, replicas: int | None = None,
         schedule: str = "1f1b", microbatches: int | None = None, policy: str = "balanced",
         cuts: Sequence[str] | None = None, seed: int = 0, autocast: torch.dtype | None = None,
-        checkpointing: bool = False, stall_s: float = STALL_S, trace: bool = False,
+        checkpointing: bool = False, plan: Plan | None = None, stall_s: float = STALL_S, trace: bool = False,
         profile: bool = False,
     ) -> None:  # fmt: skip
         if microbatches is not None and microbatches < 1:
@@ -71,15 +74,20 @@ class Trainer:
         self.captured = captured
         self.seed = seed
         self.autocast = autocast
-        self._schedule = ScheduleChoice(schedule, 2 * DEPTH)
-        if cuts is not None:
-            stages = len(cuts) + 1
-        self.grid: Grid = make_grid(world.devices, stages, replicas, self._schedule)
+        self._plan = plan
+        if plan is not None:
+            self.grid, cuts = place_training(world, captured.graph, plan)
+            self._schedule = ScheduleChoice(plan.schedule, 2 * DEPTH)
+        else:
+            stages = stages if cuts is None else len(cuts) + 1
+            self._schedule = ScheduleChoice(schedule, 2 * DEPTH)
+            self.grid = make_grid(world.devices, stages, replicas, self._schedule)
         self.num_stages = len(self.grid.replicas[0].stages)
         self.replica_index = self.grid.replica_of(world.rank)
         self.replica: Replica = self.grid.replicas[self.replica_index]
-        self._given_microbatches = microbatches
-        self.num_microbatches = microbatches or (2 * self.num_stages if self.num_stages > 1 else 1)
+        self._given_microbatches = microbatches or self.replica.num_microbatches
+        self._usual_microbatches = microbatches or (2 * self.num_stages if self.num_stages > 1 else 1)
+        self.num_microbatches = self.replica.num_microbatches or self._usual_microbatches
         self.cuts = captured.choose(self.num_stages, policy, cuts)
         self.parts: list[TrainingPart] = captured.parts(self.cuts, autocast)
         self.step = 0
@@ -112,7 +120,8 @@ class Trainer:
         """Every process has captured a model of its own: they must be the same."""
         graph = self.captured.graph
         mine = [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), [cut.name for cut in self.cuts],
-                len(self.grid.replicas), self._given_microbatches, self.seed]  # fmt: skip
+                len(self.grid.replicas), self._usual_microbatches, self.seed,
+                None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
         for rank, told in enumerate(exchange(self.world.transport, {"model": mine})):
             if told["model"] != mine:
                 raise UsageError(
@@ -240,8 +249,7 @@ class Trainer:
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Give the actions of every device of this process's replica for one step."""
-        made = self._schedule.make(self.num_stages, num_microbatches, len(self.replica.devices))
-        return with_updates(made, update=False)
+        return with_updates(self._schedule.of(self.replica, num_microbatches), update=False)
 
     def _run_step(self, count: int) -> None:
         sizes = largest(self._step_data)
@@ -257,7 +265,8 @@ class Trainer:
         carry_out(actions, self.stages)
 
     def _step_inputs(self, part: TrainingPart) -> dict[int, StepInput]:
-        first = self.replica_index * self.num_microbatches
+        before = self.grid.replicas[: self.replica_index]
+        first = sum(replica.num_microbatches or self._usual_microbatches for replica in before)
         return {
             index: StepInput(
                 microbatch.sizes,
@@ -269,10 +278,7 @@ class Trainer:
 
     def _tell(self) -> dict[str, Any]:
         """What this process has to say of a step."""
-        unused: list[str] = []
-        if self._step_data:
-            weights = self.tensors.weights()
-            unused = [w.name for w in weights if all(leaf.grad is None for leaf in w.leaves)]
+        unused = self._synchronizer.unused if self._step_data else []
         return {
             "losses": [self._losses[index] for index in sorted(self._losses)],
             "odd": {str(s.index): s.first_odd for s in self.stages.values() if s.first_odd is not None},
@@ -313,7 +319,7 @@ class Trainer:
         """Turn sums into the gradient of the batch's mean, and add it to what is there."""
         for name, gradient in gradients.items():
             parameter = self.tensors.parameters[name]
-            scaled = gradient / total
+            scaled = gradient.div_(total)  # in its own memory: nobody else has it
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
 
     def _share_buffers(self) -> None:

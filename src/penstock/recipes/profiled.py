@@ -1,0 +1,60 @@
+"""Profile a model as it is trained on data: with the input and the loss that `penstock train` gives it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from penstock.engine.calibrate import calibrate
+from penstock.engine.split import load_state
+from penstock.engine.tree import build_output
+from penstock.errors import UsageError
+from penstock.graph.capture import capture
+from penstock.graph.graph import Graph
+from penstock.measure.backward import Loss
+from penstock.measure.loader import measure_rows
+from penstock.measure.messages import measure_messages
+from penstock.measure.profile import profile_graph, worker_bytes
+from penstock.recipes.find import make_task
+from penstock.recipes.settings import FitSettings
+from penstock.recipes.tasks import Task
+from penstock.spec.profile import Profile
+from penstock.train.losses import loss_and_count
+
+
+def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7) -> Profile:
+    """Measure what training a model on data takes, loading and loss included.
+
+    Example:
+        profile = profile_task(FitSettings(model="hf:gpt2,n_layer=6", data="text.txt"), rows=(1, 2, 4))
+
+    Raises what `make_task` raises, and `UsageError` for data whose rows vary in length.
+    """
+    threads = settings.threads or 1
+    messages, base_bytes = measure_messages(), worker_bytes()
+    task = make_task(settings)
+    if task.batches is not None:
+        raise UsageError(
+            f"a profile is of rows of one size, and those of {settings.data} vary in length; name images or a text"
+        )
+    graph = capture(task.module, *task.example, dynamic=task.dynamic)
+    calibration_s = calibrate(threads=threads)
+    made = profile_graph(
+        graph, lambda state: load_state(graph, state, task.weights), rows=rows, threads=threads, repeats=repeats,
+        training=True, loss=_loss(task, graph), messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
+    )  # fmt: skip
+    data: Any = task.training
+    return msgspec.structs.replace(made, model=settings.model, loader_s_per_row=measure_rows(data))
+
+
+def _loss(task: Task, graph: Graph) -> Loss:
+    labels: list[Any] = [task.training[0][1]]
+
+    def loss(outputs: Sequence[Tensor], rows: int) -> Tensor:
+        given = torch.utils.data.default_collate(labels * rows)
+        output = build_output(graph, list(outputs), graph.sizes(rows))
+        return loss_and_count(task.loss_fn, output, given, rows)[0]
+
+    return loss

@@ -1,0 +1,53 @@
+"""A model profiled as it trains: the same graph, with loss and loading."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import UsageError
+from penstock.graph.stages import fingerprint
+from penstock.measure.profile import MessageCosts
+from penstock.plan.choose import make_plan
+from penstock.plan.request import Request
+from penstock.recipes import profiled
+from penstock.recipes.find import make_task
+from penstock.recipes.profiled import profile_task
+from penstock.recipes.settings import FitSettings
+from penstock.train.captured import Captured
+from tests.recipes.test_data import BERT, TREES
+from tests.recipes.test_fit import VIT
+from tests.spec.samples import make_cluster
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither messages nor a worker's memory are measured here."""
+    monkeypatch.setattr(profiled, "measure_messages", MessageCosts)
+    monkeypatch.setattr(profiled, "worker_bytes", lambda: 1000.0)
+
+
+def test_a_profile_of_what_penstock_train_trains(tmp_path: Path) -> None:
+    asked = FitSettings(model=VIT, data="digits", output=str(tmp_path))
+    task = make_task(asked)
+    profile = profile_task(asked, rows=(1, 2), repeats=3)
+    assert profile.graph == fingerprint(Captured(task.module, *task.example).graph)
+    assert profile.model == VIT
+    assert profile.loader_s_per_row > 0
+    assert profile.update_s_per_byte > 0
+    assert all(unit.backward_s is not None for unit in profile.units)
+    plan = make_plan(profile, make_cluster(1, 1), Request(schedule="1f1b", batch_rows=8))
+    assert plan.batch_rows == 8
+
+
+def test_the_loss_is_the_last_unit_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.measure.profile.measure_loss", lambda *_: [(10.0, 20.0)])
+    profile = profile_task(FitSettings(model=VIT, data="digits", output=str(tmp_path)), rows=(2,), repeats=3)
+    *others, last = profile.units
+    assert (int(last.forward_s[0]), int((last.backward_s or (0.0,))[0])) == (10, 20)
+    assert max(unit.forward_s[0] for unit in others) < 1
+
+
+def test_rows_of_different_lengths_have_no_profile(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(TREES * 12)
+    with pytest.raises(UsageError, match="a profile is of rows of one size"):
+        profile_task(FitSettings(model=BERT, data=str(tmp_path), output=str(tmp_path)), rows=(1,))

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.planning.cases import lab_rows
 from benchmarks.planning.instances import best_by_force, small, transformer, unequal_devices
+from benchmarks.planning.training import training_rows
 from penstock.plan.bound import pace_bound_s
 from penstock.plan.cost import Setting
 from penstock.plan.exact import best_divisions
@@ -40,6 +41,8 @@ def main() -> None:
         rows.append(growth(num_units, num_devices))
         print(f"{num_units} units on {num_devices} devices: {rows[-1]['seconds']:.2f} s", file=sys.stderr)
     rows += lab_rows(quick=given.quick, only=given.only)
+    if os.geteuid() == 0 and not given.quick:
+        rows += training_rows(given.only)
     result = {"summary": summarize(rows), "environment": environment(), "rows": rows}
     given.json.write_text(json.dumps(result, indent=2) + "\n")
     print_table(rows)
@@ -101,11 +104,14 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Give the figures that the project watches; null for what was not measured."""
     seconds = {row["num_devices"]: row["seconds"] for row in rows if row["case"] == "growth"}
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["case"] == "prediction"]
+    trained = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["case"] == "training prediction"]
     figures = {name: value for row in rows for name, value in row.get("summary", {}).items()}
     return {
         "optimal_fraction": next(row["optimal_fraction"] for row in rows if row["case"] == "brute force"),
         "prediction_error_median": statistics.median(errors) if errors else None,
         "prediction_error_worst": max(errors) if errors else None,
+        "training_error_median": statistics.median(trained) if trained else None,
+        "training_error_worst": max(trained) if trained else None,
         "uneven_efficiency": figures.get("uneven_efficiency"),
         "alternating_efficiency": figures.get("alternating_efficiency"),
         "alternating_vs_torch_4": figures.get("alternating_vs_torch_4"),
@@ -138,6 +144,14 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             rates = [f"{row[name]:.2f}" for name in ("predicted_beforehand", "predicted", "measured")]
             off = f"{row['predicted'] / row['measured'] - 1:+.1%}"
             print("| " + " | ".join([row["name"], *rates, off, f"{row['efficiency']:.3f}"]) + " |")
+    print("\n| hosts | shape, microbatches | beforehand | at the speeds around the run | measured, rows/s | off |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        if row["case"] == "training prediction":
+            shape = f"{' + '.join(map(str, row['shape']))} stages, {' + '.join(map(str, row['microbatches']))}"
+            rates = [f"{row[name]:.3f}" for name in ("predicted_beforehand", "predicted", "measured")]
+            off = f"{row['predicted'] / row['measured'] - 1:+.1%}"
+            print("| " + " | ".join([row["name"], shape, *rates, off]) + " |")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,16 @@ def test_training_holds_gradients_optimizer_state_and_what_backwards_need() -> N
     assert Setting().in_flight(4) == 0
 
 
+def test_who_has_the_model_s_library() -> None:
+    profile = make_profile(
+        [1.0], base_bytes=100.0, script_bytes=30.0, units=(Unit(forward_s=(1.0,), backward_s=(1.0,)),)
+    )
+    streams = Problem(profile, make_cluster(1, 1), Setting())
+    assert [streams.memory_bytes(device, 0, 1, in_flight=0) for device in (0, 1)] == [130, 100]
+    trains = Problem(profile, make_cluster(1, 1), Setting(schedule="1f1b", num_microbatches=1))
+    assert [trains.memory_bytes(device, 0, 1, in_flight=1) for device in (0, 1)] == [130, 130]
+
+
 def test_the_three_things_that_may_set_the_pace() -> None:
     profile = make_profile([1.0, 1.0], [10, 40, 20], send_s_per_byte=0.01, receive_s_per_byte=0.02)
     cluster = Cluster(

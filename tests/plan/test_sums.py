@@ -49,6 +49,8 @@ def test_backwards_hide_the_wire_but_not_the_cpu_time() -> None:
     costly = problem(*weights, send_s_per_byte=1.0 / MIB, receive_s_per_byte=1.0 / MIB)
     # two seconds for each MiB, on the wire one
     assert play_step(costly, pair, [1, 1]).summed_s == pytest.approx(4.0 + 12.0 + 1.5)
+    copied = problem(*weights, sum_s_per_byte=1.0 / MIB)
+    assert play_step(copied, pair, [1, 1]).summed_s == pytest.approx(4.0 + 8.0 + 1.0)
 
 
 def test_a_bucket_waits_for_the_last_of_its_devices() -> None:

@@ -34,6 +34,7 @@ def test_a_profile_of_what_penstock_train_trains(tmp_path: Path) -> None:
     assert profile.model == VIT
     assert profile.loader_s_per_row > 0
     assert profile.update_s_per_byte > 0
+    assert profile.sum_s_per_byte > 0
     assert all(unit.backward_s is not None for unit in profile.units)
     plan = make_plan(profile, make_cluster(1, 1), Request(schedule="1f1b", batch_rows=8))
     assert plan.batch_rows == 8

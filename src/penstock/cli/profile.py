@@ -24,7 +24,7 @@ from penstock.errors import UsageError
 from penstock.graph.capture import capture
 from penstock.measure.loader import measure_loader
 from penstock.measure.messages import measure_messages
-from penstock.measure.profile import profile_graph, worker_bytes
+from penstock.measure.profile import profile_graph, script_bytes, worker_bytes
 from penstock.recipes.profiled import profile_task
 from penstock.recipes.settings import make_settings
 from penstock.spec.profile import Profile, write_profile
@@ -71,14 +71,17 @@ def profile(
     with working("capturing the model") as say:
         zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
         graph = capture(zoo.module.train(training), zoo.example_args, zoo.example_kwargs)
+        base_bytes = worker_bytes()
+        more_bytes = script_bytes(base_bytes)
         say("measuring messages")
-        messages, base_bytes = measure_messages(), worker_bytes()
+        messages = measure_messages()
         loader_s_per_row = 0.0 if found is None else measure_loader(zoo, found)
         say(f"measuring the model at {rows} rows")
         calibration_s = calibrate(threads=threads)
         made = profile_graph(
             graph, lambda state: load_state(graph, state, zoo.weights), rows=sizes, threads=threads, repeats=repeats,
             training=training, messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
+            script_bytes=more_bytes,
         )  # fmt: skip
     _show(console, msgspec.structs.replace(made, model=model, loader_s_per_row=loader_s_per_row), output, json)
 

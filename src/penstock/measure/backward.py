@@ -169,6 +169,20 @@ def measure_update_s_per_byte(timing: Timing) -> float:
     return statistics.median(seconds[1:]) / sum(weight.nbytes for weight in weights)
 
 
+def measure_sum_s_per_byte(timing: Timing) -> float:
+    """Time what a bucket of gradients takes beside its messages, per byte: laid side by side, another's added."""
+    torch.set_num_threads(timing.threads)
+    gradients = [torch.ones(_UPDATED // 4) for _ in range(4)]
+    other = torch.ones(_UPDATED)
+    seconds = []
+    for _ in range(timing.repeats + 1):
+        begin = timing.clock()
+        flat = torch.cat(gradients)
+        flat += other
+        seconds.append(timing.clock() - begin)
+    return statistics.median(seconds) / other.nbytes
+
+
 def kept_bytes_per_row(graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut]) -> list[float]:
     """Give what every unit's forward keeps for its backward, in bytes for each row of the microbatch."""
     units = Trainable(graph, load, cuts)

@@ -18,10 +18,12 @@ from penstock.measure.backward import (
     Loss,
     kept_bytes_per_row,
     measure_loss,
+    measure_sum_s_per_byte,
     measure_training,
     measure_update_s_per_byte,
 )
 from penstock.measure.costs import Seconds, Timing, held_by_units, line_through, measure_seconds, working_bytes
+from penstock.memory import anonymous_bytes
 from penstock.spec.profile import Boundary, Profile, Unit
 
 ROWS = (1, 2, 4, 8)
@@ -50,6 +52,7 @@ def profile_graph(
     messages: MessageCosts | None = None,
     calibration_s: float = 0.0,
     base_bytes: float = 0.0,
+    script_bytes: float = 0.0,
 ) -> Profile:
     """Measure what every range between possible cuts takes, at several batch sizes.
 
@@ -76,12 +79,14 @@ def profile_graph(
         boundaries=_boundaries(graph, cuts),
         units=units,
         base_bytes=base_bytes,
+        script_bytes=script_bytes,
         feed_s=costs.feed_s,
         result_s=costs.result_s,
         send_s_per_byte=costs.send_s_per_byte,
         receive_s_per_byte=costs.receive_s_per_byte,
         stage_overhead_s=costs.stage_overhead_s,
         update_s_per_byte=measure_update_s_per_byte(timing) if training else 0.0,
+        sum_s_per_byte=measure_sum_s_per_byte(timing) if training else 0.0,
         calibration_s=calibration_s,
     )
 
@@ -148,6 +153,14 @@ torch.set_num_threads(1)
 torch.nn.functional.linear(torch.randn(8, 64), torch.randn(64, 64))
 print(penstock.memory.anonymous_bytes())
 """
+
+
+def script_bytes(base_bytes: float) -> float:
+    """Give what this process takes beside a worker's base: call it with the model captured and no weights loaded.
+
+    A process that feeds has the model's library and graph too, and so has every process that trains.
+    """
+    return max(0.0, (anonymous_bytes() or 0.0) - base_bytes)
 
 
 def worker_bytes() -> float:

@@ -126,7 +126,7 @@ def _single(problem: Problem, request: Request) -> list[Candidate]:
     divisions = [division for _, division in found.values()]
     if aim == "pace":
         divisions = [settle(problem, division) for division in divisions]
-    return [_candidate(problem, "stages", ((1.0, division),), request, exact=True) for division in divisions]
+    return [as_candidate(problem, "stages", ((1.0, division),), request, exact=True) for division in divisions]
 
 
 def _many(problem: Problem, request: Request) -> list[Candidate]:
@@ -138,8 +138,8 @@ def _many(problem: Problem, request: Request) -> list[Candidate]:
     found = best_divisions(problem, at_most_s=pace_s(problem, division) * (1 + 1e-9), effort=_BOUNDED_EFFORT)
     if found:
         divisions = [settle(problem, d, reach=16) for _, d in found.values()]
-        return [_candidate(problem, "stages", ((1.0, d),), request, exact=True) for d in divisions]
-    candidates = [_candidate(problem, "stages", ((1.0, division),), request, exact=False)]
+        return [as_candidate(problem, "stages", ((1.0, d),), request, exact=True) for d in divisions]
+    candidates = [as_candidate(problem, "stages", ((1.0, division),), request, exact=False)]
     if request.aim == "devices":
         candidates += _fewer(problem, request)
     return candidates
@@ -153,7 +153,7 @@ def _fewer(problem: Problem, request: Request) -> list[Candidate]:
     while low < high:
         middle = (low + high) // 2
         division = good_division(problem, order[:middle])
-        candidate = _candidate(problem, "stages", ((1.0, division),), request, exact=False) if division else None
+        candidate = as_candidate(problem, "stages", ((1.0, division),), request, exact=False) if division else None
         if candidate is not None and candidate.prediction.rows_per_s >= (request.target_rows_per_s or 0.0):
             found.append(candidate)
             high = middle
@@ -168,14 +168,14 @@ def _shared(problem: Problem, request: Request) -> list[Candidate]:
     if not found:
         return []
     kept = [d for _, d in found.values() if any(len(stage.devices) > 1 for stage in d)]
-    return [_candidate(problem, "shared stages", ((1.0, division),), request, exact=True) for division in kept]
+    return [as_candidate(problem, "shared stages", ((1.0, division),), request, exact=True) for division in kept]
 
 
 def _side_by_side(problem: Problem, divisions: tuple[Division, ...], request: Request) -> Candidate:
     rates = rates_of(problem, divisions)
     total = sum(rates)
     shares = [(rate / total, division) for rate, division in zip(rates, divisions, strict=True) if rate > 1e-9 * total]
-    return _candidate(problem, "replicas", shares, request, exact=False)
+    return as_candidate(problem, "replicas", shares, request, exact=False)
 
 
 def _replicas_that_train(problem: Problem, request: Request) -> list[Candidate]:
@@ -183,18 +183,19 @@ def _replicas_that_train(problem: Problem, request: Request) -> list[Candidate]:
     found = []
     for _, divisions, counts in best_steps(problem)[:2]:
         shares = [(count / total, division) for division, count in zip(divisions, counts, strict=True)]
-        found.append(_candidate(problem, "replicas", shares, request, exact=False))
+        found.append(as_candidate(problem, "replicas", shares, request, exact=False))
     return found
 
 
-def _candidate(
+def as_candidate(
     problem: Problem, kind: Kind, divisions: Sequence[tuple[float, Division]], request: Request, *, exact: bool
 ) -> Candidate:
+    """Name devices and cuts of pipelines, with their shares of the microbatches, and predict what they will do."""
     pipelines = tuple(_pipeline(problem, division, share) for share, division in divisions)
     pace = pace_s(problem, divisions[0][1])
-    bound = (
-        problem.setting.rows / pace if exact and kind == "stages" else bound_rows_per_s(problem, share=kind != "stages")
-    )
+    exact = exact and not problem.setting.trains  # searched for its pace, and a step also fills and drains
+    known = exact and kind == "stages"
+    bound = problem.setting.rows / pace if known else bound_rows_per_s(problem, share=kind != "stages")
     prediction = predict_pipelines(problem, pipelines, request.num_rows, bound)
     return Candidate(kind=kind, problem=problem, pipelines=pipelines, prediction=prediction, exact=exact)
 

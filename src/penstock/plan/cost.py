@@ -11,9 +11,10 @@ message is on its way. The device that feeds also loads, hands over microbatches
 first or last stage is its own, those bytes cross no link. Each of the three is a part that depends on `a`
 plus one that depends on `b`, which the search makes use of.
 
-Memory is a hard limit: what the process takes by itself; parameters, once for each tensor, with gradients
-and optimizer state in training; what forwards keep for backwards, for as many microbatches as the schedule has
-under way; the working memory of the hungriest unit; and `depth` messages on each side of the stage.
+Memory is a hard limit: what the process takes by itself, with the model's library where it feeds or trains;
+parameters, once for each tensor, with gradients and optimizer state in training; what forwards keep for backwards, for
+as many microbatches as the schedule has under way; the working memory of the hungriest unit; and `depth` messages on
+each side of the stage.
 
 In training nobody feeds: the devices with the first and the last stage load their rows of a step themselves, and
 hold them. What a step takes beside its microbatches, `step.py` and `sums.py` say.

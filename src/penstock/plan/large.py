@@ -101,6 +101,7 @@ class _Filler:
         self.memory -= problem.profile.base_bytes
         self.messages = costs.messages_bytes()
         self.memory[problem.feeder] -= self.messages[0] + self.messages[-1]
+        self.memory[slice(None) if problem.setting.trains else problem.feeder] -= problem.profile.script_bytes
         # as if neither the first nor the last stage were its own; settling looks again
         self.lost_s = np.zeros(len(rates))
         self.lost_s[problem.feeder] = problem.feeding_alone_s()

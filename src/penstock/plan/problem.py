@@ -183,7 +183,9 @@ class Problem:
 
     def _memory_terms(self, feeds: bool) -> Pair:
         messages = self.costs.messages_bytes()
-        first, last = messages + self.profile.base_bytes, messages.copy()
+        # in training every process runs the script, which has the model's library and its graph
+        script_bytes = self.profile.script_bytes if feeds or self.setting.trains else 0.0
+        first, last = messages + self.profile.base_bytes + script_bytes, messages.copy()
         if feeds:  # where the first or the last stage is elsewhere, the feeder has its own end of those messages
             first[1:] += messages[0]
             last[:-1] += messages[-1]

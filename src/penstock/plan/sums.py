@@ -29,10 +29,11 @@ class Bucket:
     first_units: dict[int, int] = field(default_factory=dict)
 
     def cpu_s(self, problem: Problem, device: int) -> float:
-        """Give the CPU seconds that the bucket's bytes take on a device."""
+        """Give the CPU seconds that the bucket's bytes take on a device: around the ring, and before it."""
         profile = problem.profile
-        per_byte = (profile.send_s_per_byte + profile.receive_s_per_byte) / problem.devices[device].speed
-        return 2 * (len(self.devices) - 1) / len(self.devices) * self.num_bytes * per_byte
+        around = 2 * (len(self.devices) - 1) / len(self.devices)
+        per_byte = around * (profile.send_s_per_byte + profile.receive_s_per_byte) + profile.sum_s_per_byte
+        return self.num_bytes * per_byte / problem.devices[device].speed
 
     def seconds(self, problem: Problem) -> float:
         """Give the seconds of a bucket from its start until every device has the sums."""

@@ -16,7 +16,7 @@ from penstock.graph.graph import Graph
 from penstock.measure.backward import Loss
 from penstock.measure.loader import measure_rows
 from penstock.measure.messages import measure_messages
-from penstock.measure.profile import profile_graph, worker_bytes
+from penstock.measure.profile import profile_graph, script_bytes, worker_bytes
 from penstock.recipes.find import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
@@ -40,10 +40,12 @@ def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7
             f"a profile is of rows of one size, and those of {settings.data} vary in length; name images or a text"
         )
     graph = capture(task.module, *task.example, dynamic=task.dynamic)
+    more_bytes = script_bytes(base_bytes)
     calibration_s = calibrate(threads=threads)
     made = profile_graph(
         graph, lambda state: load_state(graph, state, task.weights), rows=rows, threads=threads, repeats=repeats,
         training=True, loss=_loss(task, graph), messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
+        script_bytes=more_bytes,
     )  # fmt: skip
     data: Any = task.training
     return msgspec.structs.replace(made, model=settings.model, loader_s_per_row=measure_rows(data))

@@ -57,8 +57,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     - `feed_s`, `result_s`: to hand over a microbatch, and to take back and write its result;
     - `send_s_per_byte`, `receive_s_per_byte`: CPU time of the two sides of a message;
     - `stage_overhead_s`: what a stage spends on each microbatch beside its units;
+    - `sum_s_per_byte`: of gradients, to lay them into a bucket and to add another device's;
     - `update_s_per_byte`: of weights, for AdamW's step behind a step of training;
     - `base_bytes`: what a process takes before it holds a stage;
+    - `script_bytes`: what one takes beside that which has the model's library and graph: it feeds, or trains;
     - `calibration_s`: a round of reference work, by which other devices' speed is compared; 0 where not measured.
 
     Example:
@@ -76,12 +78,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     boundaries: tuple[Boundary, ...]
     units: tuple[Unit, ...]
     base_bytes: float = 0.0
+    script_bytes: float = 0.0
     loader_s_per_row: float = 0.0
     feed_s: float = 0.0
     result_s: float = 0.0
     send_s_per_byte: float = 0.0
     receive_s_per_byte: float = 0.0
     stage_overhead_s: float = 0.0
+    sum_s_per_byte: float = 0.0
     update_s_per_byte: float = 0.0
     calibration_s: float = 0.0
     version: int = 1
@@ -158,8 +162,8 @@ def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
 
 
 _NUMBERS = (
-    "base_bytes", "loader_s_per_row", "feed_s", "result_s", "send_s_per_byte", "receive_s_per_byte",
-    "stage_overhead_s", "update_s_per_byte", "calibration_s",
+    "base_bytes", "script_bytes", "loader_s_per_row", "feed_s", "result_s", "send_s_per_byte", "receive_s_per_byte",
+    "stage_overhead_s", "sum_s_per_byte", "update_s_per_byte", "calibration_s",
 )  # fmt: skip
 
 

@@ -1,0 +1,142 @@
+"""What runs on every host: measure speeds and messages, then plan and train one shape after the other."""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import penstock
+from benchmarks.training.session import LENGTH, VOCABULARY, Language, next_token_loss
+from penstock.engine.jobs import send_leave
+from penstock.engine.reduce import exchange
+from penstock.engine.worker import work
+from penstock.engine.world import FEEDER, World, join_torchrun
+from penstock.measure.messages import measure_messages
+from penstock.plan.choose import as_candidate, candidates_of, write_down
+from penstock.plan.predict import predict
+from penstock.plan.problem import Problem
+from penstock.plan.replicate import best_steps
+from penstock.plan.request import Request
+from penstock.spec.cluster import Cluster, parse_cluster
+from penstock.spec.plan import Plan, decode_plan, encode_plan
+from penstock.spec.profile import Profile
+
+STEPS, ALONE_STEPS = 3, 4
+
+
+def main() -> None:
+    """Read the session's JSON file, measure, and write the rows beside it."""
+    file = Path(sys.argv[1])
+    session = json.loads(file.read_text())
+    torch.set_num_threads(1)
+    profile = msgspec.json.decode(session["profile"], type=Profile)
+    cluster = parse_cluster(session["cluster"])
+    profile = _with_messages(profile)
+    model, ids = Language().train(), torch.randint(0, VOCABULARY, (session["batch"], LENGTH))
+    rows = []
+    for shape in session["shapes"]:
+        world = _join()
+        with world.taking_part():
+            rows.append(_train(world, profile, cluster, model, ids, tuple(shape), session["rows"]))
+            if world.rank == FEEDER:
+                print(
+                    f"{shape}: {rows[-1]['measured']:.2f} rows/s, predicted {rows[-1]['predicted']:.2f}",
+                    file=sys.stderr,
+                )
+                file.with_suffix(".rows.json").write_text(json.dumps(rows))
+
+
+def _join() -> World:
+    """Meet in another world; the first process's store keeps its port to the end."""
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    return join_torchrun()
+
+
+def _with_messages(profile: Profile) -> Profile:
+    """Measure on the last host what messages cost; every host knows."""
+    world = _join()
+    with world.taking_part():
+        if world.rank != FEEDER:
+            return msgspec.json.decode(work(world), type=Profile)
+        found = msgspec.structs.replace(profile, **asdict(measure_messages(world, num_microbatches=40)))
+        send_leave(world.transport, msgspec.json.encode(found).decode())
+        return found
+
+
+def _train(
+    world: World, profile: Profile, cluster: Cluster, model: torch.nn.Module, ids: torch.Tensor,
+    shape: tuple[int, ...], rows: int,
+) -> dict[str, Any]:  # fmt: skip
+    before = _speeds(world, profile, model, ids[:rows])
+    told = b"" if world.rank != FEEDER else encode_plan(_plan(profile, _at(cluster, before), shape, len(ids)))
+    told = exchange(world.transport, {"plan": told.decode()})[FEEDER]["plan"].encode()
+    plan = decode_plan(told)
+    with penstock.Pipeline(model, (ids[:rows],), plan=plan, world=world, threads=1) as pipe:
+        seconds = _steps(pipe, ids)
+    after = _speeds(world, profile, model, ids[:rows])
+    around = [statistics.fmean(pair) for pair in zip(before, after, strict=True)]
+    return {
+        "shape": shape, "microbatches": plan.microbatches, "measured": len(ids) / statistics.median(seconds),
+        "predicted_beforehand": plan.prediction.rows_per_s,
+        "predicted": predict(plan, profile, _at(cluster, around)).prediction.rows_per_s, "seconds": seconds,
+        "speeds": around, "cuts": [pipeline.cut_sets[0].cuts for pipeline in plan.pipelines],
+    }  # fmt: skip
+
+
+def _steps(pipe: penstock.Pipeline, ids: torch.Tensor) -> list[float]:
+    optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=3e-4))
+    mine = pipe.trainer.grid.rows(len(ids))[pipe.trainer.replica_index]
+    own, seconds = ids[mine.start : mine.stop], []
+    for _ in range(STEPS + 1):
+        begin = time.perf_counter()
+        pipe.train_step(own, own, loss_fn=next_token_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:]  # the first one makes connections, buffers and the optimizer's state
+
+
+def _speeds(world: World, profile: Profile, model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
+    """Let every host train by itself, all at once; gives their speeds in multiples of the profiled core's."""
+    expected = sum(unit.forward_s[0] + (unit.backward_s or (0.0,))[0] for unit in profile.units)
+    seconds = []
+    exchange(world.transport, {})
+    for _ in range(ALONE_STEPS + 1):
+        begin = time.perf_counter()
+        next_token_loss(model(ids), ids).backward()
+        seconds.append(time.perf_counter() - begin)
+    model.zero_grad()
+    told = exchange(world.transport, {"speed": expected / statistics.fmean(seconds[1:])})
+    return [document["speed"] for document in told]
+
+
+def _at(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
+    devices = [msgspec.structs.replace(d, speed=speed) for d, speed in zip(cluster.devices, speeds, strict=True)]
+    return msgspec.structs.replace(cluster, devices=tuple(devices))
+
+
+def _plan(profile: Profile, cluster: Cluster, shape: tuple[int, ...], batch: int) -> Plan:
+    """Give the best plan of a shape that uses every device."""
+    request = Request(schedule="1f1b", batch_rows=batch, optimizer_state_factor=2.0, replicas=False)
+    (setting,) = request.settings(profile.rows)
+    problem, total = Problem(profile, cluster, setting), setting.num_microbatches or 1
+    if len(shape) == 1:
+        found = [c for c in candidates_of(problem, request) if (c.num_devices,) == shape]
+    else:
+        ways = [(d, n) for _, d, n in best_steps(problem) if sorted(map(len, d)) == sorted(shape)]
+        shares = [[(count / total, division) for division, count in zip(*way, strict=True)] for way in ways]
+        found = [as_candidate(problem, "replicas", share, request, exact=False) for share in shares]
+    best = max(found, key=lambda candidate: candidate.prediction.rows_per_s)
+    return write_down(best, profile, cluster, request)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,10 @@
 """A model profiled as it trains: the same graph, with loss and loading."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.errors import UsageError
 from penstock.graph.stages import fingerprint
@@ -20,10 +22,13 @@ from tests.spec.samples import make_cluster
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither messages nor a worker's memory are measured here."""
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither messages nor a worker's memory are measured here; measuring sets the threads."""
     monkeypatch.setattr(profiled, "measure_messages", MessageCosts)
     monkeypatch.setattr(profiled, "worker_bytes", lambda: 1000.0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_a_profile_of_what_penstock_train_trains(tmp_path: Path) -> None:

@@ -72,3 +72,21 @@ def leaves_nothing_behind() -> Iterator[None]:
     }
     assert not new, f"left behind: {new}"
     assert not changed, f"changed in the environment: {sorted(changed)}"
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device that is not the CPU; messages may not lie on it."""
+    from penstock.engine import devices, transport
+    from tests import pretend
+
+    monkeypatch.setattr(devices, "KINDS", [*devices.KINDS, pretend.NAME])
+    for name in ("send", "receive"):
+        method = getattr(transport.MemoryTransport, name)
+
+        def on_host(self: Any, buffer: Any, *rest: Any, method: Any = method, **named: Any) -> Any:
+            assert buffer.device == devices.HOST
+            return method(self, buffer, *rest, **named)
+
+        monkeypatch.setattr(transport.MemoryTransport, name, on_host)
+    return pretend.pretend()[0]

@@ -53,9 +53,11 @@ def test_the_peer_runs_beside_it(penstock: Run, tmp_path: Path) -> None:
     assert rows["pipeline"]["peer_images_per_second"] == rows["peer"]["images_per_second"] > 0
 
 
-@pytest.mark.parametrize("arguments", [["--stages", "1,two"], ["--stages", "0"], ["--policy", "fair"]])
-def test_bad_options(arguments: list[str], penstock: Run) -> None:
-    assert penstock("bench", SMALL, *arguments)[0] == 2
+@pytest.mark.parametrize(
+    "arguments", ["--stages 1,two", "--stages 0", "--policy fair", "--device tpu", "--device cuda --peer"]
+)
+def test_bad_options(arguments: str, penstock: Run) -> None:
+    assert penstock("bench", SMALL, *arguments.split())[0] == 2
 
 
 def test_the_script_for_each_machine_ends_with_the_speed_up(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from penstock.cli.cluster import Cluster
 from penstock.cli.options import (
+    ComputesOn,
     JsonFile,
     MicrobatchSize,
     Model,
@@ -21,6 +22,7 @@ from penstock.cli.options import (
     parse_numbers,
     write_json,
 )
+from penstock.engine.devices import find_device
 from penstock.engine.jobs import send_leave
 from penstock.engine.split import POLICIES
 from penstock.engine.worker import work
@@ -59,6 +61,7 @@ def bench(
     pretrained: Pretrained = False,
     seed: Seed = 0,
     threads: Threads = None,
+    device: ComputesOn = "cpu",
     cluster: Cluster = None,
     json: JsonFile = None,
 ) -> None:
@@ -69,9 +72,13 @@ def bench(
     for name in policies:
         if name not in POLICIES:
             raise UsageError(f"the policy {name!r} is not known; use {', '.join(POLICIES)}")
+    if peer and device != "cpu":
+        raise UsageError(f"--peer runs on the CPU alone, so nothing on {device} can be held against it; leave one out")
     plans = [_read_plan(file, microbatch_size) for file in plan or []]
     most = max([*counts, *(len(chosen.devices) for chosen in plans)])
     world = join_torchrun() if under_torchrun() else None
+    if world is None:
+        find_device(device)  # before anything is started
     if world is not None and world.rank != FEEDER:
         _follow(world)
         return
@@ -83,7 +90,7 @@ def bench(
             comparison = Comparison(
                 zoo, world, num_images=num_images, passes=passes, microbatch_size=microbatch_size,
                 threads=threads, depth=depth, max_stages=most, seed=seed,
-                serial_images=serial_images, trace=report is not None,
+                serial_images=serial_images, trace=report is not None, computes_on=device,
             )  # fmt: skip
             rows: list[dict[str, Any]] = []
             runs: list[Run | None] = []

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.cli.cluster import Cluster
 from penstock.cli.options import (
+    ComputesOn,
     CutNames,
     JsonFile,
     Live,
@@ -62,6 +63,7 @@ def infer(
     pretrained: Pretrained = False,
     seed: Seed = 0,
     threads: Threads = None,
+    device: ComputesOn = "cpu",
     cluster: Cluster = None,
     json: JsonFile = None,
 ) -> None:
@@ -93,7 +95,7 @@ def infer(
                     zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
                     stages=stages or (len(world.devices) if world else 2),
                     policy=policy, cuts=cut, plan=chosen_plan, weights=zoo.weights, threads=threads, world=world,
-                    trace=trace, trace_profile=profile,
+                    device=device, trace=trace, trace_profile=profile,
                 )  # fmt: skip
             pipe.model_name = zoo.name
             _run(pipe, zoo, chosen, file, microbatch_size, json, live=live)

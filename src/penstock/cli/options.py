@@ -18,6 +18,9 @@ Policy = Annotated[str, typer.Option(help="balanced, equal-blocks, equal-size or
 CutNames = Annotated[list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Cut here; may be repeated.")]
 MicrobatchSize = Annotated[int, typer.Option(min=1, help="Rows that go through the stages together.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads per stage.")]
+ComputesOn = Annotated[
+    str, typer.Option("--device", metavar="cpu|cuda", help="What stages compute on: cpu, or a GPU for each process.")
+]
 Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="DIR", help="Record what happens when, for `penstock report DIR`.")
 ]

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from penstock.cli.options import (
+    ComputesOn,
     CutNames,
     JsonFile,
     Live,
@@ -66,6 +67,7 @@ def train(
     weights: WeightsFile = None,
     pretrained: Pretrained = False,
     threads: Threads = None,
+    device: ComputesOn = "cpu",
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row of text; of a sentence at most.")] = 128,
     num_rows: Annotated[int | None, typer.Option(min=1, help="Only so many rows of the data.")] = None,
     num_workers: Annotated[int, typer.Option(min=0, help="Processes that load data for each one that trains.")] = 0,
@@ -93,7 +95,7 @@ def train(
         "batch_size": batch_size, "epochs": epochs, "steps": steps, "optimizer": optimizer, "lr": lr,
         "lr_schedule": lr_schedule, "weight_decay": weight_decay, "clip": clip, "autocast": autocast,
         "checkpointing": checkpointing, "seed": seed, "weights": str(weights) if weights else None,
-        "pretrained": pretrained, "threads": threads, "length": length, "num_rows": num_rows,
+        "pretrained": pretrained, "threads": threads, "device": device, "length": length, "num_rows": num_rows,
         "num_workers": num_workers, "checkpoint_every": checkpoint_every, "resume": resume, "track": track or [],
         "trace": str(trace.resolve()) if trace else None, "live": live,
         "profile": profile,

@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 
 from penstock.engine.bundle import LoadState
+from penstock.engine.devices import find_device, moved, settle
 from penstock.engine.jobs import receive_state, send_state
 from penstock.engine.runtime import Runtime
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
-from penstock.engine.world import FEEDER
+from penstock.engine.world import FEEDER, World
 from penstock.graph.program import StageProgram, read_program, write_program
 
 
 def send_alone(
     transport: Transport, rank: int, program: StageProgram, load: LoadState, *, inputs: Sequence[Sequence[Tensor]],
-    sizes: Mapping[str, int], num_microbatches: int, threads: int,
+    sizes: Mapping[str, int], num_microbatches: int, threads: int, computes_on: str = "cpu",
 ) -> None:  # fmt: skip
     """Ask a rank to run the whole model by itself; `collect_alone` gives what came of it."""
     document = {
         "kind": "alone", "program": write_program(program), "sizes": dict(sizes), "threads": threads,
-        "num_inputs": len(inputs), "num_microbatches": num_microbatches,
+        "num_inputs": len(inputs), "num_microbatches": num_microbatches, "computes_on": computes_on,
     }  # fmt: skip
     send_bytes(transport, json.dumps(document).encode(), rank)
     send_state(transport, program.states, load, rank)
@@ -32,11 +33,12 @@ def send_alone(
             send_tensor(transport, tensor, rank)
 
 
-def do_alone(transport: Transport, document: Mapping[str, Any]) -> None:
+def do_alone(world: World, document: Mapping[str, Any]) -> None:
     """Run the whole model on this rank, from memory to memory, when everybody is ready."""
+    transport, device = world.transport, find_device(str(document["computes_on"]), world.position)
     program = read_program(document["program"])
     sizes = {str(name): int(size) for name, size in document["sizes"].items()}
-    runtime = Runtime(program, receive_state(transport, program.states))
+    runtime = Runtime(program, receive_state(transport, program.states, device), device)
     inputs = []
     for _ in range(int(document["num_inputs"])):
         tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.inputs]
@@ -55,15 +57,17 @@ def run_alone(
     runtime: Runtime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int,
     transport: Transport | None = None,
 ) -> tuple[list[list[Tensor]], float]:  # fmt: skip
-    """Warm up on every input, wait for the word to start, then time so many microbatches."""
+    """Warm up on every input, wait for the word to start, then time so many microbatches; outputs lie on the host."""
     with torch.inference_mode():
-        outputs = [[tensor.clone() for tensor in runtime(sizes, microbatch)] for microbatch in inputs]
+        inputs = [[moved(tensor, runtime.device) for tensor in microbatch] for microbatch in inputs]
+        outputs = [[tensor.to("cpu", copy=True) for tensor in runtime(sizes, microbatch)] for microbatch in inputs]
         if transport is not None:
             send_bytes(transport, b"ready", FEEDER)
             receive_bytes(transport, FEEDER)
         begin = time.perf_counter()
         for index in range(num_microbatches):
             runtime(sizes, inputs[index % len(inputs)])
+        settle(runtime.device)
         return outputs, time.perf_counter() - begin
 
 

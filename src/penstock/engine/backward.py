@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.devices import HOST
 from penstock.engine.runtime import Runtime, _Bound, _Step
 from penstock.graph.ops import GETITEM, Op, effect, is_random
 from penstock.graph.training import TrainingPart, written_inputs
@@ -31,7 +32,7 @@ class TrainingRuntime(Runtime):
         outputs = runtime({"batch": 4}, inputs)
     """
 
-    def __init__(self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> None:
+    def __init__(self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
         self.draw = ""
         self._parted = branches_used_again(part)
         self._written = [value.name in written_inputs(part) for value in part.program.inputs]

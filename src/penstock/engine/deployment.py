@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.bundle import LoadState
+from penstock.engine.devices import find_device
 from penstock.engine.edges import LocalEdge
 from penstock.engine.ends import JOIN_S, Ends
 from penstock.engine.executor import StageReport, StageSlot, serve
@@ -47,15 +48,15 @@ class Deployment:
         sizes: Mapping[str, int], threads: int, make: MakeRuntimes | None = None,
         ranks: Sequence[int | Turns[int]] | None = None,
         parts: Parts | None = None, number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
-        tracer: FeederTracer | None = None,
+        computes_on: str = "cpu", tracer: FeederTracer | None = None,
     ) -> None:  # fmt: skip
         self.world = world
         self.symbols = programs[0].items[0].symbols
         places = [r if isinstance(r, Turns) else Turns([r]) for r in ranks or check_world(world, len(programs))]
         self.job = StagesJob(
             number=number, ranks=tuple(places), sizes=dict(sizes), depth=depth, threads=threads,
-            device_names=tuple(world.names), trace=tracer is not None, trace_units=tracer is not None and tracer.units,
-            trace_profile=tracer is not None and tracer.profile,
+            device_names=tuple(world.names), computes_on=computes_on, trace=tracer is not None,
+            trace_units=tracer is not None and tracer.units, trace_profile=tracer is not None and tracer.profile,
         )  # fmt: skip
         _check_shared(self.job)
         self.tracer = tracer
@@ -89,7 +90,8 @@ class Deployment:
         own = self.job.stages_of(FEEDER)
         if not own:
             return {}, {}
-        runtimes = {index: _make_runtimes(index, programs[index], load, make) for index in own}
+        device = find_device(self.job.computes_on, self.world.position)
+        runtimes = {index: _make_runtimes(index, programs[index], load, make, device) for index in own}
         slots, local = build_slots(self.world.transport, self.job, runtimes)
         tell_progress(self.world, self.job, slots)
         return slots, local
@@ -263,10 +265,10 @@ def _check_shared(job: StagesJob) -> None:
 
 
 def _make_runtimes(
-    index: int, programs: Turns[StageProgram], load: LoadState | None, make: MakeRuntimes | None
+    index: int, programs: Turns[StageProgram], load: LoadState | None, make: MakeRuntimes | None, device: torch.device
 ) -> Turns[StageRuntime]:
     if make is not None:
         return make(index)
     if load is None:
         raise UsageError("a deployment needs weights to load, or modules to run; give load or make")
-    return Turns(load_programs(programs.items, load), programs.order)
+    return Turns(load_programs(programs.items, load, device), programs.order)

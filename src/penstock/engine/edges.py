@@ -1,7 +1,8 @@
 """The two ends of a cut: an inlet with receives posted ahead, an outlet with sends under way.
 
 Both have a fixed number of buffers, the depth, so a stage that is too fast waits: for a free send
-buffer, which is free when the next stage has posted a receive for it.
+buffer, which is free when the next stage has posted a receive for it. Buffers lie on the host; those
+beside a GPU are pinned, which is what it copies from and to at full speed.
 """
 
 import queue
@@ -56,7 +57,10 @@ class RemoteInlet:
 
     width = 1
 
-    def __init__(self, transport: Transport, source: int, channel: int, layout: Formats, num_bytes: int, depth: int):
+    def __init__(
+        self, transport: Transport, source: int, channel: int, layout: Formats, num_bytes: int, depth: int, *,
+        pinned: bool = False,
+    ) -> None:  # fmt: skip
         self._transport = transport
         self._source = source
         self._channel = channel
@@ -65,7 +69,7 @@ class RemoteInlet:
         self._taken: deque[Tensor] = deque()
         self._track: Track | None = None
         for _ in range(depth):
-            self._post(torch.zeros(num_bytes, dtype=torch.uint8))
+            self._post(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned))
 
     def take(self) -> Message:
         """Wait for the next message."""
@@ -104,12 +108,15 @@ class RemoteOutlet:
 
     width = 1
 
-    def __init__(self, transport: Transport, to: int, channel: int, layout: Formats, num_bytes: int, depth: int):
+    def __init__(
+        self, transport: Transport, to: int, channel: int, layout: Formats, num_bytes: int, depth: int, *,
+        pinned: bool = False,
+    ) -> None:  # fmt: skip
         self._transport = transport
         self._to = to
         self._channel = channel
         self._format = layout
-        self._free = deque(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(depth))
+        self._free = deque(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(depth))
         self._sending: deque[tuple[Pending, Tensor]] = deque()
         self._depth = depth
         self._track: Track | None = None

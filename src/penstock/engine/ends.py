@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from penstock.engine.devices import HOST
 from penstock.engine.edges import Inlet, LocalEdge, Outlet
 from penstock.engine.executor import StageReport
 from penstock.engine.jobs import StagesJob
@@ -175,7 +176,7 @@ class Ends:
                     message.kind,
                     message.index,
                     message.sizes,
-                    [copy_exactly(t) for t in message.tensors],
+                    [copy_exactly(t, HOST) for t in message.tensors],
                     message.body,
                 )
                 if kept.kind != CLOSE:  # nothing may stay posted behind it

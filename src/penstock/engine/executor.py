@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.engine.devices import held_bytes, moved, settle
 from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.layout import copy_exactly
 from penstock.engine.messages import CLOSE, DATA, END, Message
@@ -18,7 +19,6 @@ from penstock.engine.reference import measure_alone
 from penstock.engine.runtime import Runtime, StageRuntime
 from penstock.engine.turns import Turns
 from penstock.errors import ConnectionBroken, RunError, TransportError
-from penstock.memory import anonymous_bytes
 from penstock.plan.schedule import Action
 from penstock.tracing.record import Recorder
 from penstock.tracing.trace import Alone
@@ -30,7 +30,7 @@ class StageReport:
 
     `compute_cpu_s` is CPU time of the thread that computes while it computes; where it falls behind `compute_s`
     something else had the core. `cpu_s` is CPU time of the whole process during the stream, `memory_bytes` what the
-    process held when the stage had done its last microbatch (see `anonymous_bytes`).
+    process held, on a GPU there, when the stage had done its last microbatch (see `held_bytes`).
     """
 
     stage: int
@@ -128,7 +128,9 @@ def _forward(slot: StageSlot, microbatch: int) -> int:
     cpu_s = time.thread_time()
     sizes = dict(zip(runtime.program.symbols, message.sizes, strict=True))
     try:
+        message.tensors = [moved(tensor, runtime.device) for tensor in message.tensors]
         outputs = _run(slot, runtime, sizes, message)
+        settle(runtime.device)
     except RunError as error:
         raise RunError(f"stage {slot.index}, microbatch {microbatch}: {error}") from error
     computed = slot.clock()
@@ -210,7 +212,7 @@ def _pass_on(slot: StageSlot, message: Message) -> None:
     if message.kind == END:
         if slot.report.num_microbatches:
             slot.report.cpu_s = time.process_time() - slot.began_cpu_s
-            slot.report.memory_bytes = anonymous_bytes()
+            slot.report.memory_bytes = held_bytes(slot.runtimes.items[0].device)
             if slot.kept:
                 slot.alone = measure_alone(slot.index, slot.runtimes, list(slot.kept.values()))
         reports = json.loads(message.body or b"[]")

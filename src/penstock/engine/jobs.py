@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.bundle import LoadState, read_part
+from penstock.engine.devices import HOST, find_device, moved
 from penstock.engine.runtime import Runtime, StageRuntime
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.turns import Turns
@@ -42,7 +43,8 @@ class Parts:
 class StagesJob:
     """Serve some stages of a pipeline until told to stop.
 
-    `ranks` has for every stage the ranks that take turns on it, mostly one.
+    `ranks` has for every stage the ranks that take turns on it, mostly one; `computes_on` is the name of what each
+    of them finds on its own machine (see `find_device`).
     """
 
     number: int
@@ -51,6 +53,7 @@ class StagesJob:
     depth: int
     threads: int
     device_names: tuple[str, ...]
+    computes_on: str = "cpu"
     trace: bool = False
     trace_units: bool = False
     trace_profile: bool = False
@@ -88,7 +91,7 @@ def send_stages(
             "depth": job.depth, "threads": job.threads, "device_names": list(job.device_names),
             "programs": texts, "turns": list(parts.order if parts else programs[0].order),
             "plan": parts.plan if parts else "", "device": parts.devices[rank] if parts else "",
-            "trace": job.trace, "trace_units": job.trace_units,
+            "computes_on": job.computes_on, "trace": job.trace, "trace_units": job.trace_units,
             "trace_profile": job.trace_profile,
         }  # fmt: skip
         send_bytes(transport, json.dumps(document).encode(), rank)
@@ -108,8 +111,8 @@ def send_state(transport: Transport, states: Iterable[State], load: LoadState, r
     send_bytes(transport, checksum.to_bytes(8, "little"), rank)
 
 
-def receive_state(transport: Transport, states: Iterable[State]) -> dict[str, Tensor]:
-    """Receive state tensor by tensor, each straight into its place.
+def receive_state(transport: Transport, states: Iterable[State], device: torch.device = HOST) -> dict[str, Tensor]:
+    """Receive state tensor by tensor, on the host each straight into its place.
 
     Raises `TransportError` when it does not arrive as it was sent.
     """
@@ -118,7 +121,7 @@ def receive_state(transport: Transport, states: Iterable[State]) -> dict[str, Te
     for state in states:
         tensor = torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
         receive_tensor(transport, tensor, FEEDER)
-        tensors[state.value.name] = tensor
+        tensors[state.value.name] = moved(tensor, device)
         checksum = _add_up(checksum, tensor)
     if receive_bytes(transport, FEEDER) != checksum.to_bytes(8, "little"):
         raise TransportError("weights arrived damaged: their checksum does not fit; check the network and try again")
@@ -173,11 +176,11 @@ def receive_job(transport: Transport) -> dict[str, Any]:
 
 
 def read_stages(
-    transport: Transport, document: Mapping[str, Any], make: MakeRuntime | None = None, bundle: Path | None = None
+    world: World, document: Mapping[str, Any], make: MakeRuntime | None = None, bundle: Path | None = None
 ) -> tuple[StagesJob, dict[int, Turns[StageRuntime]]]:
     """Read a stages job and receive its weights, make its stages where they are modules, or read them from a bundle.
 
-    Raises `UsageError` for a job of modules or parts in a process that has none.
+    Raises `UsageError` for a job of modules or parts in a process that has none, and as `find_device` does.
     """
     job = StagesJob(
         number=int(document["number"]),
@@ -188,21 +191,23 @@ def read_stages(
         depth=int(document["depth"]),
         threads=int(document["threads"]),
         device_names=tuple(str(name) for name in document["device_names"]),
+        computes_on=str(document["computes_on"]),
         trace=bool(document["trace"]),
         trace_units=bool(document["trace_units"]),
         trace_profile=bool(document["trace_profile"]),
     )
+    device = find_device(job.computes_on, world.position)
     order = [int(turn) for turn in document["turns"]]
     runtimes: dict[int, Turns[StageRuntime]] = {}
     for index, texts in document["programs"].items():
         if document["kind"] == "parts":
             if bundle is None:
                 raise UsageError("the stages come from a bundle, which this process has not; give it the folder")
-            runtimes[int(index)] = load_part(bundle / document["device"], document["plan"], order)
+            runtimes[int(index)] = load_part(bundle / document["device"], document["plan"], order, device)
         elif document["kind"] == "stages":
             programs = [read_program(text) for text in texts]
-            tensors = receive_state(transport, states_of(programs))
-            runtimes[int(index)] = Turns([Runtime(program, tensors) for program in programs], order)
+            tensors = receive_state(world.transport, states_of(programs), device)
+            runtimes[int(index)] = Turns([Runtime(program, tensors, device) for program in programs], order)
         elif make is None:
             raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
         else:
@@ -210,18 +215,19 @@ def read_stages(
     return job, runtimes
 
 
-def load_part(folder: Path, plan: str, order: Sequence[int]) -> Turns[StageRuntime]:
+def load_part(folder: Path, plan: str, order: Sequence[int], device: torch.device = HOST) -> Turns[StageRuntime]:
     """Make a stage's runtimes from a device's part of a bundle."""
     programs, tensors = read_part(folder, plan)
-    return Turns([Runtime(program, tensors) for program in programs], order)
+    there = {name: moved(tensor, device) for name, tensor in tensors.items()}
+    return Turns([Runtime(program, there, device) for program in programs], order)
 
 
-def load_program(program: StageProgram, load: LoadState) -> Runtime:
+def load_program(program: StageProgram, load: LoadState, device: torch.device = HOST) -> Runtime:
     """Make a runtime in this process."""
-    return load_programs([program], load)[0]
+    return load_programs([program], load, device)[0]
 
 
-def load_programs(programs: Sequence[StageProgram], load: LoadState) -> list[Runtime]:
+def load_programs(programs: Sequence[StageProgram], load: LoadState, device: torch.device = HOST) -> list[Runtime]:
     """Make runtimes in this process that share what they have in common."""
-    tensors = {state.value.name: load(state) for state in states_of(programs)}
-    return [Runtime(program, tensors) for program in programs]
+    tensors = {state.value.name: moved(load(state), device) for state in states_of(programs)}
+    return [Runtime(program, tensors, device) for program in programs]

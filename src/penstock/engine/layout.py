@@ -75,22 +75,26 @@ def unpack(source: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Se
     return _spread(flat.view(stored), strides).as_strided(shape, strides)
 
 
-def copy_exactly(tensor: Tensor) -> Tensor:
-    """Copy a tensor together with its strides."""
+def copy_exactly(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Copy a tensor together with its strides, to another device if one is given."""
+    here = device is None or tensor.device == device
     if tensor.is_contiguous():
-        return tensor.clone()
+        return tensor.clone() if here else tensor.to(device)
     shape, strides = stored_shape(tensor.shape, tensor.stride()), tensor.stride()
-    return _spread(tensor.as_strided(shape, strides), strides).as_strided(tensor.shape, strides)
+    stored = tensor.as_strided(shape, strides)
+    # on its way to another device it loses gaps, and nothing else
+    stored = _spread(stored if here else stored.to(device), strides)
+    return stored.as_strided(tensor.shape, strides)
 
 
 def _spread(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """Copy a tensor into fresh memory with these strides."""
-    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
+    """Copy a tensor into fresh memory of its device with these strides."""
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     if not _overlaps(tensor.shape, strides):
         return copy.copy_(tensor)
     # as of `unfold`: elements share memory, which `copy_` refuses; equal values may be written twice
     memory = copy.as_strided((copy.untyped_storage().nbytes() // copy.itemsize,), (1,))
-    places = torch.arange(memory.numel()).as_strided(tensor.shape, strides)
+    places = torch.arange(memory.numel(), device=memory.device).as_strided(tensor.shape, strides)
     memory[places.flatten()] = tensor.flatten()
     return copy
 

@@ -17,6 +17,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.utils import _pytree as pytree
 
 from penstock.cluster.launch import WorkerExit
+from penstock.engine.devices import HOST
 from penstock.engine.health import Health
 from penstock.engine.jobs import MakeRuntime
 from penstock.engine.runtime import StageRuntime
@@ -81,13 +82,15 @@ def chain(
 
 
 class ModuleRuntime:
-    """Runs a module as a stage; called like `Runtime`.
+    """Runs a module as a stage, where the module lies; called like `Runtime`.
 
     Raises `RunError` when the module fails or returns tensors that do not fit its interface.
     """
 
     def __init__(self, module: nn.Module, program: StageProgram, plain: Mapping[int, Any], spec: Any | None) -> None:
         self.program = program
+        lies = [tensor.device for tensor in [*module.parameters(), *module.buffers()]]
+        self.device = lies[0] if lies else HOST
         self._module = module
         self._plain = plain
         self._spec = spec

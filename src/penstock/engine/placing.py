@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.engine.bundle import LoadState, interfaces, read_bundle
 from penstock.engine.deployment import Deployment, Replicas
+from penstock.engine.devices import find_device
 from penstock.engine.divide import divide_plan, order_of
 from penstock.engine.jobs import Parts, load_part
 from penstock.engine.progress import STALL_S
@@ -23,7 +24,7 @@ from penstock.spec.plan import Pipeline, Plan
 
 def place(
     world: World, graph: Graph, plan: Plan, load: LoadState, *, threads: int, number: int = 0, stall_s: float = STALL_S,
-    tracer: FeederTracer | None = None,
+    computes_on: str = "cpu", tracer: FeederTracer | None = None,
 ) -> Replicas:  # fmt: skip
     """Send every device its stages and give what streams through them.
 
@@ -41,7 +42,7 @@ def place(
     deployments = [
         Deployment(
             world, programs, load, sizes=sizes, threads=threads, ranks=_places(pipeline, ranks),
-            number=number + index, depth=plan.depth, stall_s=stall_s, tracer=tracer,
+            number=number + index, depth=plan.depth, stall_s=stall_s, computes_on=computes_on, tracer=tracer,
         )
         for index, (pipeline, programs) in enumerate(zip(plan.pipelines, divide_plan(graph, plan), strict=True))
     ]  # fmt: skip
@@ -49,7 +50,7 @@ def place(
 
 
 def place_bundle(
-    world: World, folder: Path, *, threads: int, number: int = 0, stall_s: float = STALL_S
+    world: World, folder: Path, *, threads: int, number: int = 0, stall_s: float = STALL_S, computes_on: str = "cpu"
 ) -> tuple[Replicas, StageProgram]:
     """Have every device read its part of a bundle; gives what streams through them, and what goes in and comes out.
 
@@ -64,13 +65,14 @@ def place_bundle(
         parts = Parts(fingerprint(plan), names, order_of(pipeline))
 
         def own(_stage: int, parts: Parts = parts) -> Turns[StageRuntime]:
-            return load_part(folder / parts.devices[FEEDER], parts.plan, parts.order)
+            device = find_device(computes_on, world.position)
+            return load_part(folder / parts.devices[FEEDER], parts.plan, parts.order, device)
 
         deployments.append(
             Deployment(
                 world, interfaces(interface, len(pipeline.stages)), None, sizes=sizes, threads=threads,
                 ranks=_places(pipeline, ranks), make=own, parts=parts, number=number + index, depth=plan.depth,
-                stall_s=stall_s,
+                stall_s=stall_s, computes_on=computes_on,
             )
         )  # fmt: skip
     return Replicas(deployments, turns([pipeline.share for pipeline in plan.pipelines])), interface

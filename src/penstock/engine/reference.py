@@ -10,6 +10,7 @@ import torch
 
 from penstock.cluster.launch import quota_cores
 from penstock.engine.calibrate import calibrate
+from penstock.engine.devices import settle
 from penstock.engine.messages import Message
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.turns import Turns
@@ -31,6 +32,7 @@ def measure_alone(stage: int, runtimes: Turns[StageRuntime], kept: Sequence[Mess
         for message in kept:
             runtime = runtimes[message.index]
             runtime(dict(zip(runtime.program.symbols, message.sizes, strict=True)), message.tensors)
+            settle(runtime.device)
         count += 1
     num = count * len(kept)
     return Alone(stage, (time.perf_counter() - begin_s) / num, (time.process_time() - begin_cpu_s) / num)

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.engine.devices import HOST, moved
 from penstock.errors import OutOfMemory, ProgramError, RunError
 from penstock.graph.calls import check_amounts
 from penstock.graph.encoding import StageDevice
 from penstock.graph.expressions import Size
-from penstock.graph.ops import GETITEM, Op, Ref, Value, references, resolve_operator
+from penstock.graph.ops import GETITEM, Op, Ref, Value, is_factory, references, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.memory import is_out_of_memory
 
@@ -48,16 +49,17 @@ class _Bound:
 
 
 class StageRuntime(Protocol):
-    """What the executor runs for one stage."""
+    """What the executor runs for one stage; inputs lie on its device, and so do outputs."""
 
     program: StageProgram
+    device: torch.device
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on one microbatch; `sizes` gives every symbol of the program its value."""
 
 
 class Runtime:
-    """A stage program with its weights, callable.
+    """A stage program with its weights on a device, callable.
 
     Example:
         runtime = Runtime(program, {"head.weight": weight, ...})
@@ -67,11 +69,9 @@ class Runtime:
     `RunError` naming the operation where one fails.
     """
 
-    def __init__(
-        self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device | None = None
-    ) -> None:
+    def __init__(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
         self.program = program
-        self.device = device or torch.device("cpu")
+        self.device = device
         self._indices = self._number()
         self._state = [self._check(state.value, tensors) for state in program.states]
         self._inputs = [self._indices[value.name] for value in program.inputs]
@@ -136,7 +136,7 @@ class Runtime:
                 f"{name!r} is {tensor.dtype} {tuple(tensor.shape)} but the program wants "
                 f"{value.dtype} {value.evaluate({})}; use the weights of this model"
             )
-        return tensor.to(self.device)
+        return moved(tensor, self.device)
 
     def _bind(self, sizes: Mapping[str, int]) -> _Bound:
         registers: list[Any] = [None] * len(self._indices)
@@ -162,6 +162,8 @@ class Runtime:
         else:
             function = resolve_operator(op.target)
         keywords = {key: self._settle(argument, sizes) for key, argument in op.keywords.items()}
+        if self.device != HOST and keywords.get("device") is None and is_factory(op):
+            keywords["device"] = self.device  # what an operator makes of nothing is made on the CPU otherwise
         check_amounts(op, arguments, keywords)
         if any(True for argument in op.keywords.values() for _ in references(argument)):
             function, arguments, keywords = _positional(function, arguments, keywords)

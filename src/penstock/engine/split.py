@@ -211,13 +211,14 @@ def split(
 
 
 def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
-    """Read one tensor of a model's state: constants from the graph, the rest by name from the weights."""
+    """Read one tensor of a model's state to the host: constants from the graph, the rest by name from the weights."""
     if state.kind == "constant":
-        return graph.constants[state.source]
+        return graph.constants[state.source].cpu()
     if state.kind == "buffer" and state.source not in weights.names():
-        return graph.constants[state.source]  # a buffer that checkpoints leave out: computed when the model was built
+        # a buffer that checkpoints leave out: computed when the model was built
+        return graph.constants[state.source].cpu()
     tensor = weights.load(state.source)
     wanted = state.value.evaluate({})
     if tuple(tensor.shape) != wanted:
         raise UsageError(f"{state.source} is {tuple(tensor.shape)} in the weights but {wanted} in the model")
-    return tensor.detach().to(state.value.dtype)
+    return tensor.detach().to("cpu", state.value.dtype)

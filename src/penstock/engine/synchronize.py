@@ -183,8 +183,9 @@ class Synchronizer:
                 return
 
     def _reduce(self, bucket: Bucket) -> dict[str, Tensor]:
-        flat = torch.cat([self._take(weight).reshape(-1) for weight in bucket.weights])
+        # what travels lies on the host
+        flat = torch.cat([self._take(weight).reshape(-1) for weight in bucket.weights]).cpu()
         all_reduce(self._transport, flat, bucket.weights[0].ranks, _BUCKET_CHANNELS + bucket.number)
         shapes = [weight.leaves[0].shape for weight in bucket.weights]
-        parts = flat.split([shape.numel() for shape in shapes])
+        parts = flat.to(bucket.weights[0].leaves[0].device).split([shape.numel() for shape in shapes])
         return {w.name: part.view(shape) for w, shape, part in zip(bucket.weights, shapes, parts, strict=True)}

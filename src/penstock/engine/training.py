@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backward import TrainingRuntime
+from penstock.engine.devices import settle
 from penstock.engine.edges import Inlet, Outlet
 from penstock.engine.halves import WeightHalf, backward_inputs, backward_weights
 from penstock.engine.layout import copy_exactly
@@ -131,6 +132,7 @@ class TrainingStage:
 
     def _computed(self, kind: str, microbatch: int) -> None:
         """Count what was computed since the last message, and record it."""
+        settle(self.runtime.device)
         (begin_s, begin_cpu_s), end_s = self._since, self.clock()
         if kind == "F":
             self.forward_s += end_s - begin_s
@@ -245,7 +247,7 @@ class TrainingStage:
         self.taken[kind] += 1
         if message.index != microbatch or message.kind != DATA:
             raise TransportError(f"expected microbatch {microbatch}, got {message}: a message was lost or repeated")
-        tensors = [copy_exactly(tensor) for tensor in message.tensors]
+        tensors = [copy_exactly(tensor, self.runtime.device) for tensor in message.tensors]
         inlet.release()
         self.wait_s += self.clock() - self._since[0]
         self._begin()

@@ -176,12 +176,15 @@ def receive_bytes(transport: Transport, source: int, channel: int = CONTROL_CHAN
 
 
 def send_tensor(transport: Transport, tensor: Tensor, to: int, channel: int = CONTROL_CHANNEL) -> None:
-    """Send a tensor whose shape and dtype the receiver knows."""
+    """Send a tensor whose shape and dtype the receiver knows, from wherever it lies."""
     if tensor.numel():
-        transport.send(tensor.detach().contiguous().reshape(-1).view(torch.uint8), to, channel).wait()
+        transport.send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), to, channel).wait()
 
 
 def receive_tensor(transport: Transport, tensor: Tensor, source: int, channel: int = CONTROL_CHANNEL) -> None:
-    """Fill a contiguous tensor with what `send_tensor` sent."""
+    """Fill a contiguous tensor, wherever it lies, with what `send_tensor` sent."""
     if tensor.numel():
-        transport.receive(tensor.reshape(-1).view(torch.uint8), source, channel).wait()
+        arriving = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
+        transport.receive(arriving.reshape(-1).view(torch.uint8), source, channel).wait()
+        if arriving is not tensor:
+            tensor.copy_(arriving)

@@ -23,7 +23,7 @@ def build_slots(
     transport: Transport, job: StagesJob, runtimes: Mapping[int, Turns[StageRuntime]]
 ) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
     """Put a rank's stages between their edges; gives the stages and the edges within this process."""
-    wiring = _Wiring(transport, job)
+    wiring = _Wiring(transport, job, pinned=any(turns.items[0].device.type == "cuda" for turns in runtimes.values()))
     slots: dict[int, StageSlot] = {}
     for index, turns in sorted(runtimes.items()):
         programs = turns.map(lambda runtime: runtime.program)
@@ -66,6 +66,7 @@ class _Wiring:
     transport: Transport
     job: StagesJob
     local: dict[int, LocalEdge] = field(default_factory=dict)
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         self._ends = [Turns([FEEDER]), *self.job.ranks, Turns([FEEDER])]
@@ -77,7 +78,8 @@ class _Wiring:
             if rank == self.transport.rank:
                 return self._local(edge)
             return RemoteInlet(
-                self.transport, rank, self._channel(edge), layout, layout.largest(job.sizes), job.depth
+                self.transport, rank, self._channel(edge), layout, layout.largest(job.sizes), job.depth,
+                pinned=self.pinned,
             )  # fmt: skip
 
         inlets = before.map(from_rank).items
@@ -92,7 +94,8 @@ class _Wiring:
             if rank == self.transport.rank:
                 return self._local(edge)
             return RemoteOutlet(
-                self.transport, rank, self._channel(edge), layout, layout.largest(job.sizes), job.depth
+                self.transport, rank, self._channel(edge), layout, layout.largest(job.sizes), job.depth,
+                pinned=self.pinned,
             )  # fmt: skip
 
         outlets = self._ends[edge + 1].map(to_rank)

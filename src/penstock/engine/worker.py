@@ -46,12 +46,12 @@ def do_job(
 ) -> None:
     """Do one job: run a model alone, or serve stages until they are closed."""
     if document["kind"] == "alone":
-        do_alone(world.transport, document)
+        do_alone(world, document)
         return
     if document["kind"] == "peer":
         send_bytes(world.transport, json.dumps(do_peer(world, document)).encode(), FEEDER)
         return
-    job, runtimes = read_stages(world.transport, document, make, bundle)
+    job, runtimes = read_stages(world, document, make, bundle)
     torch.set_num_threads(job.threads)
     slots, _ = build_slots(world.transport, job, runtimes)
     tell_progress(world, job, slots)

@@ -60,6 +60,7 @@ class World:
     bandwidths: list[float | None]  # bytes per second of each rank's link, where it is known
     workers: Workers | None = None
     hosts: list[str] = field(default_factory=list)  # each rank's, as plans name devices
+    position: int = 0  # of this process among those of its machine, which may share GPUs
     cores: int | None = None  # of this process alone, where it shares a machine with others of the same run
     reason_s: float = _REASON_S
     clock: Clock = time.perf_counter  # of everything that is recorded in this process
@@ -143,6 +144,7 @@ def join_torchrun() -> World:
         list(range(size)),
     )  # fmt: skip
     world.cores = cores
+    world.position = int(os.environ.get("LOCAL_RANK", rank))
     return world
 
 
@@ -180,7 +182,9 @@ def join_local(port: int, rank: int, size: int) -> World:
     """Join, as a worker, the process that started this one."""
     store = TCPStore(LOOPBACK, port, None, False, datetime.timedelta(seconds=120), wait_for_workers=False)
     watch = TCPStore(LOOPBACK, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
-    return _join(store, watch, rank, size, LOOPBACK, "run0", f"worker {rank}", list(range(1, size)))
+    world = _join(store, watch, rank, size, LOOPBACK, "run0", f"worker {rank}", list(range(1, size)))
+    world.position = rank - 1  # the feeding process computes nothing
+    return world
 
 
 def _join(

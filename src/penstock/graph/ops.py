@@ -134,6 +134,14 @@ def _undeclared_effect(op: Op) -> Effect:
     return Effect(shares=tuple(op.uses()), writes=())
 
 
+def is_factory(op: Op) -> bool:
+    """Tell whether an operation makes a tensor of no other, on a device that it can be told."""
+    if op.target == GETITEM:
+        return False
+    arguments = resolve_operator(op.target)._schema.arguments
+    return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
+
+
 def is_random(op: Op) -> bool:
     """Tell whether an operation draws random numbers."""
     return op.target != GETITEM and torch.Tag.nondeterministic_seeded in resolve_operator(op.target).tags

@@ -62,7 +62,7 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Pip
         policy=settings.policy, cuts=settings.cuts, seed=settings.seed, weights=task.weights, dynamic=task.dynamic,
         autocast=torch.bfloat16 if settings.autocast else None, checkpointing=settings.checkpointing,
         threads=settings.threads or (world.cores if world else None), world=world, trace=settings.trace,
-        trace_profile=settings.profile,
+        trace_profile=settings.profile, device=settings.device,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weights: str | None = None
     pretrained: bool = False
     threads: Positive | None = None
+    device: str = "cpu"
     length: Annotated[int, Meta(ge=2)] = 128
     num_rows: Positive | None = None
     num_workers: Annotated[int, Meta(ge=0)] = 0

@@ -4,8 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
+from penstock.engine.devices import find_device
 from penstock.engine.jobs import send_leave
 from penstock.engine.placing import place_bundle
 from penstock.engine.streaming import StreamReport
@@ -27,15 +29,16 @@ class BundledPipeline:
 
     Inputs and outputs are the model's tensors in order, without names. A process that does not feed works until
     the feeding process leaves, and its `stream` gives nothing. Raises `ProgramError` for a part that is damaged or
-    of another plan, `PlanError` where the run's hosts are not the plan's devices.
+    of another plan, `PlanError` where the run's hosts are not the plan's devices. `device` is as for `Pipeline`.
     """
 
-    def __init__(self, folder: str | Path, *, threads: int | None = None) -> None:
+    def __init__(self, folder: str | Path, *, threads: int | None = None, device: str | torch.device = "cpu") -> None:
         folder = Path(folder).absolute()
         self._world: World
         if under_torchrun():
             self._world = join_torchrun()
         else:
+            find_device(device)  # before anything is started
             self._world = start_local(len(read_plan(folder / "plan.json").devices), {BUNDLE: str(folder)})
         self._feeds = self._world.rank == FEEDER
         try:
@@ -43,7 +46,7 @@ class BundledPipeline:
                 work(self._world, bundle=folder)
                 return
             count = threads or threads_per_stage(self._world)
-            self._pipelines, self._interface = place_bundle(self._world, folder, threads=count)
+            self._pipelines, self._interface = place_bundle(self._world, folder, threads=count, computes_on=str(device))
         except BaseException as error:
             self._world.health.report(error)
             self._world.close(0.0)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.engine.alone import collect_alone, release_alone, run_alone, send_alone
 from penstock.engine.bundle import LoadState
+from penstock.engine.devices import find_device
 from penstock.engine.jobs import load_program
 from penstock.engine.world import FEEDER, World
 from penstock.graph.program import StageProgram
@@ -22,7 +23,7 @@ class WholeModel:
 
     def __init__(
         self, world: World, program: StageProgram, load: LoadState, *,
-        inputs: Sequence[Sequence[Tensor]], sizes: Mapping[str, int], threads: int,
+        inputs: Sequence[Sequence[Tensor]], sizes: Mapping[str, int], threads: int, computes_on: str = "cpu",
     ) -> None:  # fmt: skip
         self._world = world
         self._program = program
@@ -30,6 +31,7 @@ class WholeModel:
         self._inputs = inputs
         self._sizes = sizes
         self._threads = threads
+        self._computes_on = computes_on
 
     def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
         """Take so many microbatches on each of these ranks, all at once.
@@ -41,13 +43,14 @@ class WholeModel:
         for rank in others:
             send_alone(
                 transport, rank, self._program, self._load, inputs=self._inputs, sizes=self._sizes,
-                num_microbatches=count, threads=self._threads,
+                num_microbatches=count, threads=self._threads, computes_on=self._computes_on,
             )  # fmt: skip
         release_alone(transport, others)
         results: list[tuple[list[list[Tensor]], float]] = []
         if FEEDER in ranks:
             torch.set_num_threads(self._threads)
-            runtime = load_program(self._program, self._load)
+            device = find_device(self._computes_on, self._world.position)
+            runtime = load_program(self._program, self._load, device)
             results.append(run_alone(runtime, self._sizes, self._inputs, count))
         results += [collect_alone(transport, rank, self._program, self._sizes, len(self._inputs)) for rank in others]
         return results[0][0], [seconds for _, seconds in results]

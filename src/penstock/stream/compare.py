@@ -50,9 +50,10 @@ class Comparison:
     def __init__(
         self, zoo: ZooModel, world: World, *, num_images: int, passes: int, microbatch_size: int,
         threads: int | None, depth: int, max_stages: int, seed: int = 0, serial_images: int | None = None,
-        trace: bool = False,
+        trace: bool = False, computes_on: str = "cpu",
     ) -> None:  # fmt: skip
         self._trace = trace
+        self._computes_on = computes_on
         self.last_run: Run | None = None  # what the last row's last pass recorded
         self._zoo = zoo
         self._world = world
@@ -70,8 +71,9 @@ class Comparison:
             for _ in range(_NUM_DISTINCT)
         ]
         self._whole = WholeModel(
-            world, divide(self.graph, [])[0], self._load, inputs=self._inputs, sizes=self._sizes, threads=self._threads
-        )
+            world, divide(self.graph, [])[0], self._load, inputs=self._inputs, sizes=self._sizes,
+            threads=self._threads, computes_on=computes_on,
+        )  # fmt: skip
         self._ceilings = Ceilings(
             self._whole, world.devices, num_microbatches=max(8, self._num_microbatches // 4), rows=self._rows
         )
@@ -94,6 +96,7 @@ class Comparison:
             "microbatch_size": self._rows,
             "threads": self._threads,
             "depth": self._depth,
+            "computes_on": self._computes_on,
             "devices": [self._world.names[rank] for rank in self._world.devices],
             "torch": torch.__version__,
         }
@@ -147,7 +150,7 @@ class Comparison:
         return Deployment(
             world, divide_in_turns(self.graph, [cuts]), self._load, sizes=self._sizes, threads=self._threads,
             ranks=ranks, number=self._number, depth=self._depth,
-            tracer=FeederTracer(world) if self._trace else None,
+            computes_on=self._computes_on, tracer=FeederTracer(world) if self._trace else None,
         )  # fmt: skip
 
     def calibrated(self, cluster: Cluster, profile: Profile, rates: Sequence[float] | None = None) -> Cluster:
@@ -170,7 +173,10 @@ class Comparison:
 
         def deploy() -> Replicas:
             number, self._number = self._number + 1, self._number + len(plan.pipelines)
-            return place(self._world, self.graph, plan, self._load, threads=self._threads, number=number)
+            return place(
+                self._world, self.graph, plan, self._load, threads=self._threads, number=number,
+                computes_on=self._computes_on,
+            )  # fmt: skip
 
         measured = self._stream(deploy, len(self._world.devices), len(ranks))
         cuts = [", ".join(cut_set.cuts) for pipeline in plan.pipelines for cut_set in pipeline.cut_sets]

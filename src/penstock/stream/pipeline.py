@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from penstock.cluster.launch import available_cores
 from penstock.engine.bundle import LoadState
 from penstock.engine.deployment import DEPTH, Deployment, MakeRuntimes, Replicas
+from penstock.engine.devices import find_device
 from penstock.engine.divide import divide_in_turns
 from penstock.engine.executor import execute
 from penstock.engine.jobs import (
@@ -74,6 +75,8 @@ class Pipeline(TrainingMethods):
         weights: where tensors are read from, one at a time; the model itself where not given.
         threads: per stage; what this machine's cores allow where not given.
         depth: microbatches that may wait at a cut.
+        device: what stages compute on, `cpu` or `cuda`: then each process takes the GPU of its number on its machine,
+            and shares it where there are fewer. Outputs come to the CPU. A list of modules computes where they lie.
         trace: a folder for what a stream did and when, which `penstock report` reads; each stream replaces the last.
             A training is written when the pipeline is closed.
         trace_units: also record every operation, which costs a few percent.
@@ -112,6 +115,7 @@ class Pipeline(TrainingMethods):
         dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
         threads: int | None = None,
         depth: int = DEPTH,
+        device: str | torch.device = "cpu",
         stall_s: float = STALL_S,
         world: World | None = None,
         replicas: int | None = None,
@@ -133,13 +137,16 @@ class Pipeline(TrainingMethods):
         self._owns_world = world is None
         self._closed = False
         self._plan: Plan | None = None
+        self._computes_on = str(device)
+        if world is None and not under_torchrun():
+            find_device(device)  # before anything is started
         args, kwargs = _example(args, kwargs)
         if trains(model) and (world is None or world.workers is None):
             self._prepare_training(
                 model, args, kwargs, stages=stages, policy=policy, cuts=cuts, plan=plan, weights=weights,
                 dynamic=dynamic, world=world, replicas=replicas, schedule=schedule, microbatches=microbatches,
                 seed=seed, autocast=autocast, checkpointing=checkpointing, threads=threads, stall_s=stall_s,
-                trace=trace is not None, profile=trace_profile,
+                trace=trace is not None, profile=trace_profile, device=device,
             )  # fmt: skip
             if isinstance(model, nn.Module):
                 self._streaming = partial(
@@ -183,8 +190,9 @@ class Pipeline(TrainingMethods):
                     self.threads = threads or threads_per_stage(world)
                     self.cuts = tuple(Cuts(self.graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
                     self._deployment = place(
-                        world, self.graph, plan, load, threads=self.threads, stall_s=stall_s, tracer=self._tracer()
-                    )
+                        world, self.graph, plan, load, threads=self.threads, stall_s=stall_s,
+                        computes_on=self._computes_on, tracer=self._tracer(),
+                    )  # fmt: skip
                     self._plan = plan
                     return
                 count = stages or (len(world.devices) if world else 4)
@@ -192,6 +200,8 @@ class Pipeline(TrainingMethods):
                 programs = divide_in_turns(self.graph, [self.cuts])
                 world = self._world = world or start_local(len(programs))
             else:
+                if self._computes_on != "cpu":
+                    raise UsageError("a list of modules computes where they lie; move them, and leave device out")
                 if cuts is not None or stages not in {None, len(model)}:
                     raise UsageError(f"a list of {len(model)} modules is that many stages; leave stages and cuts out")
                 self.graph, programs = chain(model, args, kwargs or {})
@@ -208,7 +218,8 @@ class Pipeline(TrainingMethods):
             self.threads = threads or threads_per_stage(world)
             self._deployment = Deployment(
                 world, programs, load, make=make,
-                sizes=sizes, threads=self.threads, depth=depth, stall_s=stall_s, tracer=self._tracer(),
+                sizes=sizes, threads=self.threads, depth=depth, stall_s=stall_s, computes_on=self._computes_on,
+                tracer=self._tracer(),
             )  # fmt: skip
         except BaseException as error:
             if world is not None and self._owns_world:
@@ -219,7 +230,7 @@ class Pipeline(TrainingMethods):
     def _join_stages(self, make: MakeRuntime | None) -> None:
         """In a process that does not feed: receive stages and weights, or take the modules that it has."""
         try:
-            job, runtimes = read_stages(self._world.transport, receive_job(self._world.transport), make)
+            job, runtimes = read_stages(self._world, receive_job(self._world.transport), make)
             torch.set_num_threads(job.threads)
             self._slots, _ = build_slots(self._world.transport, job, runtimes)
             self._schedule = partial(job.schedule, self._world.rank)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from penstock.engine.devices import HOST
 from penstock.engine.runtime import Runtime
 from penstock.engine.split import choose_cuts
 from penstock.engine.tree import bind_inputs
@@ -110,35 +111,39 @@ class Captured:
                 raise CutError(f"the cut {cut.name} is not there in evaluation; choose one at the edge of a module")
         return found
 
-    def parts(self, cuts: Sequence[Cut], autocast: torch.dtype | None) -> list[TrainingPart]:
+    def parts(
+        self, cuts: Sequence[Cut], autocast: torch.dtype | None, device: torch.device = HOST
+    ) -> list[TrainingPart]:
         """Divide for training."""
         parts = divide_for_training(self.graph, cuts, self.trainable)
-        return cast_crossings(parts, self.example_sizes, autocast) if autocast else parts
+        return cast_crossings(parts, self.example_sizes, autocast, device) if autocast else parts
 
-    def evaluation_parts(self, cuts: Sequence[Cut], autocast: torch.dtype | None) -> list[TrainingPart]:
+    def evaluation_parts(
+        self, cuts: Sequence[Cut], autocast: torch.dtype | None, device: torch.device = HOST
+    ) -> list[TrainingPart]:
         """Divide for evaluation, at the same cuts."""
         parts = divide_for_training(self.evaluation, self.same_cuts(cuts), ())
-        return cast_crossings(parts, self.example_sizes, autocast) if autocast else parts
+        return cast_crossings(parts, self.example_sizes, autocast, device) if autocast else parts
 
 
 def cast_crossings(
-    parts: Sequence[TrainingPart], sizes: Mapping[str, int], autocast: torch.dtype
+    parts: Sequence[TrainingPart], sizes: Mapping[str, int], autocast: torch.dtype, device: torch.device = HOST
 ) -> list[TrainingPart]:
-    """Learn the dtypes that autocast gives to what crosses the cuts, with fake tensors."""
+    """Learn the dtypes that a device's autocast gives to what crosses the cuts, with fake tensors."""
     dtypes: dict[str, torch.dtype] = {}
     changed = []
     with FakeTensorMode() as mode:
         for part in parts:
             program = part.program
             states = {
-                s.value.name: torch.empty(s.value.evaluate({}), dtype=s.value.dtype, device="cpu")
+                s.value.name: torch.empty(s.value.evaluate({}), dtype=s.value.dtype, device=device)
                 for s in program.states
             }
             inputs = [
-                torch.empty(v.evaluate(sizes), dtype=dtypes.get(v.name, v.dtype), device="cpu") for v in program.inputs
+                torch.empty(v.evaluate(sizes), dtype=dtypes.get(v.name, v.dtype), device=device) for v in program.inputs
             ]
-            with mode, torch.no_grad(), torch.autocast("cpu", dtype=autocast):
-                outputs = Runtime(program, states)(sizes, inputs)
+            with mode, torch.no_grad(), torch.autocast(device.type, dtype=autocast):
+                outputs = Runtime(program, states, device)(sizes, inputs)
             dtypes |= {v.name: t.dtype for v, t in zip(program.outputs, outputs, strict=True)}
             cast = {
                 group: tuple(dataclasses.replace(v, dtype=dtypes.get(v.name, v.dtype)) for v in getattr(program, group))

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from penstock.engine.devices import HOST
 from penstock.engine.reduce import exchange
 from penstock.engine.world import FEEDER
 from penstock.errors import ModelError, PenstockError, UsageError
@@ -99,7 +100,10 @@ def load_checkpoint(
             state.update(index["scalars"].get(source, {}))
             for key in _keys(places, source):
                 dtype, shape = index["shapes"][f"optimizer/{key}/{source}"]
-                state[key] = wanted[f"optimizer/{key}/{source}"] = torch.zeros(shape, dtype=DTYPES[dtype])
+                device = _state_device(optimizer, parameter, key)
+                state[key] = wanted[f"optimizer/{key}/{source}"] = torch.zeros(
+                    shape, dtype=DTYPES[dtype], device=device
+                )
     _read(folder, places, wanted)
     trainer.step = int(index["step"])
     if scheduler is not None:
@@ -169,6 +173,12 @@ def _restore_settings(
             group[key] = tuple(value) if isinstance(value, list) else value
 
 
+def _state_device(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> torch.device:
+    """Say where an optimizer keeps a tensor of its state: beside the parameter, but most count steps on the host."""
+    group = next(g for g in optimizer.param_groups if any(parameter is member for member in g["params"]))
+    return HOST if key == "step" and not (group.get("capturable") or group.get("fused")) else parameter.device
+
+
 def _index(
     trainer: Trainer, told: Sequence[Mapping[str, Any]], scheduler: Any, loader: Loader | None
 ) -> dict[str, Any]:
@@ -202,17 +212,19 @@ def _write(folder: Path, own: Mapping[str, dict[str, Tensor]]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it saves in one process is what we want
             save(
-                {name: t.contiguous() for name, t in tensors.items()},
+                {name: t.cpu().contiguous() for name, t in tensors.items()},
                 storage_writer=HuggingFaceStorageWriter(path=str(folder / stage)), no_dist=True,
             )  # fmt: skip
 
 
 def _read(folder: Path, places: Mapping[str, str], wanted: Mapping[str, Tensor]) -> None:
-    """Fill tensors in place with those of the checkpoint."""
+    """Fill tensors in place, wherever they lie, with those of the checkpoint."""
     by_stage: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in wanted.items():
         by_stage[places[name]][name] = tensor
-    for stage, tensors in by_stage.items():
+    for stage, given in by_stage.items():
+        # files are read to the host
+        tensors = {name: t if t.is_cpu else torch.empty_like(t, device=HOST) for name, t in given.items()}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -221,6 +233,9 @@ def _read(folder: Path, places: Mapping[str, str], wanted: Mapping[str, Tensor])
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ModelError(f"the checkpoint {folder} is damaged in {stage}: {reason}; use an earlier one") from error
+        for name, tensor in given.items():
+            if tensor is not tensors[name]:
+                tensor.copy_(tensors[name])
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

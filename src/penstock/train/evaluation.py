@@ -71,7 +71,7 @@ class Evaluation:
         return [(math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)) for pairs in found]
 
     def predict(self, inputs: Any) -> Any:
-        """Give the model's output for this replica's rows, on every process of the replica."""
+        """Give the model's output for this replica's rows, on the host of every process of the replica."""
         outputs: list[list[Tensor]] = []
         with self._explained():
             made = self._forward(inputs, None, lambda _microbatch, tensors: outputs.append(tensors), raw=True)
@@ -104,7 +104,7 @@ class Evaluation:
 
     @cached_property
     def _parts(self) -> list[TrainingPart]:
-        return self._captured.evaluation_parts(self._cuts, self._autocast)
+        return self._captured.evaluation_parts(self._cuts, self._autocast, self._tensors.device)
 
     @cached_property
     def _made(self) -> tuple[Lines, dict[int, TrainingStage]]:
@@ -112,7 +112,8 @@ class Evaluation:
         for index in self._tensors.stages:
             program = self._parts[index].program
             self._tensors.add_states(program.states, self._captured)
-            runtime = TrainingRuntime(self._parts[index], self._tensors.of_program(program, {}))
+            tensors = self._tensors.of_program(program, {})
+            runtime = TrainingRuntime(self._parts[index], tensors, self._tensors.device)
             stages[index] = TrainingStage(
                 index=index, part=self._parts[index], runtime=runtime, leaves={}, autocast=self._autocast, trains=False
             )
@@ -141,6 +142,7 @@ class Evaluation:
         """Run the forwards; `head` gets every microbatch's output where the last stage is."""
         tensors, sizes = bind(self._graph, inputs)
         check_labels(labels, sizes["batch"])
+        tensors, labels = self._tensors.moved_here(tensors, labels)
         count = min(self._num_microbatches, sizes["batch"])
         microbatches = cut_rows(self._graph, tensors, sizes, labels, count) if count else []
         if not microbatches:
@@ -156,7 +158,7 @@ class Evaluation:
         self, stages: Mapping[int, TrainingStage], microbatches: Sequence[Microbatch], head: Use, raw: bool
     ) -> None:
         def finish(index: int, outputs: Sequence[Tensor], sizes: Sizes) -> None:
-            found = [t.clone() for t in outputs] if raw else build_output(self._graph, outputs, sizes)
+            found = [t.to("cpu", copy=True) for t in outputs] if raw else build_output(self._graph, outputs, sizes)
             head(microbatches[index], found)
 
         for stage in stages.values():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from penstock.engine.devices import find_device
 from penstock.engine.divide import cuts_of_plan
 from penstock.engine.health import Health
 from penstock.engine.transport import MemoryNetwork
@@ -62,13 +63,14 @@ class TrainingMethods:
     def _prepare_training(
         self, model: nn.Module | Callable[[], nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any] | None, *,
         dynamic: Mapping[str, Mapping[str | int, int]] | None, weights: Any, seed: int, world: World | None,
-        threads: int | None, **settings: Any,
+        threads: int | None, device: str | torch.device, **settings: Any,
     ) -> None:  # fmt: skip
         """Capture the model and meet the other processes; nothing is sent before the first call says what for."""
         self._joined = world or (join_torchrun() if under_torchrun() else None)
         if self._joined is not None:
             self._world = self._joined
         try:
+            settings["device"] = find_device(device, self._joined.position if self._joined else 0)
             self._captured = Captured(model, args, kwargs, dynamic=dynamic, weights=weights, seed=seed)
             self.graph = self._captured.graph
             self.cuts = tuple(self._choose_cuts(self._captured, **settings))

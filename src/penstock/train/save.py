@@ -52,7 +52,7 @@ class GatheredWeights:
         rank = self._trainer.grid.replicas[0].stages[holding(self._trainer.parts, source)[0]]
         transport = self._trainer.world.transport
         if rank == transport.rank:
-            return held(self._trainer, source)
+            return held(self._trainer, source).cpu()
         send_bytes(transport, json.dumps({"name": source}).encode(), rank, _SAVE_CHANNEL)
         tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
         receive_tensor(transport, tensor, rank, _SAVE_CHANNEL)

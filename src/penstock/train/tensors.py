@@ -1,10 +1,13 @@
 """The tensors of the model that one process holds: parameters to be trained, frozen ones, buffers."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from penstock.engine.devices import HOST, moved
 from penstock.engine.jobs import receive_state, send_state
 from penstock.engine.split import load_state
 from penstock.engine.synchronize import Weight
@@ -20,14 +23,18 @@ class HeldTensors:
     """What this process's stages need of the model, each tensor once, by its name in the model.
 
     `parameters` are what an optimizer changes. Each stage has leaves of its own that share their
-    memory, so that gradients of a weight used in two stages are added up in a fixed order.
+    memory, so that gradients of a weight used in two stages are added up in a fixed order. All of it lies on
+    `device`.
     """
 
-    def __init__(self, world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart]) -> None:
+    def __init__(
+        self, world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart], device: torch.device = HOST
+    ) -> None:
+        self.device = device
         self._grid = grid
         self._parts = parts
         self.stages = grid.stages_of(world.rank)
-        states = _receive(world, grid, captured, parts)
+        states = _receive(world, grid, captured, parts, device)
         self.parameters: dict[str, nn.Parameter] = {}
         self.others: dict[str, Tensor] = {}
         for source, (state, tensor) in states.items():
@@ -53,6 +60,14 @@ class HeldTensors:
             return self.parameters[state.source].detach()
         return self.others[state.source]
 
+    def moved_here(self, inputs: Mapping[str, Tensor], labels: Any) -> tuple[dict[str, Tensor], Any]:
+        """Give a batch's inputs and labels on the device, as far as this process's stages use them."""
+        used = {value.name for stage in self.stages for value in self._parts[stage].own}
+        there = {name: moved(x, self.device) if name in used else x for name, x in inputs.items()}
+        if len(self._parts) - 1 in self.stages:
+            labels = pytree.tree_map(lambda x: moved(x, self.device) if isinstance(x, Tensor) else x, labels)
+        return there, labels
+
     def weights(self) -> list[Weight]:
         """Give the trained parameters with their leaves and everybody who has them."""
         found = []
@@ -69,7 +84,7 @@ class HeldTensors:
         """Add tensors that only evaluation needs, such as constants; buffers of training are shared."""
         for state in graph_states:
             if state.kind != "parameter" and state.source not in self.others:
-                self.others[state.source] = load_state(load.evaluation, state, load.weights)
+                self.others[state.source] = moved(load_state(load.evaluation, state, load.weights), self.device)
 
 
 def holding(parts: Sequence[TrainingPart], name: str) -> list[int]:
@@ -85,7 +100,7 @@ def written_buffers(part: TrainingPart) -> list[str]:
 
 
 def _receive(
-    world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart]
+    world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart], device: torch.device
 ) -> dict[str, tuple[State, Tensor]]:
     """Load this process's tensors, or have them from the first process where they are a live module's.
 
@@ -108,8 +123,6 @@ def _receive(
             tensors = receive_state(world.transport, program.states)
         for state in program.states:
             if state.source not in found:
-                found[state.source] = (
-                    state,
-                    torch.clone(tensors[state.value.name], memory_format=torch.contiguous_format),
-                )
+                tensor = tensors[state.value.name].to(device, copy=True, memory_format=torch.contiguous_format)
+                found[state.source] = (state, tensor)
     return found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.backward import TrainingRuntime
+from penstock.engine.devices import HOST, most_bytes
 from penstock.engine.environment import environment
 from penstock.engine.executor import carry_out
 from penstock.engine.metered import MeteredTransport
@@ -24,7 +25,6 @@ from penstock.engine.tree import build_output
 from penstock.engine.world import World
 from penstock.errors import RunError, TransportError, UsageError
 from penstock.graph.training import TrainingPart
-from penstock.memory import peak_bytes
 from penstock.plan.pipelines import with_updates
 from penstock.plan.schedule import Schedule
 from penstock.spec.files import fingerprint
@@ -65,7 +65,7 @@ class Trainer:
         schedule: str = "1f1b", microbatches: int | None = None, policy: str = "balanced",
         cuts: Sequence[str] | None = None, seed: int = 0, autocast: torch.dtype | None = None,
         checkpointing: bool = False, plan: Plan | None = None, stall_s: float = STALL_S, trace: bool = False,
-        profile: bool = False,
+        profile: bool = False, device: torch.device = HOST,
     ) -> None:  # fmt: skip
         if microbatches is not None and microbatches < 1:
             raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
@@ -74,6 +74,7 @@ class Trainer:
         self.captured = captured
         self.seed = seed
         self.autocast = autocast
+        self.device = device
         self._plan = plan
         if plan is not None:
             self.grid, cuts = place_training(world, captured.graph, plan)
@@ -89,14 +90,14 @@ class Trainer:
         self._usual_microbatches = microbatches or (2 * self.num_stages if self.num_stages > 1 else 1)
         self.num_microbatches = self.replica.num_microbatches or self._usual_microbatches
         self.cuts = captured.choose(self.num_stages, policy, cuts)
-        self.parts: list[TrainingPart] = captured.parts(self.cuts, autocast)
+        self.parts: list[TrainingPart] = captured.parts(self.cuts, autocast, device)
         self.step = 0
         self.last_step = StepReport()
         self.load_s = 0.0  # since the last step
         self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
         with self.explained():
             self._check_alike()
-            self.tensors = HeldTensors(self.world, self.grid, captured, self.parts)
+            self.tensors = HeldTensors(self.world, self.grid, captured, self.parts, device)
         self.order = [state.source for state in captured.graph.states]
         self._synchronizer = Synchronizer(self._transport, self.tensors.weights(), self.order)
         self.stages = {stage: self._make_stage(stage, checkpointing) for stage in self.tensors.stages}
@@ -120,7 +121,7 @@ class Trainer:
         """Every process has captured a model of its own: they must be the same."""
         graph = self.captured.graph
         mine = [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), [cut.name for cut in self.cuts],
-                len(self.grid.replicas), self._usual_microbatches, self.seed,
+                len(self.grid.replicas), self._usual_microbatches, self.seed, self.autocast and self.device.type,
                 None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
         for rank, told in enumerate(exchange(self.world.transport, {"model": mine})):
             if told["model"] != mine:
@@ -136,10 +137,10 @@ class Trainer:
         if checkpointing:
             written = {s.value.name for s in part.program.states if s.source in written_buffers(part)}
             spare = {name: tensor.clone() if name in written else tensor for name, tensor in tensors.items()}
-            again = TrainingRuntime(part, spare)
+            again = TrainingRuntime(part, spare, self.device)
         head: Head | None = self._head if index == self.last_stage else None
         stage = TrainingStage(
-            index=index, part=part, runtime=TrainingRuntime(part, tensors), leaves=leaves, head=head,
+            index=index, part=part, runtime=TrainingRuntime(part, tensors, self.device), leaves=leaves, head=head,
             autocast=self.autocast, again=again, synchronize=self._synchronizer.stage_done,
         )  # fmt: skip
         for name, leaf in leaves.items():
@@ -182,6 +183,7 @@ class Trainer:
 
     def _do_step(self, tensors: Mapping[str, Tensor], sizes: Sizes, labels: Any) -> Tensor:
         count = self._count_microbatches(sizes["batch"])
+        tensors, labels = self.tensors.moved_here(tensors, labels)
         self._step_data = cut_rows(self.captured.graph, tensors, sizes, labels, count) if count else []
         self._check_loaded(self._step_data[:1])
         self._losses.clear()
@@ -213,7 +215,7 @@ class Trainer:
             load_s=self.load_s, forward_s=sum(s.forward_s for s in stages),
             backward_s=sum(s.backward_s for s in stages), wait_s=sum(s.wait_s for s in stages),
             synchronize_s=synchronize_s, sent_bytes=sent_bytes,
-            num_synchronizations=self._synchronizer.num_buckets, peak_memory_bytes=peak_bytes(),
+            num_synchronizations=self._synchronizer.num_buckets, peak_memory_bytes=most_bytes(self.device),
         )  # fmt: skip
         self.load_s = 0.0
 

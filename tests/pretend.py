@@ -1,0 +1,113 @@
+"""A device that is not the CPU and needs no GPU: its tensors lie in ordinary memory, but nothing else may touch them.
+
+As on a GPU, an operation whose tensors lie on two devices fails, and values come to the host by a copy alone. So code
+that forgets to move a tensor fails here too.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+NAME = "pretend"
+# whatever else is made on a device, or moved there, begins with one of the first two
+_FACTORIES = ["empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step", "linspace", "eye"]
+HELD_BYTES, MOST_BYTES = 12_345, 67_890
+
+
+class Pretended(Tensor):
+    """A tensor on the pretended device; `held` has its values."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "Pretended":
+        with torch.inference_mode(
+            held.is_inference()
+        ):  # a view of an ordinary tensor is ordinary in inference mode too
+            made: Pretended = torch.Tensor._make_wrapper_subclass(
+                cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
+                device=torch.device(NAME, 0),
+            )  # fmt: skip
+        made.held = held
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Pretended({self.held})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        # in inference mode operators come whole that consist of others
+        if torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"):
+            return function.decompose(*args, **given)
+        copies = function.overloadpacket in {torch.ops.aten.copy_, torch.ops.aten._to_copy}
+        for leaf in pytree.tree_leaves((args, given)):
+            # single numbers may come from the CPU
+            if isinstance(leaf, Tensor) and not isinstance(leaf, cls) and leaf.dim() and not copies:
+                raise RuntimeError(f"{function} got tensors on {NAME} and on {leaf.device}")
+        leaves = given.get("device") is not None and given["device"].type != NAME
+        if given.get("device") is not None:
+            given["device"] = torch.device("cpu")
+        result = function(*pytree.tree_map(_held, args), **pytree.tree_map(_held, given))
+        returns = function._schema.returns
+        if not returns or any(r.alias_info is not None and r.alias_info.is_write for r in returns):
+            written = given.get("out", args[0] if args else None)
+            if isinstance(written, cls) and written.shape != written.held.shape:
+                raise NotImplementedError(f"{function} changes the shape of what is there")
+            return written
+        return result if leaves else pytree.tree_map(lambda x: cls(x) if isinstance(x, Tensor) else x, result)
+
+
+def _held(leaf: Any) -> Any:
+    return leaf.held if isinstance(leaf, Pretended) else leaf
+
+
+class _Module(_DummyBackendModule):
+    """What `torch.cuda` is for GPUs."""
+
+    available = False  # where it is, checkpoints are written through its streams, which there are none of
+    num_settled = 0
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def synchronize(self, _device: torch.device) -> None:
+        self.num_settled += 1
+
+    def memory_allocated(self, _device: torch.device) -> int:
+        return HELD_BYTES
+
+    def max_memory_allocated(self, _device: torch.device) -> int:
+        return MOST_BYTES
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+module = _Module()
+
+
+@cache
+def pretend() -> tuple[torch.device, torch.library.Library]:
+    """Make the device known to torch; it stays so as long as the second of what this gives."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=module)
+    library = torch.library.Library("aten", "IMPL")
+
+    def made_by(factory: Any) -> Any:
+        def make(*given: Any, **how: Any) -> Tensor:
+            return Pretended(factory(*given, **{**how, "device": torch.device("cpu"), "pin_memory": False}))
+
+        return make
+
+    for name in _FACTORIES:
+        packet, _, overload = name.partition(".")
+        factory = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        library.impl(name, made_by(factory), "PrivateUse1")
+    return torch.device(NAME, 0), library

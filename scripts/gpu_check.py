@@ -215,7 +215,8 @@ def repeated(device: torch.device) -> Iterator[Row]:
 
 def _continued(device: str) -> float:
     """Save after a step on the device, take another one there and on the CPU; gives the error of the weights."""
-    (images, labels), found = batches(1)[0], []
+    images, labels = batches(1)[0]
+    found: list[dict[str, Tensor]] = []
     with tempfile.TemporaryDirectory() as folder:
         for where in (device, "cpu"):
             with penstock.Pipeline(make().train(), images[:2], stages=2, microbatches=2, device=where) as pipe:

@@ -110,7 +110,9 @@ def _workers(devices: Sequence[torch.device]) -> Iterator[list[ThreadPoolExecuto
         for stage, device in enumerate(devices):
             key = stage if device.type == "cpu" else device
             if key not in by_device:
-                by_device[key] = ThreadPoolExecutor(1, thread_name_prefix=f"penstock-pipe-{stage}")
+                by_device[key] = ThreadPoolExecutor(
+                    1, f"penstock-pipe-{stage}", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+                )
                 stack.callback(by_device[key].shutdown, cancel_futures=True)
             workers.append(by_device[key])
         yield workers

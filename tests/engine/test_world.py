@@ -3,11 +3,16 @@
 import socket
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from penstock.engine import world as world_module
 from penstock.engine.world import join_torchrun, under_torchrun
 from penstock.errors import ConnectionBroken, DeviceLost, RunError, TransportError
+from tests.processes import run_ranks
 from tests.worlds import memory_world
 
 LOOPBACK = "127.0.0.1"
@@ -30,16 +35,35 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
             join_torchrun()
 
 
-def test_one_process_is_a_world_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
-        port = free.getsockname()[1]
-    torchrun_variables(monkeypatch, port)
+        return int(free.getsockname()[1])
+
+
+def test_one_process_is_a_world_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "_serving", {})
+    torchrun_variables(monkeypatch, free_port())
     monkeypatch.setenv("PENSTOCK_HOST", "board")
     world = join_torchrun()
     assert (world.rank, world.devices, world.names) == (0, [0], ["rank 0 on board"])
     world.close()
     world.close()
+
+
+def join_twice(rank: int, _store: Store, port: int) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        torchrun_variables(patch, port, rank, 2)
+        worlds = [join_torchrun(), join_torchrun()]  # the first one is there yet
+    names = [world.names for world in worlds]
+    for world in worlds:
+        world.close()
+    return {"names": names}
+
+
+def test_processes_join_again_without_torchrun(tmp_path: Path) -> None:
+    results = run_ranks(join_twice, 2, 60.0, tmp_path, free_port())
+    assert [len(names) for result in results for names in result["names"]] == [2] * 4
 
 
 def test_a_broken_connection_is_explained_by_the_verdict() -> None:

@@ -24,6 +24,8 @@ from penstock.tracing.record import Clock
 FEEDER = 0
 # a script that makes several pipelines joins several times; all its processes count alike
 _joins = itertools.count()
+# where they meet if torchrun gives no place: kept, since others may join again before this process does
+_serving: dict[tuple[str, int], TCPStore] = {}
 LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = datetime.timedelta(seconds=5)
 # after a broken connection, the time in which a verdict must come: silence, two beats, and a store that hangs
@@ -135,7 +137,10 @@ def join_torchrun() -> World:
             raise RunError(_store_message(host, port, serve, error)) from error
 
     cores = keep_to_share(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    store = connect(rank == FEEDER and not hosted, datetime.timedelta(seconds=120))
+    timeout = datetime.timedelta(seconds=120)
+    if rank == FEEDER and not hosted and (host, port) not in _serving:
+        _serving[host, port] = connect(True, timeout)
+    store = _serving.get((host, port)) or connect(False, timeout)
     prefix = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joins)}"
     address = LOOPBACK if host in {"localhost", LOOPBACK, socket.gethostname()} else local_address(host)
     name = os.environ.get("PENSTOCK_HOST") or socket.gethostname()

@@ -75,6 +75,17 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as stages on small machines do, so that sums have one order."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device that is not the CPU; messages may not lie on it."""
     from penstock.engine import devices, transport

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +25,9 @@ from tests.models import deit
 
 ROWS = 2
 
+# the reference computes with as many threads as the stages do
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def captured() -> tuple[nn.Module, Graph]:
     torch.manual_seed(0)
@@ -47,15 +49,6 @@ def plan_for(graph: Graph, devices: tuple[str, ...] = ("a", "b")) -> Plan:
         model="deit", graph=graph_fingerprint(graph), profile="p", cluster="c", microbatch_rows=ROWS,
         pipelines=(Pipeline(stages=stages, cut_sets=sets),), loader="a", writer="a", prediction=prediction,
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The reference computes with as many threads as the stages do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -117,6 +117,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("one_thread")  # as the stages, since sums have other last bits with more
 @pytest.mark.parametrize("name", MODELS)
 def test_streams_through_a_device_as_one_process_there(
     name: str, pretended: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -141,8 +142,6 @@ def test_streams_through_a_device_as_one_process_there(
         deployment.close()
     program = divide(graph, [])[0]
     alone = Runtime(program, {s.value.name: load_state(graph, s, weights) for s in program.states}, pretended)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the stages, since sums have other last bits with more
     for (inputs, sizes), outputs in zip(fed, results, strict=True):
         with torch.no_grad():
             reference = model(**dict(zip(kwargs, inputs, strict=True))) if kwargs else model(*inputs)
@@ -150,7 +149,6 @@ def test_streams_through_a_device_as_one_process_there(
         assert {output.device for output in outputs} == {HOST}
         assert all(torch.equal(a, b.cpu()) for a, b in zip(outputs, expected, strict=True))
         torch.testing.assert_close(outputs[0], reference[0] if kwargs else reference)
-    torch.set_num_threads(threads)
     assert {stage.memory_bytes for stage in deployment.last_report.stages} == {pretend.HELD_BYTES}
     assert pretend.module.num_settled == settled + 3 * len(fed)
 

@@ -30,13 +30,7 @@ from tests.train.test_planned import plan_for
 VIT = "timm:vit_tiny_patch16_224,img_size=8,patch_size=4,depth=2,embed_dim=24,num_heads=3"
 Run = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def settings(folder: Path, **changes: Any) -> FitSettings:

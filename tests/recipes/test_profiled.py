@@ -1,10 +1,8 @@
 """A model profiled as it trains: the same graph, with loss and loading."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from penstock.errors import UsageError
 from penstock.graph.stages import fingerprint
@@ -20,15 +18,14 @@ from tests.recipes.test_data import BERT, TREES
 from tests.recipes.test_fit import VIT
 from tests.spec.samples import make_cluster
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # measuring sets the threads
+
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Neither messages nor a worker's memory are measured here; measuring sets the threads."""
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither messages nor a worker's memory are measured here."""
     monkeypatch.setattr(profiled, "measure_messages", MessageCosts)
     monkeypatch.setattr(profiled, "worker_bytes", lambda: 1000.0)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_a_profile_of_what_penstock_train_trains(tmp_path: Path) -> None:

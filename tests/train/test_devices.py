@@ -30,13 +30,7 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
     (4, {"stages": 2, "replicas": 2, "schedule": "zero-bubble"}),
 ]
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

@@ -10,13 +10,7 @@ from tests.trainers import by_hand, error, errors, train
 
 CLOSE = 1e-5
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def compare(name: str, cases: Any, num_steps: int, dtype: torch.dtype, make: Any) -> list[list[float]]:

@@ -11,6 +11,7 @@ from penstock.errors import UsageError
 from penstock.plan.choose import choose
 from penstock.plan.explain import explain, load_lines, summary, what_would_help
 from penstock.plan.request import PlanAim, Request
+from penstock.plan.step import ADAMW_STATE
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Schedule, write_plan
 from penstock.spec.profile import read_profile
@@ -49,7 +50,7 @@ def plan(
     if target is not None and aim != "devices":
         raise UsageError("--target goes with --aim devices; leave it out or add --aim devices")
     if optimizer_state is None:
-        optimizer_state = 0.0 if schedule == "forward-only" else 2.0
+        optimizer_state = 0.0 if schedule == "forward-only" else ADAMW_STATE
     request = Request(
         aim=cast(PlanAim, aim), target_rows_per_s=target, num_rows=num_rows, depth=depth,
         rows=tuple(parse_numbers(rows, "--rows")) if rows else (),

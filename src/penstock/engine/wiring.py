@@ -1,7 +1,8 @@
 """The edges of a job's stages: between ranks, within one, and to and from all that share a stage."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
 from penstock.engine.executor import StageReport, StageSlot
@@ -17,6 +18,7 @@ from penstock.graph.program import StageProgram
 
 # channel 0 carries jobs; each job's edges get channels of their own
 _CHANNELS_PER_JOB = 1024
+_Remote = TypeVar("_Remote", RemoteInlet, RemoteOutlet)
 
 
 def build_slots(
@@ -72,40 +74,24 @@ class _Wiring:
         self._ends = [Turns([FEEDER]), *self.job.ranks, Turns([FEEDER])]
 
     def inlet(self, edge: int, layout: Formats) -> Inlet:
-        job, before, here = self.job, self._ends[edge], self._ends[edge + 1]
-
-        def from_rank(rank: int) -> Inlet:
-            if rank == self.transport.rank:
-                return self._local(edge)
-            return RemoteInlet(
-                self.transport, rank, self._channel(edge), layout, layout.largest(job.sizes), job.depth,
-                pinned=self.pinned,
-            )  # fmt: skip
-
-        inlets = before.map(from_rank).items
+        before, here = self._ends[edge], self._ends[edge + 1]
+        inlets = before.map(lambda rank: self._end(RemoteInlet, rank, edge, layout)).items
         if len(inlets) == 1:
             return inlets[0]
         return SharedInlet(inlets, sources_of(before, here, self.transport.rank))
 
     def outlet(self, edge: int, layout: Formats) -> Outlet:
-        job = self.job
-
-        def to_rank(rank: int) -> Outlet:
-            if rank == self.transport.rank:
-                return self._local(edge)
-            return RemoteOutlet(
-                self.transport, rank, self._channel(edge), layout, layout.largest(job.sizes), job.depth,
-                pinned=self.pinned,
-            )  # fmt: skip
-
-        outlets = self._ends[edge + 1].map(to_rank)
+        outlets = self._ends[edge + 1].map(lambda rank: self._end(RemoteOutlet, rank, edge, layout))
         return outlets.items[0] if len(outlets.items) == 1 else SharedOutlet(outlets)
 
-    def _local(self, edge: int) -> LocalEdge:
-        return self.local.setdefault(edge, LocalEdge(self.job.depth))
-
-    def _channel(self, edge: int) -> int:
-        return 1 + (self.job.number * _CHANNELS_PER_JOB + edge) % 2**30
+    def _end(self, remote: Callable[..., _Remote], rank: int, edge: int, layout: Formats) -> _Remote | LocalEdge:
+        """Give this rank's end of an edge whose other end a rank has, perhaps this one."""
+        job = self.job
+        if rank == self.transport.rank:
+            return self.local.setdefault(edge, LocalEdge(job.depth))
+        channel = 1 + (job.number * _CHANNELS_PER_JOB + edge) % 2**30
+        num_bytes = layout.largest(job.sizes)
+        return remote(self.transport, rank, channel, layout, num_bytes, job.depth, pinned=self.pinned)
 
 
 def _input_formats(programs: Turns[StageProgram]) -> Formats:

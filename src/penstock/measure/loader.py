@@ -2,23 +2,18 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.errors import DataError, UsageError
 from penstock.zoo.image_set import ImageSet
 from penstock.zoo.models import ZooModel
 
-_NUM_IMAGES = 32
+_NUM_ROWS = 32
 
 
 def measure_rows(rows: Sequence[object]) -> float:
     """Give the median CPU seconds that a row of a data set takes to be made, of up to 32 spread over the set."""
-    seconds = []
-    for index in range(0, len(rows), max(1, len(rows) // _NUM_IMAGES)):
-        begin = time.thread_time()
-        rows[index]
-        seconds.append(time.thread_time() - begin)
-    return statistics.median(seconds)
+    return statistics.median(_seconds(len(rows), rows.__getitem__))
 
 
 def measure_loader(model: ZooModel, images: ImageSet) -> float:
@@ -31,16 +26,23 @@ def measure_loader(model: ZooModel, images: ImageSet) -> float:
 
     Raises `UsageError` for a model that takes no images, and `DataError` where none can be read.
     """
-    if model.transform is None:
+    transform = model.transform
+    if transform is None:
         raise UsageError(f"{model.name} does not take images; leave --images out")
-    seconds = []
-    for index in range(0, len(images), max(1, len(images) // _NUM_IMAGES)):
-        begin = time.thread_time()
-        try:
-            model.transform(images.read(index))
-        except DataError:
-            continue
-        seconds.append(time.thread_time() - begin)
+    seconds = _seconds(len(images), lambda index: transform(images.read(index)), skipped=DataError)
     if not seconds:
         raise DataError(f"none of the {len(images)} images can be read; give others, or leave --images out")
     return statistics.median(seconds)
+
+
+def _seconds(count: int, read: Callable[[int], object], *, skipped: type[Exception] | tuple[()] = ()) -> list[float]:
+    """Time the reading of some rows, spread over all of them, without those that are skipped."""
+    seconds = []
+    for index in range(0, count, max(1, count // _NUM_ROWS)):
+        begin = time.thread_time()
+        try:
+            read(index)
+        except skipped:
+            continue
+        seconds.append(time.thread_time() - begin)
+    return seconds

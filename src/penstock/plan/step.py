@@ -7,22 +7,24 @@ from penstock.plan.pipelines import make_schedule
 from penstock.plan.problem import Division, Problem
 from penstock.plan.schedule import Action
 from penstock.plan.simulate import Crossing, Simulation, simulate
-from penstock.plan.sums import LastBackward, make_buckets, summed_s
+from penstock.plan.sums import Bucket, LastBackward, make_buckets, summed_s
 
 # what the optimizer's step reads and writes per byte of weights, beside the weights and gradients: AdamW's two moments
-_ADAMW_STATE = 2.0
+ADAMW_STATE = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step of pipelines side by side; seconds from its first forward on.
 
+    - `buckets`: the gradients that travel together;
     - `computed_s`: when the last backward of all is done;
     - `summed_s`: when every device has the sums of its gradients;
     - `step_s`: with the optimizer's update and the loading of the next rows.
     """
 
     replicas: tuple[Simulation, ...]
+    buckets: tuple[Bucket, ...]
     computed_s: float
     summed_s: float
     step_s: float
@@ -77,18 +79,19 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
             last[device] = LastBackward(stage, spans[-1].begin_s, spans[-1].end_s)
             loads = count if index in {0, len(division) - 1} else 0
             behind_s.append(_update_s(problem, device, stage.start, stage.end) + _load_s(problem, device, loads))
-    done_s = summed_s(problem, make_buckets(problem, divisions), last)
+    buckets = make_buckets(problem, divisions)
+    done_s = summed_s(problem, buckets, last)
     # every process tells the first one how its part went, which tells all
     told_s = 2 * max(problem.latency_s(next(iter(last)), device) for device in last)
     return Step(
-        replicas=replicas, computed_s=max(played.makespan_s for played in replicas), summed_s=done_s,
-        step_s=done_s + told_s + max(behind_s),
+        replicas=replicas, buckets=tuple(buckets), computed_s=max(played.makespan_s for played in replicas),
+        summed_s=done_s, step_s=done_s + told_s + max(behind_s),
     )  # fmt: skip
 
 
 def _update_s(problem: Problem, device: int, start: int, end: int) -> float:
     """Give the seconds of the optimizer's step: measured for AdamW, others touch less for each weight."""
-    part = (1 + problem.setting.optimizer_state_factor) / (1 + _ADAMW_STATE)
+    part = (1 + problem.setting.optimizer_state_factor) / (1 + ADAMW_STATE)
     num_bytes = float(problem.costs.parameter_bytes[start, end])
     return num_bytes * problem.profile.update_s_per_byte * part / problem.devices[device].speed
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from penstock.plan.problem import Division, Problem, latency_s
 from penstock.plan.step import Step, play_step
-from penstock.plan.sums import make_buckets
+from penstock.plan.sums import Bucket
 from penstock.spec.plan import DeviceLoad, Prediction
 
 
@@ -19,7 +19,7 @@ def predict_training(
     step = play_step(problem, divisions, counts)
     batch = problem.setting.rows * sum(counts)
     rate = batch / step.step_s
-    loads = _loads(problem, divisions, counts)
+    loads = _loads(problem, divisions, counts, step.buckets)
     return Prediction(
         rows_per_s=rate,
         bound_rows_per_s=max(bound_rows_per_s, rate),
@@ -31,10 +31,11 @@ def predict_training(
     )
 
 
-def _loads(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> list[DeviceLoad]:
+def _loads(
+    problem: Problem, divisions: Sequence[Division], counts: Sequence[int], buckets: Sequence[Bucket]
+) -> list[DeviceLoad]:
     """Give each device's CPU seconds for a microbatch of the plan on average, sums of gradients included."""
     total = sum(counts)
-    buckets = make_buckets(problem, divisions)
     loads = []
     for division, count in zip(divisions, counts, strict=True):
         own = problem.for_replica(count) if len(divisions) > 1 else problem

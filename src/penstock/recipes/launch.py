@@ -20,6 +20,7 @@ from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.planned import num_processes, plan_of
 from penstock.recipes.settings import FitSettings, write_settings
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes
 
 WORKER = "penstock.recipes.worker"
@@ -45,7 +46,7 @@ def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
             raise UsageError("--cluster starts processes of its own; use it without torchrun")
         with lab_session(read_lab(cluster)) as lab:
             return fit_apart(settings, lab=lab)
-    if under_torchrun() or num_processes(settings) == 1:
+    if under_torchrun() or num_processes(settings, plan_of(settings)) == 1:
         return fit_here(settings)
     return fit_apart(settings)
 
@@ -57,7 +58,7 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
 
     Raises what `fit` raises, and `OutOfMemory` naming the process or host where one ran out of memory.
     """
-    plan_of(settings)  # what is wrong with it is said before processes are started
+    plan = plan_of(settings)  # what is wrong with it is said before processes are started
     folder = settings.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,10 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
         raise UsageError(f"the folder {folder} cannot be written ({error.strerror}); choose another --output") from None
     problem: RunError | None = None
     try:
-        problem = _run_local(settings, file, memory_bytes) if lab is None else _run_in_lab(settings, file, lab)
+        if lab is None:
+            problem = _run_local(settings, plan, file, memory_bytes)
+        else:
+            problem = _run_in_lab(settings, plan, file, lab)
     finally:
         file.unlink(missing_ok=True)
     return _read_result(result, problem)
@@ -98,10 +102,9 @@ def _read_result(path: Path, problem: RunError | None) -> FitResult:
     raise problem or RunError("the first process ended without a result; its own output above says why")
 
 
-def _run_local(settings: FitSettings, file: Path, memory_bytes: int | None) -> RunError | None:
+def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_bytes: int | None) -> RunError | None:
     """Run on this machine; gives what went wrong as seen from here."""
-    plan = plan_of(settings)
-    count = num_processes(settings)
+    count = num_processes(settings, plan)
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
@@ -155,10 +158,9 @@ def available_memory() -> int:
     return available
 
 
-def _run_in_lab(settings: FitSettings, file: Path, lab: Lab) -> RunError | None:
+def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) -> RunError | None:
     """Run on as many hosts as there are processes; gives what went wrong as seen from here."""
     hosts = [host.name for host in lab.spec.hosts]
-    plan = plan_of(settings)
     missing = [name for name in plan.devices if name not in hosts] if plan is not None else []
     if missing:
         raise UsageError(f"the plan uses {', '.join(missing)}, but the lab has {', '.join(hosts)}; plan for this lab")

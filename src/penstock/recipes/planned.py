@@ -30,7 +30,6 @@ def plan_of(settings: FitSettings) -> Plan | None:
     return plan
 
 
-def num_processes(settings: FitSettings) -> int:
-    """Count the processes that a run takes, started by itself; raises what `plan_of` raises."""
-    plan = plan_of(settings)
+def num_processes(settings: FitSettings, plan: Plan | None) -> int:
+    """Count the processes that a run takes, started by itself."""
     return settings.num_processes if plan is None else len(plan.devices)

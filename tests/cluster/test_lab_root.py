@@ -58,6 +58,32 @@ else:
         total += received
     print(total / (time.monotonic() - start))
 """
+PIECES = """
+import os, socket, threading, time
+if os.environ["RANK"] == "1":
+    for _ in range(200):
+        try:
+            peer = socket.create_connection(("host0", 9000), timeout=10)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    try:
+        while True:
+            peer.sendall(bytes(65536))
+    except OSError:
+        raise SystemExit
+peer, _ = socket.create_server(("host0", 9000)).accept()
+seen = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
+seen.bind(("eth0", 0))
+def drain():
+    while peer.recv(1_000_000): pass
+threading.Thread(target=drain, daemon=True).start()
+for _ in range(60):
+    sizes, begin = [], time.monotonic()
+    while time.monotonic() - begin < 0.1:
+        sizes.append(seen.recv_into(bytearray(100_000)))
+    print(sorted(sizes)[len(sizes) // 2], flush=True)
+"""
 GREET = """
 import os, socket, time
 for peer in ("host0", "host1"):
@@ -193,6 +219,20 @@ def test_links_carry_their_bandwidth(lab: Lab, sender: int) -> None:
 
     wanted = {receiver: 12_500_000.0}
     assert most(rate, wanted, 0.1) == pytest.approx(wanted, rel=0.1)
+
+
+def test_a_slower_link_takes_a_connections_pieces_whole(lab: Lab) -> None:
+    shown = Collected()
+    with lab.start(python(PIECES), output=shown):
+        until(lambda: len(shown.of("host0")) > 2)
+        try:
+            lab.slow("host1", bandwidth_bytes_per_s=3_000_000.0)
+            already = len(shown.of("host0"))
+            # what waits to be sent already keeps its size: the first two do not count
+            until(lambda: len(shown.of("host0")) > already + 8)
+        finally:
+            lab.slow("host1", bandwidth_bytes_per_s=12_500_000.0)
+    assert max(int(size) for size in shown.of("host0")[already + 3 : already + 8]) > 2 * 1514
 
 
 def test_a_cut_host_is_silent_until_restored(lab: Lab) -> None:

@@ -28,18 +28,24 @@ ip -n penstock.lab link add port0 type veth peer name eth0 netns penstock.lab.ho
 ip -n penstock.lab link set port0 master bridge up
 ip -n penstock.lab.host0 address add 10.77.0.1/24 dev eth0
 ip -n penstock.lab.host0 link set eth0 up
+tc -n penstock.lab qdisc replace dev port0 root pfifo
 tc -n penstock.lab qdisc replace dev port0 root tbf rate 100000000bit burst 62500 latency 50ms
+tc -n penstock.lab.host0 qdisc replace dev eth0 root pfifo
 tc -n penstock.lab.host0 qdisc replace dev eth0 root tbf rate 100000000bit burst 62500 latency 50ms
 ip -n penstock.lab.host0 link set eth0 gso_max_size 56250
+ip -n penstock.lab.host0 route flush cache
 ip netns add penstock.lab.host1
 ip -n penstock.lab.host1 link set lo up
 ip -n penstock.lab link add port1 type veth peer name eth0 netns penstock.lab.host1
 ip -n penstock.lab link set port1 master bridge up
 ip -n penstock.lab.host1 address add 10.77.0.2/24 dev eth0
 ip -n penstock.lab.host1 link set eth0 up
+tc -n penstock.lab qdisc replace dev port1 root pfifo
 tc -n penstock.lab qdisc replace dev port1 root tbf rate 100000000bit burst 62500 latency 50ms
+tc -n penstock.lab.host1 qdisc replace dev eth0 root pfifo
 tc -n penstock.lab.host1 qdisc replace dev eth0 root tbf rate 100000000bit burst 62500 latency 50ms
 ip -n penstock.lab.host1 link set eth0 gso_max_size 56250
+ip -n penstock.lab.host1 route flush cache
 """.strip().splitlines()
 NAMESPACES = "penstock.lab (id: 0)\npenstock.lab.host0\npenstock.lab.host1\n"
 

@@ -101,10 +101,17 @@ def bandwidth_commands(spec: LabSpec, index: int, bytes_per_s: float) -> list[Co
     """List the commands that give a host's link a bandwidth in both directions, whatever it had."""
     switch, namespace = switch_namespace(spec.name), host_namespace(spec.name, spec.hosts[index].name)
     bucket = token_bucket(bytes_per_s)
+    devices = [(switch, f"port{index}"), (namespace, "eth0")]
+    commands = []
+    for where, device in devices:
+        replace = ["tc", "-n", where, "qdisc", "replace", "dev", device, "root"]
+        # a bucket that is made smaller would hold a larger piece that waits in it for good: another one takes its place
+        commands += [[*replace, "pfifo"], [*replace, *bucket]]
     return [
-        ["tc", "-n", switch, "qdisc", "replace", "dev", f"port{index}", "root", *bucket],
-        ["tc", "-n", namespace, "qdisc", "replace", "dev", "eth0", "root", *bucket],
+        *commands,
         ["ip", "-n", namespace, "link", "set", "eth0", "gso_max_size", str(piece_bytes(bytes_per_s))],
+        # a connection reads the size of its pieces only when it looks up its route
+        ["ip", "-n", namespace, "route", "flush", "cache"],
     ]
 
 

@@ -178,7 +178,7 @@ def test_hosts_have_no_way_out(lab: Lab) -> None:
         with lab.start(python(code), on=["host0"], output=Collected()) as run:
             assert run.wait(timeout_s=10) == {"host0": 1}
     assert output_of(lab, ["ip", "route"]).of("host0") == [
-        "10.77.0.0/24 dev eth0 proto kernel scope link src 10.77.0.1 "
+        "10.77.0.0/24 dev eth0 scope link src 10.77.0.1 congctl cubic "
     ]
 
 

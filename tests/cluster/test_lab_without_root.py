@@ -28,6 +28,7 @@ ip -n penstock.lab link add port0 type veth peer name eth0 netns penstock.lab.ho
 ip -n penstock.lab link set port0 master bridge up
 ip -n penstock.lab.host0 address add 10.77.0.1/24 dev eth0
 ip -n penstock.lab.host0 link set eth0 up
+ip -n penstock.lab.host0 route replace 10.77.0.0/24 dev eth0 src 10.77.0.1 congctl cubic
 tc -n penstock.lab qdisc replace dev port0 root pfifo
 tc -n penstock.lab qdisc replace dev port0 root tbf rate 100000000bit burst 62500 latency 50ms
 tc -n penstock.lab.host0 qdisc replace dev eth0 root pfifo
@@ -40,6 +41,7 @@ ip -n penstock.lab link add port1 type veth peer name eth0 netns penstock.lab.ho
 ip -n penstock.lab link set port1 master bridge up
 ip -n penstock.lab.host1 address add 10.77.0.2/24 dev eth0
 ip -n penstock.lab.host1 link set eth0 up
+ip -n penstock.lab.host1 route replace 10.77.0.0/24 dev eth0 src 10.77.0.2 congctl cubic
 tc -n penstock.lab qdisc replace dev port1 root pfifo
 tc -n penstock.lab qdisc replace dev port1 root tbf rate 100000000bit burst 62500 latency 50ms
 tc -n penstock.lab.host1 qdisc replace dev eth0 root pfifo

@@ -28,6 +28,7 @@ _MIN_BURST_BYTES = 4096
 _LARGEST_PIECE_BYTES = 65536
 _MAX_BURST_BYTES = 80_000
 _QUEUE = "50ms"
+_NETWORK = "10.77.0.0/24"
 
 
 def switch_namespace(lab: str) -> str:
@@ -91,6 +92,21 @@ def up_commands(spec: LabSpec) -> list[Command]:
             ["ip", "-n", switch, "link", "set", port, "master", "bridge", "up"],
             ["ip", "-n", namespace, "address", "add", f"{host_address(index)}/24", "dev", "eth0"],
             ["ip", "-n", namespace, "link", "set", "eth0", "up"],
+            # what boards have; the machine may pace its own connections with a timer for every few frames
+            [
+                "ip",
+                "-n",
+                namespace,
+                "route",
+                "replace",
+                _NETWORK,
+                "dev",
+                "eth0",
+                "src",
+                host_address(index),
+                "congctl",
+                "cubic",
+            ],
         ]
         if host.bandwidth_bytes_per_s is not None:
             commands += bandwidth_commands(spec, index, host.bandwidth_bytes_per_s)

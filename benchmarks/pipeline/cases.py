@@ -53,7 +53,7 @@ def all_cases() -> list[Case]:
         Case(name="replicas", tasks=[{"kind": "replicas", "label": "4 replicas", "count": 4}]),
         Case(name="two hosts", hosts=2, tasks=[pipeline(2)]),
         Case(name="six hosts of 0.22", hosts=6, cpu=0.22, tasks=[pipeline(6)]),
-        Case(name="100 Mbit/s", num_images=60, rounds=6, tasks=[pipeline(4), narrow]),
+        Case(name="100 Mbit/s", num_images=100, rounds=5, tasks=[pipeline(4), narrow]),
         Case(name="10 Mbit/s", bandwidth="10 Mbit/s", num_images=60, tasks=[pipeline(4)]),
         Case(name="microbatches of 4", microbatch_size=4, tasks=[pipeline(4)]),
         Case(name="microbatches of 16", microbatch_size=16, num_images=480, serial_images=16, tasks=[pipeline(4)]),

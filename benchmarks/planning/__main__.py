@@ -16,6 +16,8 @@ from typing import Any
 
 from benchmarks.planning.cases import lab_rows
 from benchmarks.planning.instances import best_by_force, small, transformer, unequal_devices
+from benchmarks.planning.memory import NAME as MEMORY
+from benchmarks.planning.memory import errors, memory_rows
 from benchmarks.planning.training import training_rows
 from penstock.plan.bound import pace_bound_s
 from penstock.plan.cost import Setting
@@ -43,6 +45,8 @@ def main() -> None:
     rows += lab_rows(quick=given.quick, only=given.only)
     if os.geteuid() == 0 and not given.quick:
         rows += training_rows(given.only)
+    if not given.quick:
+        rows += memory_rows(given.only)
     result = {"summary": summarize(rows), "environment": environment(), "rows": rows}
     given.json.write_text(json.dumps(result, indent=2) + "\n")
     print_table(rows)
@@ -103,18 +107,20 @@ def growth(num_units: int, num_devices: int) -> dict[str, Any]:
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Give the figures that the project watches; null for what was not measured."""
     seconds = {row["num_devices"]: row["seconds"] for row in rows if row["case"] == "growth"}
-    errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["case"] == "prediction"]
+    off = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["case"] == "prediction"]
+    memory = [abs(part) for row in rows if row["case"] == MEMORY for part in errors(row).values()]
     trained = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["case"] == "training prediction"]
     figures = {name: value for row in rows for name, value in row.get("summary", {}).items()}
     return {
         "optimal_fraction": next(row["optimal_fraction"] for row in rows if row["case"] == "brute force"),
-        "prediction_error_median": statistics.median(errors) if errors else None,
-        "prediction_error_worst": max(errors) if errors else None,
+        "prediction_error_median": statistics.median(off) if off else None,
+        "prediction_error_worst": max(off) if off else None,
         "training_error_median": statistics.median(trained) if trained else None,
         "training_error_worst": max(trained) if trained else None,
         "uneven_efficiency": figures.get("uneven_efficiency"),
         "alternating_efficiency": figures.get("alternating_efficiency"),
         "alternating_vs_torch_4": figures.get("alternating_vs_torch_4"),
+        "training_memory_error_worst": max(memory, default=None),
         "seconds_256_devices": seconds.get(256),
         "seconds_1000_devices": seconds.get(1000),
     }
@@ -152,6 +158,16 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             rates = [f"{row[name]:.3f}" for name in ("predicted_beforehand", "predicted", "measured")]
             off = f"{row['predicted'] / row['measured'] - 1:+.1%}"
             print("| " + " | ".join([row["name"], shape, *rates, off]) + " |")
+    print("\n| memory in training | stages of each pipeline, schedule | predicted, MB | measured, MB | off |")
+    print("| --- | --- | --- | --- | --- |")
+    for row in rows:
+        if row["case"] == MEMORY:
+            cells = [row["name"], f"{' + '.join(map(str, row['shape']))}, {row['schedule']}"]
+            sizes = [
+                ", ".join(f"{row[key][name] / 1e6:.0f}" for name in row["measured"])
+                for key in ("predicted", "measured")
+            ]
+            print("| " + " | ".join([*cells, *sizes, ", ".join(f"{off:+.1%}" for off in errors(row).values())]) + " |")
 
 
 if __name__ == "__main__":

@@ -14,19 +14,16 @@ import msgspec
 import torch
 
 import penstock
+from benchmarks.planning.shapes import plan_of_shape
 from benchmarks.training.session import LENGTH, VOCABULARY, Language, next_token_loss
 from penstock.engine.jobs import send_leave
 from penstock.engine.reduce import exchange
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
 from penstock.measure.messages import measure_messages
-from penstock.plan.choose import as_candidate, candidates_of, write_down
 from penstock.plan.predict import predict
-from penstock.plan.problem import Problem
-from penstock.plan.replicate import best_steps
-from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster, parse_cluster
-from penstock.spec.plan import Plan, decode_plan, encode_plan
+from penstock.spec.plan import decode_plan, encode_plan
 from penstock.spec.profile import Profile
 
 STEPS, ALONE_STEPS = 3, 4
@@ -76,7 +73,7 @@ def _train(
     shape: tuple[int, ...], rows: int,
 ) -> dict[str, Any]:  # fmt: skip
     before = _speeds(world, profile, model, ids[:rows])
-    told = b"" if world.rank != FEEDER else encode_plan(_plan(profile, _at(cluster, before), shape, len(ids)))
+    told = b"" if world.rank != FEEDER else encode_plan(plan_of_shape(profile, _at(cluster, before), shape, len(ids)))
     told = exchange(world.transport, {"plan": told.decode()})[FEEDER]["plan"].encode()
     plan = decode_plan(told)
     with penstock.Pipeline(model, (ids[:rows],), plan=plan, world=world, threads=1) as pipe:
@@ -121,21 +118,6 @@ def _speeds(world: World, profile: Profile, model: torch.nn.Module, ids: torch.T
 def _at(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
     devices = [msgspec.structs.replace(d, speed=speed) for d, speed in zip(cluster.devices, speeds, strict=True)]
     return msgspec.structs.replace(cluster, devices=tuple(devices))
-
-
-def _plan(profile: Profile, cluster: Cluster, shape: tuple[int, ...], batch: int) -> Plan:
-    """Give the best plan of a shape that uses every device."""
-    request = Request(schedule="1f1b", batch_rows=batch, optimizer_state_factor=2.0, replicas=False)
-    (setting,) = request.settings(profile.rows)
-    problem, total = Problem(profile, cluster, setting), setting.num_microbatches or 1
-    if len(shape) == 1:
-        found = [c for c in candidates_of(problem, request) if (c.num_devices,) == shape]
-    else:
-        ways = [(d, n) for _, d, n in best_steps(problem) if sorted(map(len, d)) == sorted(shape)]
-        shares = [[(count / total, division) for division, count in zip(*way, strict=True)] for way in ways]
-        found = [as_candidate(problem, "replicas", share, request, exact=False) for share in shares]
-    best = max(found, key=lambda candidate: candidate.prediction.rows_per_s)
-    return write_down(best, profile, cluster, request)
 
 
 if __name__ == "__main__":

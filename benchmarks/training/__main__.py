@@ -31,7 +31,10 @@ CPU = 0.35
 
 
 def way(name: str, **settings: Any) -> dict[str, Any]:
-    """One row: a way to train, on how many hosts, with how many sequences and microbatches."""
+    """One row: a way to train, on how many hosts, with how many sequences and microbatches.
+
+    With `beside`, the name and the way of another row, the two take their steps in turns on the same hosts.
+    """
     given: dict[str, Any] = {
         "stages": 1,
         "replicas": 1,
@@ -46,6 +49,7 @@ def way(name: str, **settings: Any) -> dict[str, Any]:
 
 BUBBLES = "bubble", "bubble_without_messages", "bubble_by_formula"
 SIDE = "two hosts side by side, {} sequences each, nothing shared"
+DDP_2 = "two hosts, torch's DDP, 8 sequences each"
 TORCH_4 = "four stages, torch's 1F1B, 16 microbatches"
 
 
@@ -58,8 +62,7 @@ def all_rows() -> list[dict[str, Any]]:
     dealt = "four hosts, interleaved, eight stages, 16 microbatches"
     return [
         way("one host", hosts=1, rows=8),
-        way("two hosts, data parallel, 8 sequences each", hosts=2, replicas=2, rows=8),
-        way("two hosts, torch's DDP, 8 sequences each", hosts=2, replicas=2, rows=8, way="ddp"),
+        way("two hosts, data parallel, 8 sequences each", hosts=2, replicas=2, rows=8, steps=9, beside=(DDP_2, "ddp")),
         way("two hosts, data parallel, 32 sequences each", hosts=2, replicas=2, rows=32, steps=2),
         way(SIDE.format(8), hosts=2, replicas=2, rows=8, way="side by side"),
         way(SIDE.format(32), hosts=2, replicas=2, rows=32, steps=2, way="side by side"),
@@ -86,8 +89,9 @@ def main() -> None:
     _write(given.json, rows, gradients)
     for row in all_rows():
         if any(only in row["name"] for only in wanted):
-            rows.append(run(row | {"steps": 2} if given.quick else row))
-            print(f"{row['name']}: {rows[-1]['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
+            for found in run(row | {"steps": 2} if given.quick else row):
+                rows.append(found)
+                print(f"{found['name']}: {found['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
             _write(given.json, rows, gradients)
     _print(rows, gradients)
 
@@ -110,14 +114,16 @@ def _print(rows: list[dict[str, Any]], gradients: list[dict[str, Any]]) -> None:
     print(json.dumps(summarize(rows, gradients)))
 
 
-def run(row: dict[str, Any]) -> dict[str, Any]:
-    """Put up as many hosts as the row needs, train, and take them down."""
+def run(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Put up as many hosts as the row needs, train, and take them down; gives the row, and the one beside it."""
+    name_and_way = row.get("beside")
+    rows = [row] if name_and_way is None else [row, row | dict(zip(("name", "way"), name_and_way, strict=True))]
     hosts = "".join(
         f'[[hosts]]\nname = "host{index}"\ncpu = {CPU}\nmemory = "3 GiB"\n' for index in range(row["hosts"])
     )
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         file = Path(folder) / "session.json"
-        file.write_text(json.dumps(row))
+        file.write_text(json.dumps(row | {"ways": [each["way"] for each in rows]}))
         command = [sys.executable, "-m", "benchmarks.training.session", str(file)]
         env = {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
         spec = parse_lab(f'name = "{LAB}"\nbandwidth = "1 Gbit/s"\n{hosts}')
@@ -126,6 +132,11 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
         if started.first_failure:
             sys.exit(f"{row['name']}: {started.first_failure}")
         results = [json.loads(Path(folder, f"session.{rank}.json").read_text()) for rank in range(row["hosts"])]
+    return [_found(each, list(own)) for each, own in zip(rows, zip(*results, strict=True), strict=True)]
+
+
+def _found(row: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Give a row with what its hosts measured."""
     sequences = row["rows"] * row["replicas"]
     seconds = statistics.median(results[0]["seconds"])
     first = {key: results[0][key] for key in ("seconds", "losses")}
@@ -170,9 +181,7 @@ def summarize(rows: list[dict[str, Any]], gradients: list[dict[str, Any]]) -> di
         "max_gradient_error": max((error for row in gradients for error in row["errors"].values()), default=None),
         "bubbles": {row["name"]: [row[key] for key in BUBBLES] for row in rows if row["bubble"]},
         "data_parallel_speedup_2": ratio("two hosts, data parallel, 8 sequences each", "one host"),
-        "data_parallel_over_ddp_2": ratio(
-            "two hosts, data parallel, 8 sequences each", "two hosts, torch's DDP, 8 sequences each"
-        ),
+        "data_parallel_over_ddp_2": ratio("two hosts, data parallel, 8 sequences each", DDP_2),
         "data_parallel_over_side_by_side_2": ratio("two hosts, data parallel, 32 sequences each", SIDE.format(32)),
         "pipeline_over_model_parallel_2": ratio(
             "two stages, 1f1b, 16 microbatches", "two stages, one microbatch (model parallel)"

@@ -1,4 +1,4 @@
-"""What runs on every host: one way to train a small GPT-2, some steps, tokens per second."""
+"""What runs on every host: one way to train a small GPT-2, or two in turns, some steps, tokens per second."""
 
 import dataclasses
 import json
@@ -54,17 +54,22 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     generator = torch.Generator().manual_seed(rank if settings["rows_differ"] else 0)
     ids = torch.randint(0, VOCABULARY, (settings["rows"], LENGTH), generator=generator)
-    step, finish, report = _WAYS[settings["way"]](settings, ids)
-    step()  # connections, buffers, optimizer state
-    seconds, losses, reports = [], [], []
-    for _ in range(settings["steps"]):
-        begin = time.perf_counter()
-        losses.append(step())
-        seconds.append(time.perf_counter() - begin)
-        reports.append(report())
-    result = {"seconds": seconds, "losses": losses, "per_step": _mean(reports)}
-    file.with_suffix(f".{rank}.json").write_text(json.dumps(result))
-    finish()
+    ways = [_WAYS[name](settings, ids) for name in settings["ways"]]
+    for step, _, _ in ways:
+        step()  # connections, buffers, optimizer state
+    measured: list[list[tuple[float, float | None, StepReport | None]]] = [[] for _ in ways]
+    for _ in range(settings["steps"]):  # a step of each in turns, since the machine's speed drifts
+        for (step, _, report), own in zip(ways, measured, strict=True):
+            begin = time.perf_counter()
+            loss = step()
+            own.append((time.perf_counter() - begin, loss, report()))
+    results = [
+        {"seconds": [s for s, _, _ in own], "losses": [x for _, x, _ in own], "per_step": _mean([r for _, _, r in own])}
+        for own in measured
+    ]
+    file.with_suffix(f".{rank}.json").write_text(json.dumps(results))
+    for _, finish, _ in ways:
+        finish()
 
 
 def _mean(reports: list[StepReport | None]) -> dict[str, float] | None:
@@ -92,8 +97,14 @@ def _penstock(settings: dict[str, Any], ids: Tensor) -> Way:
 
 def _ddp(settings: dict[str, Any], ids: Tensor) -> Way:
     del settings
-    dist.init_process_group("gloo")
+    _join()
     return _plain(DistributedDataParallel(Language().train()), ids, dist.destroy_process_group)
+
+
+def _join() -> None:
+    """Make torch's own group; penstock's processes meet at the port before."""
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("gloo")
 
 
 def _side_by_side(settings: dict[str, Any], ids: Tensor) -> Way:
@@ -118,7 +129,7 @@ def _plain(model: nn.Module, ids: Tensor, finish: Callable[[], None]) -> Way:
 def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> Way:
     from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
-    dist.init_process_group("gloo")
+    _join()
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = settings["rows"] // settings["microbatches"]
     starts = [round(LAYERS * index / size) for index in range(1, size)]

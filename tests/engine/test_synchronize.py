@@ -54,6 +54,7 @@ def test_sums_of_leaves_that_become_final_one_by_one() -> None:
             if world.rank:
                 synchronizer.leaf_done(0, "b")
             synchronizer.stage_done(0)
+            synchronizer.flush()
             sums = synchronizer.finish()
         synchronizer.close()
         return sums

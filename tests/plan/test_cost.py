@@ -39,6 +39,34 @@ def test_training_holds_gradients_optimizer_state_and_what_backwards_need() -> N
     assert Setting().in_flight(4) == 0
 
 
+def test_outputs_wait_for_their_gradients() -> None:
+    units = tuple(Unit(forward_s=(1.0,), backward_s=(2.0,)) for _ in range(2))
+    profile = make_profile([1.0] * 2, [0, 10, 0], units=units)
+    problem = Problem(profile, make_cluster(1, 1), Setting(schedule="1f1b", num_microbatches=6, depth=1))
+    # two messages at the cut, there and back; and two microbatches' outputs, which only the first stage has
+    assert problem.memory_bytes(0, 0, 1, in_flight=2) == 20 + 20
+    assert problem.memory_bytes(1, 1, 2, in_flight=2) == 20
+
+
+def test_gradients_of_a_tied_weight() -> None:
+    units = tuple(
+        Unit(forward_s=(1.0,), backward_s=(2.0,), parameters=(("tied", 100),) if i != 1 else ()) for i in range(3)
+    )
+    costs = Costs(make_profile([1.0] * 3, units=units), Setting(schedule="1f1b", num_microbatches=2))
+    # weights and gradients, and the first one that waits for the other
+    assert costs.held_bytes[0, 3] == 2 * 100 + 100
+    # or the bucket, and half of it from the other stage
+    assert costs.held_bytes[0, 1] == costs.held_bytes[1, 3] == 2 * 100 + 150
+    assert costs.held_bytes[1, 2] == 0
+
+
+def test_buckets_of_replicas() -> None:
+    units = (Unit(forward_s=(1.0,), backward_s=(2.0,), parameters=(("w", 100), ("v", 50))),)
+    setting = Setting(schedule="1f1b", num_microbatches=2, replicated=True)
+    # one that is laid out, and of two under way half
+    assert Costs(make_profile([1.0], units=units), setting).held_bytes[0, 1] == 2 * 150 + 2 * 150
+
+
 def test_who_has_the_model_s_library() -> None:
     profile = make_profile(
         [1.0], base_bytes=100.0, script_bytes=30.0, units=(Unit(forward_s=(1.0,), backward_s=(1.0,)),)

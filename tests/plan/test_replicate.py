@@ -110,7 +110,7 @@ def test_replicas_beat_stages_where_sums_are_cheap() -> None:
 
 
 def test_replicas_of_stages_where_the_model_fits_two_devices() -> None:
-    cluster = make_cluster(1, 1, 1, 1, memory_bytes=1400)
+    cluster = make_cluster(1, 1, 1, 1, memory_bytes=2000)
     plan = make_plan(trained(8, 100), cluster, Request(schedule="1f1b", num_microbatches=8))
     assert [len(pipeline.stages) for pipeline in plan.pipelines] == [2, 2]
     assert plan.microbatches == (4, 4)

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.engine.reduce import TRAINING_CHANNELS, all_reduce
 from penstock.engine.transport import Transport
 from penstock.errors import ConnectionBroken
-from penstock.plan.schedule import BUCKET_BYTES
+from penstock.plan.schedule import BUCKET_BYTES, NUM_SUMS
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 
 _BUCKET_CHANNELS = TRAINING_CHANNELS + 2**20
@@ -83,12 +83,17 @@ def make_buckets(weights: Sequence[Weight], order: Sequence[str], limit_bytes: i
 
 
 class Synchronizer:
-    """Adds gradients up in a thread of its own, bucket by bucket, as soon as all of a bucket's are final.
+    """Adds gradients up in threads of its own, two buckets at a time, as soon as all of a bucket's are final.
+
+    Whoever says that a bucket's last gradient is final lays the bucket out: so that its memory comes from where the
+    gradients' goes back to. Allocators keep apart what threads hold, and gradients let go of by one thread would be
+    no room for another's.
 
     Example:
         synchronizer.begin()
         ...                                  # backwards; `leaf_done` and `stage_done` say what is final
-        gradients = synchronizer.finish()    # by name, sums over all ranks; `unused` have no part in the loss here
+        synchronizer.flush()                 # everything is; `unused` have no part in the loss here
+        gradients = synchronizer.finish()    # by name, sums over all ranks
     """
 
     def __init__(self, transport: Transport, weights: Sequence[Weight], order: Sequence[str]) -> None:
@@ -98,9 +103,10 @@ class Synchronizer:
         self.recorder: Recorder | None = None
         self.unused: list[str] = []
         self._next = 0
-        self._tasks: queue.Queue[Bucket | None] = queue.Queue()
-        self._done: queue.Queue[Mapping[str, Tensor] | BaseException] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._alone: dict[str, Tensor] = {}  # gradients that nobody else has a part in
+        self._tasks: queue.SimpleQueue[tuple[Bucket, Tensor] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Mapping[str, Tensor] | BaseException] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
     @property
     def num_buckets(self) -> int:
@@ -129,20 +135,27 @@ class Synchronizer:
             bucket.waiting = {leaf for leaf in bucket.waiting if leaf[0] != stage}
         self._start()
 
-    def finish(self) -> dict[str, Tensor]:
-        """Wait for the sums; raises `ConnectionBroken` when another process is gone."""
-        gradients: dict[str, Tensor] = {}
+    def flush(self) -> None:
+        """Say that all gradients are final; what is not on its way yet starts, and nothing is waited for."""
         for bucket in self._buckets:
             bucket.waiting = set()
         self._start()
+        shared = {weight.name for bucket in self._buckets for weight in bucket.weights}
+        self._alone = {weight.name: self._take(weight) for weight in self._weights if weight.name not in shared}
+
+    def finish(self, divisor: float = 1.0) -> dict[str, Tensor]:
+        """Wait for the sums, and divide each while others are on their way.
+
+        Raises `ConnectionBroken` when another process is gone.
+        """
+        gradients = {name: gradient.div_(divisor) for name, gradient in self._alone.items()}
+        self._alone = {}
         for _ in self._buckets:
             result = self._done.get()
             if isinstance(result, BaseException):
                 raise result
-            gradients.update(result)
-        for weight in self._weights:
-            if weight.name not in gradients:
-                gradients[weight.name] = self._take(weight)
+            # in their own memory: nobody else has it
+            gradients.update({name: total.div_(divisor) for name, total in result.items()})
         return gradients
 
     def _take(self, weight: Weight) -> Tensor:
@@ -153,25 +166,28 @@ class Synchronizer:
         return gradient
 
     def close(self) -> None:
-        """End the thread."""
-        if self._thread is not None:
+        """End the threads."""
+        for _ in self._threads:
             self._tasks.put(None)
-            self._thread.join(5.0)
-            self._thread = None
+        while self._threads:
+            self._threads.pop().join(5.0)
 
     def _start(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-            self._tasks.put(self._buckets[self._next])
+            bucket = self._buckets[self._next]
             self._next += 1
-        if self._next and self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="penstock-gradients", daemon=True)
-            self._thread.start()
+            flat = torch.cat([self._take(weight).reshape(-1) for weight in bucket.weights])
+            self._tasks.put((bucket, flat))
+            if len(self._threads) < min(NUM_SUMS, len(self._buckets)):
+                self._threads.append(threading.Thread(target=self._work, name="penstock-gradients", daemon=True))
+                self._threads[-1].start()
 
     def _work(self) -> None:
-        while (bucket := self._tasks.get()) is not None:
+        while (task := self._tasks.get()) is not None:
+            bucket, flat = task
             try:
                 begin_s = self.recorder.clock() if self.recorder else 0.0
-                sums = self._reduce(bucket)
+                sums = self._reduce(bucket, flat)
                 if self.recorder:
                     num_bytes = sum(total.nbytes for total in sums.values())
                     self.recorder.span(
@@ -182,9 +198,8 @@ class Synchronizer:
                 self._done.put(error)
                 return
 
-    def _reduce(self, bucket: Bucket) -> dict[str, Tensor]:
-        # what travels lies on the host
-        flat = torch.cat([self._take(weight).reshape(-1) for weight in bucket.weights]).cpu()
+    def _reduce(self, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
+        flat = flat.cpu()  # what travels lies on the host
         all_reduce(self._transport, flat, bucket.weights[0].ranks, _BUCKET_CHANNELS + bucket.number)
         shapes = [weight.leaves[0].shape for weight in bucket.weights]
         parts = flat.to(bucket.weights[0].leaves[0].device).split([shape.numel() for shape in shapes])

@@ -49,7 +49,10 @@ class Trainable:
         return {state.value.name: self._tensors[state.value.name] for state in part.program.states}
 
     def step(self, sizes: Mapping[str, int], clock: Callable[[], float]) -> tuple[list[float], list[float]]:
-        """Take one microbatch forward and back; gives the seconds of every part in both directions."""
+        """Take one microbatch forward and back; gives the seconds of every part in both directions.
+
+        Whatever else rises may be read in place of a clock, at the beginning and the end of each part.
+        """
         forward_s = []
         passed = []
         for seconds, given, outputs in self._forward(sizes, clock):
@@ -181,16 +184,6 @@ def measure_sum_s_per_byte(timing: Timing) -> float:
         flat += other
         seconds.append(timing.clock() - begin)
     return statistics.median(seconds) / other.nbytes
-
-
-def kept_bytes_per_row(graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut]) -> list[float]:
-    """Give what every unit's forward keeps for its backward, in bytes for each row of the microbatch."""
-    units = Trainable(graph, load, cuts)
-    first = graph.fixed_batch or 2  # one row makes some operations choose another way
-    if graph.fixed_batch:
-        return [kept / first for kept in units.kept_bytes(graph.sizes(first))]
-    some, more = (units.kept_bytes(graph.sizes(rows)) for rows in (first, 2 * first))
-    return [max(0, many - few) / first for few, many in zip(some, more, strict=True)]
 
 
 def _measure(

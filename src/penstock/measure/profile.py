@@ -16,13 +16,13 @@ from penstock.graph.ops import State
 from penstock.graph.stages import fingerprint
 from penstock.measure.backward import (
     Loss,
-    kept_bytes_per_row,
     measure_loss,
     measure_sum_s_per_byte,
     measure_training,
     measure_update_s_per_byte,
 )
 from penstock.measure.costs import Seconds, Timing, held_by_units, line_through, measure_seconds, working_bytes
+from penstock.measure.memory import TrainingBytes, loss_bytes, unit_bytes
 from penstock.memory import anonymous_bytes
 from penstock.spec.profile import Boundary, Profile, Unit
 
@@ -66,9 +66,14 @@ def profile_graph(
     cuts = Cuts(graph)
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
     timing = Timing(rows, threads, repeats)
+    boundaries = _boundaries(graph, cuts)
     units = _units(graph, load, cuts, timing, training=training)
+    if training:
+        found = zip(units, unit_bytes(graph, load, list(cuts)), boundaries[1:], strict=True)
+        units = tuple(_with_bytes(unit, needs, behind, rows[-1]) for unit, needs, behind in found)
     if loss is not None:
-        units = (*units[:-1], _with_loss(units[-1], measure_loss(graph, load, loss, timing)))
+        last = _with_loss_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
+        units = (*units[:-1], _with_loss(last, measure_loss(graph, load, loss, timing)))
     costs = messages or MessageCosts()
     return Profile(
         model=graph.model,
@@ -76,7 +81,7 @@ def profile_graph(
         device=device_kind(),
         threads=threads,
         rows=rows,
-        boundaries=_boundaries(graph, cuts),
+        boundaries=boundaries,
         units=units,
         base_bytes=base_bytes,
         script_bytes=script_bytes,
@@ -101,7 +106,6 @@ def _units(
         forward, backward = [seconds.forward for seconds in both], [seconds.backward for seconds in both]
     else:
         forward = measure_seconds(graph, load, positions, timing)
-    kept = kept_bytes_per_row(graph, load, list(cuts)) if training else [0.0] * (len(positions) - 1)
     held = held_by_units(graph, positions)
     working = [working_bytes(graph, positions, count) for count in (1, 2)]
     return tuple(
@@ -111,7 +115,6 @@ def _units(
             backward_s=tuple(seconds.median_s[index] for seconds in backward) if backward else None,
             backward_spread_s=tuple(seconds.spread_s[index] for seconds in backward) if backward else (),
             parameters=held[index],
-            kept_bytes_per_row=kept[index],
             working_bytes_per_row=working[1][index] - working[0][index],
             working_bytes=max(0.0, 2 * working[0][index] - working[1][index]),
         )
@@ -123,6 +126,24 @@ def _with_loss(unit: Unit, seconds: Sequence[tuple[float, float]]) -> Unit:
     forward_s = tuple(own + more for own, (more, _) in zip(unit.forward_s, seconds, strict=True))
     backward_s = tuple(own + more for own, (_, more) in zip(unit.backward_s or (), seconds, strict=True))
     return msgspec.structs.replace(unit, forward_s=forward_s, backward_s=backward_s)
+
+
+def _with_bytes(unit: Unit, needs: TrainingBytes, behind: Boundary, rows: int) -> Unit:
+    """Add what a unit keeps until its backward, which begins with the gradient of what crosses behind it."""
+    line = needs.working_per_row + behind.bytes_per_row, needs.working + behind.constant_bytes
+    return msgspec.structs.replace(_working(unit, *line, rows), kept_bytes_per_row=needs.kept_per_row)
+
+
+def _with_loss_bytes(unit: Unit, needs: TrainingBytes, rows: int) -> Unit:
+    kept = unit.kept_bytes_per_row + needs.kept_per_row
+    return msgspec.structs.replace(_working(unit, needs.working_per_row, needs.working, rows), kept_bytes_per_row=kept)
+
+
+def _working(unit: Unit, per_row: float, constant: float, rows: int) -> Unit:
+    """Give a unit the larger working memory, its own or this, for so many rows."""
+    if unit.working_bytes_per_row * rows + unit.working_bytes >= per_row * rows + constant:
+        return unit
+    return msgspec.structs.replace(unit, working_bytes_per_row=per_row, working_bytes=constant)
 
 
 def _boundaries(graph: Graph, cuts: Cuts) -> tuple[Boundary, ...]:

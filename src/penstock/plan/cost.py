@@ -12,9 +12,10 @@ first or last stage is its own, those bytes cross no link. Each of the three is 
 plus one that depends on `b`, which the search makes use of.
 
 Memory is a hard limit: what the process takes by itself, with the model's library where it feeds or trains;
-parameters, once for each tensor, with gradients and optimizer state in training; what forwards keep for backwards, for
-as many microbatches as the schedule has under way; the working memory of the hungriest unit; and `depth` messages on
-each side of the stage.
+parameters, once for each tensor, with gradients and optimizer state in training; what forwards keep for backwards, and
+their outputs, for as many microbatches as the schedule has under way; the working memory of the hungriest unit, in
+training of its backward, which makes gradients beside those that are there; the first gradient of a weight that several
+units use, until the last is there; gradients that are being added up; and `depth` messages on each side of the stage.
 
 In training nobody feeds: the devices with the first and the last stage load their rows of a step themselves, and
 hold them. What a step takes beside its microbatches, `step.py` and `sums.py` say.
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PlanError
-from penstock.plan.schedule import BUCKET_BYTES
+from penstock.plan.schedule import BUCKET_BYTES, NUM_SUMS
 from penstock.spec.plan import Schedule
 from penstock.spec.profile import Profile, interpolate
 
@@ -45,6 +46,7 @@ class Setting:
 
     `optimizer_state_factor` is the bytes of optimizer state per byte of parameters: 0 for plain SGD, 2 for AdamW.
     Of `replicated` pipelines each has a part of a step's microbatches, and gradients are added up over them.
+    `num_stages` is how many a pipeline has, where that is known: zero bubble keeps as many microbatches everywhere.
 
     >>> Setting(rows=4).schedule
     'forward-only'
@@ -56,6 +58,7 @@ class Setting:
     num_microbatches: int | None = None
     optimizer_state_factor: float = 0.0
     replicated: bool = False
+    num_stages: int | None = None
 
     @property
     def trains(self) -> bool:
@@ -67,6 +70,8 @@ class Setting:
         if not self.trains:
             return 0
         total = self.num_microbatches or 1
+        if self.schedule == "zero-bubble":
+            return min(self.num_stages or from_end, total)
         return total if self.schedule == "gpipe" else min(from_end, total)
 
 
@@ -103,6 +108,8 @@ class Costs:
         self.overhead_s = profile.stage_overhead_s
         self.feeding_s = 0.0 if setting.trains else profile.loader_s_per_row * rows + profile.feed_s + profile.result_s
         self.kept_bytes = _running_sum([unit.kept_bytes_per_row * rows for unit in profile.units])
+        # at a stage's end its outputs are kept too, until their gradients come
+        self.kept_at_end_bytes = self.kept_bytes + self.crossing
 
     @property
     def total_s(self) -> float:
@@ -112,16 +119,21 @@ class Costs:
     @cached_property
     def held_bytes(self) -> Vector:
         """Bytes of parameters and working memory of units `a` to `b`: `[a, b]`; in training also of gradients,
-        optimizer state, loaded rows and the bucket of gradients that is being added up."""
-        rows = self.setting.rows
-        working = self._largest([unit.working_bytes_per_row * rows + unit.working_bytes for unit in self.profile.units])
+        optimizer state, loaded rows and the buckets of gradients that are being added up."""
         if not self.setting.trains:
-            return self.parameter_bytes + working
-        held = self.parameter_bytes * (2.0 + self.setting.optimizer_state_factor) + working
+            return self.parameter_bytes + self.working_bytes
+        held = self.parameter_bytes * (2.0 + self.setting.optimizer_state_factor)
+        held += self.working_bytes + self._tied_bytes()
         held[0, :] += self.loaded_bytes
         held[:-1, -1] += self.loaded_bytes
         held[0, -1] -= self.loaded_bytes
-        return held + self._bucket_bytes() if self.setting.replicated else held
+        return held + self._bucket_bytes()
+
+    @cached_property
+    def working_bytes(self) -> Vector:
+        """Bytes that the hungriest of units `a` to `b` takes while it runs: `[a, b]`."""
+        rows = self.setting.rows
+        return self._largest([unit.working_bytes_per_row * rows + unit.working_bytes for unit in self.profile.units])
 
     @cached_property
     def parameter_bytes(self) -> Vector:
@@ -144,10 +156,33 @@ class Costs:
                 uses[name] = num_bytes, (*uses.get(name, (0, ()))[1], index)
         return uses
 
+    def _tied_bytes(self) -> Vector:
+        """Give the bytes of first gradients that wait for the last: those of weights that several units use."""
+        waiting = np.zeros_like(self.parameter_bytes)
+        for num_bytes, places in self.tensors.values():
+            if len(places) > 1:
+                several = np.zeros(waiting.shape, dtype=np.bool_)
+                for first, second in pairwise(places):
+                    several[: first + 1, second + 1 :] = True
+                waiting += num_bytes * several
+        return waiting
+
     def _bucket_bytes(self) -> Vector:
-        """Give the bytes of a bucket, a copy of its gradients, and half of it for what comes from a neighbour."""
-        largest = self._largest([max(dict(unit.parameters).values(), default=0.0) for unit in self.profile.units])
-        return 1.5 * np.maximum(largest, np.minimum(self.parameter_bytes, BUCKET_BYTES))
+        """Give the bytes of a bucket while it is laid out, and of those under way half for what a neighbour sends.
+
+        Without replicas only weights that stages share are added up.
+        """
+        if self.setting.replicated:
+            largest = self._largest([max(dict(unit.parameters).values(), default=0.0) for unit in self.profile.units])
+            return (1 + NUM_SUMS / 2) * np.maximum(largest, np.minimum(self.parameter_bytes, BUCKET_BYTES))
+        bucket = np.zeros_like(self.parameter_bytes)
+        for num_bytes, places in self.tensors.values():
+            some = np.zeros(bucket.shape, dtype=np.bool_)
+            for place in places if len(places) > 1 else ():
+                some[: place + 1, place + 1 :] = True
+            some[: places[0] + 1, places[-1] + 1 :] = False
+            np.maximum(bucket, 1.5 * num_bytes * some, out=bucket)
+        return bucket
 
     def messages_bytes(self) -> Vector:
         """Give the bytes of `depth` messages at each boundary, gradients included."""

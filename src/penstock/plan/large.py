@@ -160,14 +160,14 @@ class _Filler:
         first = np.searchsorted(self.seconds, tail - able - 1e-12)
         if not np.isinf(self.memory).any():
             # what a stage holds only grows towards the start
-            need = self.held[: end + 1, end] + in_flight * (costs.kept_bytes[end] - costs.kept_bytes[: end + 1])
+            need = self.held[: end + 1, end] + in_flight * (costs.kept_at_end_bytes[end] - costs.kept_bytes[: end + 1])
             room = self.memory[devices] - self.messages[end]
             first = np.maximum(first, end + 1 - np.searchsorted(need[::-1], room, side="right"))
         starts = np.minimum(first[:, None] + np.arange(_NEAR), end)
         seconds = tail - self.seconds[starts] + costs.before_s[starts]
         possible = (starts < end) & (seconds <= able[:, None] * (1 + 1e-12))
         possible &= self._in_time(begin, devices, starts, pace_s)
-        need = self.held[starts, end] + in_flight * (costs.kept_bytes[end] - costs.kept_bytes[starts])
+        need = self.held[starts, end] + in_flight * (costs.kept_at_end_bytes[end] - costs.kept_bytes[starts])
         possible &= need + self.messages[starts] + self.messages[end] <= self.memory[devices][:, None]
         # a device's own loss, and what the next will pay for the bytes at this cut
         wasted = able[:, None] - (self.seconds[end] - self.seconds[starts]) + costs.behind_s[starts] * (starts > 0)

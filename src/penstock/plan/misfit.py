@@ -2,8 +2,11 @@
 
 import numpy as np
 
+from penstock.plan.cost import Vector
 from penstock.plan.problem import Problem
 from penstock.units import format_bytes
+
+_KEEPING_MORE = {"gpipe", "interleaved", "zero-bubble"}
 
 
 def explain_misfit(problem: Problem) -> str:
@@ -29,7 +32,9 @@ def explain_misfit(problem: Problem) -> str:
     missing = each - devices[tightest].memory_bytes
     total = float(problem.costs.held_bytes[0, problem.num_units])
     holds = ", with gradients and optimizer state," if problem.setting.trains else ""
-    fewer = ", or the schedule 1f1b, which keeps fewer microbatches" if problem.setting.schedule == "gpipe" else ""
+    fewer = (
+        ", or the schedule 1f1b, which keeps fewer microbatches" if problem.setting.schedule in _KEEPING_MORE else ""
+    )
     have_all = sum(device.memory_bytes for device in devices)
     return (
         f"the model does not fit: it needs {format_bytes(total)}{holds} and what every process takes beside, the "
@@ -56,8 +61,8 @@ def memory_that_would_do(problem: Problem) -> float:
 def _needs(problem: Problem, from_end: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """Give the memory of every stage on the feeder, which needs the most, infinite where it is empty."""
     costs, (first, last) = problem.costs, problem.terms(problem.feeder).memory
-    need = costs.held_bytes + first[:, None] + last[None, :]
-    need = need + _in_flight(problem, from_end) * (costs.kept_bytes[None, :] - costs.kept_bytes[:, None])
+    need: Vector = costs.held_bytes + first[:, None] + last[None, :]
+    need = need + _in_flight(problem, from_end) * (costs.kept_at_end_bytes[None, :] - costs.kept_bytes[:, None])
     need[np.tril_indices(problem.num_units + 1)] = np.inf
     return need
 

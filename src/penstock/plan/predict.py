@@ -224,7 +224,7 @@ def union_bytes(problem: Problem, number: int, placed: Sequence[Placed], in_flig
     """Give the memory of a device that holds the units of a stage for several cut sets."""
     start, end = min(p.start for p in placed), max(p.end for p in placed)
     costs, (first, last) = problem.costs, problem.terms(number).memory
-    kept = float(costs.kept_bytes[end] - costs.kept_bytes[start]) * in_flight
+    kept = float(costs.kept_at_end_bytes[end] - costs.kept_bytes[start]) * in_flight
     ends = max(float(first[p.start] + last[p.end]) for p in placed)
     # buffers have the size of the largest message of any cut set
     ends = max(ends, max(float(first[p.start]) for p in placed) + max(float(last[p.end]) for p in placed))

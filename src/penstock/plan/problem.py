@@ -74,6 +74,15 @@ class Problem:
             self._replicas[num_microbatches] = Problem(self.profile, self.cluster, setting)
         return self._replicas[num_microbatches]
 
+    def for_stages(self, num_stages: int) -> "Problem":
+        """Give the same problem for pipelines of so many stages, where that says what stages keep."""
+        return Problem(self.profile, self.cluster, replace(self.setting, num_stages=num_stages))
+
+    def in_flight(self, division: Division) -> list[int]:
+        """Give how many microbatches each stage of a pipeline keeps for their backward."""
+        setting = replace(self.setting, num_stages=len(division))
+        return [setting.in_flight(len(division) - index) for index in range(len(division))]
+
     def byte_s(self, first: int, second: int) -> float:
         """Give the seconds per byte that only these two devices see, 0 where no link of their own is given."""
         link = self._pairs.get(frozenset((self.devices[first].name, self.devices[second].name)))
@@ -111,7 +120,7 @@ class Problem:
     def memory_bytes(self, device: int, start: int, end: int, in_flight: int) -> float:
         """Give the memory that a device needs for a stage, with everything."""
         costs, extra = self.costs, self.terms(device).memory
-        kept = float(costs.kept_bytes[end] - costs.kept_bytes[start]) * in_flight
+        kept = float(costs.kept_at_end_bytes[end] - costs.kept_bytes[start]) * in_flight
         return float(costs.held_bytes[start, end]) + kept + float(extra[0][start] + extra[1][end])
 
     def fits(self, device: int, start: int, end: int, in_flight: int) -> bool:
@@ -206,7 +215,7 @@ class Problem:
             raise AssertionError("a device without terms")
         need = costs.held_bytes[starts, ends] + (terms.memory[0][starts, None] + terms.memory[1][None, ends])
         if in_flight:
-            need += in_flight * (costs.kept_bytes[None, ends] - costs.kept_bytes[starts, None])
+            need += in_flight * (costs.kept_at_end_bytes[None, ends] - costs.kept_bytes[starts, None])
         block[need > terms.limit_bytes] = np.inf
         numbers = np.arange(self.num_units + 1)
         block[numbers[starts, None] >= numbers[None, ends]] = np.inf
@@ -280,8 +289,8 @@ def latency_s(problem: Problem, division: Division) -> float:
 def fits_all(problem: Problem, division: Division) -> bool:
     """Say whether every device of a pipeline has the memory for its stage."""
     return all(
-        problem.fits(number, stage.start, stage.end, problem.setting.in_flight(len(division) - index))
-        for index, stage in enumerate(division)
+        problem.fits(number, stage.start, stage.end, in_flight)
+        for stage, in_flight in zip(division, problem.in_flight(division), strict=True)
         for number in stage.devices
     )
 

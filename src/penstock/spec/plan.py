@@ -8,7 +8,7 @@ import msgspec
 from penstock.errors import PlanError
 from penstock.spec.files import decode_json, read_bytes, write_json
 
-Schedule = Literal["forward-only", "gpipe", "1f1b"]
+Schedule = Literal["forward-only", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Precision = Literal["float32", "float16", "bfloat16"]
 
 
@@ -20,7 +20,10 @@ class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage: the devices that take turns on its microbatches, and what part each of them takes."""
+    """One stage: the devices that take turns on its microbatches, and what part each of them takes.
+
+    With the schedule `interleaved` a device holds several stages of a pipeline, dealt out in turns.
+    """
 
     devices: tuple[str, ...]
     shares: tuple[float, ...] = (1.0,)
@@ -108,8 +111,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The names of the devices that hold stages, in the order of pipelines and stages."""
-        return tuple(name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices)
+        """The names of the devices that hold stages, in the order of pipelines and stages, each once."""
+        names = (name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices)
+        return tuple(dict.fromkeys(names))
 
 
 def encode_plan(plan: Plan) -> bytes:

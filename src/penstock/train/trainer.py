@@ -193,14 +193,16 @@ class Trainer:
             if count:
                 self._run_step(count)
             computed_s = self.world.clock()
+            self._synchronizer.flush()
+            told = exchange(self._transport, self._tell())  # while sums are on their way
+            total = math.fsum(pair[1] for document in told for pair in document["losses"])
             with self._transport.waiting():
-                gradients = self._synchronizer.finish()
-            told = exchange(self._transport, self._tell())
+                gradients = self._synchronizer.finish(total or 1.0)
         synchronize_s = self.world.clock() - computed_s
         if self.tracer:
             self.tracer.synchronized(computed_s)
-        loss, total = self._read_losses(told)
-        self._add_gradients(gradients, total)
+        loss = self._read_losses(told, total)
+        self._add_gradients(gradients)
         with self.explained():
             self._share_buffers()
         self._report(bool(count), synchronize_s, self._transport.sent_bytes - sent_bytes)
@@ -288,10 +290,12 @@ class Trainer:
             "used": [name for name in self.tensors.parameters if name not in unused] if self._step_data else [],
         }
 
-    def _read_losses(self, told: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-        """Add the losses up, in the order of replicas and microbatches, and refuse what cannot be trained on."""
-        losses = [pair for document in told for pair in document["losses"]]
-        loss, total = math.fsum(pair[0] for pair in losses), math.fsum(pair[1] for pair in losses)
+    def _read_losses(self, told: Sequence[Mapping[str, Any]], total: float) -> float:
+        """Give the mean loss, added up in the order of replicas and microbatches, and refuse what cannot be trained on.
+
+        `total` is how much the mean is over.
+        """
+        loss = math.fsum(pair[0] for document in told for pair in document["losses"])
         if not math.isfinite(loss):
             odd = {int(stage) for document in told for stage in document["odd"]}
             where = f"stage {min(odd)}" if odd else f"stage {self.last_stage}, in the loss itself"
@@ -308,7 +312,7 @@ class Trainer:
                 f"{len(unused)} parameters have no part in the loss, first {unused[0]}; freeze them with "
                 "requires_grad_(False), or use the output that they make"
             )
-        return loss / total, total
+        return loss / total
 
     def _fail(self, message: str) -> None:
         """Raise what every process finds out alike: nobody waits, and training can go on."""
@@ -317,12 +321,11 @@ class Trainer:
         self.step += 1
         raise error
 
-    def _add_gradients(self, gradients: Mapping[str, Tensor], total: float) -> None:
-        """Turn sums into the gradient of the batch's mean, and add it to what is there."""
+    def _add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add the gradient of the batch's mean to what is there."""
         for name, gradient in gradients.items():
             parameter = self.tensors.parameters[name]
-            scaled = gradient.div_(total)  # in its own memory: nobody else has it
-            parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _share_buffers(self) -> None:
         """Give the other replicas the statistics of the first one, as DistributedDataParallel does."""

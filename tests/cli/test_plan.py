@@ -69,7 +69,11 @@ def test_aims(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
         (["--aim", "speed"], 2, "--aim is one of throughput, latency, devices, not 'speed'"),
         (["--target", "3"], 2, "--target goes with --aim devices"),
         (["--rows", "0"], 2, "--rows takes whole numbers from 1 up"),
-        (["--schedule", "zigzag"], 2, "--schedule is one of forward-only, gpipe, 1f1b, not 'zigzag'"),
+        (
+            ["--schedule", "zigzag"],
+            2,
+            "1f1b, interleaved, zero-bubble, not 'zigzag'",
+        ),
         (["--aim", "devices", "--target", "99"], 1, "no plan reaches 99 rows/s"),
         (["--schedule", "1f1b", "--microbatches", "4"], 1, "needs backward seconds"),
     ],

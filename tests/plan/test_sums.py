@@ -57,7 +57,7 @@ def test_a_bucket_waits_for_the_last_of_its_devices() -> None:
     given = problem((("w", MIB),))
     stage = Placed((0,), 0, 1)
     buckets = make_buckets(given, [(stage,), (Placed((1,), 0, 1),)])
-    last = {0: LastBackward(stage, 1.0, 3.0), 1: LastBackward(stage, 5.0, 7.0)}
+    last = {0: [LastBackward(stage, 1.0, 3.0)], 1: [LastBackward(stage, 5.0, 7.0)]}
     assert summed_s(given, buckets, last) == pytest.approx(8.0)
 
 

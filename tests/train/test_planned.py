@@ -38,7 +38,8 @@ def plan_for(given: Captured, parts: Parts, schedule: Schedule = "1f1b") -> Plan
     """A plan by hand, its devices `d0`, `d1`, ... in order."""
     names = [cut.name for cut in Cuts(given.graph)]
     total = sum(count for count, _ in parts)
-    devices = iter(f"d{index}" for index in range(20))
+    dealt = 2 if schedule == "interleaved" else 20  # each of two devices has several stages
+    devices = iter(f"d{index % dealt}" for index in range(20))
     pipelines = tuple(
         Pipeline(
             stages=tuple(Stage(devices=(next(devices),)) for _ in range(len(places) + 1)),
@@ -47,9 +48,8 @@ def plan_for(given: Captured, parts: Parts, schedule: Schedule = "1f1b") -> Plan
         )
         for count, places in parts
     )
-    loads = tuple(
-        DeviceLoad(device=stage.devices[0], load_s=1.0, memory_bytes=1.0) for p in pipelines for stage in p.stages
-    )
+    names_used = dict.fromkeys(stage.devices[0] for p in pipelines for stage in p.stages)
+    loads = tuple(DeviceLoad(device=name, load_s=1.0, memory_bytes=1.0) for name in names_used)
     return Plan(
         model=given.graph.model, graph=fingerprint(given.graph), profile="", cluster="", microbatch_rows=2,
         pipelines=pipelines, loader="d0", writer="d0", schedule=schedule, num_microbatches=total,
@@ -65,6 +65,10 @@ def plan_for(given: Captured, parts: Parts, schedule: Schedule = "1f1b") -> Plan
         ("unet", [(3, []), (2, [0.4])], "gpipe"),  # whose statistics the first replica gives to the others
         ("gpt2", [(1, []), (4, [0.2, 0.5])], "1f1b"),  # its embedding tied to the head
         ("gpt2", [(3, [0.5])], "1f1b"),
+        ("gpt2", [(4, [0.2, 0.5, 0.7])], "interleaved"),
+        ("deit", [(3, [0.3, 0.6])], "interleaved"),  # stages that do not divide by the devices
+        ("gpt2", [(4, [0.3, 0.6])], "zero-bubble"),
+        ("deit", [(2, [0.4]), (3, [0.5])], "zero-bubble"),
     ],
 )
 def test_gradients_are_those_of_one_process(name: str, parts: Parts, schedule: Schedule) -> None:

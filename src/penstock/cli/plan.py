@@ -1,7 +1,7 @@
 """`penstock plan`: choose stages, devices, cut sets, replicas and microbatch size."""
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, cast, get_args
 
 import msgspec
 import typer
@@ -18,7 +18,7 @@ from penstock.spec.profile import read_profile
 from penstock.terminal.progress import working
 
 _AIMS = ("throughput", "latency", "devices")
-_SCHEDULES = ("forward-only", "gpipe", "1f1b")
+_SCHEDULES = get_args(Schedule)
 
 
 def plan(
@@ -30,7 +30,9 @@ def plan(
     rows: Annotated[str | None, typer.Option(help="Microbatch sizes to choose from, like 1,2,4.")] = None,
     num_rows: Annotated[int, typer.Option(min=1, help="Rows of the stream that is predicted.")] = 500,
     depth: Annotated[int, typer.Option(min=1, help="Microbatches that may wait at a cut.")] = 2,
-    schedule: Annotated[str, typer.Option(help="forward-only, or to train gpipe or 1f1b.")] = "forward-only",
+    schedule: Annotated[
+        str, typer.Option(help="forward-only; to train gpipe, 1f1b, interleaved or zero-bubble.")
+    ] = "forward-only",
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of a training step, all replicas.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Or its microbatches, all replicas.")] = None,
     optimizer_state: Annotated[

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -20,6 +21,7 @@ from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
 from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
 from penstock.plan import partition
+from penstock.plan.dealt import balanced_devices
 from penstock.zoo.weights import ModuleWeights, Weights
 
 Policy = Literal["balanced", "equal-blocks", "equal-size", "smallest-crossing"]
@@ -34,17 +36,18 @@ def choose_cuts(
     policy: str = "balanced",
     work: Sequence[float] | None = None,
     sizes: Mapping[str, int] | None = None,
+    places: Sequence[int] | None = None,
 ) -> list[Cut]:
     """Choose the cuts for a number of stages by a policy.
 
-    - `balanced`: the largest stage does as little as it can;
+    - `balanced`: the largest stage does as little as it can, or the busiest device where devices hold several stages;
     - `smallest-crossing`: the fewest bytes cross among cuts that keep the largest stage within 10% of that;
     - `equal-blocks`: the same number of repeated blocks in every stage;
     - `equal-size`: stages filled up to an equal share of the parameters, as PiPPy does.
 
     `work` is seconds per operation of the graph, counted from shapes where it is not given; `sizes`
-    are the microbatch's, one row where not given. Raises `CutError` for a policy that is not known or
-    that this model does not allow.
+    are the microbatch's, one row where not given; `places` are the devices of the stages, each its own where
+    not given. Raises `CutError` for a policy that is not known or that this model does not allow.
     """
     sizes = sizes or graph.sizes(graph.fixed_batch or 1)
     work = work if work is not None else count_work(graph, sizes)
@@ -54,7 +57,10 @@ def choose_cuts(
     if stages == 1:
         return []
     if policy in {"balanced", "smallest-crossing"}:
-        choose = partition.balanced if policy == "balanced" else partition.smallest_crossing
+        choose: Callable[..., list[int]] = partition.smallest_crossing
+        if policy == "balanced":
+            several = places is not None and len(set(places)) < stages
+            choose = partial(balanced_devices, places=places or ()) if several else partition.balanced
         return _choose_among(list(cuts), choose, graph, work, sizes, stages)
     if policy == "equal-blocks":
         return _equal_blocks(graph, cuts, work, stages)

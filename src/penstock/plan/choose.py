@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from penstock.errors import PlanError
+from penstock.plan.dealing import dealt_divisions
 from penstock.plan.exact import best_divisions
 from penstock.plan.large import good_division
 from penstock.plan.misfit import explain_misfit
@@ -59,11 +60,14 @@ def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
 def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
     """Give the plans worth comparing for one microbatch size: the best pipeline for each number of devices,
     stages that devices share, and whole pipelines side by side."""
+    if problem.setting.schedule == "interleaved":
+        return _dealt(problem, request)
     found = _single(problem, request)
     if request.aim == "latency" or len(problem.devices) == 1:
         return found
     if problem.setting.trains:
-        return found + (_replicas_that_train(problem, request) if request.replicas else [])
+        found += _replicas_that_train(problem, request) if request.replicas else []
+        return [candidate for candidate in found if _fits(candidate)]
     if request.shared:
         found += _shared(problem, request)
     if request.replicas:
@@ -115,7 +119,9 @@ def _worth_alternating(ranked: Sequence[Candidate]) -> list[Candidate]:
 def _single(problem: Problem, request: Request) -> list[Candidate]:
     """Find the best pipelines with a device for each stage."""
     aim: Literal["pace", "latency"] = "latency" if request.aim == "latency" else "pace"
-    found = best_divisions(problem, aim=aim)
+    # what a stage of zero bubble keeps depends on how many there are
+    each_size = problem.setting.schedule == "zero-bubble"
+    found = _for_each_size(problem, aim) if each_size else best_divisions(problem, aim=aim)
     if found is None and aim == "pace":
         return _many(problem, request)
     if found is None:
@@ -127,6 +133,33 @@ def _single(problem: Problem, request: Request) -> list[Candidate]:
     if aim == "pace":
         divisions = [settle(problem, division) for division in divisions]
     return [as_candidate(problem, "stages", ((1.0, division),), request, exact=True) for division in divisions]
+
+
+def _fits(candidate: Candidate) -> bool:
+    """Say whether devices have the memory: where a search had too many devices to know how many stages there will be,
+    it knew too little of what zero bubble keeps."""
+    devices = candidate.problem.cluster
+    return all(load.memory_bytes <= devices.device(load.device).memory_bytes for load in candidate.prediction.devices)
+
+
+def _dealt(problem: Problem, request: Request) -> list[Candidate]:
+    """Give pipelines with several stages for each device."""
+    if len(problem.devices) == 1:
+        raise PlanError(
+            "the schedule interleaved deals stages out to several devices, but there is one; use --schedule 1f1b"
+        )
+    return [as_candidate(problem, "stages", ((1.0, d),), request, exact=False) for d in dealt_divisions(problem)]
+
+
+def _for_each_size(problem: Problem, aim: Literal["pace", "latency"]) -> dict[int, tuple[float, Division]] | None:
+    """Search for each number of stages by itself; None where one search is too much."""
+    found: dict[int, tuple[float, Division]] = {}
+    for size in range(1, min(len(problem.devices), problem.num_units) + 1):
+        best = best_divisions(problem.for_stages(size), aim=aim)
+        if best is None:
+            return None
+        found |= {number: each for number, each in best.items() if number == size}
+    return found
 
 
 def _many(problem: Problem, request: Request) -> list[Candidate]:

@@ -51,7 +51,7 @@ def smallest_crossing(
     Raises `CutError` for more stages than units.
     """
     check_stages(len(work), num_stages)
-    costs = _costs(work, crossing_bytes, work_per_byte)
+    costs = stage_costs(work, crossing_bytes, work_per_byte)
     limit = _smallest_largest(costs, num_stages) * (1 + slack)
     return _fewest_bytes(costs <= limit * (1 + _ROUNDING), crossing_bytes, num_stages)
 
@@ -59,7 +59,7 @@ def smallest_crossing(
 def smallest_largest(work: Sequence[float], num_stages: int) -> float:
     """Give the work of the largest stage in the best division; raises `CutError` for more stages than units."""
     check_stages(len(work), num_stages)
-    return _smallest_largest(_costs(work, [0] * (len(work) + 1), 0.0), num_stages)
+    return _smallest_largest(stage_costs(work, [0] * (len(work) + 1), 0.0), num_stages)
 
 
 def evenly(starts: Sequence[int], num_stages: int) -> list[int]:
@@ -124,7 +124,7 @@ def check_stages(num_units: int, num_stages: int) -> None:
         )
 
 
-def _costs(work: Sequence[float], crossing_bytes: Sequence[int], work_per_byte: float) -> _Matrix:
+def stage_costs(work: Sequence[float], crossing_bytes: Sequence[int], work_per_byte: float) -> _Matrix:
     """Give the cost of every possible stage: row for its start, column for its end, infinite where it is empty."""
     prefix = np.array([0.0, *accumulate(work)])
     ends = np.array(crossing_bytes, dtype=np.float64) * work_per_byte

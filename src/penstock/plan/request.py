@@ -47,7 +47,7 @@ class Request:
             raise PlanError("the aim devices needs the throughput to reach; give --target in rows per second")
         if self.schedule == "forward-only":
             if self.num_microbatches is not None or self.batch_rows is not None:
-                raise PlanError("microbatches of a step are for training; add --schedule 1f1b or gpipe")
+                raise PlanError("microbatches of a step are for training; add --schedule 1f1b or another")
         elif (self.num_microbatches is None) == (self.batch_rows is None):
             raise PlanError(
                 f"the schedule {self.schedule} needs the size of a step; give one of --batch-size and --microbatches"
@@ -92,7 +92,7 @@ class Candidate:
     @property
     def num_devices(self) -> int:
         """How many devices hold stages."""
-        return sum(len(stage.devices) for pipeline in self.pipelines for stage in pipeline.stages)
+        return len({name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices})
 
     @property
     def rows(self) -> int:

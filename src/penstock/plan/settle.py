@@ -48,7 +48,7 @@ def settle(problem: Problem, division: Division, *, reach: int | None = None) ->
 def _block(problem: Problem, division: Division, index: int, starts: slice, ends: slice) -> Vector:
     devices = division[index].devices
     if len(devices) == 1:
-        return problem.cost_block(devices[0], problem.setting.in_flight(len(division) - index), starts, ends)
+        return problem.cost_block(devices[0], problem.in_flight(division)[index], starts, ends)
     return shared_block(problem, [(number, 1) for number in devices], starts, ends)
 
 

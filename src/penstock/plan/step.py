@@ -1,7 +1,9 @@
 """How long a step of training takes, by playing its schedule on the cost model."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.plan.pipelines import make_schedule
 from penstock.plan.problem import Division, Problem
@@ -11,6 +13,8 @@ from penstock.plan.sums import Bucket, LastBackward, make_buckets, summed_s
 
 # what the optimizer's step reads and writes per byte of weights, beside the weights and gradients: AdamW's two moments
 ADAMW_STATE = 2.0
+# the halves of a backward, as parts of it
+_PARTS = {"B": 1.0, "I": 0.5, "W": 0.5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +37,17 @@ class Step:
 def simulate_step(problem: Problem, division: Division, num_microbatches: int | None = None) -> Simulation:
     """Play one pipeline's part of a step: every microbatch forward and back, the pipeline filled and drained.
 
-    Each stage lies on one device. A device's work on a microbatch, messages included, is parted between forward and
-    backward as its units' seconds are; a message takes as long in both directions.
+    Each stage lies on one device, which may hold others. A stage's work on a microbatch, messages included, is parted
+    between forward and backward as its units' seconds are, the halves of a backward are taken as equal, and a message
+    takes as long in both directions.
 
     Example:
         simulate_step(problem, division).makespan_s
     """
     setting, costs = problem.setting, problem.costs
-    devices = [stage.devices[0] for stage in division]
-    own_s = [problem.own_s(number, stage) for number, stage in zip(devices, division, strict=True)]
+    holders = [stage.devices[0] for stage in division]
+    devices = devices_of(division)
+    own_s = [problem.own_s(number, stage) for number, stage in zip(holders, division, strict=True)]
     forward = [
         float(costs.forward_s[stage.end] - costs.forward_s[stage.start])
         / (float(costs.seconds[stage.end] - costs.seconds[stage.start]) or 1.0)
@@ -50,15 +56,26 @@ def simulate_step(problem: Problem, division: Division, num_microbatches: int | 
 
     def duration(action: Action, _device: int) -> float:
         part = forward[action.stage]
-        return own_s[action.stage] * (part if action.kind == "F" else 1 - part)
+        return own_s[action.stage] * (part if action.kind == "F" else (1 - part) * _PARTS[action.kind])
+
+    # where stages are dealt out, two devices have several cuts between them, of about the same size
+    cuts: dict[frozenset[int], list[int]] = defaultdict(list)
+    for before, behind in pairwise(division):
+        cuts[frozenset((before.devices[0], behind.devices[0]))].append(behind.start)
 
     def transfer(source: int, to: int, _kind: Crossing) -> float:
-        boundary = division[max(source, to)].start
         one, other = devices[source], devices[to]
-        return problem.transfer_s(one, other, boundary) + problem.latency_s(one, other)
+        between = cuts[frozenset((one, other))]
+        seconds = sum(problem.transfer_s(one, other, cut) for cut in between) / len(between)
+        return seconds + problem.latency_s(one, other)
 
     count = num_microbatches or setting.num_microbatches or 1
-    return simulate(make_schedule(setting.schedule, len(division), count), duration, transfer)
+    return simulate(make_schedule(setting.schedule, len(division), count, len(devices)), duration, transfer)
+
+
+def devices_of(division: Division) -> list[int]:
+    """Give the devices of a pipeline that trains, each once, in the order of its schedule."""
+    return list(dict.fromkeys(stage.devices[0] for stage in division))
 
 
 def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> Step:
@@ -71,21 +88,25 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
         play_step(problem, [division], [8]).step_s
     """
     replicas = tuple(simulate_step(problem, d, count) for d, count in zip(divisions, counts, strict=True))
-    last: dict[int, LastBackward] = {}
-    behind_s = []
+    last: dict[int, list[LastBackward]] = defaultdict(list)
+    behind_s: dict[int, float] = defaultdict(float)
     for division, count, played in zip(divisions, counts, replicas, strict=True):
-        for index, (stage, spans) in enumerate(zip(division, played.spans, strict=True)):
-            device = stage.devices[0]
-            last[device] = LastBackward(stage, spans[-1].begin_s, spans[-1].end_s)
+        # of a stage's actions the last is that of its last microbatch
+        spans = {span.action.stage: span for own in played.spans for span in own if span.action.kind != "F"}
+        for index, stage in enumerate(division):
+            device, span = stage.devices[0], spans[index]
+            # in halves, gradients of weights are told of when all are there
+            begin_s = span.begin_s if span.action.kind == "B" else span.end_s
+            last[device].append(LastBackward(stage, begin_s, span.end_s))
             loads = count if index in {0, len(division) - 1} else 0
-            behind_s.append(_update_s(problem, device, stage.start, stage.end) + _load_s(problem, device, loads))
+            behind_s[device] += _update_s(problem, device, stage.start, stage.end) + _load_s(problem, device, loads)
     buckets = make_buckets(problem, divisions)
     done_s = summed_s(problem, buckets, last)
     # every process tells the first one how its part went, which tells all
     told_s = 2 * max(problem.latency_s(next(iter(last)), device) for device in last)
     return Step(
         replicas=replicas, buckets=tuple(buckets), computed_s=max(played.makespan_s for played in replicas),
-        summed_s=done_s, step_s=done_s + told_s + max(behind_s),
+        summed_s=done_s, step_s=done_s + told_s + max(behind_s.values()),
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class LastBackward:
-    """The last backward of a stage: when it begins and ends."""
+    """The last backward of a stage: when it begins to make gradients final, and ends."""
 
     stage: Placed
     begin_s: float
@@ -99,8 +99,8 @@ def _first_units(divisions: Sequence[Division], units: Sequence[int]) -> dict[in
     return found
 
 
-def summed_s(problem: Problem, buckets: Sequence[Bucket], last: Mapping[int, LastBackward]) -> float:
-    """Give when every device has computed its last backward and has all sums.
+def summed_s(problem: Problem, buckets: Sequence[Bucket], last: Mapping[int, Sequence[LastBackward]]) -> float:
+    """Give when every device has computed the last backwards of its stages and has all sums.
 
     Example:
         summed_s(problem, make_buckets(problem, divisions), last)
@@ -109,10 +109,16 @@ def summed_s(problem: Problem, buckets: Sequence[Bucket], last: Mapping[int, Las
     cpu_s = dict.fromkeys(last, 0.0)
     for bucket in buckets:
         ready = max(
-            max(free[device], last[device].final_s(problem, unit)) for device, unit in bucket.first_units.items()
+            max(free[device], _stage_of(unit, last[device]).final_s(problem, unit))
+            for device, unit in bucket.first_units.items()
         )
         done = ready + bucket.seconds(problem)
         for device in bucket.devices:
             free[device] = done
             cpu_s[device] += bucket.cpu_s(problem, device)
-    return max(max(free[device], backward.end_s + cpu_s[device]) for device, backward in last.items())
+    ends = {device: max(backward.end_s for backward in backwards) for device, backwards in last.items()}
+    return max(max(free[device], end_s + cpu_s[device]) for device, end_s in ends.items())
+
+
+def _stage_of(unit: int, backwards: Sequence[LastBackward]) -> LastBackward:
+    return next(backward for backward in backwards if backward.stage.start <= unit < backward.stage.end)

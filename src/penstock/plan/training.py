@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from penstock.plan.dealing import dealt_memory
 from penstock.plan.problem import Division, Problem, latency_s
-from penstock.plan.step import Step, play_step
+from penstock.plan.step import Step, devices_of, play_step
 from penstock.plan.sums import Bucket
 from penstock.spec.plan import DeviceLoad, Prediction
 
@@ -31,6 +32,16 @@ def predict_training(
     )
 
 
+def memory_in_training(problem: Problem, division: Division) -> dict[int, float]:
+    """Give the memory that each device of a pipeline needs, whatever its schedule."""
+    if len(devices_of(division)) < len(division):
+        return dealt_memory(problem, division)
+    return {
+        stage.devices[0]: problem.memory_bytes(stage.devices[0], stage.start, stage.end, in_flight)
+        for stage, in_flight in zip(division, problem.in_flight(division), strict=True)
+    }
+
+
 def _loads(
     problem: Problem, divisions: Sequence[Division], counts: Sequence[int], buckets: Sequence[Bucket]
 ) -> list[DeviceLoad]:
@@ -39,17 +50,15 @@ def _loads(
     loads = []
     for division, count in zip(divisions, counts, strict=True):
         own = problem.for_replica(count) if len(divisions) > 1 else problem
-        for index, stage in enumerate(division):
-            device = stage.devices[0]
+        for device, memory_bytes in memory_in_training(own, division).items():
             sums_s = sum(bucket.cpu_s(problem, device) for bucket in buckets if device in bucket.devices)
-            in_flight = own.setting.in_flight(len(division) - index)
+            own_s = sum(problem.own_s(device, stage) for stage in division if stage.devices == (device,))
             loads.append(
                 DeviceLoad(
-                    device=problem.devices[device].name,
-                    load_s=(problem.own_s(device, stage) * count + sums_s) / total,
-                    memory_bytes=own.memory_bytes(device, stage.start, stage.end, in_flight),
+                    device=problem.devices[device].name, load_s=(own_s * count + sums_s) / total,
+                    memory_bytes=memory_bytes,
                 )
-            )
+            )  # fmt: skip
     return loads
 
 

@@ -51,10 +51,7 @@ def check_plan(plan: Plan) -> None:
     _check_parts("pipelines[*].share", [pipeline.share for pipeline in plan.pipelines])
     for index, pipeline in enumerate(plan.pipelines):
         _check_pipeline(f"pipelines[{index}]", pipeline, plan)
-    names = plan.devices
-    for where, name in _device_places(plan):
-        if names.count(name) > 1:
-            _refuse(where, "is a device that holds no other stage", repr(name))
+    _check_devices_once(plan)
     _check_prediction(plan)
 
 
@@ -129,6 +126,20 @@ def _check_schedule(plan: Plan) -> None:
                     len(pipeline.cut_sets))  # fmt: skip
     if not 0 <= plan.optimizer_state_factor < math.inf:
         _refuse("optimizer_state_factor", "is from 0 up", plan.optimizer_state_factor)
+
+
+def _check_devices_once(plan: Plan) -> None:
+    """See that each device holds one stage, or those of one pipeline that are dealt out to it in turns."""
+    dealt = plan.schedule == "interleaved"
+    if dealt and len(plan.pipelines) > 1:
+        _refuse("pipelines", "has one pipeline with the schedule interleaved", f"{len(plan.pipelines)}")
+    names = [name for _, name in _device_places(plan)]
+    for place, (where, name) in enumerate(_device_places(plan)):
+        if dealt and name != names[place % len(plan.devices)]:
+            wanted = f"is that of stage {place % len(plan.devices)}, since stages are dealt out in turns"
+            _refuse(where, wanted, repr(name))
+        if not dealt and names.count(name) > 1:
+            _refuse(where, "is a device that holds no other stage", repr(name))
 
 
 def _check_pipeline(where: str, pipeline: Pipeline, plan: Plan) -> None:

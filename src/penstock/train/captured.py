@@ -89,12 +89,17 @@ class Captured:
                 for module, training in modes.items():
                     module.training = training
 
-    def choose(self, stages: int, policy: str, names: Sequence[str] | None) -> list[Cut]:
-        """Choose the cuts of the training graph; raises `CutError` as `penstock.split` does."""
+    def choose(
+        self, stages: int, policy: str, names: Sequence[str] | None, places: Sequence[int] | None = None
+    ) -> list[Cut]:
+        """Choose the cuts of the training graph; `places` are the devices of the stages, where some hold several.
+
+        Raises `CutError` as `penstock.split` does.
+        """
         cuts = Cuts(self.graph)
-        return (
-            cuts.find_all(names) if names is not None else choose_cuts(self.graph, cuts, stages=stages, policy=policy)
-        )
+        if names is not None:
+            return cuts.find_all(names)
+        return choose_cuts(self.graph, cuts, stages=stages, policy=policy, places=places)
 
     def same_cuts(self, cuts: Sequence[Cut]) -> list[Cut]:
         """Find cuts of the training graph again in that of evaluation, by any of their names."""

@@ -106,6 +106,7 @@ class TrainingMethods:
             self._world = self._joined or alone()
             try:
                 self._trainer = self._make(world=self._world)
+                self.cuts = tuple(self._trainer.cuts)  # which depend on where stages are
             except BaseException:
                 self._closed = True
                 if self._owns_world:

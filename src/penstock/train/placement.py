@@ -76,7 +76,7 @@ class ScheduleChoice:
 
     def of(self, replica: Replica, num_microbatches: int) -> Schedule:
         """Make the schedule of a replica, its stages on the devices where they are; raises what `make` raises."""
-        if replica.num_microbatches is None:
+        if replica.num_microbatches is None or self.name == "interleaved":
             return self.make(len(replica.stages), num_microbatches, len(replica.devices))
         counts = [replica.stages.count(rank) for rank in replica.devices]
         return spread(self.make(len(counts), num_microbatches, len(counts)), counts)
@@ -151,9 +151,9 @@ def plan_grid(plan: Plan, ranks: Mapping[str, int], places: Mapping[str, int]) -
     cuts = sorted({name for names in own for name in names}, key=places.__getitem__)
     replicas = []
     for pipeline, names, count in zip(plan.pipelines, own, plan.microbatches, strict=True):
-        devices = tuple(ranks[stage.devices[0]] for stage in pipeline.stages)
+        holders = [ranks[stage.devices[0]] for stage in pipeline.stages]
         before = accumulate((name in names for name in cuts), initial=0)
-        replicas.append(Replica(devices, tuple(devices[number] for number in before), count))
+        replicas.append(Replica(tuple(dict.fromkeys(holders)), tuple(holders[number] for number in before), count))
     return Grid(tuple(replicas)), cuts
 
 

@@ -89,7 +89,8 @@ class Trainer:
         self._given_microbatches = microbatches or self.replica.num_microbatches
         self._usual_microbatches = microbatches or (2 * self.num_stages if self.num_stages > 1 else 1)
         self.num_microbatches = self.replica.num_microbatches or self._usual_microbatches
-        self.cuts = captured.choose(self.num_stages, policy, cuts)
+        first = self.grid.replicas[0]
+        self.cuts = captured.choose(self.num_stages, policy, cuts, [first.devices.index(rank) for rank in first.stages])
         self.parts: list[TrainingPart] = captured.parts(self.cuts, autocast, device)
         self.step = 0
         self.last_step = StepReport()

@@ -85,6 +85,27 @@ def test_the_own_process_may_have_had_the_core() -> None:
     assert account.times("overhead") > 3 * account.times("slower") > 0
 
 
+def test_no_process_is_quicker_than_its_cpu_seconds() -> None:
+    # the first stage computes for half of the 20 ms that its process needs; every stage waits for it
+    run = streamed(load_s=0.02, num=100, cpu_of=lambda stage: 1.0 if stage else 2.0)
+    account = check(run)
+    assert account.largest.key == "overhead"
+    assert account.times("overhead") == pytest.approx(4 * 100 / 103 - 4 * 0.5, rel=0.05)
+    assert account.times("loading") < 0.05  # what waits anyway hides it
+    elsewhere = check(streamed(load_s=0.02, num=100, cpu_of=lambda _: 1.0))
+    assert elsewhere.largest.key == "loading"
+
+
+def test_a_stage_that_computes_early_pays_for_it_later() -> None:
+    # half a core, 8 ms of CPU in 10 ms: in the long run they take 16, as alone
+    account = check(
+        streamed(load_s=0.016, num=100, alone_s=(0.016,) * 4, cpu_s=(0.008,) * 4, cpus=(0.5,) * 4, cpu_of=lambda _: 0.8)
+    )
+    # the pace is 16 ms, and the first microbatch comes through in 10 for each stage
+    assert account.times("slower") == pytest.approx(4 * 100 / 103 - 6.4 / (99 * 0.016 + 4 * 0.010))
+    assert account.times("bubble") == pytest.approx(4 - 4 * 100 / 103)
+
+
 def test_what_is_no_whole_stream_is_refused() -> None:
     run = streamed(num=3)
     with pytest.raises(DataError, match="traces are missing"):

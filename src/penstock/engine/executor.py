@@ -55,6 +55,7 @@ class StageSlot:
     report: StageReport
     clock: Callable[[], float] = field(default=time.perf_counter)
     progress: Progress = field(default_factory=Progress)
+    others: int = 0  # stages of the model beside this one
     began_cpu_s: float = 0.0
     recorder: Recorder | None = None
     kept: dict[int, Message] = field(default_factory=dict)  # a microbatch for each turn, to run again alone
@@ -214,7 +215,7 @@ def _pass_on(slot: StageSlot, message: Message) -> None:
             slot.report.cpu_s = time.process_time() - slot.began_cpu_s
             slot.report.memory_bytes = held_bytes(slot.runtimes.items[0].device)
             if slot.kept:
-                slot.alone = measure_alone(slot.index, slot.runtimes, list(slot.kept.values()))
+                slot.alone = measure_alone(slot.index, slot.runtimes, list(slot.kept.values()), others=slot.others)
         reports = json.loads(message.body or b"[]")
         body = json.dumps([*reports, asdict(slot.report)]).encode()
     slot.progress.computed += slot.inlet.width

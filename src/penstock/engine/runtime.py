@@ -88,6 +88,16 @@ class Runtime:
             _run(step, registers)
         return [registers[index] for index in self._outputs]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self._state)
+
+    def copied(self) -> "Runtime":
+        """Make the same again, with tensors of its own."""
+        pairs = zip(self.program.states, self._state, strict=True)
+        return Runtime(self.program, {state.value.name: tensor.clone() for state, tensor in pairs}, self.device)
+
     def timed(self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]) -> list[float]:
         """Run on one microbatch and give the seconds of every operation."""
         return self.watched(sizes, inputs, clock)[1]

@@ -34,7 +34,7 @@ def build_slots(
             wiring.outlet(index + 1, _output_formats(programs)),
         )
         report = StageReport(stage=index, device=job.device_names[transport.rank])
-        slots[index] = StageSlot(index, turns, inlet, outlet, report)
+        slots[index] = StageSlot(index, turns, inlet, outlet, report, others=len(job.ranks) - 1)
     return slots, wiring.local
 
 

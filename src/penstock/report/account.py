@@ -74,18 +74,37 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """A stage's mean seconds per microbatch: alone, slower, for bytes, and fixed for each message.
+    """A stage's mean seconds per microbatch: alone, slower, for bytes, fixed for each message, and loading.
 
-    `inflation_s` is what its own process's other threads add to computing, `foreign_part` the part of the time
-    beside computing in which something else had the core.
+    What a step takes is split with three more: `inflation_s` is what its own process's other threads add to computing,
+    `hidden_s` what they take while the stage waits, `early_s` by how much the stage computes sooner than its share of a
+    core gives, to be held up for it later; `foreign_part` is the part of the time beside computing in which something
+    else had the core.
     """
 
     alone_s: float
     slower_s: float
     bytes_s: float
     fixed_s: float
+    load_s: float
     inflation_s: float
+    hidden_s: float
+    early_s: float
     foreign_part: float
+
+    def split(self, compute_s: float, beside_s: float) -> dict[str, float]:
+        """Give the parts of a step that computes so long and spends so much beside it."""
+        messages_s = beside_s * (1 - self.foreign_part) + self.inflation_s
+        slower_s = compute_s - self.inflation_s - self.alone_s + beside_s * self.foreign_part
+        return {"alone": self.alone_s, "slower": slower_s, **self._messages(messages_s)}
+
+    def after(self) -> dict[str, float]:
+        """Give what has to follow a step, sooner or later, for which nobody waits."""
+        return {"slower": self.early_s, "load": self.load_s, **self._messages(self.hidden_s)}
+
+    def _messages(self, seconds: float) -> dict[str, float]:
+        bytes_s = seconds * self.bytes_s / max(1e-12, self.bytes_s + self.fixed_s)
+        return {"bytes": bytes_s, "fixed": seconds - bytes_s}
 
 
 def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
@@ -154,23 +173,34 @@ def stage_costs(stage: MeasuredStage, stages: Sequence[MeasuredStage], threads: 
 
     Where it computes for longer than its CPU time explains, its process's other threads may have had the core:
     they carry messages. The rest of what is longer than alone is something else: other processes, caches, heat.
+    No process is quicker than its CPU seconds over its CPUs. What is missing to that its other threads take while the
+    stage waits; where it hardly does, they are why it waits.
     """
     part = share(stage.machine)
-    beside_s = stage.mean("message_s") + stage.mean("gap_s")
+    compute_s, beside_s = stage.mean("compute_s"), stage.mean("message_s") + stage.mean("gap_s")
     mates = [other for other in stages if other.rank == stage.rank]
     own_cpu_s = sum(mate.mean("cpu_s") + mate.mean("between_cpu_s") for mate in mates)
     others_s = max(0.0, stage.cpu_s - own_cpu_s) / part / len(mates)
-    off_s = max(0.0, stage.mean("compute_s") - stage.mean("cpu_s") / part)
-    inflation_s = min(off_s, others_s) if threads == 1 else 0.0
+    off_s = compute_s - stage.mean("cpu_s") / part
+    inflation_s = min(max(0.0, off_s), others_s) if threads == 1 else 0.0
     foreign_s = max(0.0, beside_s - stage.mean("between_cpu_s") / part - (others_s - inflation_s))
     foreign_part = min(1.0, foreign_s / beside_s) if beside_s and threads == 1 else 0.0
-    messages_s = beside_s * (1 - foreign_part) + inflation_s
+    missing_s, with_load_s = _missing(stage, mates)
+    early_s = min(missing_s, max(0.0, -off_s)) if threads == 1 else 0.0
+    messages_s = beside_s * (1 - foreign_part) + inflation_s + missing_s - early_s
     bytes_s = min(messages_s, (stage.mean("num_bytes_in") + stage.mean("num_bytes_out")) * stage.machine.byte_s / part)
     return _Costs(
-        alone_s=stage.alone_s, bytes_s=bytes_s, fixed_s=messages_s - bytes_s, inflation_s=inflation_s,
-        slower_s=stage.mean("compute_s") - inflation_s - stage.alone_s + beside_s * foreign_part,
-        foreign_part=foreign_part,
+        alone_s=stage.alone_s, bytes_s=bytes_s, fixed_s=messages_s - bytes_s, load_s=with_load_s - missing_s,
+        slower_s=compute_s + early_s - inflation_s - stage.alone_s + beside_s * foreign_part,
+        inflation_s=inflation_s, hidden_s=missing_s - early_s, early_s=early_s, foreign_part=foreign_part,
     )  # fmt: skip
+
+
+def _missing(stage: MeasuredStage, mates: Sequence[MeasuredStage]) -> tuple[float, float]:
+    """Give what a stage's steps lack to its process's CPU seconds over its CPUs, without loading and with it."""
+    busy_s = sum(mate.mean("compute_s") + mate.mean("message_s") + mate.mean("gap_s") for mate in mates)
+    without, whole = (cpu_s / stage.machine.cpus - busy_s for cpu_s in (stage.cpu_s, stage.cpu_s + stage.load_cpu_s))
+    return max(0.0, without) / len(mates), max(0.0, whole) / len(mates)
 
 
 def _jobs(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Job]]:
@@ -186,16 +216,12 @@ def _jobs(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Job]
     for m in range(num):
         for stage in stream.stages:
             cost, step = costs[stage.index], stage.steps[m]
-            beside_s = step.message_s + step.gap_s
-            messages_s = beside_s * (1 - cost.foreign_part) + cost.inflation_s
-            bytes_s = messages_s * cost.bytes_s / max(1e-12, cost.bytes_s + cost.fixed_s)
-            slower_s = step.compute_s - cost.inflation_s - cost.alone_s + beside_s * cost.foreign_part
             source: Edge = (stage.index - 1, stage.index)
             target: Edge = (stage.index, stage.index + 1 if stage.index < last else FEEDER_STAGE)
-            parts = {"alone": cost.alone_s, "slower": slower_s, "bytes": bytes_s, "fixed": messages_s - bytes_s}
-            steps[stage.rank].append(
-                Job(stage=stage.index, kind="F", microbatch=m, source=source, target=target, parts=parts)
-            )
+            parts = cost.split(step.compute_s, step.message_s + step.gap_s)
+            job = Job(stage=stage.index, kind="F", microbatch=m, source=source, target=target, parts=parts,
+                      after=cost.after())  # fmt: skip
+            steps[stage.rank].append(job)
     return [feeder, *steps.values()]
 
 

@@ -59,7 +59,8 @@ class MeasuredStage:
     steps: tuple[Step, ...]
     alone_s: float
     machine: Machine
-    cpu_s: float  # of its whole process, per microbatch
+    cpu_s: float  # of its whole process, per microbatch, loading apart
+    load_cpu_s: float
 
     def mean(self, field: str) -> float:
         """Give the mean of a field over the steps."""
@@ -136,7 +137,7 @@ def _stage(run: Run, index: int, found: Mapping[tuple[str, int], Mapping[int, Sp
     own_loads = sum(span.cpu_s for span in process.spans if span.kind == "load")
     stage = MeasuredStage(
         index=index, rank=rank, device=process.device, steps=tuple(steps), machine=process.machine,
-        alone_s=0.0, cpu_s=max(0.0, max(totals, default=0.0) - own_loads) / count,
+        alone_s=0.0, cpu_s=max(0.0, max(totals, default=0.0) - own_loads) / count, load_cpu_s=own_loads / count,
     )  # fmt: skip
     return _with_alone(stage, run, process.alone)
 

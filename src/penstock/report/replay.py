@@ -8,7 +8,7 @@ passes the result on. A cut holds `depth` messages at the sender and as many at 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.errors import DataError
 
@@ -20,7 +20,8 @@ Edge = tuple[int, int]
 class Job:
     """One action of a device, in seconds: reading its message, computing, passing on, and what lies between.
 
-    Each of `read`, `compute`, `give` is a sum of parts by name, so that parts can be left out.
+    What it takes is a sum of parts by name, so that parts can be left out. `after` is what the device needs behind it
+    before its next job, while nobody waits for it.
     """
 
     stage: int
@@ -29,10 +30,15 @@ class Job:
     source: Edge | None
     target: Edge | None
     parts: Mapping[str, float]
+    after: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, counted: frozenset[str]) -> float:
         """Add up the parts that count."""
-        return sum(value for name, value in self.parts.items() if name in counted)
+        return _sum(self.parts, counted)
+
+
+def _sum(parts: Mapping[str, float], counted: frozenset[str]) -> float:
+    return sum(value for name, value in parts.items() if name in counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class _Player:
         if len(done) == len(self.devices[device]):
             return False
         job = self.devices[device][len(done)]
-        begin = done[-1].end_s if done else 0.0
+        begin = done[-1].end_s + _sum(done[-1].job.after, self.counted) if done else 0.0
         if job.source is not None:
             arrived = self.sent_s(job.source, len(self.taken.get(job.source, [])))
             if arrived is None:

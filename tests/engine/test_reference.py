@@ -1,0 +1,53 @@
+"""What a stage takes by itself, as a device that runs the whole model would come back to it."""
+
+import pytest
+import torch
+
+from penstock.engine import reference
+from penstock.engine.messages import DATA, Message
+from penstock.engine.reference import measure_alone
+from penstock.engine.runtime import Runtime
+from penstock.engine.split import load_state
+from penstock.engine.turns import Turns
+from penstock.zoo.weights import ModuleWeights
+from tests.worlds import divided_tower, tower_inputs
+
+
+def first_stage() -> Runtime:
+    halves = divided_tower(2)
+    program, weights = halves.programs[0].items[0], ModuleWeights(halves.model)
+    return Runtime(program, {s.value.name: load_state(halves.graph, s, weights) for s in program.states})
+
+
+def test_a_copy_gives_the_same_from_weights_of_its_own() -> None:
+    runtime, inputs = first_stage(), tower_inputs(1)[0]
+    copy = runtime.copied()
+    with torch.inference_mode():
+        expected = runtime({"batch": 2}, list(inputs))
+        given = copy({"batch": 2}, list(inputs))
+    assert all(torch.equal(a, b) for a, b in zip(expected, given, strict=True))
+    assert copy.weight_bytes == runtime.weight_bytes > 0
+    pairs = zip(runtime.bind({"batch": 2}).registers, copy.bind({"batch": 2}).registers, strict=True)
+    assert all(a.data_ptr() != b.data_ptr() for a, b in pairs if isinstance(a, torch.Tensor))
+
+
+@pytest.mark.parametrize(("room", "expected"), [(2**26, 4), (2, 2), (1, 1), (0, 1)])
+def test_copies_stand_in_for_the_other_stages(monkeypatch: pytest.MonkeyPatch, room: int, expected: int) -> None:
+    runtime = first_stage()
+    ran: list[int] = []
+    run = Runtime.__call__
+
+    def counted(self: Runtime, *args: object) -> list[torch.Tensor]:
+        ran.append(id(self))
+        return run(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Runtime, "__call__", counted)
+    monkeypatch.setattr(reference, "_ALONE_S", 0.0)
+    if room < 2**20:
+        monkeypatch.setattr(reference, "_CACHED_BYTES", room * runtime.weight_bytes)
+    message = Message(DATA, 0, (2,), list(tower_inputs(1)[0]))
+    with torch.inference_mode():
+        alone = measure_alone(7, Turns([runtime]), [message], others=3)
+    assert alone.stage == 7
+    assert alone.seconds > 0
+    assert len(set(ran)) == expected

@@ -9,41 +9,48 @@ import signal
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.pipeline.__main__ import environment, show
-from benchmarks.tracing.cases import CASES, SHARE, Case, expected, within
+from benchmarks.tracing.cases import CASES, HOSTS, SHARE, TOGGLED, Case, Toggled, expected, within
+from benchmarks.tracing.toggling import is_on, live
 from penstock.cluster.lab import lab_session, parse_lab, take_down
 from penstock.units import parse_rate
 
 ROOT = Path(__file__).parents[2]
 LAB = "tracing"
-_OVERHEAD = Case(name="tracing on and off", num_images=200)
+_LIVE = "live view"
 
 
 def main() -> None:
     """Run the cases and write table and JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tracing")
     parser.add_argument("--json", type=Path, required=True, help="every row and the summary")
-    parser.add_argument("--quick", action="store_true", help="one round of tracing on and off, with 60 images")
+    parser.add_argument("--quick", action="store_true", help="fewer blocks of tracing on and off")
     parser.add_argument("--only", help="only the cases with these names, separated by commas, and the first one")
-    parser.add_argument("--rounds", type=int, default=3, help="of tracing on and off")
     given = parser.parse_args()
     take_down(LAB)  # what an earlier run that was killed may have left
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     wanted = given.only.split(",") if given.only else None
     rows: list[dict[str, Any]] = []
-    for case in CASES:
-        if wanted is None or case.name in wanted or not rows:
-            rows.append(account_row(case, rows[0] if rows else None))
-            save(given.json, rows)
-    if wanted is None or _OVERHEAD.name in wanted:
-        num, rounds = (60, 1) if given.quick else (_OVERHEAD.num_images, given.rounds)
-        result = run(_OVERHEAD, kind="overhead", rounds=rounds, num_images=num)
-        on, off = (statistics.median(result["seconds"][way]) for way in ("on", "off"))
-        rows.append({"case": _OVERHEAD.name, **result, "overhead": on / off - 1})
+    toggled = [case for case in TOGGLED if wanted is None or case.name in wanted]
+    chosen = [case for case in CASES if wanted is None or case.name in wanted]
+    if chosen and CASES[0] not in chosen:
+        chosen.insert(0, CASES[0])  # what the others are held against
+    for case in chosen:
+        rows.append(account_row(case, rows[0] if rows else None))
+        save(given.json, rows)
+    for each in toggled:
+        rows.append(toggled_row(each, 12 if given.quick else each.num_blocks))
+        save(given.json, rows)
+    if wanted is None or _LIVE in wanted:
+        rows.append({"case": _LIVE, "picture_cpu_s": statistics.median(live())})
     save(given.json, rows)
     print_table(rows)
     print(json.dumps(summarize(rows)))
@@ -51,7 +58,7 @@ def main() -> None:
 
 def account_row(case: Case, base: dict[str, Any] | None) -> dict[str, Any]:
     """Run a case and hold its account against what was known before."""
-    result = run(case, kind="account")
+    result = run(case)
     known = result["known"] | {"bandwidth": parse_rate(case.bandwidth)}
     if "overhead_cpu_s" in known:
         known["overhead_s"] = known["overhead_cpu_s"] / SHARE
@@ -64,23 +71,54 @@ def account_row(case: Case, base: dict[str, Any] | None) -> dict[str, Any]:
     return row
 
 
-def run(case: Case, **more: Any) -> dict[str, Any]:
-    """Put the case's lab up, stream on it, and take it down."""
+def toggled_row(case: Toggled, num_blocks: int) -> dict[str, Any]:
+    """Run with recording going on and off, and compare each block with its neighbour."""
+    given = asdict(case) | {"num_blocks": num_blocks}
+    taken = [result for _, result in sorted(start("toggling", given, (SHARE,) * HOSTS, "1 Gbit/s").items())]
+    row: dict[str, Any] = {"case": case.name, "num_blocks": num_blocks, "blocks": taken}
+    # hosts go through a block nearly together: the mean of their seconds, the sum of their CPU seconds
+    for key, place in (("seconds", 0), ("cpu", 1)):
+        row[key] = compare_pairs(np.array(taken)[:, :, place].sum(axis=0))
+    return row
+
+
+def compare_pairs(blocks: NDArray[np.float64]) -> dict[str, float]:
+    """Give what on adds to off: the median over pairs of blocks, and its interval by the bootstrap (Efron 1979).
+
+    >>> compare_pairs(np.array([1.01, 1.0, 1.0, 1.01]))["median"]
+    0.01
+    """
+    pairs = blocks[: len(blocks) // 2 * 2].reshape(-1, 2)
+    more = np.array([on / off if is_on(2 * n) else off / on for n, (on, off) in enumerate(pairs)]) - 1
+    drawn = np.random.default_rng(0).choice(more, (10_000, len(more)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return {key: round(float(x), 6) for key, x in (("median", np.median(more)), ("low", low), ("high", high))}
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Stream in a case's lab; gives what its first host made of it."""
+    result: dict[str, Any] = start("session", asdict(case), case.shares, case.bandwidth)["result"]
+    return result
+
+
+def start(session: str, given: dict[str, Any], shares: Sequence[float], bandwidth: str) -> dict[str, Any]:
+    """Put a lab up, run a session on its hosts, and take it down; gives the files that it wrote, by their ends."""
     hosts = "".join(
-        f'[[hosts]]\nname = "host{index}"\ncpu = {cpu}\nmemory = "2 GiB"\n' for index, cpu in enumerate(case.shares)
+        f'[[hosts]]\nname = "host{index}"\ncpu = {cpu}\nmemory = "2 GiB"\n' for index, cpu in enumerate(shares)
     )
-    spec = parse_lab(f'name = "{LAB}"\nbandwidth = "{case.bandwidth}"\n{hosts}')
+    spec = parse_lab(f'name = "{LAB}"\nbandwidth = "{bandwidth}"\n{hosts}')
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         file = Path(folder) / "session.json"
-        file.write_text(json.dumps(asdict(case) | more))
-        command = [sys.executable, "-m", "benchmarks.tracing.session", str(file)]
+        file.write_text(json.dumps(given))
+        command = [sys.executable, "-m", f"benchmarks.tracing.{session}", str(file)]
         env = {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
         with lab_session(spec) as lab, lab.start(command, output=show, env=env) as started:
             started.wait()
         if started.first_failure:
-            sys.exit(f"{case.name}: {started.first_failure}")
-        result: dict[str, Any] = json.loads(file.with_suffix(".result.json").read_text())
-    return result
+            sys.exit(f"{given['name']}: {started.first_failure}")
+        return {
+            each.stem.partition(".")[2]: json.loads(each.read_text()) for each in Path(folder).glob("session.*.json")
+        }
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -88,8 +126,9 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     accounts = [row for row in rows if "lines" in row]
     provoked = [row for row in accounts if row.get("expected") is not None]
     return {
-        "overhead": next((row["overhead"] for row in rows if "overhead" in row), None),
-        "account_remainder_worst": max(abs(row["lines"]["remainder"]) / row["num_times"] for row in accounts),
+        "overhead": next((row["seconds"]["median"] for row in rows if row["case"] == TOGGLED[0].name), None),
+        "overhead_training": next((row["seconds"]["median"] for row in rows if row["case"] == TOGGLED[1].name), None),
+        "account_remainder_worst": max((abs(r["lines"]["remainder"]) / r["num_times"] for r in accounts), default=None),
         "causes_named_first": sum(row["named_first"] for row in provoked),
         "causes_within_a_fifth": sum(row["within"] for row in provoked),
         "causes": len(provoked),
@@ -113,6 +152,13 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             cells += [f"{row[key]:.2f}" if row.get(key) is not None else "" for key in ("expected", "found")]
             cells.append({True: "yes", False: f"no: {row['first']}", None: ""}[row.get("named_first")])
             print("| " + " | ".join([*cells, f"{row['lines']['remainder']:+.3f}"]) + " |")
+    for row in rows:
+        for key in ("seconds", "cpu"):
+            if key in row:
+                more = row[key]
+                print(f"{row['case']}, {key}: {more['median']:+.2%} (95%: {more['low']:+.2%} to {more['high']:+.2%})")
+        if "picture_cpu_s" in row:
+            print(f"{row['case']}: {1e3 * row['picture_cpu_s']:.1f} ms of CPU for a picture")
 
 
 if __name__ == "__main__":

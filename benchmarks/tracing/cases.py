@@ -6,6 +6,7 @@ from itertools import pairwise
 
 MODEL = "timm:deit_small_patch16_224"
 TINY = "timm:vit_tiny_patch16_224,depth=4,img_size=32,patch_size=8"
+TRAINED = "timm:vit_tiny_patch16_224,img_size=32,patch_size=4,depth=6"
 HOSTS = 4
 SHARE = 0.35
 
@@ -24,6 +25,17 @@ class Case:
     busy: int | None = None  # the rank on whose host another process computes all the time
 
 
+@dataclass(frozen=True, kw_only=True)
+class Toggled:
+    """One run in which recording goes on and off, block by block; of a training, a block is a step."""
+
+    name: str
+    kind: str
+    model: str
+    num_blocks: int
+    rows: int = 0
+
+
 _UNEVEN = ("blocks.5:after", "blocks.7:after", "blocks.9:after")
 CASES = (
     Case(name="nothing provoked"),
@@ -33,6 +45,11 @@ CASES = (
     Case(name="slow host", cause="imbalance", shares=(SHARE, SHARE, SHARE / 2, SHARE)),
     Case(name="busy machine", cause="slower", busy=2),
     Case(name="tiny model", cause="overhead", model=TINY, num_images=400),
+)
+
+TOGGLED = (
+    Toggled(name="tracing on and off", kind="stream", model=MODEL, num_blocks=60),
+    Toggled(name="training traced on and off", kind="training", model=TRAINED, num_blocks=80, rows=16),
 )
 
 

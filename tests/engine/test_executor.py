@@ -156,10 +156,10 @@ def test_a_schedule_that_ends_too_early_says_so(halves: Divided) -> None:
         def release(self) -> None:
             pass
 
-        def trace_taking(self, track: Track) -> None:
+        def trace_taking(self, track: Track | None) -> None:
             pass
 
-        def trace_giving(self, track: Track) -> None:
+        def trace_giving(self, track: Track | None) -> None:
             pass
 
     weights = ModuleWeights(halves.model)

@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from penstock.engine.traces import FeederTracer
+from penstock.engine.traces import FeederTracer, StageTracer
 from penstock.errors import PenstockError
 from penstock.report.chrome import chrome_trace
 from penstock.tracing.trace import ProcessTrace, Run, RunFacts, Span
@@ -113,6 +114,20 @@ def test_the_profilers_operations_lie_within_their_computation(halves: Divided) 
     for event in found:
         whole = around[event["tid"], event["args"]["microbatch"]]
         assert whole["ts"] - 1 <= event["ts"] <= event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 1
+
+
+def test_recording_stops_when_it_is_told_to(halves: Divided, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = StageTracer.__init__
+
+    def silent(tracer: StageTracer, *args: Any, **options: Any) -> None:
+        make(tracer, *args, **options)
+        tracer.record(False)
+
+    monkeypatch.setattr(StageTracer, "__init__", silent)
+    with memory_world(2) as made:
+        traces = stream(halves, made)
+    assert [trace.spans for trace in traces[1:]] == [(), ()]
+    assert traces[0].spans, "the feeding process goes on"
 
 
 def test_a_stream_that_fails_leaves_no_trace_and_does_not_hang(halves: Divided) -> None:

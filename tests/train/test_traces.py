@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.trainers import in_threads
 WIDTH, STEPS, ROWS = 32, 4, 8
 
 
-def traced(folder: Path, size: int, **settings: Any) -> Run:
+def traced(folder: Path, size: int, *, recorded: Sequence[int] = range(STEPS), **settings: Any) -> Run:
     captured = Captured(
         seeded(torch.nn.Sequential, *[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]).train(),
         (torch.zeros(2, WIDTH),),
@@ -30,7 +31,9 @@ def traced(folder: Path, size: int, **settings: Any) -> Run:
         world.clock = lambda: time.perf_counter() + 1000.0 * world.rank
         trainer = Trainer(captured, world, trace=True, **settings)
         optimizer = trainer.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        for _ in range(STEPS):
+        for step in range(STEPS):
+            assert trainer.tracer is not None
+            trainer.tracer.record(step in recorded)
             with trainer.loading():
                 x = torch.ones(ROWS, WIDTH)
             trainer.train_step(x, x, F.mse_loss)
@@ -74,6 +77,12 @@ def test_every_action_and_message_is_there_on_one_clock(
         around = Counter(s.kind for s in process.spans if s.stage < 0)
         assert around == {"load": STEPS, "step": STEPS, "synchronize": STEPS, "update": STEPS}
         assert {c.name for c in process.counters} == {"memory_bytes", "rows"}
+
+
+def test_steps_that_are_not_to_be_recorded_are_left_out(tmp_path: Path) -> None:
+    run = traced(tmp_path, 2, stages=2, microbatches=4, recorded=(1, 3))
+    for kind in ("compute", "wait", "receive", "buffer", "send"):
+        assert {s.step for s in run.spans if s.kind == kind} == {1, 3}, kind
 
 
 def test_replicas_and_their_sums(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ class Inlet(Protocol):
     def release(self) -> None:
         """Give back the memory of the oldest message taken."""
 
-    def trace_taking(self, track: Track) -> None:
-        """Record on a track what comes in."""
+    def trace_taking(self, track: Track | None) -> None:
+        """Record on a track what comes in; on none, nothing."""
 
 
 class Outlet(Protocol):
@@ -48,8 +48,8 @@ class Outlet(Protocol):
     def put(self, message: Message) -> None:
         """Send a message; the tensors are copied before this returns."""
 
-    def trace_giving(self, track: Track) -> None:
-        """Record on a track what goes out."""
+    def trace_giving(self, track: Track | None) -> None:
+        """Record on a track what goes out; on none, nothing."""
 
 
 class RemoteInlet:
@@ -93,8 +93,8 @@ class RemoteInlet:
     def _post(self, buffer: Tensor) -> None:
         self._posted.append((self._transport.receive(buffer, self._source, self._channel), buffer))
 
-    def trace_taking(self, track: Track) -> None:
-        """Record on a track what comes in."""
+    def trace_taking(self, track: Track | None) -> None:
+        """Record on a track what comes in; on none, nothing."""
         self._track = track
 
     def _drain(self) -> None:
@@ -129,8 +129,8 @@ class RemoteOutlet:
             while self._sending:
                 self._sending.popleft()[0].wait()
 
-    def trace_giving(self, track: Track) -> None:
-        """Record on a track what goes out."""
+    def trace_giving(self, track: Track | None) -> None:
+        """Record on a track what goes out; on none, nothing."""
         self._track = track
 
     def _send(self, message: Message) -> None:
@@ -165,12 +165,12 @@ class LocalEdge:
         self._taking: Track | None = None
         self._giving: Track | None = None
 
-    def trace_taking(self, track: Track) -> None:
-        """Record on a track what comes in."""
+    def trace_taking(self, track: Track | None) -> None:
+        """Record on a track what comes in; on none, nothing."""
         self._taking = track
 
-    def trace_giving(self, track: Track) -> None:
-        """Record on a track what goes out."""
+    def trace_giving(self, track: Track | None) -> None:
+        """Record on a track what goes out; on none, nothing."""
         self._giving = track
 
     def take(self) -> Message:

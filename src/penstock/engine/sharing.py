@@ -53,8 +53,8 @@ class SharedInlet:
         for inlet in self._taken.popleft():
             inlet.release()
 
-    def trace_taking(self, track: Track) -> None:
-        """Record on a track what comes in."""
+    def trace_taking(self, track: Track | None) -> None:
+        """Record on a track what comes in; on none, nothing."""
         for inlet in self._inlets:
             inlet.trace_taking(track)
 
@@ -79,8 +79,8 @@ class SharedOutlet:
             # what the end collects on its way goes one way only
             outlet.put(message if not place else Message(message.kind, message.index))
 
-    def trace_giving(self, track: Track) -> None:
-        """Record on a track what goes out."""
+    def trace_giving(self, track: Track | None) -> None:
+        """Record on a track what goes out; on none, nothing."""
         for outlet in self._outlets.items:
             outlet.trace_giving(track)
 

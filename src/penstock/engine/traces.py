@@ -40,12 +40,18 @@ class StageTracer:
         self._world = world
         self._slots = slots
         self.recorder = Recorder(world.clock, units=units)
-        for index, slot in slots.items():
-            slot.clock, slot.recorder = world.clock, self.recorder
+        for slot in slots.values():
+            slot.clock = world.clock
             slot.profile = ProfileWindow(self.recorder) if profile else None
-            slot.inlet.trace_taking(Track(self.recorder, index))
-            slot.outlet.trace_giving(Track(self.recorder, index))
+        self.record(True)
         self._machine = measure_machine()
+
+    def record(self, on: bool) -> None:
+        """Record from here on; or nothing, to see what recording costs. What has gaps is no whole trace."""
+        for index, slot in self._slots.items():
+            slot.recorder = self.recorder if on else None
+            slot.inlet.trace_taking(Track(self.recorder, index) if on else None)
+            slot.outlet.trace_giving(Track(self.recorder, index) if on else None)
 
     def trace(self) -> ProcessTrace:
         """Give what was recorded since the last time, on this process's own clock."""

@@ -30,17 +30,26 @@ class TrainingTracer:
         self, world: World, stages: Mapping[int, TrainingStage], synchronizer: Synchronizer, *, profile: bool = False
     ) -> None:
         self._world = world
+        self._stages, self._synchronizer = stages, synchronizer
         self.recorder = Recorder(world.clock)
         for stage in stages.values():
-            stage.clock, stage.recorder = world.clock, self.recorder
+            stage.clock = world.clock
             stage.profile = ProfileWindow(self.recorder, count=1) if profile else None
-        synchronizer.recorder = self.recorder
+        self.record(True)
         self._machine = measure_machine()
         self._clocks = ClockReadings(world)
         if world.rank == FEEDER:
             self._clocks.begin(self._others)
         else:
             answer_clock(world.transport, world.clock)
+
+    def record(self, on: bool) -> None:
+        """Record from here on; or nothing but steps and loading, to see what the rest costs."""
+        self._on = on
+        for stage in self._stages.values():
+            stage.recorder = self.recorder if on else None
+        self._synchronizer.recorder = self.recorder if on else None
+        self.follow({index: stage.edges for index, stage in self._stages.items()})
 
     def follow(self, edges: Mapping[int, Edges]) -> None:
         """Record what goes over new lines."""
@@ -49,9 +58,9 @@ class TrainingTracer:
                 (FORWARDS, own.inlet, own.outlet), (BACKWARDS, own.gradient_inlet, own.gradient_outlet)
             ):  # fmt: skip
                 if inlet is not None:
-                    inlet.trace_taking(Track(self.recorder, index, name))
+                    inlet.trace_taking(Track(self.recorder, index, name) if self._on else None)
                 if outlet is not None:
-                    outlet.trace_giving(Track(self.recorder, index, name))
+                    outlet.trace_giving(Track(self.recorder, index, name) if self._on else None)
 
     @contextmanager
     def step(self, number: int, num_rows: int) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Every test leaves the machine as it found it."""
 
 import atexit
+import contextlib
 import gc
 import os
 import shutil
@@ -8,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,26 @@ _SETTLE_S = 3.0
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 
 
-def _left_behind() -> dict[str, dict[Any, str]]:
-    """Everything of this process that a test could leave: by kind, what it is and how to call it."""
+def _left_behind(known: Collection[int] = ()) -> dict[str, dict[Any, str]]:
+    """Everything of this process that a test could leave: by kind, what it is and how to call it.
+
+    What a known process starts is its own: the browser of several tests takes other processes for other pages.
+    """
     process = psutil.Process()
-    children = {child.pid: f"{child.pid} {_command(child)}" for child in process.children(recursive=True)}
+    children = {child.pid: f"{child.pid} {_command(child)}" for child in _children(process, known)}
     threads = {t.native_id: t.name for t in threading.enumerate() if not t.daemon or t.name.startswith("penstock")}
     sockets = {c.laddr.port: str(c.laddr) for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
     files = {path: str(path) for folder in folders for path in folder.glob("*penstock*")}
     return {"process": children, "thread": threads, "listening socket": sockets, "temporary file": files}
+
+
+def _children(process: psutil.Process, known: Collection[int]) -> Iterator[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in process.children():
+            yield child
+            if child.pid not in known:
+                yield from _children(child, known)
 
 
 def _command(process: psutil.Process) -> str:
@@ -54,7 +66,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     yield
     deadline = time.monotonic() + _SETTLE_S
     while True:
-        after = _left_behind()
+        after = _left_behind(before["process"])
         new = [
             f"{kind}: {name}"
             for kind, things in after.items()

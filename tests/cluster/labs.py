@@ -3,6 +3,8 @@
 import os
 import re
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.cluster.lab import HostSpec, Lab, LabSpec, OutputLine
@@ -31,6 +33,14 @@ def traces() -> dict[str, list[str]]:
         "state": sorted(map(str, Path("/run/penstock").glob("*.json*"))),
         "processes": sorted(processes),
     }
+
+
+def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    """Wait for something, and fail when it takes too long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.002)
 
 
 def make_spec(

@@ -17,7 +17,7 @@ from penstock.cluster.lab import Lab, LabSpec, lab_session, take_down, write_lab
 from penstock.cluster.lab.cgroups import Cgroups
 from penstock.cluster.lab.machine import find_cgroups
 from penstock.errors import ClusterError, RunError
-from tests.cluster.labs import MIB, Collected, make_spec, output_of, traces
+from tests.cluster.labs import MIB, Collected, make_spec, output_of, traces, until
 
 PROGRAMS = ("ip", "tc", "unshare")
 pytestmark = [
@@ -34,18 +34,22 @@ start, used = time.monotonic(), time.process_time()
 while time.monotonic() - start < 1: pass
 print((time.process_time() - used) / (time.monotonic() - start))
 """
-TRANSFER = """
+CONNECT = """
+import socket, time
+def connect(host, timeout=10):
+    for _ in range(200):
+        try:
+            return socket.create_connection((host, 9000), timeout=timeout)
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+"""
+TRANSFER = f"""{CONNECT}
 import os, socket, sys, time
 sender, num_bytes = int(sys.argv[1]), int(sys.argv[2])
 if os.environ["RANK"] == "0":
     peer, _ = socket.create_server(("host0", 9000)).accept()
 else:
-    for _ in range(200):
-        try:
-            peer = socket.create_connection(("host0", 9000), timeout=10)
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.02)
+    peer = connect("host0")
 data = bytearray(65536)
 if int(os.environ["RANK"]) == sender:
     for _ in range(num_bytes // len(data)):
@@ -58,15 +62,10 @@ else:
         total += received
     print(total / (time.monotonic() - start))
 """
-PIECES = """
+PIECES = f"""{CONNECT}
 import os, socket, threading, time
 if os.environ["RANK"] == "1":
-    for _ in range(200):
-        try:
-            peer = socket.create_connection(("host0", 9000), timeout=10)
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.02)
+    peer = connect("host0")
     try:
         while True:
             peer.sendall(bytes(65536))
@@ -84,19 +83,14 @@ for _ in range(60):
         sizes.append(seen.recv_into(bytearray(100_000)))
     print(sorted(sizes)[len(sizes) // 2], flush=True)
 """
-GREET = """
+GREET = f"""{CONNECT}
 import os, socket, time
 for peer in ("host0", "host1"):
     print(peer, socket.gethostbyname(peer), flush=True)
 print(socket.gethostname())
 server = socket.create_server((os.environ["PENSTOCK_HOST"], 9000))
 other = "host1" if os.environ["RANK"] == "0" else "host0"
-for _ in range(200):
-    try:
-        client = socket.create_connection((other, 9000), timeout=5)
-        break
-    except ConnectionRefusedError:
-        time.sleep(0.02)
+client = connect(other, timeout=5)
 peer, address = server.accept()
 print("greeted by", address[0])
 client.recv(1) if os.environ["RANK"] == "0" else peer.close()
@@ -145,13 +139,6 @@ def cgroups() -> Cgroups:
 
 def python(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, arguments)]
-
-
-def until(condition: Callable[[], object], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
-        time.sleep(0.002)
 
 
 def test_hosts_have_names_addresses_and_reach_each_other(lab: Lab) -> None:

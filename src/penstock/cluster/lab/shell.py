@@ -1,7 +1,11 @@
 """The seam to the programs that change the network: `ip` and `tc`."""
 
+import contextlib
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Protocol
 
 from penstock.errors import RunError
@@ -27,15 +31,16 @@ class SystemShell:
     def run(self, command: Sequence[str]) -> str:
         """Run a command; raises `RunError` with its last words when it fails or takes too long."""
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=_DEADLINE_S,
-                stdin=subprocess.DEVNULL,
-                # a command that outlives its killed caller still holds the lock that it was run under
-                close_fds=False,
-            )
+            with _signals_wait():
+                done = subprocess.run(
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=_DEADLINE_S,
+                    stdin=subprocess.DEVNULL,
+                    # a command that outlives its killed caller still holds the lock that it was run under
+                    close_fds=False,
+                )
         except subprocess.TimeoutExpired:
             raise RunError(
                 f"a lab command ends within {_DEADLINE_S:g} s, but {' '.join(command)} did not; "
@@ -50,6 +55,33 @@ class SystemShell:
                 "run penstock lab down and try again"
             )
         return done.stdout
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Hold signals that ask for an end until the block is over; only a main thread receives any.
+
+    A handler that raises in the middle of `subprocess` may leave its lock on the child taken, and then
+    waiting for the child never returns. The programs run here take milliseconds, so nobody waits long.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, note)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for waited in came:
+            signal.raise_signal(waited)
 
 
 class RecordingShell:

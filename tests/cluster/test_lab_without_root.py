@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.cluster.lab import Lab, LabSpec, lab_session
@@ -13,10 +16,10 @@ from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, quota
 from penstock.cluster.lab.machine import Machine, find_cgroups, this_machine
 from penstock.cluster.lab.memory import MemoryWatch, explain
 from penstock.cluster.lab.network import up_commands
-from penstock.cluster.lab.processes import Target, choose_cores, command_line, environment
+from penstock.cluster.lab.processes import Awake, Target, choose_cores, command_line, environment
 from penstock.cluster.lab.shell import RecordingShell, SystemShell
 from penstock.errors import ClusterError, RunError
-from tests.cluster.labs import make_spec
+from tests.cluster.labs import make_spec, until
 
 UP = """
 ip netns add penstock.lab
@@ -382,6 +385,59 @@ def test_out_of_memory_names_host_limit_and_users(tmp_path: Path) -> None:
         "'python train.py' 61.4 MB, 'sh -c x' 1.02 MB; "
         "give the host more with memory = … in the lab file, or less to do"
     )
+
+
+@pytest.mark.skipif(shutil.which("chrt") is None, reason="cores are kept awake with chrt")
+def test_cores_are_kept_awake_by_what_gives_way() -> None:
+    core = max(os.sched_getaffinity(0))
+    before = psutil.Process().children()
+    awake = Awake([core, core])
+    (spinner,) = set(psutil.Process().children()) - set(before)
+    try:
+        until(lambda: spinner.cmdline()[:1] == ["sh"])  # empty while one program takes the place of another
+        assert os.sched_getscheduler(spinner.pid) == os.SCHED_IDLE
+        assert os.sched_getaffinity(spinner.pid) == {core}
+    finally:
+        awake.release()
+    assert not spinner.is_running()
+
+
+ORPHANS = """
+import os
+from penstock.cluster.lab.processes import Awake
+Awake(sorted(os.sched_getaffinity(0))[:1])
+print(*[child.pid for child in __import__("psutil").Process().children()], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(shutil.which("chrt") is None, reason="cores are kept awake with chrt")
+def test_nothing_keeps_cores_awake_for_a_process_that_is_gone() -> None:
+    said = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=60, check=True)
+    (pid,) = map(int, said.stdout.split())
+    until(lambda: not psutil.pid_exists(pid))
+
+
+ASKED_TO_END = """
+import signal, sys
+from penstock.cluster.lab.shell import SystemShell
+def end(number, frame):
+    raise SystemExit(128 + number)
+number = int(sys.argv[1])
+signal.signal(number, end)
+try:
+    SystemShell().run(["sh", "-c", f"kill -{number} $PPID; sleep 0.2; touch ended"])
+finally:
+    assert signal.getsignal(number) is end
+    SystemShell().run(["touch", "cleaned"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_command_ends_before_its_caller_hears_a_signal(number: int, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", ASKED_TO_END, str(int(number))], cwd=tmp_path, timeout=60)
+    assert done.returncode == 128 + number
+    assert {path.name for path in tmp_path.iterdir()} == {"ended", "cleaned"}
 
 
 def test_a_failed_command_is_told_in_one_line() -> None:

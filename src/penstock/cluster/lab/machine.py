@@ -14,7 +14,7 @@ from penstock.cluster.lab.cgroups import Cgroups, CgroupsV1, CgroupsV2
 from penstock.cluster.lab.shell import Shell, SystemShell
 from penstock.errors import ClusterError
 
-_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux"}
+_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux", "chrt": "util-linux"}
 _LOCK_DEADLINE_S = 30.0
 
 

@@ -11,7 +11,7 @@ its own host name, and the names of the other hosts.
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,9 @@ while [ $empty -lt 20 ]; do
     sleep 0.05
 done
 """
+
+# for as long as the process with the given id is there
+_SPIN = 'while kill -0 "$1" 2>/dev/null; do :; done'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +152,33 @@ class Guard:
     def release(self) -> None:
         """Let the guard go: all it guards has ended."""
         self._process.communicate(b"done\n", timeout=10)
+
+
+class Awake:
+    """Keeps cores from going to sleep, with work that gives way to everything else at once.
+
+    A virtual machine's core that sleeps is given to others: it wakes late, with caches that are theirs. Then a host
+    is the slower the more it waits, and more so the busier the neighbours are; a board's core is its own.
+    """
+
+    def __init__(self, cores: Iterable[int]) -> None:
+        spin = ["sh", "-c", _SPIN, "penstock-lab-awake", str(os.getpid())]
+        self._processes = [
+            subprocess.Popen(
+                ["chrt", "--idle", "0", "taskset", "--cpu-list", str(core), *spin],  # noqa: S607
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            for core in sorted(set(cores))
+        ]
+
+    def release(self) -> None:
+        """Let the cores sleep again."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
 
 def exit_name(code: int) -> str:

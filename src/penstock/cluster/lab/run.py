@@ -20,6 +20,7 @@ from typing import IO, Literal
 from penstock.cluster.lab.cgroups import Cgroups, kill_processes, processes_in
 from penstock.cluster.lab.memory import MemoryWatch, explain
 from penstock.cluster.lab.processes import (
+    Awake,
     Guard,
     Target,
     environment,
@@ -101,6 +102,7 @@ class LabRun:
         self._failure: BaseException | None = None
         self._ending, self._done = threading.Event(), threading.Event()
         self._guard = Guard(targets)
+        self._awake = Awake(target.core for target in targets if target.core is not None)
         try:
             for node_rank, target in enumerate(targets):
                 for local_rank in range(nproc_per_host):
@@ -250,3 +252,4 @@ class LabRun:
             for pump in member.pumps:
                 pump.join(timeout=_DRAIN_S)
         self._guard.release()
+        self._awake.release()

@@ -26,12 +26,12 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def anonymous_bytes() -> int | None:
-    """Give the bytes of this process that no file stands behind: what it holds itself, without programs and libraries.
+def anonymous_bytes(process: int | str = "self") -> int | None:
+    """Give the bytes of a process that no file stands behind: what it holds itself, without programs and libraries.
 
-    None on systems that do not say.
+    None on systems that do not say, and for a process that has ended.
     """
-    return _kilobytes("/proc/self/status", "RssAnon")
+    return _kilobytes(f"/proc/{process}/status", "RssAnon")
 
 
 def available_bytes() -> int | None:

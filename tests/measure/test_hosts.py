@@ -32,6 +32,9 @@ def test_messages_cost_something_and_not_much() -> None:
     assert 0 < costs.stage_overhead_s < 0.1
     assert 0 <= costs.send_s_per_byte < 1e-6
     assert costs.feed_s > 0
+    # a process that feeds and computes hands over within itself
+    most_s = costs.stage_overhead_s + costs.feed_s + costs.result_s
+    assert 0 < costs.own_input_s + costs.own_output_s <= most_s * 1.000001
 
 
 def test_every_host_and_every_link_is_measured(tmp_path: Path) -> None:

@@ -25,14 +25,17 @@ def random_problem(seed: int, *, max_units: int = 10, max_devices: int = 4, trai
         )
         for _ in range(num_units)
     )
+    overhead_s, feed_s, result_s = rng.choice([0, 0.1, 0.5]), rng.choice([0, 0.1]), rng.choice([0, 0.1])
+    spared_s = rng.choice([0, 0, 0.5, 1]) * (overhead_s + feed_s + result_s)
     profile = Profile(
         model="random", graph="0" * 16, device="core", threads=1, rows=(1,), units=units,
         boundaries=tuple(
             Boundary(name=f"b{index}", bytes_per_row=rng.choice([0, 1, 2, 5, 20])) for index in range(num_units + 1)
         ),
-        base_bytes=rng.choice([0, 5]), loader_s_per_row=rng.choice([0, 0.2]), feed_s=rng.choice([0, 0.1]),
-        result_s=rng.choice([0, 0.1]), send_s_per_byte=rng.choice([0, 0.02, 0.1]),
-        receive_s_per_byte=rng.choice([0, 0.05]), stage_overhead_s=rng.choice([0, 0.1, 0.5]),
+        base_bytes=rng.choice([0, 5]), loader_s_per_row=rng.choice([0, 0.2]), feed_s=feed_s,
+        result_s=result_s, own_input_s=spared_s * 0.6, own_output_s=spared_s * 0.4,
+        send_s_per_byte=rng.choice([0, 0.02, 0.1]), receive_s_per_byte=rng.choice([0, 0.05]),
+        stage_overhead_s=overhead_s,
     )  # fmt: skip
     names = [f"d{index}" for index in range(rng.randint(1, max_devices))]
     devices = tuple(

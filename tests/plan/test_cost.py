@@ -97,6 +97,19 @@ def test_the_three_things_that_may_set_the_pace() -> None:
     assert latency_s(problem, halves) == pytest.approx((1 + 0.4) + 4.0 + 4.0 + 2.0)
 
 
+def test_what_a_feeder_is_spared_at_its_own_ends() -> None:
+    profile = make_profile(
+        [1.0, 1.0], [0, 0, 0], stage_overhead_s=0.5, feed_s=0.2, result_s=0.2, own_input_s=0.3, own_output_s=0.1
+    )
+    problem = Problem(profile, make_cluster(1, 1), Setting())
+    assert problem.load_s(0, 0, 2) == pytest.approx(2 + 0.5 + 0.4 - 0.3 - 0.1)
+    assert problem.load_s(0, 0, 1) == pytest.approx(1 + 0.5 + 0.4 - 0.3)
+    assert problem.load_s(0, 1, 2) == pytest.approx(1 + 0.5 + 0.4 - 0.1)
+    # a device that does not feed, and a feeder without a stage, are spared nothing
+    assert problem.load_s(1, 0, 2) == pytest.approx(2 + 0.5)
+    assert problem.feeding_alone_s() == pytest.approx(0.4)
+
+
 def test_a_narrow_place_between_two_devices() -> None:
     profile = make_profile([1.0, 1.0], [0, 8, 0])
     cluster = Cluster(

@@ -49,6 +49,10 @@ def test_lines_are_kept(rows: int, start: float, slope: float) -> None:
         ({"rows": (1, 2)}, r"units\[0\].forward_s has one number for each of the profile's 2 batch sizes, not 1"),
         ({"units": ()}, "one boundary more than units and at least one unit, not 3 boundaries and 0 units"),
         ({"feed_s": -1.0}, "feed_s is a number from 0 up, not -1"),
+        (
+            {"feed_s": 0.1, "own_input_s": 0.1, "own_output_s": 0.1},
+            r"own_input_s and own_output_s are at most stage_overhead_s, feed_s and result_s together, not 0.2 of 0.1",
+        ),
         ({"threads": 0}, "threads is at least 1, not 0"),
         ({"version": 2}, "this penstock reads profiles of version 1, not 2"),
         (

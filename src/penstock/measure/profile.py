@@ -38,6 +38,8 @@ class MessageCosts:
     stage_overhead_s: float = 0.0
     feed_s: float = 0.0
     result_s: float = 0.0
+    own_input_s: float = 0.0
+    own_output_s: float = 0.0
 
 
 def profile_graph(
@@ -70,9 +72,9 @@ def profile_graph(
     units = _units(graph, load, cuts, timing, training=training)
     if training:
         found = zip(units, unit_bytes(graph, load, list(cuts)), boundaries[1:], strict=True)
-        units = tuple(_with_bytes(unit, needs, behind, rows[-1]) for unit, needs, behind in found)
+        units = tuple(_with_bytes(unit, needs, rows[-1], behind) for unit, needs, behind in found)
     if loss is not None:
-        last = _with_loss_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
+        last = _with_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
         units = (*units[:-1], _with_loss(last, measure_loss(graph, load, loss, timing)))
     costs = messages or MessageCosts()
     return Profile(
@@ -90,6 +92,8 @@ def profile_graph(
         send_s_per_byte=costs.send_s_per_byte,
         receive_s_per_byte=costs.receive_s_per_byte,
         stage_overhead_s=costs.stage_overhead_s,
+        own_input_s=costs.own_input_s,
+        own_output_s=costs.own_output_s,
         update_s_per_byte=measure_update_s_per_byte(timing) if training else 0.0,
         sum_s_per_byte=measure_sum_s_per_byte(timing) if training else 0.0,
         calibration_s=calibration_s,
@@ -128,22 +132,17 @@ def _with_loss(unit: Unit, seconds: Sequence[tuple[float, float]]) -> Unit:
     return msgspec.structs.replace(unit, forward_s=forward_s, backward_s=backward_s)
 
 
-def _with_bytes(unit: Unit, needs: TrainingBytes, behind: Boundary, rows: int) -> Unit:
-    """Add what a unit keeps until its backward, which begins with the gradient of what crosses behind it."""
-    line = needs.working_per_row + behind.bytes_per_row, needs.working + behind.constant_bytes
-    return msgspec.structs.replace(_working(unit, *line, rows), kept_bytes_per_row=needs.kept_per_row)
+def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, behind: Boundary | None = None) -> Unit:
+    """Add what is kept until a backward, and take its working memory where that is more, for so many rows.
 
-
-def _with_loss_bytes(unit: Unit, needs: TrainingBytes, rows: int) -> Unit:
-    kept = unit.kept_bytes_per_row + needs.kept_per_row
-    return msgspec.structs.replace(_working(unit, needs.working_per_row, needs.working, rows), kept_bytes_per_row=kept)
-
-
-def _working(unit: Unit, per_row: float, constant: float, rows: int) -> Unit:
-    """Give a unit the larger working memory, its own or this, for so many rows."""
-    if unit.working_bytes_per_row * rows + unit.working_bytes >= per_row * rows + constant:
-        return unit
-    return msgspec.structs.replace(unit, working_bytes_per_row=per_row, working_bytes=constant)
+    The backward of a unit begins with the gradient of what crosses behind it.
+    """
+    per_row, constant = needs.working_per_row, needs.working
+    if behind is not None:
+        per_row, constant = per_row + behind.bytes_per_row, constant + behind.constant_bytes
+    if unit.working_bytes_per_row * rows + unit.working_bytes < per_row * rows + constant:
+        unit = msgspec.structs.replace(unit, working_bytes_per_row=per_row, working_bytes=constant)
+    return msgspec.structs.replace(unit, kept_bytes_per_row=unit.kept_bytes_per_row + needs.kept_per_row)
 
 
 def _boundaries(graph: Graph, cuts: Cuts) -> tuple[Boundary, ...]:

@@ -29,8 +29,10 @@ def pace_bound_s(problem: Problem, *, share: bool = False, numbers: Sequence[int
     chosen = list(range(len(problem.devices))) if numbers is None else list(numbers)
     speeds = problem.speeds[chosen]
     feeding = costs.feeding_s * (np.array(chosen) == problem.feeder)
-    alone = costs.feeding_s / problem.devices[problem.feeder].speed
-    work = costs.total_s + (costs.overhead_s if share else 0.0)
+    # a feeder that holds both ends may be spared more than its stage's overhead
+    ends = costs.overhead_s - costs.own_input_s - costs.own_output_s
+    alone = (costs.feeding_s + min(0.0, ends)) / problem.devices[problem.feeder].speed
+    work = costs.total_s + (ends if share else min(0.0, ends))
     enough: Callable[[Vector], bool] = _Work(work).enough if share else _Stages(problem).enough
     low = max(alone, work / float(speeds.sum()))
     if enough(np.maximum(speeds * low - feeding, 0.0)):
@@ -67,9 +69,9 @@ class _Stages:
 
     def __init__(self, problem: Problem) -> None:
         costs = problem.costs
-        # messages of the model's ends may stay on the feeder: leave them out
+        # messages of the model's ends may stay on the feeder
         before, behind = costs.before_s.copy(), costs.behind_s.copy()
-        before[0] = behind[-1] = 0.0
+        before[0], behind[-1] = -costs.own_input_s, -costs.own_output_s
         self.starts = costs.seconds - before - costs.overhead_s
         ends = costs.seconds + behind
         # the last boundary within a limit, though ends do not only rise: the least from each boundary on does

@@ -3,6 +3,7 @@
 A stage from boundary `a` to boundary `b` keeps three things of its device busy, and the slowest sets the pace:
 
     CPU        (seconds of units a..b  +  overhead  +  CPU time of the bytes at a and at b  +  feeding) / speed
+               less what a feeder is spared at an end of the pipeline that is its own
     link out   bytes that leave the device / bandwidth
     link in    bytes that arrive / bandwidth
 
@@ -21,7 +22,7 @@ In training nobody feeds: the devices with the first and the last stage load the
 hold them. What a step takes beside its microbatches, `step.py` and `sums.py` say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -107,6 +108,10 @@ class Costs:
         self.behind_s = self.crossing * send + self.returning * receive
         self.overhead_s = profile.stage_overhead_s
         self.feeding_s = 0.0 if setting.trains else profile.loader_s_per_row * rows + profile.feed_s + profile.result_s
+        # what the feeder is spared at the ends of a pipeline that are its own
+        self.own_input_s, self.own_output_s = (
+            (0.0, 0.0) if setting.trains else (profile.own_input_s, profile.own_output_s)
+        )
         self.kept_bytes = _running_sum([unit.kept_bytes_per_row * rows for unit in profile.units])
         # at a stage's end its outputs are kept too, until their gradients come
         self.kept_at_end_bytes = self.kept_bytes + self.crossing
@@ -159,12 +164,8 @@ class Costs:
     def _tied_bytes(self) -> Vector:
         """Give the bytes of first gradients that wait for the last: those of weights that several units use."""
         waiting = np.zeros_like(self.parameter_bytes)
-        for num_bytes, places in self.tensors.values():
-            if len(places) > 1:
-                several = np.zeros(waiting.shape, dtype=np.bool_)
-                for first, second in pairwise(places):
-                    several[: first + 1, second + 1 :] = True
-                waiting += num_bytes * several
+        for num_bytes, places in self._tied:
+            waiting += num_bytes * self._with_both(pairwise(places))
         return waiting
 
     def _bucket_bytes(self) -> Vector:
@@ -176,13 +177,22 @@ class Costs:
             largest = self._largest([max(dict(unit.parameters).values(), default=0.0) for unit in self.profile.units])
             return (1 + NUM_SUMS / 2) * np.maximum(largest, np.minimum(self.parameter_bytes, BUCKET_BYTES))
         bucket = np.zeros_like(self.parameter_bytes)
-        for num_bytes, places in self.tensors.values():
-            some = np.zeros(bucket.shape, dtype=np.bool_)
-            for place in places if len(places) > 1 else ():
-                some[: place + 1, place + 1 :] = True
-            some[: places[0] + 1, places[-1] + 1 :] = False
+        for num_bytes, places in self._tied:
+            some = self._with_both(zip(places, places, strict=True)) & ~self._with_both([(places[0], places[-1])])
             np.maximum(bucket, 1.5 * num_bytes * some, out=bucket)
         return bucket
+
+    @cached_property
+    def _tied(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Bytes and units of each parameter that several units use."""
+        return [(num_bytes, places) for num_bytes, places in self.tensors.values() if len(places) > 1]
+
+    def _with_both(self, pairs: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
+        """Say which units `a` to `b` have both of any pair in them: `[a, b]`."""
+        found = np.zeros(self.parameter_bytes.shape, dtype=np.bool_)
+        for first, second in pairs:
+            found[: first + 1, second + 1 :] = True
+        return found
 
     def messages_bytes(self) -> Vector:
         """Give the bytes of `depth` messages at each boundary, gradients included."""

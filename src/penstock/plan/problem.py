@@ -157,7 +157,8 @@ class Problem:
         before, behind = costs.before_s.copy(), costs.behind_s.copy()
         incoming, outgoing = costs.crossing.copy(), costs.crossing.copy()
         if feeds:  # what is its own already does not cross
-            before[0] = behind[-1] = incoming[0] = outgoing[-1] = 0.0
+            before[0], behind[-1] = -costs.own_input_s, -costs.own_output_s
+            incoming[0] = outgoing[-1] = 0.0
         per_byte = 1 / device.bandwidth_bytes_per_s if device.bandwidth_bytes_per_s else 0.0
         own = [
             ((before - costs.seconds) / device.speed, (costs.seconds + costs.overhead_s + behind) / device.speed),

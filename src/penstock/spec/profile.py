@@ -57,6 +57,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     - `feed_s`, `result_s`: to hand over a microbatch, and to take back and write its result;
     - `send_s_per_byte`, `receive_s_per_byte`: CPU time of the two sides of a message;
     - `stage_overhead_s`: what a stage spends on each microbatch beside its units;
+    - `own_input_s`, `own_output_s`: of that and of feeding, what a process is spared that feeds and holds the first
+      or the last stage, since nothing crosses between the two;
     - `sum_s_per_byte`: of gradients, to lay them into a bucket and to add another device's;
     - `update_s_per_byte`: of weights, for AdamW's step behind a step of training;
     - `base_bytes`: what a process takes before it holds a stage;
@@ -85,6 +87,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     send_s_per_byte: float = 0.0
     receive_s_per_byte: float = 0.0
     stage_overhead_s: float = 0.0
+    own_input_s: float = 0.0
+    own_output_s: float = 0.0
     sum_s_per_byte: float = 0.0
     update_s_per_byte: float = 0.0
     calibration_s: float = 0.0
@@ -119,6 +123,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for index, boundary in enumerate(self.boundaries):
             _check_number(f"boundaries[{index}].bytes_per_row", boundary.bytes_per_row)
             _check_number(f"boundaries[{index}].constant_bytes", boundary.constant_bytes)
+        spared_s, most_s = self.own_input_s + self.own_output_s, self.stage_overhead_s + self.feed_s + self.result_s
+        if spared_s > most_s * (1 + _EQUAL):
+            raise ProfileError(
+                "own_input_s and own_output_s are at most stage_overhead_s, feed_s and result_s together, not "
+                f"{spared_s} of {most_s}; profile again"
+            )
         sizes: dict[str, int] = {}
         for index, unit in enumerate(self.units):
             _check_unit(f"units[{index}]", unit, len(self.rows))
@@ -161,9 +171,11 @@ def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
     write_json(path, profile)
 
 
+# sums of the same numbers in another order
+_EQUAL = 1e-9
 _NUMBERS = (
     "base_bytes", "script_bytes", "loader_s_per_row", "feed_s", "result_s", "send_s_per_byte", "receive_s_per_byte",
-    "stage_overhead_s", "sum_s_per_byte", "update_s_per_byte", "calibration_s",
+    "stage_overhead_s", "own_input_s", "own_output_s", "sum_s_per_byte", "update_s_per_byte", "calibration_s",
 )  # fmt: skip
 
 

@@ -1,5 +1,8 @@
 """What a stage takes by itself, as a device that runs the whole model would come back to it."""
 
+import hashlib
+import threading
+
 import pytest
 import torch
 
@@ -51,3 +54,25 @@ def test_copies_stand_in_for_the_other_stages(monkeypatch: pytest.MonkeyPatch, r
     assert alone.stage == 7
     assert alone.seconds > 0
     assert len(set(ran)) == expected
+
+
+def test_what_other_threads_compute_is_not_the_stage_s() -> None:
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            hashlib.sha256(bytes(2**22))  # lets other threads run meanwhile
+
+    others = [threading.Thread(target=work) for _ in range(2)]
+    for other in others:
+        other.start()
+    try:
+        message = Message(DATA, 0, (2,), list(tower_inputs(1)[0]))
+        with torch.inference_mode():
+            alone = measure_alone(0, Turns([first_stage()]), [message])
+    finally:
+        over.set()
+        for other in others:
+            other.join()
+    # of one thread they cannot be more; those of the process would be nearly twice as many on two cores
+    assert 0 < alone.cpu_s <= alone.seconds

@@ -32,13 +32,17 @@ def streamed(
     *, num: int = 40, compute_s: Sequence[float] = (ALONE_S,) * 4, alone_s: Sequence[float] | None = None,
     wire_s: float = 0.0, give_s: float = 0.0, cpu_s: Sequence[float] | None = None, load_s: float = 0.0,
     num_bytes: int = 1000, byte_s: float = 0.0, cpus: Sequence[float] | None = None,
-    cpu_of: Callable[[int], float] | None = None,
+    cpu_of: Callable[[int], float] | None = None, step_of: Callable[[int, int], tuple[float, float]] | None = None,
 ) -> Run:  # fmt: skip
-    """A stream through one process for each stage, played by the rules of the engine: two buffers on each side."""
+    """A stream through one process for each stage, played by the rules of the engine: two buffers on each side.
+
+    `step_of` gives seconds and CPU seconds of a stage's computing that differ from microbatch to microbatch.
+    """
     stages, depth = len(compute_s), 2
     alone = list(alone_s or compute_s)
     cpu = list(cpu_s or compute_s)
     shares = list(cpus or [1.0] * stages)
+    took = [[step_of(s, m) if step_of else (compute_s[s], cpu[s]) for m in range(num)] for s in range(stages)]
     done = [[0.0] * num for _ in range(stages)]
     sent = [[0.0] * num for _ in range(stages + 1)]
     spans: list[list[Span]] = [[] for _ in range(stages + 1)]
@@ -51,12 +55,12 @@ def streamed(
             sent[s][m] = max(made, sent[s][m - 1] if m else 0.0, held) + wire_s
             free = done[s][m - 1] if m else 0.0
             begin = max(sent[s][m], free)
-            end = begin + compute_s[s]
+            end = begin + took[s][m][0]
             room = max(end, sent[s + 1][m - depth] if m >= depth and s + 1 < stages else 0.0)
             done[s][m] = room + give_s
             spans[s + 1] += [
                 Span("wait", "F", s, m, free, begin), Span("receive", "F", s, m, begin, begin, num_bytes),
-                Span("compute", "F", s, m, begin, end, 0, cpu[s]), Span("buffer", "F", s, m, end, room),
+                Span("compute", "F", s, m, begin, end, 0, took[s][m][1]), Span("buffer", "F", s, m, end, room),
                 Span("send", "F", s, m, room, done[s][m], num_bytes),
                 Span("between", "", s, m, free, begin, 0, give_s * shares[s]),
             ]  # fmt: skip
@@ -74,8 +78,9 @@ def streamed(
     ]  # fmt: skip
     totals = tuple(
         StageTotals(
-            stage=s, device=f"board{s}", num_microbatches=num, compute_s=compute_s[s] * num,
-            compute_cpu_s=cpu[s] * num, cpu_s=cpu_of(s) if cpu_of else (cpu[s] + give_s * shares[s]) * num,
+            stage=s, device=f"board{s}", num_microbatches=num, compute_s=sum(t[0] for t in took[s]),
+            compute_cpu_s=sum(t[1] for t in took[s]),
+            cpu_s=cpu_of(s) if cpu_of else sum(t[1] + give_s * shares[s] for t in took[s]),
             wait_s=0.0, send_s=0.0,
         )
         for s in range(stages)

@@ -106,6 +106,19 @@ def test_a_stage_that_computes_early_pays_for_it_later() -> None:
     assert account.times("bubble") == pytest.approx(4 - 4 * 100 / 103)
 
 
+def test_a_busy_stretch_pays_nothing_again() -> None:
+    # half a core: 8 ms of CPU come in 10 ms after a wait, and take 16 without one
+    def step(stage: int, microbatch: int) -> tuple[float, float]:
+        if microbatch < 100:
+            return (0.016, 0.008) if stage == 0 else (0.010, 0.008)  # the first stage sets the pace
+        return (0.020, 0.010) if stage == 3 else (0.010, 0.008)  # then the last one, and the first waits for room
+
+    run = streamed(num=200, alone_s=(0.016,) * 4, cpus=(0.5,) * 4, step_of=step)
+    account = check(run)
+    only(account, "bubble", "slower")
+    assert account.speedup == pytest.approx(200 * 0.064 / (100 * 0.016 + 100 * 0.020), rel=0.03)
+
+
 def test_what_is_no_whole_stream_is_refused() -> None:
     run = streamed(num=3)
     with pytest.raises(DataError, match="traces are missing"):

@@ -8,8 +8,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 from penstock.report.measured import MeasuredStage, MeasuredStream, measure_stream, share
+from penstock.report.owed import Owed, other_threads_cpu_s, owed_in_waits
 from penstock.report.replay import Edge, Job, replay
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import Machine, Run
@@ -76,10 +78,9 @@ class Account:
 class _Costs:
     """A stage's mean seconds per microbatch: alone, slower, for bytes, fixed for each message, and loading.
 
-    What a step takes is split with three more: `inflation_s` is what its own process's other threads add to computing,
-    `hidden_s` what they take while the stage waits, `early_s` by how much the stage computes sooner than its share of a
-    core gives, to be held up for it later; `foreign_part` is the part of the time beside computing in which something
-    else had the core.
+    What a step takes is split with two more: `inflation_s` is what its own process's other threads add to computing,
+    `foreign_part` the part of the time beside computing in which something else had the core. `owed` is what follows
+    each step.
     """
 
     alone_s: float
@@ -88,9 +89,8 @@ class _Costs:
     fixed_s: float
     load_s: float
     inflation_s: float
-    hidden_s: float
-    early_s: float
     foreign_part: float
+    owed: Sequence[Owed]
 
     def split(self, compute_s: float, beside_s: float) -> dict[str, float]:
         """Give the parts of a step that computes so long and spends so much beside it."""
@@ -98,9 +98,10 @@ class _Costs:
         slower_s = compute_s - self.inflation_s - self.alone_s + beside_s * self.foreign_part
         return {"alone": self.alone_s, "slower": slower_s, **self._messages(messages_s)}
 
-    def after(self) -> dict[str, float]:
-        """Give what has to follow a step, sooner or later, for which nobody waits."""
-        return {"slower": self.early_s, "load": self.load_s, **self._messages(self.hidden_s)}
+    def after(self, microbatch: int) -> dict[str, float]:
+        """Give the parts of what has to follow a step, for which nobody waits."""
+        owed = self.owed[microbatch]
+        return {"slower": owed.early_s, "load": owed.load_s, **self._messages(owed.others_s)}
 
     def _messages(self, seconds: float) -> dict[str, float]:
         bytes_s = seconds * self.bytes_s / max(1e-12, self.bytes_s + self.fixed_s)
@@ -118,7 +119,7 @@ def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
     """
     stream = stream or measure_stream(run)
     speeds, alone_s = _reference(stream, run)
-    costs = {s.index: stage_costs(s, stream.stages, run.facts.threads) for s in stream.stages}
+    costs = stream_costs(stream, run.facts.threads)
     num = stream.num_microbatches
     num_times = sum(speeds) / (sum(speeds) / len(speeds))
     busiest_s = max(loads_alone(stream).values())
@@ -168,39 +169,39 @@ def loads_alone(stream: MeasuredStream) -> dict[int, float]:
     return loads
 
 
-def stage_costs(stage: MeasuredStage, stages: Sequence[MeasuredStage], threads: int) -> _Costs:
+def stream_costs(stream: MeasuredStream, threads: int) -> dict[int, _Costs]:
+    """Split what each stage takes per microbatch, by the stage."""
+    ranks: dict[int, list[MeasuredStage]] = {}
+    for stage in stream.stages:
+        ranks.setdefault(stage.rank, []).append(stage)
+    costs: dict[int, _Costs] = {}
+    for mates in ranks.values():
+        owed = owed_in_waits(mates, threads)
+        costs |= {stage.index: _stage_costs(stage, mates, owed[stage.index], threads) for stage in mates}
+    return costs
+
+
+def _stage_costs(stage: MeasuredStage, mates: Sequence[MeasuredStage], owed: Sequence[Owed], threads: int) -> _Costs:
     """Split what a stage takes per microbatch.
 
     Where it computes for longer than its CPU time explains, its process's other threads may have had the core:
     they carry messages. The rest of what is longer than alone is something else: other processes, caches, heat.
-    No process is quicker than its CPU seconds over its CPUs. What is missing to that its other threads take while the
-    stage waits; where it hardly does, they are why it waits.
     """
     part = share(stage.machine)
-    compute_s, beside_s = stage.mean("compute_s"), stage.mean("message_s") + stage.mean("gap_s")
-    mates = [other for other in stages if other.rank == stage.rank]
-    own_cpu_s = sum(mate.mean("cpu_s") + mate.mean("between_cpu_s") for mate in mates)
-    others_s = max(0.0, stage.cpu_s - own_cpu_s) / part / len(mates)
+    compute_s, beside_s = stage.mean("compute_s"), stage.mean("beside_s")
+    others_s = other_threads_cpu_s(mates) / part
     off_s = compute_s - stage.mean("cpu_s") / part
     inflation_s = min(max(0.0, off_s), others_s) if threads == 1 else 0.0
     foreign_s = max(0.0, beside_s - stage.mean("between_cpu_s") / part - (others_s - inflation_s))
     foreign_part = min(1.0, foreign_s / beside_s) if beside_s and threads == 1 else 0.0
-    missing_s, with_load_s = _missing(stage, mates)
-    early_s = min(missing_s, max(0.0, -off_s)) if threads == 1 else 0.0
-    messages_s = beside_s * (1 - foreign_part) + inflation_s + missing_s - early_s
+    early_s, hidden_s, load_s = (fmean(getattr(o, key) for o in owed) for key in ("early_s", "others_s", "load_s"))
+    messages_s = beside_s * (1 - foreign_part) + inflation_s + hidden_s
     bytes_s = min(messages_s, (stage.mean("num_bytes_in") + stage.mean("num_bytes_out")) * stage.machine.byte_s / part)
     return _Costs(
-        alone_s=stage.alone_s, bytes_s=bytes_s, fixed_s=messages_s - bytes_s, load_s=with_load_s - missing_s,
+        alone_s=stage.alone_s, bytes_s=bytes_s, fixed_s=messages_s - bytes_s, load_s=load_s,
         slower_s=compute_s + early_s - inflation_s - stage.alone_s + beside_s * foreign_part,
-        inflation_s=inflation_s, hidden_s=missing_s - early_s, early_s=early_s, foreign_part=foreign_part,
+        inflation_s=inflation_s, foreign_part=foreign_part, owed=owed,
     )  # fmt: skip
-
-
-def _missing(stage: MeasuredStage, mates: Sequence[MeasuredStage]) -> tuple[float, float]:
-    """Give what a stage's steps lack to its process's CPU seconds over its CPUs, without loading and with it."""
-    busy_s = sum(mate.mean("compute_s") + mate.mean("message_s") + mate.mean("gap_s") for mate in mates)
-    without, whole = (cpu_s / stage.machine.cpus - busy_s for cpu_s in (stage.cpu_s, stage.cpu_s + stage.load_cpu_s))
-    return max(0.0, without) / len(mates), max(0.0, whole) / len(mates)
 
 
 def _jobs(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Job]]:
@@ -218,9 +219,9 @@ def _jobs(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Job]
             cost, step = costs[stage.index], stage.steps[m]
             source: Edge = (stage.index - 1, stage.index)
             target: Edge = (stage.index, stage.index + 1 if stage.index < last else FEEDER_STAGE)
-            parts = cost.split(step.compute_s, step.message_s + step.gap_s)
+            parts = cost.split(step.compute_s, step.beside_s)
             job = Job(stage=stage.index, kind="F", microbatch=m, source=source, target=target, parts=parts,
-                      after=cost.after())  # fmt: skip
+                      after=cost.after(m))  # fmt: skip
             steps[stage.rank].append(job)
     return [feeder, *steps.values()]
 

@@ -8,7 +8,7 @@ from penstock.errors import PenstockError
 from penstock.plan.choose import choose
 from penstock.plan.explain import what_would_help
 from penstock.plan.request import Request
-from penstock.report.account import Account, stage_costs
+from penstock.report.account import Account, stream_costs
 from penstock.report.measured import MeasuredStream, share
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Boundary, Profile, Unit
@@ -69,15 +69,14 @@ def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
     names = _distinct([unit[0] for unit in units])
     out = stream.stages[-1].mean("num_bytes_out")
     boundaries = [Boundary(name=n, bytes_per_row=u[2] / rows) for n, u in zip(names, units, strict=True)]
-    costs = [stage_costs(s, stream.stages, run.facts.threads) for s in stream.stages]
-    parts = [share(s.machine) for s in stream.stages]
+    costs = stream_costs(stream, run.facts.threads)
     return Profile(
         model=run.facts.model, graph="0" * 16, device="observed", threads=run.facts.threads, rows=(rows,),
         boundaries=(*boundaries, Boundary(name="output", bytes_per_row=out / rows)),
         units=tuple(Unit(forward_s=(s,)) for s in seconds),
         send_s_per_byte=statistics.fmean(s.machine.byte_s for s in stream.stages),
         receive_s_per_byte=statistics.fmean(s.machine.byte_s for s in stream.stages),
-        stage_overhead_s=statistics.fmean(c.fixed_s * part for c, part in zip(costs, parts, strict=True)),
+        stage_overhead_s=statistics.fmean(costs[s.index].fixed_s * share(s.machine) for s in stream.stages),
     )  # fmt: skip
 
 

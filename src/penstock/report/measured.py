@@ -39,6 +39,16 @@ class Step:
         return self.arrived_s + self.read_s
 
     @property
+    def beside_s(self) -> float:
+        """Seconds for its two messages, and between spans."""
+        return self.message_s + self.gap_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it did not wait."""
+        return self.compute_s + self.beside_s
+
+    @property
     def message_s(self) -> float:
         """Seconds for its two messages."""
         return self.read_s + self.give_s

@@ -21,7 +21,7 @@ class Job:
     """One action of a device, in seconds: reading its message, computing, passing on, and what lies between.
 
     What it takes is a sum of parts by name, so that parts can be left out. `after` is what the device needs behind it
-    before its next job, while nobody waits for it.
+    before its next job, while nobody waits for it; it goes on while the device waits for a free buffer.
     """
 
     stage: int
@@ -43,11 +43,12 @@ def _sum(parts: Mapping[str, float], counted: frozenset[str]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """When a job began, after its message had come, and when it had been passed on."""
+    """When a job began, after its message had come, when it had been passed on, and when the device was free again."""
 
     job: Job
     begin_s: float
     end_s: float
+    free_s: float
 
 
 @dataclass(slots=True)
@@ -85,21 +86,22 @@ class _Player:
         if len(done) == len(self.devices[device]):
             return False
         job = self.devices[device][len(done)]
-        begin = done[-1].end_s + _sum(done[-1].job.after, self.counted) if done else 0.0
+        begin = done[-1].free_s if done else 0.0
         if job.source is not None:
             arrived = self.sent_s(job.source, len(self.taken.get(job.source, [])))
             if arrived is None:
                 return False
             begin = max(begin, arrived)
         end = begin + job.seconds(self.counted)
+        free = end + _sum(job.after, self.counted)
         if job.target is not None and job.stage >= 0:
             before = len(self.made.get(job.target, [])) - self.depth
             if before >= 0:
-                free = self.sent_s(job.target, before)
-                if free is None:
+                room = self.sent_s(job.target, before)
+                if room is None:
                     return False
-                end = max(end, free)
-        done.append(Played(job, begin, end))
+                end = max(end, room)
+        done.append(Played(job, begin, end, max(end, free)))
         if job.source is not None:
             self.taken.setdefault(job.source, []).append(end)
         if job.target is not None:

@@ -42,7 +42,8 @@ class Counter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Alone(msgspec.Struct, frozen=True):
-    """What a stage takes by itself on its device, with no messages: seconds and CPU seconds per microbatch."""
+    """What a stage takes by itself on its device, with no messages, per microbatch: seconds, and CPU seconds of the
+    thread that computes."""
 
     stage: int
     seconds: float

@@ -1,9 +1,9 @@
 """Compare stages on one GPU with one process on that GPU: `python scripts/gpu_check.py`.
 
 Two stages share the GPU, as threads or stages of one process and as processes over gloo. Outputs have the bits
-of one process, or 1e-6 of their norm beside them; gradients and what SGD makes of them 1e-5. Prints a table and
-ends with status 1 where something is further off, with 2 where there is no GPU. `--device cpu` does the same on the
-CPU, which shows whether the script itself works.
+of one process, or 1e-6 of their norm beside them; gradients and what SGD makes of them 1e-5. Where there are two
+GPUs the same goes from one to the other over NCCL. Prints a table and ends with status 1 where something is further
+off, with 2 where there is no GPU. `--device cpu` does the same on the CPU, which shows whether the script itself works.
 """
 
 import argparse
@@ -152,8 +152,8 @@ def _position() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def in_processes(device: str) -> dict[str, Tensor]:
-    """Train with a process for each of two stages, over gloo; gives gradients and weights of both."""
+def in_processes(device: str, way: str = "gloo") -> dict[str, Tensor]:
+    """Train with a process for each of two stages; gives gradients and weights of both."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
@@ -161,7 +161,7 @@ def in_processes(device: str) -> dict[str, Tensor]:
         ranks = []
         for rank in range(2):
             told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, __file__, "--device", device, "--rank-of", folder]
+            command = [sys.executable, __file__, "--device", device, "--rank-of", folder, "--way", way]
             ranks.append(subprocess.Popen(command, env={**os.environ, **meeting, **told}))
         try:
             statuses = [process.wait(DEADLINE_S) for process in ranks]
@@ -248,8 +248,22 @@ def piped(device: torch.device) -> Iterator[Row]:
     yield Row("penstock.Pipe, 2 stages", errors(*found), GRADIENTS)
 
 
+def across(device: torch.device) -> Iterator[Row]:
+    """Outputs of two stages on two GPUs over NCCL, against the model on one; says so where there is no second."""
+    if torch.cuda.device_count() < 2 or device.type != "cuda":
+        print("NCCL between two GPUs is not checked: there are fewer than two here", file=sys.stderr)
+        return
+    model, inputs = make().eval().to(device), [rows for images, _ in batches() for rows in (images, images[:3])]
+    with torch.inference_mode():
+        expected = [model(images.to(device)) for images in inputs]
+    with penstock.Pipeline(make().eval(), inputs[0], stages=2, device="cuda", between_gpus="nccl") as pipe:
+        outputs = list(pipe.stream(inputs))
+    yield Row("stream, 2 GPUs over NCCL", max(error(a, b) for a, b in zip(expected, outputs, strict=True)), OUTPUTS)
+    yield Row("training, 2 GPUs over NCCL", errors(by_hand(device), in_processes("cuda", "nccl")), GRADIENTS)
+
+
 CHECKS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
-    "streams": streamed, "training": trained, "repeats": repeated, "pipe": piped,
+    "streams": streamed, "training": trained, "repeats": repeated, "pipe": piped, "nccl": across,
 }  # fmt: skip
 
 
@@ -259,13 +273,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checks", nargs="*", help=f"some of {', '.join(CHECKS)}; all where none is named")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # one of the processes that it starts
+    parser.add_argument("--way", default="gloo", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if strange := set(given.checks) - CHECKS.keys():
         parser.error(f"the checks are {', '.join(CHECKS)}, not {', '.join(strange)}")
     try:
         device = find_device(given.device)
         if given.rank_of is not None:
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in by_stages(given.device)[1].items()}
+            tensors = {
+                name: tensor.cpu().contiguous()
+                for name, tensor in by_stages(given.device, between_gpus=given.way)[1].items()
+            }
             save_file(tensors, given.rank_of / os.environ["RANK"])
             return 0
         rows = [row for name in given.checks or CHECKS for row in CHECKS[name](device)]

@@ -113,3 +113,15 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(transport.MemoryTransport, name, on_host)
     return pretend.pretend()[0]
+
+
+@pytest.fixture
+def communicators(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Communicators between pretended devices, one for each process of a run; see `tests/communicators.py`."""
+    from penstock.engine import nccl
+    from tests.communicators import Communicators
+
+    made = Communicators()
+    monkeypatch.setattr(nccl, "connect_nccl", made.connect)
+    monkeypatch.setattr(nccl, "_describe", made.describe)
+    return made

@@ -78,7 +78,10 @@ class _Module(_DummyBackendModule):
     def is_available(self) -> bool:
         return self.available
 
-    def synchronize(self, _device: torch.device) -> None:
+    def current_stream(self, _device: torch.device) -> "_Module":
+        return self
+
+    def synchronize(self) -> None:
         self.num_settled += 1
 
     def memory_allocated(self, _device: torch.device) -> int:

@@ -34,7 +34,7 @@ def in_threads(size: int, script: Callable[[World], Any]) -> list[Any]:
         health = Health(PrefixStore("run", store), rank, names, transport.abort, beat_s=0.02)
         world = World(
             transport=transport, health=health, names=names, devices=list(range(size)), store=store,
-            bandwidths=[None] * size, reason_s=1.0,
+            bandwidths=[None] * size, reason_s=1.0, between_gpus="auto",
         )  # fmt: skip
         try:
             results[rank] = script(world)

@@ -129,6 +129,7 @@ def memory_world(
                 store=store,
                 bandwidths=[None] * size,
                 reason_s=reason_s,
+                between_gpus="auto",
             )
         )
     errors: list[BaseException] = []

@@ -3,16 +3,18 @@
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from penstock.engine.bundle import LoadState
-from penstock.engine.devices import find_device
+from penstock.engine.devices import HOST, find_device
 from penstock.engine.edges import LocalEdge
 from penstock.engine.ends import JOIN_S, Ends
 from penstock.engine.executor import StageReport, StageSlot, serve
 from penstock.engine.jobs import Parts, StagesJob, load_programs, send_stages
+from penstock.engine.nccl import go_direct
 from penstock.engine.progress import STALL_S, Progress, StallWatch, read_progress
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.streaming import Lane, Microbatch, StreamReport, stream_through
@@ -74,6 +76,9 @@ class Deployment:
         )
         try:
             send_stages(world.transport, self.job, programs, load, parts)
+            if computes_on != HOST.type and (parts is not None or load is not None):
+                own = find_device(computes_on, world.position) if FEEDER in self.job.holders else HOST
+                self.job = replace(self.job, direct=go_direct(world, self.job.holders, own))
             slots, self._local = self._build_own_stages(programs, load, make)
             self._outlet, self._inlet = feeder_edges(world.transport, self.job, programs[0], programs[-1], self._local)
             if tracer is not None:

@@ -4,6 +4,7 @@ Weights, and what a stage computes, lie on its device. Messages are laid out, ch
 
     stage 0 on a GPU ──copy──▶ host buffer ──transport──▶ host buffer ──copy──▶ stage 1 on a GPU
 
+Where every process has a GPU of its own, what a stage gives goes to the next one's GPU instead (`engine/nccl.py`).
 Stages within one process hand tensors over as they are.
 """
 
@@ -57,7 +58,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def settle(device: torch.device) -> None:
     """Wait until everything that was begun on a device is done: on a GPU operations return before they are."""
     if device.type != HOST.type:
-        torch.get_device_module(device).synchronize(device)
+        # of the stream alone that computes: a message to another device may lie on its own for long
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def held_bytes(device: torch.device) -> int | None:

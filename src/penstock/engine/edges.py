@@ -3,18 +3,24 @@
 Both have a fixed number of buffers, the depth, so a stage that is too fast waits: for a free send
 buffer, which is free when the next stage has posted a receive for it. Buffers lie on the host; those
 beside a GPU are pinned, which is what it copies from and to at full speed.
+
+Where a line lies between two devices the tensors have buffers there, and a channel of their own. They are received
+when the header has come, so a device never waits for what is not on its way; the sender has the buffers of both sides.
 """
 
 import queue
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.engine.layout import copy_exactly
-from penstock.engine.messages import CLOSE, Formats, Message, size_of
-from penstock.engine.transport import Pending, Transport
+from penstock.engine.messages import CLOSE, Formats, Message, apart_of, size_of
+from penstock.engine.transport import Pending, Transport, device_channel
 from penstock.errors import ConnectionBroken
 from penstock.tracing.record import Track
 
@@ -52,6 +58,18 @@ class Outlet(Protocol):
         """Record on a track what goes out; on none, nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Where the tensors of a line between two devices have their buffers, and how large those are."""
+
+    device: torch.device
+    num_bytes: int
+
+    def make(self) -> Tensor:
+        """Make a buffer, of at least the one byte that connects."""
+        return torch.zeros(max(self.num_bytes, 1), dtype=torch.uint8, device=self.device)
+
+
 class RemoteInlet:
     """Receives from another rank, with `depth` receives posted ahead."""
 
@@ -59,8 +77,13 @@ class RemoteInlet:
 
     def __init__(
         self, transport: Transport, source: int, channel: int, layout: Formats, num_bytes: int, depth: int, *,
-        pinned: bool = False,
+        pinned: bool = False, apart: Apart | None = None,
     ) -> None:  # fmt: skip
+        self._fetch: Callable[[int], Tensor] | None = None
+        if apart is not None:
+            there = apart.make()
+            transport.receive(there[:1], source, device_channel(channel)).wait()  # the first byte connects
+            self._fetch = partial(self._receive_apart, there)
         self._transport = transport
         self._source = source
         self._channel = channel
@@ -78,7 +101,7 @@ class RemoteInlet:
         begin_s = track.now() if track else 0.0
         pending.wait()
         arrived_s = track.now() if track else 0.0
-        message = self._format.read(buffer)
+        message = self._format.read(buffer, self._fetch)
         self._taken.append(buffer)
         if track:
             track.took(message.index, begin_s, arrived_s, size_of(buffer))
@@ -89,6 +112,12 @@ class RemoteInlet:
     def release(self) -> None:
         """Post the oldest message's buffer again."""
         self._post(self._taken.popleft())
+
+    def _receive_apart(self, there: Tensor, num_bytes: int) -> Tensor:
+        """Receive the tensors of a message whose header has come; those of the one before have been released."""
+        tensors = there[:num_bytes]
+        self._transport.receive(tensors, self._source, device_channel(self._channel)).wait()
+        return tensors
 
     def _post(self, buffer: Tensor) -> None:
         self._posted.append((self._transport.receive(buffer, self._source, self._channel), buffer))
@@ -110,14 +139,20 @@ class RemoteOutlet:
 
     def __init__(
         self, transport: Transport, to: int, channel: int, layout: Formats, num_bytes: int, depth: int, *,
-        pinned: bool = False,
+        pinned: bool = False, apart: Apart | None = None,
     ) -> None:  # fmt: skip
         self._transport = transport
         self._to = to
         self._channel = channel
         self._format = layout
-        self._free = deque(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(depth))
-        self._sending: deque[tuple[Pending, Tensor]] = deque()
+        # a receiver between devices posts nothing ahead, so the sender has as many buffers as both
+        self._free = deque(
+            (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned), apart.make() if apart is not None else None)
+            for _ in range(depth if apart is None else 2 * depth)
+        )
+        if apart is not None:
+            transport.send(apart.make()[:1], to, device_channel(channel)).wait()
+        self._sending: deque[tuple[list[Pending], tuple[Tensor, Tensor | None]]] = deque()
         self._depth = depth
         self._track: Track | None = None
 
@@ -127,7 +162,7 @@ class RemoteOutlet:
             self._send(message)
         if message.kind == CLOSE:
             while self._sending:
-                self._sending.popleft()[0].wait()
+                self._wait_for_room()
 
     def trace_giving(self, track: Track | None) -> None:
         """Record on a track what goes out; on none, nothing."""
@@ -137,15 +172,24 @@ class RemoteOutlet:
         track = self._track
         begin_s = track.now() if track else 0.0
         if self._free:
-            buffer = self._free.popleft()
+            buffer, apart = self._free.popleft()
         else:
-            pending, buffer = self._sending.popleft()
-            pending.wait()
+            buffer, apart = self._wait_for_room()
         room_s = track.now() if track else 0.0
-        num_bytes = self._format.write(message, buffer)
-        self._sending.append((self._transport.send(buffer[:num_bytes], self._to, self._channel), buffer))
+        num_bytes = self._format.write(message, buffer, apart)
+        sends = [self._transport.send(buffer[:num_bytes], self._to, self._channel)]
+        if apart is not None and (num_apart := apart_of(buffer)):
+            sends.append(self._transport.send(apart[:num_apart], self._to, device_channel(self._channel)))
+        self._sending.append((sends, (buffer, apart)))
         if track:
-            track.gave(message.index, begin_s, room_s, num_bytes)
+            track.gave(message.index, begin_s, room_s, size_of(buffer))
+
+    def _wait_for_room(self) -> tuple[Tensor, Tensor | None]:
+        """Wait until the oldest message under way has gone; gives its buffers."""
+        sends, buffers = self._sending.popleft()
+        for pending in sends:
+            pending.wait()
+        return buffers
 
 
 class LocalEdge:

@@ -71,6 +71,12 @@ class Health:
         self._thread = threading.Thread(target=self._watch, name="penstock-health", daemon=True)
         self._thread.start()
 
+    def call_instead(self, on_failure: Callable[[], None]) -> None:
+        """Call something else on a failure, at once if there was one already."""
+        self._on_failure = on_failure
+        if self.failure is not None:
+            on_failure()
+
     def report(self, error: BaseException) -> None:
         """Tell everybody that this process failed; only the first report of a group counts."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -8,7 +8,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine.bundle import LoadState, read_part
 from penstock.engine.devices import HOST, find_device, moved
+from penstock.engine.nccl import go_direct
 from penstock.engine.runtime import Runtime, StageRuntime
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.turns import Turns
@@ -54,6 +55,7 @@ class StagesJob:
     threads: int
     device_names: tuple[str, ...]
     computes_on: str = "cpu"
+    direct: bool = False  # tensors between stages go from device to device
     trace: bool = False
     trace_units: bool = False
     trace_profile: bool = False
@@ -212,6 +214,8 @@ def read_stages(
             raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
         else:
             runtimes[int(index)] = Turns([make(int(index), read_interface(text)) for text in texts], order)
+    if device != HOST and document["kind"] != "modules":
+        job = replace(job, direct=go_direct(world, job.holders, device))
     return job, runtimes
 
 

@@ -1,16 +1,18 @@
 """One microbatch as one message: a fixed header, the layouts, then the tensors.
 
-    0        magic, kind, number of sizes, index, bytes in all, bytes of the body, checksum
+    0        magic, kind, number of tensors, index, bytes in all, bytes of the body, bytes and sum apart, checksum
     64       the sizes of the microbatch, then the strides of every tensor, as int64
     aligned  the body (JSON; only control messages have one)
     aligned  tensor 0, aligned tensor 1, ...
+
+Tensors that go from device to device lie apart, in a buffer there, and the header has their bytes and checksum.
 
 Shapes do not travel: both sides know the tensors of a cut and work them out from the sizes. Nothing
 that arrives is ever unpickled or evaluated.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,8 +25,8 @@ from penstock.errors import TransportError
 from penstock.graph.ops import Value
 
 _MAGIC = 0x504E53544F434B31  # "PNSTOCK1"
-_HEADER = struct.Struct("<QIIqQQq")
-_INDEX, _TOTAL = 3, 4
+_HEADER = struct.Struct("<QIIqQQQqq")
+_INDEX, _TOTAL, _APART = 3, 4, 6
 _CHECKSUM = struct.Struct("<q")
 _CHECKSUM_AT = _HEADER.size - _CHECKSUM.size
 _LAYOUTS_AT = 64
@@ -65,6 +67,7 @@ class _Laid:
     tensors: list[Tensor]
     stored: list[list[int] | None]  # the shape to copy where it is not the tensor's own
     words: Tensor
+    apart: Tensor  # the part of the tensors' own buffer that is used, if they have one
 
 
 class Format:
@@ -90,22 +93,31 @@ class Format:
         payload = sum(aligned(value.num_bytes(sizes)) for value in self.values)
         return self._body_at + max(payload, BODY_BYTES)
 
-    def write(self, message: Message, buffer: Tensor) -> int:
-        """Lay a message out in a buffer and give the bytes it takes."""
+    def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Give the bytes of the largest message without its tensors, and those of its tensors."""
+        return self._body_at + BODY_BYTES, sum(aligned(value.num_bytes(sizes)) for value in self.values)
+
+    def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
+        """Lay a message out in a buffer and give the bytes it takes; tensors go into a buffer apart if one is given.
+
+        That buffer is the same one whenever `buffer` is; `apart_of` has the bytes that they take there.
+        """
         numbers = self._write_numbers(message)
         laid = None if message.body else self._laid.get((buffer.data_ptr(), message.kind, numbers))
         if laid is None:
-            laid = self._lay_out(message, numbers, buffer)
+            laid = self._lay_out(message, numbers, buffer, apart)
         view, offset = laid.view, laid.num_bytes
-        _HEADER.pack_into(
-            view, 0, _MAGIC, message.kind, len(message.tensors), message.index, offset, len(message.body), 0
-        )
         view[_HEADER.size : self._body_at] = laid.head
         view[self._body_at : self._body_at + len(message.body)] = message.body
         for padding in laid.paddings:
             view[padding] = bytes(padding.stop - padding.start)
         for target, shape, tensor in zip(laid.tensors, laid.stored, message.tensors, strict=True):
             target.copy_(tensor if shape is None else tensor.as_strided(shape, tensor.stride()))
+        num_apart = laid.apart.numel()
+        _HEADER.pack_into(
+            view, 0, _MAGIC, message.kind, len(message.tensors), message.index, offset, len(message.body), num_apart,
+            _checksum(laid.apart, num_apart) if num_apart else 0, 0,
+        )  # fmt: skip
         _CHECKSUM.pack_into(view, _CHECKSUM_AT, int(laid.words.sum()))
         return offset
 
@@ -116,39 +128,45 @@ class Format:
         numbers += [0] * (len(self.symbols) + self._num_strides - len(numbers))
         return self._numbers.pack(*numbers)
 
-    def _lay_out(self, message: Message, numbers: bytes, buffer: Tensor) -> "_Laid":
+    def _lay_out(self, message: Message, numbers: bytes, buffer: Tensor, apart: Tensor | None) -> "_Laid":
         """Find the place of everything in this buffer; kept, since a stream sends the same layout again and again."""
         body_end = aligned(self._body_at + len(message.body))
         self._fits(body_end, buffer)
         paddings = [slice(self._body_at + len(message.body), body_end)]
         targets: list[Tensor] = []
         shapes: list[list[int] | None] = []
-        offset = body_end
+        there, offset = (buffer, body_end) if apart is None else (apart, 0)
         for tensor in message.tensors:
             num_bytes = num_payload_bytes(tensor.shape, tensor.stride(), tensor.dtype.itemsize)
-            self._fits(offset + num_bytes, buffer)
-            target, shape = place(tensor, buffer[offset : offset + num_bytes])
+            self._fits(offset + num_bytes, there)
+            target, shape = place(tensor, there[offset : offset + num_bytes])
             targets.append(target)
             shapes.append(shape)
-            paddings.append(slice(offset + num_bytes, offset + aligned(num_bytes)))
+            if apart is None:
+                paddings.append(slice(offset + num_bytes, offset + aligned(num_bytes)))
             offset += aligned(num_bytes)
+        num_host = offset if apart is None else body_end
         laid = _Laid(
-            num_bytes=offset,
+            num_bytes=num_host,
             view=memoryview(buffer.numpy()),  # type: ignore[arg-type]
             head=bytes(_LAYOUTS_AT - _HEADER.size) + numbers + bytes(self._body_at - _LAYOUTS_AT - len(numbers)),
             paddings=[padding for padding in paddings if padding.stop > padding.start],
             tensors=targets,
             stored=shapes,
-            words=buffer[:offset].view(torch.int64),
+            words=buffer[:num_host].view(torch.int64),
+            apart=buffer[:0] if apart is None else apart[:offset],
         )
         if not message.body:
             _keep(self._laid, (buffer.data_ptr(), message.kind, numbers), laid)
         return laid
 
-    def read(self, buffer: Tensor) -> Message:
-        """Read a message; its tensors are views of the buffer. Raises `TransportError` for a damaged one."""
+    def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
+        """Read a message; its tensors are views of it, or of what `fetch` gives for so many bytes apart.
+
+        Raises `TransportError` for a damaged one.
+        """
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        magic, kind, num_tensors, index, total, num_body, checksum = _HEADER.unpack_from(view, 0)
+        magic, kind, num_tensors, index, total, num_body, num_apart, sum_apart, checksum = _HEADER.unpack_from(view, 0)
         if magic != _MAGIC or kind not in _KINDS or not self._body_at <= total <= buffer.numel() or total % 64:
             raise TransportError("a message is damaged: its header makes no sense; check the network and try again")
         _CHECKSUM.pack_into(view, _CHECKSUM_AT, 0)
@@ -159,8 +177,13 @@ class Format:
         body = bytes(view[self._body_at : self._body_at + num_body]) if num_body else b""
         message = Message(kind, index, body=body)
         if kind == DATA:
+            there, begin, end = buffer, aligned(self._body_at + num_body), total
+            if num_apart and fetch is not None:
+                there, begin, end = fetch(num_apart), 0, num_apart
+                if _checksum(there, num_apart) != sum_apart:
+                    raise TransportError(f"the tensors of message {index} are damaged: their checksum does not fit")
             try:
-                self._read_tensors(message, num_tensors, view, buffer, aligned(self._body_at + num_body), total)
+                self._read_tensors(message, num_tensors, view, there, begin, end)
             except (RuntimeError, ValueError, OverflowError, ZeroDivisionError) as error:
                 raise TransportError(f"message {index} is of another program: {error}; start again") from None
         return message
@@ -218,19 +241,31 @@ class Formats:
         """Give the bytes of the largest message for microbatches up to these sizes."""
         return max(layout.largest(sizes) for layout in self._turns.items)
 
-    def write(self, message: Message, buffer: Tensor) -> int:
-        """Lay a message out in a buffer and give the bytes it takes."""
-        return self._turns[message.index].write(message, buffer)
+    def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Give the bytes of the largest message without its tensors, and those of its tensors."""
+        rooms = [layout.largest_apart(sizes) for layout in self._turns.items]
+        return max(host for host, _ in rooms), max(apart for _, apart in rooms)
 
-    def read(self, buffer: Tensor) -> Message:
-        """Read a message; its tensors are views of the buffer. Raises `TransportError` for a damaged one."""
+    def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
+        """Lay a message out in a buffer, or in two, and give the bytes it takes in the first."""
+        return self._turns[message.index].write(message, buffer, apart)
+
+    def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
+        """Read a message as `Format.read` does."""
         # a damaged index leads to some other format, whose checksum then does not fit
-        return self._turns[_HEADER.unpack_from(memoryview(buffer.numpy()))[_INDEX]].read(buffer)  # type: ignore[arg-type]
+        index = _HEADER.unpack_from(memoryview(buffer.numpy()))[_INDEX]  # type: ignore[arg-type]
+        return self._turns[index].read(buffer, fetch)
 
 
 def size_of(buffer: Tensor) -> int:
-    """Give the bytes of the message that lies in a buffer."""
-    return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_TOTAL])  # type: ignore[arg-type]
+    """Give the bytes of the message that lies in a buffer, and apart from it."""
+    header = _HEADER.unpack_from(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+    return int(header[_TOTAL]) + int(header[_APART])
+
+
+def apart_of(buffer: Tensor) -> int:
+    """Give the bytes of a message that lie apart from the buffer with its header."""
+    return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_APART])  # type: ignore[arg-type]
 
 
 def _keep(kept: dict[tuple[int, int, bytes], _T], key: tuple[int, int, bytes], item: _T) -> None:

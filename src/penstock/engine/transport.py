@@ -3,7 +3,8 @@
 Receives are posted before the message comes, sends return at once; both give a `Pending`. A send is
 done when a receive has been posted for it, at the earliest. Messages between two ranks on one
 channel arrive in the order they were sent. A message may be shorter than the buffer that was posted
-for it, never longer.
+for it, never longer. Channels below 0 carry buffers on devices, where a transport has a way for them
+(`engine/nccl.py`): there a receive is as long as what is sent.
 """
 
 import struct
@@ -145,6 +146,15 @@ class _Lane:
             else:
                 received.buffer[:size] = sent.buffer
             sent.done = received.done = True
+
+
+def device_channel(channel: int) -> int:
+    """Give the channel of the tensors whose headers have this one.
+
+    >>> device_channel(7)
+    -7
+    """
+    return -channel
 
 
 CONTROL_CHANNEL = 0

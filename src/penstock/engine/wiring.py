@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from penstock.engine.edges import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
+import torch
+
+from penstock.engine.devices import HOST
+from penstock.engine.edges import Apart, Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
 from penstock.engine.executor import StageReport, StageSlot
 from penstock.engine.jobs import StagesJob
 from penstock.engine.messages import Format, Formats
@@ -25,7 +28,10 @@ def build_slots(
     transport: Transport, job: StagesJob, runtimes: Mapping[int, Turns[StageRuntime]]
 ) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
     """Put a rank's stages between their edges; gives the stages and the edges within this process."""
-    wiring = _Wiring(transport, job, pinned=any(turns.items[0].device.type == "cuda" for turns in runtimes.values()))
+    devices = [turns.items[0].device for turns in runtimes.values()]
+    wiring = _Wiring(
+        transport, job, pinned=any(device.type == "cuda" for device in devices), device=devices[0] if devices else HOST
+    )
     slots: dict[int, StageSlot] = {}
     for index, turns in sorted(runtimes.items()):
         programs = turns.map(lambda runtime: runtime.program)
@@ -69,6 +75,7 @@ class _Wiring:
     job: StagesJob
     local: dict[int, LocalEdge] = field(default_factory=dict)
     pinned: bool = False
+    device: torch.device = HOST
 
     def __post_init__(self) -> None:
         self._ends = [Turns([FEEDER]), *self.job.ranks, Turns([FEEDER])]
@@ -90,6 +97,10 @@ class _Wiring:
         if rank == self.transport.rank:
             return self.local.setdefault(edge, LocalEdge(job.depth))
         channel = 1 + (job.number * _CHANNELS_PER_JOB + edge) % 2**30
+        if job.direct and 0 < edge < len(job.ranks):  # the outer ones end at the feeder, on its host
+            num_bytes, num_apart = layout.largest_apart(job.sizes)
+            apart = Apart(self.device, num_apart)
+            return remote(self.transport, rank, channel, layout, num_bytes, job.depth, apart=apart)
         num_bytes = layout.largest(job.sizes)
         return remote(self.transport, rank, channel, layout, num_bytes, job.depth, pinned=self.pinned)
 

@@ -63,6 +63,7 @@ class World:
     workers: Workers | None = None
     hosts: list[str] = field(default_factory=list)  # each rank's, as plans name devices
     position: int = 0  # of this process among those of its machine, which may share GPUs
+    between_gpus: str = "gloo"  # how tensors go there: see `engine/nccl.py`
     cores: int | None = None  # of this process alone, where it shares a machine with others of the same run
     reason_s: float = _REASON_S
     clock: Clock = time.perf_counter  # of everything that is recorded in this process

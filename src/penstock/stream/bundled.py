@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.engine.devices import find_device
 from penstock.engine.jobs import send_leave
+from penstock.engine.nccl import check_way
 from penstock.engine.placing import place_bundle
 from penstock.engine.streaming import StreamReport
 from penstock.engine.tree import read_sizes
@@ -29,10 +30,15 @@ class BundledPipeline:
 
     Inputs and outputs are the model's tensors in order, without names. A process that does not feed works until
     the feeding process leaves, and its `stream` gives nothing. Raises `ProgramError` for a part that is damaged or
-    of another plan, `PlanError` where the run's hosts are not the plan's devices. `device` is as for `Pipeline`.
+    of another plan, `PlanError` where the run's hosts are not the plan's devices. `device` and
+    `between_gpus` are as for `Pipeline`.
     """
 
-    def __init__(self, folder: str | Path, *, threads: int | None = None, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, folder: str | Path, *, threads: int | None = None, device: str | torch.device = "cpu",
+        between_gpus: str = "gloo",
+    ) -> None:  # fmt: skip
+        check_way(between_gpus, str(device))
         folder = Path(folder).absolute()
         self._world: World
         if under_torchrun():
@@ -40,6 +46,7 @@ class BundledPipeline:
         else:
             find_device(device)  # before anything is started
             self._world = start_local(len(read_plan(folder / "plan.json").devices), {BUNDLE: str(folder)})
+        self._world.between_gpus = between_gpus
         self._feeds = self._world.rank == FEEDER
         try:
             if not self._feeds:

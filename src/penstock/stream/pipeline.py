@@ -13,43 +13,31 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.cluster.launch import available_cores
-from penstock.engine.bundle import LoadState
-from penstock.engine.deployment import DEPTH, Deployment, MakeRuntimes, Replicas
+from penstock.engine.deployment import DEPTH, Deployment, Replicas
 from penstock.engine.devices import find_device
-from penstock.engine.divide import divide_in_turns
 from penstock.engine.executor import execute
-from penstock.engine.jobs import (
-    MakeRuntime,
-    dismiss,
-    read_stages,
-    receive_job,
-)
+from penstock.engine.jobs import MakeRuntime, dismiss, read_stages, receive_job
 from penstock.engine.messages import CLOSE
-from penstock.engine.modules import chain, runtime_maker, start_threads
-from penstock.engine.placing import place
+from penstock.engine.modules import runtime_maker
+from penstock.engine.nccl import check_way
 from penstock.engine.progress import STALL_S, Progress
-from penstock.engine.runtime import StageRuntime
-from penstock.engine.split import choose_cuts, load_state
 from penstock.engine.streaming import Microbatch, StreamReport
 from penstock.engine.traces import FeederTracer, follow_stages
 from penstock.engine.tree import bind_inputs, build_output
-from penstock.engine.turns import Turns
 from penstock.engine.wiring import build_slots, tell_progress
-from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
+from penstock.engine.world import FEEDER, World, join_torchrun, under_torchrun
 from penstock.errors import TransportError, UsageError
-from penstock.graph.capture import capture
-from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.spec.check import check_purpose
 from penstock.spec.plan import Plan
+from penstock.stream.division import Wanted, divide_model
 from penstock.stream.facts import stream_facts, units_of
 from penstock.terminal.live import StageState
 from penstock.tracing.trace import write_run
-from penstock.train.batches import Call
-from penstock.train.captured import advising
+from penstock.train.batches import Call, as_call
 from penstock.train.methods import TrainingMethods, trains
-from penstock.zoo.weights import ModuleWeights, Weights
+from penstock.zoo.weights import Weights
 
 
 class Pipeline(TrainingMethods):
@@ -77,6 +65,9 @@ class Pipeline(TrainingMethods):
         depth: microbatches that may wait at a cut.
         device: what stages compute on, `cpu` or `cuda`: then each process takes the GPU of its number on its machine,
             and shares it where there are fewer. Outputs come to the CPU. A list of modules computes where they lie.
+        between_gpus: how tensors get from one GPU to the next: `gloo`, by way of the hosts; `nccl`, which needs a GPU
+            for each process; or `auto`, the second where it can be. NCCL is unverified, as it has never run on two
+            GPUs, so it has to be asked for.
         trace: a folder for what a stream did and when, which `penstock report` reads; each stream replaces the last.
             A training is written when the pipeline is closed.
         trace_units: also record every operation, which costs a few percent.
@@ -116,6 +107,7 @@ class Pipeline(TrainingMethods):
         threads: int | None = None,
         depth: int = DEPTH,
         device: str | torch.device = "cpu",
+        between_gpus: str = "gloo",
         stall_s: float = STALL_S,
         world: World | None = None,
         replicas: int | None = None,
@@ -137,10 +129,15 @@ class Pipeline(TrainingMethods):
         self._owns_world = world is None
         self._closed = False
         self._plan: Plan | None = None
-        self._computes_on = str(device)
+        self._between_gpus = between_gpus
+        check_way(between_gpus, str(device))
         if world is None and not under_torchrun():
             find_device(device)  # before anything is started
         args, kwargs = _example(args, kwargs)
+        wanted = Wanted(
+            stages=stages, policy=policy, cuts=cuts, plan=plan, weights=weights, dynamic=dynamic, threads=threads,
+            depth=depth, stall_s=stall_s, computes_on=str(device),
+        )  # fmt: skip
         if trains(model) and (world is None or world.workers is None):
             self._prepare_training(
                 model, args, kwargs, stages=stages, policy=policy, cuts=cuts, plan=plan, weights=weights,
@@ -149,78 +146,33 @@ class Pipeline(TrainingMethods):
                 trace=trace is not None, profile=trace_profile, device=device,
             )  # fmt: skip
             if isinstance(model, nn.Module):
-                self._streaming = partial(
-                    self._start, model, args, kwargs, stages=stages, policy=policy, cuts=cuts, plan=plan,
-                    weights=weights, dynamic=dynamic, threads=threads, depth=depth, stall_s=stall_s,
-                )  # fmt: skip
+                self._streaming = partial(self._start, model, args, kwargs, wanted)
             return
-        self._start(
-            model if isinstance(model, (nn.Module, Sequence)) else None, args, kwargs, stages=stages, policy=policy,
-            cuts=cuts, plan=plan, weights=weights, dynamic=dynamic, threads=threads, depth=depth, stall_s=stall_s,
-            world=world,
-        )  # fmt: skip
+        self._start(model if isinstance(model, (nn.Module, Sequence)) else None, args, kwargs, wanted, world)
 
     def _start(
-        self, model: nn.Module | Sequence[nn.Module] | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *,
-        stages: int | None, policy: str, cuts: Sequence[str] | None, plan: Plan | None, weights: Weights | None,
-        dynamic: Mapping[str, Mapping[str | int, int]] | None, threads: int | None, depth: int, stall_s: float,
-        world: World | None,
+        self, model: nn.Module | Sequence[nn.Module] | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None,
+        wanted: Wanted, world: World | None,
     ) -> None:  # fmt: skip
         """Put the stages where they will stream."""
-        if plan is not None:
-            check_purpose(plan, trains=False)
+        self._plan = wanted.plan
+        if wanted.plan is not None:
+            check_purpose(wanted.plan, trains=False)
         if world is None and under_torchrun():
             world = join_torchrun()
-        if world is not None and world.rank != FEEDER:
-            self._world, self._feeds = world, False
+        self._feeds = world is None or world.rank == FEEDER
+        if world is not None and not self._feeds:
+            self._world = world
             self._join_stages(None if model is None or isinstance(model, nn.Module) else runtime_maker(model, None))
             return
-        self._feeds = True
         try:
-            load: LoadState | None = None
-            make: MakeRuntimes | None = None
-            if model is None:
-                raise UsageError("the process that feeds needs the model; pass it to Pipeline")
-            if isinstance(model, nn.Module):
-                self.graph: Graph = _capture(model, args, kwargs, dynamic)
-                source = weights or ModuleWeights(model)
-                load = partial(load_state, self.graph, weights=source)
-                if plan is not None:
-                    world = self._world = world or start_local(len(plan.devices))
-                    self.threads = threads or threads_per_stage(world)
-                    self.cuts = tuple(Cuts(self.graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
-                    self._deployment = place(
-                        world, self.graph, plan, load, threads=self.threads, stall_s=stall_s,
-                        computes_on=self._computes_on, tracer=self._tracer(),
-                    )  # fmt: skip
-                    self._plan = plan
-                    return
-                count = stages or (len(world.devices) if world else 4)
-                self.cuts = _choose(self.graph, count, policy, cuts)
-                programs = divide_in_turns(self.graph, [self.cuts])
-                world = self._world = world or start_local(len(programs))
-            else:
-                if self._computes_on != "cpu":
-                    raise UsageError("a list of modules computes where they lie; move them, and leave device out")
-                if cuts is not None or stages not in {None, len(model)}:
-                    raise UsageError(f"a list of {len(model)} modules is that many stages; leave stages and cuts out")
-                self.graph, programs = chain(model, args, kwargs or {})
-                self.cuts = ()
-                maker = runtime_maker(model, self.graph)
-                modules = programs
-
-                def make_modules(index: int) -> Turns[StageRuntime]:
-                    return modules[index].map(partial(maker, index))
-
-                make = make_modules
-                world = self._world = world or start_threads(len(programs), maker)
-            _, sizes = bind_inputs(self.graph, args, kwargs or {})
-            self.threads = threads or threads_per_stage(world)
-            self._deployment = Deployment(
-                world, programs, load, make=make,
-                sizes=sizes, threads=self.threads, depth=depth, stall_s=stall_s, computes_on=self._computes_on,
-                tracer=self._tracer(),
-            )  # fmt: skip
+            division = divide_model(model, args, kwargs, wanted, world)
+            self.graph: Graph = division.graph
+            self.cuts = division.cuts
+            world = self._world = world or division.start_world()
+            world.between_gpus = self._between_gpus
+            self.threads = wanted.threads or threads_per_stage(world)
+            self._deployment = division.deploy(world, wanted, self.threads, self._tracer())
         except BaseException as error:
             if world is not None and self._owns_world:
                 world.health.report(error)  # the other processes wait for their stages
@@ -264,7 +216,7 @@ class Pipeline(TrainingMethods):
 
         def bound() -> Iterator[Microbatch]:
             for item in inputs:
-                tensors, sizes = bind_inputs(self.graph, *_as_call(item))
+                tensors, sizes = bind_inputs(self.graph, *as_call(item))
                 self._check_sizes(sizes)
                 shapes.append(sizes)
                 yield tensors, sizes
@@ -309,7 +261,7 @@ class Pipeline(TrainingMethods):
                 leaf[start : start + size] if value is not None and value.name in batched else leaf
                 for leaf, value in zip(leaves, values, strict=True)
             ]
-            yield _Call(*pytree.tree_unflatten(part, spec))
+            yield Call(*pytree.tree_unflatten(part, spec))
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         for name, largest in self._deployment.sizes.items():
@@ -388,7 +340,7 @@ class Pipeline(TrainingMethods):
             if self._streaming is None or self._trainer is not None:
                 raise UsageError("this pipeline trains; call it for outputs, or stream with a model in evaluation mode")
             start, self._streaming, self._captured = self._streaming, None, None
-            start(world=self._joined)
+            start(self._joined)
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -415,23 +367,6 @@ class Pipeline(TrainingMethods):
             self._world.close(0.0)
 
 
-def _capture(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    dynamic: Mapping[str, Mapping[str | int, int]] | None,
-) -> Graph:
-    with advising(model):
-        return capture(model, args, kwargs, dynamic=dynamic)
-
-
-def _choose(graph: Graph, stages: int, policy: str, names: Sequence[str] | None) -> tuple[Cut, ...]:
-    possible = Cuts(graph)
-    if names is not None:
-        return tuple(possible.find_all(names))
-    return tuple(choose_cuts(graph, possible, stages=stages, policy=policy))
-
-
 def _example(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[Sequence[Any], Mapping[str, Any] | None]:
     """Read the example call: a lone tensor is its one positional input, a mapping its keyword inputs."""
     if isinstance(args, torch.Tensor):
@@ -439,24 +374,6 @@ def _example(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[Sequence[Any]
     if isinstance(args, Mapping):
         return (), {**args, **(kwargs or {})}
     return args, kwargs
-
-
-class _Call:
-    """One microbatch as a call with positional and keyword inputs."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
-
-
-def _as_call(item: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    if isinstance(item, _Call):
-        return item.args, item.kwargs
-    if isinstance(item, Mapping):
-        return (), item
-    if isinstance(item, (tuple, list)):
-        return tuple(item), {}
-    return (item,), {}
 
 
 def threads_per_stage(world: World) -> int:

@@ -43,10 +43,12 @@ class Evaluation:
     def __init__(
         self, world: World, captured: Captured, replica: Replica, tensors: HeldTensors, *, cuts: Sequence[Cut],
         autocast: torch.dtype | None, num_microbatches: int, explained: Callable[[], AbstractContextManager[None]],
+        direct: torch.device | None = None,
     ) -> None:  # fmt: skip
         self._world, self._captured, self._replica, self._tensors = world, captured, replica, tensors
         self._cuts, self._autocast, self._num_microbatches = cuts, autocast, num_microbatches
         self._explained = explained
+        self._direct = direct
 
     def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
         """Give the mean of `loss_fn` over all rows of all replicas."""
@@ -117,7 +119,8 @@ class Evaluation:
             stages[index] = TrainingStage(
                 index=index, part=self._parts[index], runtime=runtime, leaves={}, autocast=self._autocast, trains=False
             )
-        return Lines(self._world.transport, self._replica, self._parts, evaluation=True), stages
+        lines = Lines(self._world.transport, self._replica, self._parts, evaluation=True, direct=self._direct)
+        return lines, stages
 
     def _spread(self, outputs: list[list[Tensor]], microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
         """Pass the last stage's outputs to the other processes of the replica."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from penstock.engine.edges import LocalEdge, RemoteInlet, RemoteOutlet
+import torch
+
+from penstock.engine.edges import Apart, LocalEdge, RemoteInlet, RemoteOutlet
 from penstock.engine.messages import Format, Formats
 from penstock.engine.reduce import TRAINING_CHANNELS
 from penstock.engine.training import Edges
@@ -24,12 +26,15 @@ _SET = 4096
 class Lines:
     """The edges of this process's stages, made again when microbatches outgrow their buffers.
 
-    Both ends of a line know the sizes of a step, so both make new ones at the same step.
+    Both ends of a line know the sizes of a step, so both make new ones at the same step. With `direct`, this process's
+    device, tensors go from device to device; then every process makes its lines cut by cut, activations first.
     """
 
     def __init__(
-        self, transport: Transport, replica: Replica, parts: Sequence[TrainingPart], *, evaluation: bool = False
-    ) -> None:
+        self, transport: Transport, replica: Replica, parts: Sequence[TrainingPart], *, evaluation: bool = False,
+        direct: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        self._direct = direct
         self._transport = transport
         self._replica = replica
         self._parts = parts
@@ -64,13 +69,12 @@ class Lines:
         made = Edges()
         if stage > 0:
             made.inlet = self._inlet(stage - 1, stage, lane, part.crossing)
-        if stage < last:
-            made.outlet = self._outlet(stage, stage + 1, lane, part.program.outputs)
-        if not self._evaluation:
-            if stage > 0 and part.backward_inputs:
+            if part.backward_inputs and not self._evaluation:
                 values = [part.crossing[position] for position in part.backward_inputs]
                 made.gradient_outlet = self._outlet(stage, stage - 1, GRADIENTS, values)
-            if stage < last and part.backward_outputs:
+        if stage < last:
+            made.outlet = self._outlet(stage, stage + 1, lane, part.program.outputs)
+            if part.backward_outputs and not self._evaluation:
                 values = [part.program.outputs[position] for position in part.backward_outputs]
                 made.gradient_inlet = self._inlet(stage + 1, stage, GRADIENTS, values)
         return made
@@ -80,16 +84,24 @@ class Lines:
         if rank == self._transport.rank:
             return self._local.setdefault((source, to), LocalEdge(None))
         layout = Formats(Turns([Format(values, self._parts[to].program.symbols)]))
+        num_bytes, apart = self._room(layout)
         channel = self._channel(min(source, to), lane)
-        return RemoteInlet(self._transport, rank, channel, layout, layout.largest(self._sizes), DEPTH)
+        return RemoteInlet(self._transport, rank, channel, layout, num_bytes, DEPTH, apart=apart)
 
     def _outlet(self, source: int, to: int, lane: int, values: Sequence[Value]) -> LocalEdge | RemoteOutlet:
         rank = self._replica.stages[to]
         if rank == self._transport.rank:
             return self._local.setdefault((source, to), LocalEdge(None))
         layout = Formats(Turns([Format(values, self._parts[source].program.symbols)]))
+        num_bytes, apart = self._room(layout)
         channel = self._channel(min(source, to), lane)
-        return RemoteOutlet(self._transport, rank, channel, layout, layout.largest(self._sizes), DEPTH)
+        return RemoteOutlet(self._transport, rank, channel, layout, num_bytes, DEPTH, apart=apart)
+
+    def _room(self, layout: Formats) -> tuple[int, Apart | None]:
+        if self._direct is None:
+            return layout.largest(self._sizes), None
+        num_bytes, num_apart = layout.largest_apart(self._sizes)
+        return num_bytes, Apart(self._direct, num_apart)
 
     def _channel(self, cut: int, lane: int) -> int:
         return TRAINING_CHANNELS + 2**24 + self._generation % 4096 * _SET + cut % (_SET // _LANES) * _LANES + lane

@@ -57,6 +57,7 @@ class TrainingMethods:
     _trainer: Trainer | None = None
     _captured: Captured | None = None
     _joined: World | None = None
+    _between_gpus: str = "gloo"
     _streaming: Callable[..., None] | None = None  # what would start streaming instead
     _loader: Loader | None = None
 
@@ -69,6 +70,7 @@ class TrainingMethods:
         self._joined = world or (join_torchrun() if under_torchrun() else None)
         if self._joined is not None:
             self._world = self._joined
+            self._joined.between_gpus = self._between_gpus
         try:
             settings["device"] = find_device(device, self._joined.position if self._joined else 0)
             self._captured = Captured(model, args, kwargs, dynamic=dynamic, weights=weights, seed=seed)

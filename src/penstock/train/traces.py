@@ -9,7 +9,7 @@ from penstock.engine.profiling import ProfileWindow
 from penstock.engine.reference import measure_machine
 from penstock.engine.synchronize import Synchronizer
 from penstock.engine.traces import ClockReadings, answer_clock, give_trace, make_trace
-from penstock.engine.training import Edges, TrainingStage
+from penstock.engine.training import TrainingStage
 from penstock.engine.world import FEEDER, World
 from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
 from penstock.tracing.trace import ProcessTrace
@@ -49,11 +49,12 @@ class TrainingTracer:
         for stage in self._stages.values():
             stage.recorder = self.recorder if on else None
         self._synchronizer.recorder = self.recorder if on else None
-        self.follow({index: stage.edges for index, stage in self._stages.items()})
+        self.follow()
 
-    def follow(self, edges: Mapping[int, Edges]) -> None:
-        """Record what goes over new lines."""
-        for index, own in edges.items():
+    def follow(self) -> None:
+        """Record what goes over the stages' lines, which may be new."""
+        for index, stage in self._stages.items():
+            own = stage.edges
             for name, inlet, outlet in (
                 (FORWARDS, own.inlet, own.outlet), (BACKWARDS, own.gradient_inlet, own.gradient_outlet)
             ):  # fmt: skip

@@ -16,6 +16,7 @@ from penstock.engine.devices import HOST, most_bytes
 from penstock.engine.environment import environment
 from penstock.engine.executor import carry_out
 from penstock.engine.metered import MeteredTransport
+from penstock.engine.nccl import go_direct
 from penstock.engine.progress import STALL_S
 from penstock.engine.reduce import TRAINING_CHANNELS, exchange
 from penstock.engine.synchronize import Synchronizer
@@ -67,8 +68,14 @@ class Trainer:
         checkpointing: bool = False, plan: Plan | None = None, stall_s: float = STALL_S, trace: bool = False,
         profile: bool = False, device: torch.device = HOST,
     ) -> None:  # fmt: skip
+        self._direct: torch.device | None = None  # where tensors go from device to device
         if microbatches is not None and microbatches < 1:
             raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
+        if device != HOST:
+            try:
+                self._direct = device if go_direct(world, range(world.transport.size), device) else None
+            except TransportError as error:
+                raise world.explain(error) from error
         self._transport = MeteredTransport(world.transport)
         self.world = dataclasses.replace(world, transport=self._transport)
         self.captured = captured
@@ -102,7 +109,7 @@ class Trainer:
         self.order = [state.source for state in captured.graph.states]
         self._synchronizer = Synchronizer(self._transport, self.tensors.weights(), self.order)
         self.stages = {stage: self._make_stage(stage, checkpointing) for stage in self.tensors.stages}
-        self._lines = Lines(self._transport, self.replica, self.parts)
+        self._lines = Lines(self._transport, self.replica, self.parts, direct=self._direct)
         with self.explained():
             self.tracer = (
                 TrainingTracer(self.world, self.stages, self._synchronizer, profile=profile) if trace else None
@@ -262,7 +269,7 @@ class Trainer:
             for index, edges in self._lines.make(sizes).items():
                 self.stages[index].edges = edges
             if self.tracer:
-                self.tracer.follow({index: stage.edges for index, stage in self.stages.items()})
+                self.tracer.follow()
         actions = self.schedule(count)[self.replica.devices.index(self.world.rank)]
         final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
         for stage in self.stages.values():
@@ -400,7 +407,7 @@ class Trainer:
     def _evaluation(self) -> Evaluation:
         return Evaluation(
             self.world, self.captured, self.replica, self.tensors, cuts=self.cuts, autocast=self.autocast,
-            num_microbatches=self.num_microbatches, explained=self.explained,
+            num_microbatches=self.num_microbatches, explained=self.explained, direct=self._direct,
         )  # fmt: skip
 
     def write_trace(self, folder: Path, model: str) -> None:

@@ -1,0 +1,232 @@
+"""Tensors from device to device over NCCL, where every process that has stages has a GPU of its own.
+
+    stage 0 ──header──▶ host ──────gloo──────▶ host ──header──▶ stage 1
+    stage 0 on a GPU ──copy──▶ buffer ──NCCL──▶ buffer on the GPU of stage 1
+
+NCCL ignores tags: what is sent on one communicator arrives in order, and a send that waits for its receive holds up
+all behind it. So each line between two ranks has a communicator for each direction. Unverified: no machine with two
+GPUs was at hand.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from penstock.engine.devices import settle
+from penstock.engine.transport import Pending, Transport, receive_bytes, send_bytes
+from penstock.engine.world import FEEDER, World
+from penstock.errors import ConnectionBroken, UsageError
+
+WAYS = ["auto", "gloo", "nccl"]
+SENDER, RECEIVER = 0, 1  # the ranks of a communicator
+_NO_DEADLINE = datetime.timedelta(days=365)  # `health` watches instead
+_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class Communicator(Protocol):
+    """What is used of a process group of two: one that sends, one that receives, in the same order."""
+
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Any:
+        """Begin to send; gives torch's `Work`."""
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> Any:
+        """Begin to receive; gives torch's `Work`."""
+
+    def abort(self) -> None:
+        """End what is under way."""
+
+
+# a store of its own and a place in it, SENDER or RECEIVER, to a communicator
+Connect = Callable[[Store, int], Communicator]
+
+
+def connect_nccl(store: Store, place: int) -> Communicator:
+    """Make one end of an NCCL communicator of two."""
+    from torch.distributed import ProcessGroupNCCL  # a torch that was built without NCCL has none
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _NO_DEADLINE
+    with _errors_left_to_us():
+        made: Any = ProcessGroupNCCL(store, place, 2, options)
+    communicator: Communicator = made
+    return communicator
+
+
+@contextlib.contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """Keep a group made inside from ending the process when its peer is gone: a verdict says what happened."""
+    before = os.environ.get(_ERRORS)
+    os.environ[_ERRORS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERRORS]
+        else:
+            os.environ[_ERRORS] = before
+
+
+class NcclTransport:
+    """A transport whose channels below 0 go from device to device; all others go as `host` has them.
+
+    A channel's communicator is made with its first message, which both ends wait for; ends that several processes
+    make in one order never wait in a circle. Receives are begun when their message is on its way.
+
+    Example:
+        transport = NcclTransport(world.transport, world.store, name="7f3a", connect=connect_nccl)
+        transport.send(buffer_on_gpu, to=1, channel=device_channel(7))
+    """
+
+    def __init__(self, host: Transport, store: Store, name: str, connect: Connect) -> None:
+        self.rank, self.size, self.name = host.rank, host.size, name
+        self._host = host
+        self._store = PrefixStore(f"penstock/{name}", store)
+        self._connect = connect
+        self._made: dict[tuple[int, int, int], Communicator] = {}
+        self._lock = threading.Lock()
+        self._aborted = False
+
+    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+        """Send a buffer without waiting."""
+        if channel >= 0:
+            return self._host.send(buffer, to, channel)
+        communicator = self._communicator(self.rank, to, channel)
+        return self._begin(lambda: communicator.send([buffer], RECEIVER, 0), buffer, to)
+
+    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
+        """Begin to receive; on a device exactly what was sent."""
+        if channel >= 0:
+            return self._host.receive(buffer, source, channel)
+        communicator = self._communicator(source, self.rank, channel)
+        return self._begin(lambda: communicator.recv([buffer], SENDER, 0), buffer, source)
+
+    def abort(self) -> None:
+        """End every wait of this process, those for a device too."""
+        self._host.abort()
+        self._abort_all()
+
+    def close(self) -> None:
+        """Let go of all connections; nothing is under way any more."""
+        self._abort_all()
+        self._host.close()
+
+    def check(self, peer: int) -> None:
+        """Raise `ConnectionBroken` once all was given up."""
+        if self._aborted:
+            raise ConnectionBroken(f"the connection of devices to rank {peer} was given up")
+
+    def _abort_all(self) -> None:
+        with self._lock:
+            self._aborted = True
+            made, self._made = list(self._made.values()), {}
+        for communicator in made:
+            communicator.abort()
+
+    def _communicator(self, source: int, to: int, channel: int) -> Communicator:
+        with self._lock:
+            self.check(to if source == self.rank else source)
+            line = (source, to, channel)
+            if line not in self._made:
+                store = PrefixStore(f"{source}/{to}/{channel}", self._store)
+                self._made[line] = self._connect(store, SENDER if source == self.rank else RECEIVER)
+            return self._made[line]
+
+    def _begin(self, begin: Callable[[], Any], buffer: Tensor, peer: int) -> Pending:
+        try:
+            return _DevicePending(self, begin(), buffer.device, peer)
+        except RuntimeError as error:
+            raise ConnectionBroken(f"the connection of devices to rank {peer} broke: {_line(error)}") from error
+
+
+class _DevicePending:
+    def __init__(self, transport: NcclTransport, work: Any, device: torch.device, peer: int) -> None:
+        self._transport, self._work, self._device, self._peer = transport, work, device, peer
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()  # NCCL's makes the stream wait, not this thread
+            settle(self._device)
+        except RuntimeError as error:
+            raise ConnectionBroken(f"the connection of devices to rank {self._peer} broke: {_line(error)}") from error
+        self._transport.check(self._peer)  # an aborted transfer ends as if it were done
+
+
+def go_direct(world: World, ranks: Collection[int], device: torch.device) -> bool:
+    """Agree whether tensors go from device to device between these ranks, and give the world a transport that can.
+
+    Each of the ranks calls this, and the process that feeds, whose `world.between_gpus` counts: `auto` where each of
+    them has a GPU of its own and NCCL, `gloo` never, `nccl` always. Raises `UsageError` on all of them where NCCL was
+    asked for and cannot be.
+    """
+    mine = _describe(device) if world.rank in ranks else {}
+    others = sorted(set(ranks) - {FEEDER})
+    if world.rank == FEEDER:
+        told = {rank: json.loads(receive_bytes(world.transport, rank)) for rank in others}
+        told |= {FEEDER: mine} if mine else {}
+        problem = why_not({world.names[rank]: one for rank, one in sorted(told.items())})
+        wanted = world.between_gpus != "gloo" and len(told) > 1
+        known = world.transport.name if isinstance(world.transport, NcclTransport) else uuid.uuid4().hex
+        decision = {
+            "name": known if wanted and not problem else "",
+            "problem": problem if world.between_gpus == "nccl" else "",
+        }
+        for rank in others:
+            send_bytes(world.transport, json.dumps(decision).encode(), rank)
+    else:
+        send_bytes(world.transport, json.dumps(mine).encode(), FEEDER)
+        decision = json.loads(receive_bytes(world.transport, FEEDER))
+    if decision["problem"]:
+        raise UsageError(decision["problem"])
+    if decision["name"] and not isinstance(world.transport, NcclTransport):
+        world.transport = NcclTransport(world.transport, world.store, decision["name"], connect_nccl)
+        world.health.call_instead(world.transport.abort)
+    return bool(decision["name"])
+
+
+def check_way(way: str, device: str) -> None:
+    """Raise `UsageError` for a way between GPUs that is not known, and for NCCL without them."""
+    if way not in WAYS:
+        raise UsageError(f"tensors go between GPUs by {', '.join(WAYS)}, not by {way!r}; give one of these")
+    if way == "nccl" and not device.startswith("cuda"):
+        raise UsageError(f"NCCL needs CUDA, but stages compute on {device}; give device='cuda', or no between_gpus")
+
+
+def why_not(devices: Mapping[str, Mapping[str, str]]) -> str:
+    """Say why NCCL cannot be used between processes with these devices; nothing where it can.
+
+    >>> why_not({"rank 0": {"gpu": "GPU-1", "nccl": "yes"}, "rank 1": {"gpu": "GPU-1", "nccl": "yes"}})
+    "NCCL needs a GPU for each process, but rank 0 and rank 1 share one; leave between_gpus out"
+    """
+    seen: dict[str, str] = {}
+    for name, device in devices.items():
+        if not device["gpu"]:
+            return f"NCCL needs CUDA, but {name} computes elsewhere; leave between_gpus out"
+        if not device["nccl"]:
+            return f"the torch of {name} was built without NCCL; leave between_gpus out"
+        if device["gpu"] in seen:
+            return (
+                f"NCCL needs a GPU for each process, but {seen[device['gpu']]} and {name} share one; "
+                "leave between_gpus out"
+            )
+        seen[device["gpu"]] = name
+    return ""
+
+
+def _describe(device: torch.device) -> dict[str, str]:
+    """Name the physical GPU of this process, and its NCCL; empty where there is none."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return {"gpu": gpu, "nccl": "yes" if torch.distributed.is_nccl_available() else ""}
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,16 +9,14 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.labs import lab_text, run_session
 from benchmarks.pipeline.cases import BASE, Case, all_cases, quick_cases
 from benchmarks.pipeline.figure import draw
-from penstock.cluster.lab import lab_session, parse_lab, take_down
-from penstock.cluster.lab.run import OutputLine
+from penstock.cluster.lab import take_down
 
-ROOT = Path(__file__).parents[2]
 LAB = "bench"
 
 
@@ -46,43 +44,23 @@ def main() -> None:
     draw(rows, given.png or given.json.with_suffix(".png"))
 
 
-def lab_text(case: Case) -> str:
+def lab_of(case: Case) -> str:
     """Write the case's lab file."""
-    hosts = "".join(
-        f'[[hosts]]\nname = "host{index}"\ncpu = {cpu}\nmemory = "3 GiB"\n' for index, cpu in enumerate(case.shares)
-    )
-    return f'name = "{LAB}"\nbandwidth = "{case.bandwidth}"\n{hosts}'
+    return lab_text(LAB, case.shares, bandwidth=case.bandwidth)
 
 
 def run(case: Case, depth: int) -> list[dict[str, Any]]:
     """Put the case's lab up, measure on it, and take it down."""
-    spec = parse_lab(lab_text(case))
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        file = Path(folder) / "session.json"
-        session = {
-            name: getattr(case, name)
-            for name in (
-                "name", "model", "num_images", "serial_images", "microbatch_size", "rounds", "tasks", "bandwidth",
-            )
-        }  # fmt: skip
-        file.write_text(json.dumps(session | {"depth": depth, "lab": lab_text(case)}))
-        command = [sys.executable, "-m", "benchmarks.pipeline.session", str(file)]
-        with (
-            lab_session(spec) as lab,
-            lab.start(command, output=show, env={"PYTHONPATH": f"{ROOT}/src:{ROOT}"}) as started,
-        ):
-            started.wait()
-        if started.first_failure:
-            sys.exit(f"{case.name}: {started.first_failure}")
-        rows: list[dict[str, Any]] = json.loads(file.with_suffix(".rows.json").read_text())
+    session = {
+        name: getattr(case, name)
+        for name in (
+            "name", "model", "num_images", "serial_images", "microbatch_size", "rounds", "tasks", "bandwidth",
+        )
+    }  # fmt: skip
+    lab = lab_of(case)
+    rows = run_session(lab, "benchmarks.pipeline.session", session | {"depth": depth, "lab": lab}, case.name)["rows"]
     facts = {"hosts": case.hosts, "cpu": case.cpu, "bandwidth": case.bandwidth, "model": case.model}
     return [{"case": case.name, **facts, "microbatch_size": case.microbatch_size, **row} for row in rows]
-
-
-def show(line: OutputLine) -> None:
-    """Print progress and whatever went wrong, without torch's remark on host names in a lab."""
-    if "hostname of the client socket" not in line.text:
-        print(f"{line.host} | {line.text}", file=sys.stderr)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -76,7 +76,9 @@ def _plan(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
     """Plan for the hosts as fast as they are seen to be, then measure the plan."""
     profile = msgspec.json.decode(task["profile"], type=Profile)
     # what messages cost depends on the hosts too: caches shared with others, a link that brings packets one by one
-    profile = msgspec.structs.replace(profile, **asdict(measure_messages(comparison.world)))
+    if "messages" not in task:  # once, so that in later rounds speeds are those right behind the round before
+        task["messages"] = asdict(measure_messages(comparison.world))
+    profile = msgspec.structs.replace(profile, **task["messages"])
     given = msgspec.json.decode(task["cluster"], type=Cluster)
     plan = make_plan(profile, comparison.calibrated(given, profile), msgspec.convert(task["request"], Request))
     row = comparison.planned(plan)

@@ -107,7 +107,7 @@ def growth(num_units: int, num_devices: int) -> dict[str, Any]:
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Give the figures that the project watches; null for what was not measured."""
     seconds = {row["num_devices"]: row["seconds"] for row in rows if row["case"] == "growth"}
-    off = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["case"] == "prediction"]
+    off = [abs(row["off"]) for row in rows if row["case"] == "prediction"]
     memory = [abs(part) for row in rows if row["case"] == MEMORY for part in errors(row).values()]
     trained = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["case"] == "training prediction"]
     figures = {name: value for row in rows for name, value in row.get("summary", {}).items()}
@@ -148,7 +148,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["case"] == "prediction":
             rates = [f"{row[name]:.2f}" for name in ("predicted_beforehand", "predicted", "measured")]
-            off = f"{row['predicted'] / row['measured'] - 1:+.1%}"
+            off = f"{row['off']:+.1%} ({row['off_from']:+.1%} to {row['off_to']:+.1%})"
             print("| " + " | ".join([row["name"], *rates, off, f"{row['efficiency']:.3f}"]) + " |")
     print("\n| hosts | shape, microbatches | beforehand | at the speeds around the run | measured, rows/s | off |")
     print("| --- | --- | --- | --- | --- | --- |")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planning.shapes import plan_of_shape
+from penstock.memory import anonymous_bytes
 from penstock.recipes.launch import WORKER, fit_apart
 from penstock.recipes.settings import FitSettings
 from penstock.spec.cluster import Cluster, Device
@@ -108,17 +109,17 @@ class _Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        found: dict[str, Path] = {}
+        found: dict[str, int] = {}
         for turn in count():
             if self._stop.wait(_POLL_S):
                 return
             if not turn % _LOOKED_FOR:
                 found |= dict(_workers())
-            for name, path in found.items():
-                self.peaks[name] = max(self.peaks.get(name, 0), _anonymous_bytes(path))
+            for name, process in found.items():
+                self.peaks[name] = max(self.peaks.get(name, 0), anonymous_bytes(process) or 0)
 
 
-def _workers() -> Iterator[tuple[str, Path]]:
+def _workers() -> Iterator[tuple[str, int]]:
     for folder in Path("/proc").iterdir():
         try:
             words = (folder / "cmdline").read_bytes().decode().split("\0") if folder.name.isdigit() else []
@@ -126,11 +127,4 @@ def _workers() -> Iterator[tuple[str, Path]]:
         except OSError:
             continue
         if mine:
-            yield words[words.index("--host") + 1], folder / "status"
-
-
-def _anonymous_bytes(status: Path) -> int:
-    try:
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if "RssAnon" in line)
-    except (OSError, StopIteration):
-        return 0  # it has ended
+            yield words[words.index("--host") + 1], int(folder.name)

@@ -4,26 +4,21 @@ GPT-2 of `benchmarks/training` (6 layers, 384 wide, 128 tokens), batches of 32 r
 Every case makes the planner's best plan of a shape: how many stages each pipeline has.
 """
 
-import json
-import sys
-import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from benchmarks.pipeline.__main__ import show
+from benchmarks.labs import lab_text, run_session
 from benchmarks.training.session import LENGTH, VOCABULARY, Language, next_token_loss
-from penstock.cluster.lab import lab_session, parse_lab, take_down
+from penstock.cluster.lab import take_down
 from penstock.engine.split import load_state
 from penstock.engine.tree import build_output
 from penstock.graph.capture import capture
 from penstock.measure.profile import profile_graph
 from penstock.zoo.weights import ModuleWeights
 
-ROOT = Path(__file__).parents[2]
 LAB = "plan-training"
 ROWS, BATCH = 2, 32
 # hosts by their shares of a core, and the shapes of the plans that they run one after the other
@@ -56,20 +51,7 @@ def frozen_profile() -> str:
 
 def _measure(name: str, profile: str) -> list[dict[str, Any]]:
     cpu, shapes = CASES[name]
-    hosts = "".join(
-        f'[[hosts]]\nname = "host{index}"\ncpu = {share}\nmemory = "3 GiB"\n' for index, share in enumerate(cpu)
-    )
-    text = f'name = "{LAB}"\nbandwidth = "1 Gbit/s"\n{hosts}'
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        file = Path(folder) / "session.json"
-        file.write_text(
-            json.dumps({"profile": profile, "cluster": text, "shapes": shapes, "rows": ROWS, "batch": BATCH})
-        )
-        command = [sys.executable, "-m", "benchmarks.planning.training_session", str(file)]
-        env = {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
-        with lab_session(parse_lab(text)) as lab, lab.start(command, output=show, env=env) as started:
-            started.wait()
-        if started.first_failure:
-            sys.exit(f"{name}: {started.first_failure}")
-        rows: list[dict[str, Any]] = json.loads(file.with_suffix(".rows.json").read_text())
+    lab = lab_text(LAB, cpu)
+    session = {"profile": profile, "cluster": lab, "shapes": shapes, "rows": ROWS, "batch": BATCH}
+    rows = run_session(lab, "benchmarks.planning.training_session", session, name)["rows"]
     return [{"case": "training prediction", "name": name, "cpu": cpu, **row} for row in rows]

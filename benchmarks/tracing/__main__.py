@@ -8,7 +8,6 @@ import json
 import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.pipeline.__main__ import environment, show
+from benchmarks.labs import lab_text, run_session
+from benchmarks.pipeline.__main__ import environment
 from benchmarks.tracing.cases import CASES, HOSTS, SHARE, TOGGLED, Case, Toggled, expected, within
 from benchmarks.tracing.toggling import is_on, live
-from penstock.cluster.lab import lab_session, parse_lab, take_down
+from penstock.cluster.lab import take_down
 from penstock.units import parse_rate
 
-ROOT = Path(__file__).parents[2]
 LAB = "tracing"
 _LIVE = "live view"
 
@@ -34,6 +33,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="every row and the summary")
     parser.add_argument("--quick", action="store_true", help="fewer blocks of tracing on and off")
     parser.add_argument("--only", help="only the cases with these names, separated by commas, and the first one")
+    parser.add_argument("--traces", type=Path, help="keep each account's run here, for `penstock report DIR/NAME`")
     given = parser.parse_args()
     take_down(LAB)  # what an earlier run that was killed may have left
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
@@ -44,7 +44,7 @@ def main() -> None:
     if chosen and CASES[0] not in chosen:
         chosen.insert(0, CASES[0])  # what the others are held against
     for case in chosen:
-        rows.append(account_row(case, rows[0] if rows else None))
+        rows.append(account_row(case, rows[0] if rows else None, given.traces))
         save(given.json, rows)
     for each in toggled:
         rows.append(toggled_row(each, 12 if given.quick else each.num_blocks))
@@ -56,9 +56,9 @@ def main() -> None:
     print(json.dumps(summarize(rows)))
 
 
-def account_row(case: Case, base: dict[str, Any] | None) -> dict[str, Any]:
+def account_row(case: Case, base: dict[str, Any] | None, traces: Path | None) -> dict[str, Any]:
     """Run a case and hold its account against what was known before."""
-    result = run(case)
+    result = run(case, traces)
     known = result["known"] | {"bandwidth": parse_rate(case.bandwidth)}
     if "overhead_cpu_s" in known:
         known["overhead_s"] = known["overhead_cpu_s"] / SHARE
@@ -74,7 +74,7 @@ def account_row(case: Case, base: dict[str, Any] | None) -> dict[str, Any]:
 def toggled_row(case: Toggled, num_blocks: int) -> dict[str, Any]:
     """Run with recording going on and off, and compare each block with its neighbour."""
     given = asdict(case) | {"num_blocks": num_blocks}
-    taken = [result for _, result in sorted(start("toggling", given, (SHARE,) * HOSTS, "1 Gbit/s").items())]
+    taken = [result for _, result in sorted(start("toggling", given, (SHARE,) * HOSTS).items())]
     row: dict[str, Any] = {"case": case.name, "num_blocks": num_blocks, "blocks": taken}
     # hosts go through a block nearly together: the mean of their seconds, the sum of their CPU seconds
     for key, place in (("seconds", 0), ("cpu", 1)):
@@ -95,30 +95,18 @@ def compare_pairs(blocks: NDArray[np.float64]) -> dict[str, float]:
     return {key: round(float(x), 6) for key, x in (("median", np.median(more)), ("low", low), ("high", high))}
 
 
-def run(case: Case) -> dict[str, Any]:
+def run(case: Case, traces: Path | None) -> dict[str, Any]:
     """Stream in a case's lab; gives what its first host made of it."""
-    result: dict[str, Any] = start("session", asdict(case), case.shares, case.bandwidth)["result"]
+    given = asdict(case) | {"folder": str(traces.resolve() / case.name) if traces else None}
+    written = start("session", given, case.shares, case.bandwidth)
+    result: dict[str, Any] = written["result"]
     return result
 
 
-def start(session: str, given: dict[str, Any], shares: Sequence[float], bandwidth: str) -> dict[str, Any]:
-    """Put a lab up, run a session on its hosts, and take it down; gives the files that it wrote, by their ends."""
-    hosts = "".join(
-        f'[[hosts]]\nname = "host{index}"\ncpu = {cpu}\nmemory = "2 GiB"\n' for index, cpu in enumerate(shares)
-    )
-    spec = parse_lab(f'name = "{LAB}"\nbandwidth = "{bandwidth}"\n{hosts}')
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        file = Path(folder) / "session.json"
-        file.write_text(json.dumps(given))
-        command = [sys.executable, "-m", f"benchmarks.tracing.{session}", str(file)]
-        env = {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
-        with lab_session(spec) as lab, lab.start(command, output=show, env=env) as started:
-            started.wait()
-        if started.first_failure:
-            sys.exit(f"{given['name']}: {started.first_failure}")
-        return {
-            each.stem.partition(".")[2]: json.loads(each.read_text()) for each in Path(folder).glob("session.*.json")
-        }
+def start(session: str, given: dict[str, Any], shares: Sequence[float], bandwidth: str = "1 Gbit/s") -> dict[str, Any]:
+    """Run a session on the hosts of a lab; gives what they wrote."""
+    lab = lab_text(LAB, shares, bandwidth=bandwidth, memory="2 GiB")
+    return run_session(lab, f"benchmarks.tracing.{session}", given, given["name"])
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def expected(case: Case, base: Mapping[str, float], known: Mapping[str, float]) 
 
     `base` is the account of the run in which nothing was provoked: `speedup`, `alone_s` and its lines. `known` has
     `share` (of the work in the largest stage, by floating-point operations), `message_bytes`, `bandwidth` in bytes
-    per second, and for the tiny model `alone_s` and `overhead_s` of the busiest host, measured before.
+    per second, and for the tiny model `alone_s`, `share` by seconds, and `overhead_s` of the host that feeds, all three
+    measured before.
     """
     if case.name == "uneven stages":
         return HOSTS - 1 / known["share"]

@@ -5,15 +5,17 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import penstock
 from benchmarks.tracing.cases import HOSTS, shares_of_work
 from penstock.engine.jobs import send_leave
+from penstock.engine.split import Stage
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
 from penstock.graph.cuts import Cuts
@@ -35,7 +37,7 @@ def main() -> None:
         if world.rank != FEEDER:
             work(world)
             return
-        result = account_for(world, session, file.parent / "run")
+        result = account_for(world, session, Path(session["folder"] or file.parent / "run"))
         file.with_suffix(".result.json").write_text(json.dumps(result))
         send_leave(world.transport)
 
@@ -57,9 +59,9 @@ def _busy(wanted: bool) -> Iterator[None]:
 def account_for(world: World, session: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Stream once to warm up and once to count, and give the account."""
     zoo = load_model(session["model"], whole=True)
-    known = _measure_before(world, zoo) if session["name"] == "tiny model" else {}
+    measured = _measure_before(world, zoo, folder) if session["name"] == "tiny model" else {}
     with _pipeline(world, zoo, session, folder) as pipe:
-        known |= _know(pipe)
+        known = _know(pipe) | measured
         for count in (2 * HOSTS, session["num_images"]):
             for _ in pipe.stream(_images(zoo, count)):
                 pass
@@ -92,37 +94,52 @@ def _know(pipe: Pipeline) -> dict[str, float]:
     return {"share": max(parts), "message_bytes": max(cut.num_bytes(sizes) for cut in named)}
 
 
-def _measure_before(world: World, zoo: ZooModel) -> dict[str, float]:
-    """Measure the whole model on this host, and what messages cost a host that feeds and holds a stage."""
+def _measure_before(world: World, zoo: ZooModel, folder: Path) -> dict[str, float]:
+    """Measure the model's stages in turn on this host, and what messages cost a host that feeds and holds a stage.
+
+    In stages, as the account has them: the model's own module takes longer. Counted operations do not say what part of
+    the seconds the largest stage has, where operations are this small.
+    """
     torch.set_num_threads(1)
     image = zoo.example_args[0][:1]
-    with torch.inference_mode():
-        for _ in range(20):
-            zoo.module(image)
-        begin, count = time.perf_counter(), 0
-        while time.perf_counter() - begin < 1.0:
-            zoo.module(image)
-            count += 1
-        alone_s = (time.perf_counter() - begin) / count
-    return {"alone_s": alone_s, "overhead_cpu_s": _feeding_cpu_s(world)}
+    stages = penstock.split(zoo.module, (image,), stages=HOSTS, weights=zoo.weights).stages
+    for _ in range(20):
+        _run_stages(stages, image)
+    taken, begin_s = [], time.perf_counter()
+    while time.perf_counter() - begin_s < 1.0:
+        taken.append(_run_stages(stages, image))
+    alone_s = (time.perf_counter() - begin_s) / len(taken)
+    cpu_s = [sum(column) for column in zip(*taken, strict=True)]
+    overhead_cpu_s = _feeding_cpu_s(world, folder.with_name(f"{folder.name}, before"))
+    return {"alone_s": alone_s, "share": max(cpu_s) / sum(cpu_s), "overhead_cpu_s": overhead_cpu_s}
 
 
-def _feeding_cpu_s(world: World, num: int = 300) -> float:
-    """Give what a host that feeds, holds a stage and collects takes beside computing, with small messages.
+def _run_stages(stages: Sequence[Stage], image: Tensor) -> list[float]:
+    """Run the stages on an image; gives the CPU seconds of each."""
+    tensors: Sequence[Tensor] = (image,)
+    taken = []
+    for stage in stages:
+        began_s = time.thread_time()
+        tensors = stage(*tensors)
+        taken.append(time.thread_time() - began_s)
+    return taken
 
-    As it is, and not as the sum of `measure_messages`: that has a feeder without a stage and a stage without a feeder,
-    so what one hands the other within a process here would count as a message over the network, at both ends.
+
+def _feeding_cpu_s(world: World, folder: Path, num: int = 300) -> float:
+    """Give what a host that feeds, holds a stage and collects takes beside computing and loading, with small messages.
+
+    With messages and layers of the tiny model's size; those of `measure_messages` are larger, and fill the caches.
     """
     layers = [layer for _ in range(8) for layer in (nn.Linear(192, 768), nn.Linear(768, 192))]
+    model = nn.Sequential(*layers).eval()
     example = torch.zeros(17, 192)  # a message as large as the tiny model's
-    with Pipeline(nn.Sequential(*layers).eval(), (example,), cuts=["8:before"], threads=1, world=world) as pipe:
+    with Pipeline(model, (example,), cuts=["8:before"], threads=1, world=world, trace=folder) as pipe:
         for count in (20, num):
-            begin_s = time.process_time()
             for _ in pipe.stream(example for _ in range(count)):
                 pass
-            taken_s = time.process_time() - begin_s
         stage = pipe.last_report.stages[0]
-    return (taken_s - stage.compute_cpu_s) / num
+    load_cpu_s = sum(span.cpu_s for span in read_run(folder).spans if span.kind == "load")
+    return (stage.cpu_s - stage.compute_cpu_s - load_cpu_s) / num
 
 
 if __name__ == "__main__":

@@ -10,21 +10,19 @@ import platform
 import signal
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.pipeline.__main__ import show
+from benchmarks.labs import lab_text, run_session
 from benchmarks.training.gradients import gradient_rows
-from penstock.cluster.lab import lab_session, parse_lab, take_down
+from penstock.cluster.lab import take_down
 from penstock.plan.picture import bubble_formula
 from penstock.plan.pipelines import make_schedule
 from penstock.plan.schedule import Action
 from penstock.plan.simulate import simulate
 
-ROOT = Path(__file__).parents[2]
 LAB = "bench"
 LENGTH = 128
 CPU = 0.35
@@ -118,20 +116,9 @@ def run(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Put up as many hosts as the row needs, train, and take them down; gives the row, and the one beside it."""
     name_and_way = row.get("beside")
     rows = [row] if name_and_way is None else [row, row | dict(zip(("name", "way"), name_and_way, strict=True))]
-    hosts = "".join(
-        f'[[hosts]]\nname = "host{index}"\ncpu = {CPU}\nmemory = "3 GiB"\n' for index in range(row["hosts"])
-    )
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        file = Path(folder) / "session.json"
-        file.write_text(json.dumps(row | {"ways": [each["way"] for each in rows]}))
-        command = [sys.executable, "-m", "benchmarks.training.session", str(file)]
-        env = {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
-        spec = parse_lab(f'name = "{LAB}"\nbandwidth = "1 Gbit/s"\n{hosts}')
-        with lab_session(spec) as lab, lab.start(command, output=show, env=env) as started:
-            started.wait()
-        if started.first_failure:
-            sys.exit(f"{row['name']}: {started.first_failure}")
-        results = [json.loads(Path(folder, f"session.{rank}.json").read_text()) for rank in range(row["hosts"])]
+    session = row | {"ways": [each["way"] for each in rows]}
+    written = run_session(lab_text(LAB, [CPU] * row["hosts"]), "benchmarks.training.session", session, row["name"])
+    results = [written[str(rank)] for rank in range(row["hosts"])]
     return [_found(each, list(own)) for each, own in zip(rows, zip(*results, strict=True), strict=True)]
 
 

@@ -32,25 +32,25 @@ _NOT_SHARED = {"shared": False, "rows": [1]}
 def lab_cases() -> list[tuple[Case, dict[str, Any]]]:
     """Give the cases and what is asked of the planner; the figures of the summary come from the first two.
 
-    The others are planned and run three times, since the machine's speed drifts within a run; the median counts.
+    The others are planned and run five times, since the machine's speed drifts within a run; the median counts.
     """
     one_cut_set = {**_ONE_PIPELINE, "alternate": False}
-    thrice: dict[str, Any] = {"num_images": 60, "rounds": 3}
-    tiny: dict[str, Any] = {"num_images": 100, "rounds": 3, "model": TINY}
+    often: dict[str, Any] = {"num_images": 40, "rounds": 5}
+    tiny: dict[str, Any] = {"num_images": 80, "rounds": 5, "model": TINY}
     return [
         (Case(name="alternating", num_images=500, tasks=[peer(4)]), _ONE_PIPELINE),
         (Case(name="uneven", cpu=_UNEVEN, tasks=[pipeline(4, "equal-blocks")]), _ONE_PIPELINE),
-        (Case(name="one cut set", **thrice), one_cut_set),
-        (Case(name="two hosts", hosts=2, **thrice), _ONE_PIPELINE),
-        (Case(name="three hosts", hosts=3, **thrice), _ONE_PIPELINE),
-        (Case(name="six hosts", hosts=6, cpu=0.22, **thrice), _ONE_PIPELINE),
-        (Case(name="uneven with one cut set", cpu=_UNEVEN, **thrice), one_cut_set),
-        (Case(name="microbatches of 4", num_images=160, rounds=3, microbatch_size=4), {**_ONE_PIPELINE, "rows": [4]}),
+        (Case(name="one cut set", **often), one_cut_set),
+        (Case(name="two hosts", hosts=2, **often), _ONE_PIPELINE),
+        (Case(name="three hosts", hosts=3, **often), _ONE_PIPELINE),
+        (Case(name="six hosts", hosts=6, cpu=0.22, **often), _ONE_PIPELINE),
+        (Case(name="uneven with one cut set", cpu=_UNEVEN, **often), one_cut_set),
+        (Case(name="microbatches of 4", num_images=120, rounds=5, microbatch_size=4), {**_ONE_PIPELINE, "rows": [4]}),
         (Case(name="two replicas of tiny", hosts=2, **tiny), _NOT_SHARED),
         (Case(name="tiny on a slow link", bandwidth="20 Mbit/s", **tiny), _ONE_PIPELINE),
         (Case(name="tiny on an uneven pair", hosts=2, cpu=(0.5, 0.2), **tiny), _ONE_PIPELINE),
-        (Case(name="little memory", hosts=2, **thrice), {**_ONE_PIPELINE, "spare_bytes": 30e6}),
-        (Case(name="ResNet-50", **thrice, model=RESNET), _ONE_PIPELINE),
+        (Case(name="little memory", hosts=2, **often), {**_ONE_PIPELINE, "spare_bytes": 30e6}),
+        (Case(name="ResNet-50", **often, model=RESNET), _ONE_PIPELINE),
     ]
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from penstock.engine.divide import divide_in_turns
 from penstock.engine.peer import do_peer, peer_document
 from penstock.engine.placing import place, ranks_of
 from penstock.engine.split import best_blocks, choose_cuts, load_state
-from penstock.engine.streaming import Microbatch, StreamReport
+from penstock.engine.streaming import StreamReport
 from penstock.engine.traces import FeederTracer
 from penstock.engine.transport import receive_bytes, send_bytes
 from penstock.engine.world import World, check_world
@@ -26,19 +26,16 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.ops import State
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
-from penstock.measure.units import random_input
 from penstock.plan.partition import stage_sums
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, interpolate
 from penstock.stream.ceiling import Ceilings, WholeModel
 from penstock.stream.facts import stream_facts
+from penstock.stream.samples import Difference, Samples
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.zoo.models import ZooModel
-
-# Distinct inputs; the stream takes them in turn, so that every result can be checked bit for bit.
-_NUM_DISTINCT = 8
 
 
 class Comparison:
@@ -65,19 +62,14 @@ class Comparison:
         self._sizes = self.graph.sizes(self._rows)
         self._num_microbatches = max(1, num_images // self._rows)
         self._threads = threads or world.cores or max(1, available_cores() // max_stages)
-        generator = torch.Generator().manual_seed(0)
-        self._inputs = [
-            [_example_input(zoo, self.graph, i, self._sizes, generator) for i in range(len(self.graph.tensor_inputs()))]
-            for _ in range(_NUM_DISTINCT)
-        ]
+        self._samples = Samples(zoo, self.graph, self._sizes)
         self._whole = WholeModel(
-            world, divide(self.graph, [])[0], self._load, inputs=self._inputs, sizes=self._sizes,
+            world, divide(self.graph, [])[0], self._load, inputs=self._samples.inputs, sizes=self._sizes,
             threads=self._threads, computes_on=computes_on,
         )  # fmt: skip
         self._ceilings = Ceilings(
             self._whole, world.devices, num_microbatches=max(8, self._num_microbatches // 4), rows=self._rows
         )
-        self._reference: list[list[Tensor]] = []
         self._serial_images_per_s = 0.0
         self._peers: dict[int, float] = {}
         self._seed = seed
@@ -108,7 +100,7 @@ class Comparison:
         rates = []
         for rank in devices:
             outputs, seconds = self._whole.run([rank], self._num_serial)
-            self._reference = self._reference or outputs
+            self._samples.expect(outputs)
             rates.append(self._num_serial * self._rows / seconds[0])
         self._serial_images_per_s = sum(rates) / len(rates)
         return {
@@ -217,13 +209,13 @@ class Comparison:
         self, deploy: Callable[[], Deployment | Replicas], num_devices: int, stages: int, cuts: Sequence[Cut] = ()
     ) -> "_Measured":
         """Warm up, then stream so many passes and compare every result; measure the devices alone on both sides."""
-        difference = _Difference(self._reference)
+        difference = self._samples.difference()
         reports = []
         with self._ceilings.around(num_devices) as rates:
             deployment = deploy()
             for counted in range(-1, self._passes):
                 length = self._num_microbatches if counted >= 0 else min(self._num_microbatches, 10 * stages)
-                for index, outputs in enumerate(deployment.stream(self._feed(length))):
+                for index, outputs in enumerate(deployment.stream(self._samples.feed(length))):
                     difference.add(index, outputs)
                 if counted >= 0:
                     reports.append(deployment.last_report)
@@ -265,27 +257,8 @@ class Comparison:
             ],
         }  # fmt: skip
 
-    def _feed(self, count: int) -> Iterator[Microbatch]:
-        for index in range(count):
-            yield self._inputs[index % _NUM_DISTINCT], self._sizes
-
     def _load(self, state: State) -> Tensor:
         return load_state(self.graph, state, self._zoo.weights)
-
-
-def _example_input(
-    zoo: ZooModel, graph: Any, index: int, sizes: Mapping[str, int], generator: torch.Generator
-) -> Tensor:
-    """Make one input like the example: other numbers where it has floats, other rows where it has integers."""
-    value = graph.tensor_inputs()[index]
-    if value.dtype.is_floating_point:
-        return random_input(value, dict(sizes), generator)
-    examples = [x for x in [*zoo.example_args, *zoo.example_kwargs.values()] if isinstance(x, Tensor)]
-    example = examples[index]
-    shape = value.evaluate(sizes)
-    if example.dtype == torch.bool or int(example.max()) <= 1:
-        return example[:1].expand(shape).clone() if example.dim() else example.clone()
-    return torch.randint(0, int(example.max()) + 1, shape, generator=generator, dtype=value.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,24 +266,8 @@ class _Measured:
     """What came of streaming: a report per pass, the comparison of results, and the limit on both sides."""
 
     reports: list[StreamReport]
-    difference: "_Difference"
+    difference: Difference
     alone_rows_per_s: tuple[float, ...]
-
-
-class _Difference:
-    """Compares results with the serial run's."""
-
-    def __init__(self, reference: list[list[Tensor]]) -> None:
-        self._reference = reference
-        self.equal = True
-        self.largest = 0.0
-
-    def add(self, index: int, outputs: Sequence[Tensor]) -> None:
-        """Compare the result of one microbatch."""
-        for expected, given in zip(self._reference[index % _NUM_DISTINCT], outputs, strict=True):
-            if not torch.equal(expected, given):
-                self.equal = False
-                self.largest = max(self.largest, float((expected - given).abs().max()))
 
 
 def block_after(cut: Cut) -> str:

@@ -9,14 +9,19 @@ from torch.utils import _pytree as pytree
 
 from penstock.engine.devices import HOST, moved
 from penstock.engine.jobs import receive_state, send_state
+from penstock.engine.reduce import TRAINING_CHANNELS
 from penstock.engine.split import load_state
 from penstock.engine.synchronize import Weight
+from penstock.engine.transport import Transport, receive_tensor, send_tensor
 from penstock.engine.world import FEEDER, World
+from penstock.errors import UsageError
 from penstock.graph.ops import State, effect
 from penstock.graph.program import StageProgram
 from penstock.graph.training import TrainingPart
 from penstock.train.captured import Captured
 from penstock.train.placement import Grid
+
+_BUFFER_CHANNEL = TRAINING_CHANNELS - 2
 
 
 class HeldTensors:
@@ -61,12 +66,52 @@ class HeldTensors:
         return self.others[state.source]
 
     def moved_here(self, inputs: Mapping[str, Tensor], labels: Any) -> tuple[dict[str, Tensor], Any]:
-        """Give a batch's inputs and labels on the device, as far as this process's stages use them."""
-        used = {value.name for stage in self.stages for value in self._parts[stage].own}
+        """Give a batch's inputs and labels on the device, as far as this process's stages use them.
+
+        Raises `UsageError` for an input that a stage uses and that has no values here.
+        """
+        used = {value.name: stage for stage in self.stages for value in self._parts[stage].own}
+        for name, stage in used.items():
+            if inputs[name].device.type == "meta":
+                raise UsageError(
+                    f"stage {stage} uses the input {name!r}, which has no values in this process; "
+                    "give train_step what pipe.loader gave"
+                )
         there = {name: moved(x, self.device) if name in used else x for name, x in inputs.items()}
         if len(self._parts) - 1 in self.stages:
             labels = pytree.tree_map(lambda x: moved(x, self.device) if isinstance(x, Tensor) else x, labels)
         return there, labels
+
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add the gradient of a batch's mean to what is there."""
+        for name, gradient in gradients.items():
+            parameter = self.parameters[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def norms(self) -> dict[str, float]:
+        """Give the norm of each gradient that counts here: where a weight is in several stages, the first one's."""
+        return {
+            name: float(torch.linalg.vector_norm(parameter.grad))
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None and holding(self._parts, name)[0] in self.stages
+        }
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def share_buffers(self, transport: Transport) -> None:
+        """Give the other replicas the statistics of the first one, as DistributedDataParallel does."""
+        for stage in self.stages:
+            first, *others = self._grid.holders(stage)
+            for name in written_buffers(self._parts[stage]) if others else []:
+                if transport.rank == first:
+                    for rank in others:
+                        send_tensor(transport, self.others[name], rank, _BUFFER_CHANNEL)
+                else:
+                    receive_tensor(transport, self.others[name], first, _BUFFER_CHANNEL)
 
     def weights(self) -> list[Weight]:
         """Give the trained parameters with their leaves and everybody who has them."""

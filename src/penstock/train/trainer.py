@@ -18,13 +18,12 @@ from penstock.engine.executor import carry_out
 from penstock.engine.metered import MeteredTransport
 from penstock.engine.nccl import go_direct
 from penstock.engine.progress import STALL_S
-from penstock.engine.reduce import TRAINING_CHANNELS, exchange
+from penstock.engine.reduce import exchange
 from penstock.engine.synchronize import Synchronizer
 from penstock.engine.training import Head, Sizes, StepInput, TrainingStage
-from penstock.engine.transport import receive_tensor, send_tensor
 from penstock.engine.tree import build_output
 from penstock.engine.world import World
-from penstock.errors import RunError, TransportError, UsageError
+from penstock.errors import TransportError, UsageError
 from penstock.graph.training import TrainingPart
 from penstock.plan.pipelines import with_updates
 from penstock.plan.schedule import Schedule
@@ -36,14 +35,13 @@ from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
 from penstock.train.lines import DEPTH, Lines
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
+from penstock.train.outcome import mean_loss, tell, total_count
 from penstock.train.placement import Replica, ScheduleChoice, make_grid
 from penstock.train.planned import place_training
 from penstock.train.report import StepReport
-from penstock.train.tensors import HeldTensors, holding, written_buffers
+from penstock.train.tensors import HeldTensors, written_buffers
 from penstock.train.traces import TrainingTracer
 from penstock.train.watch import TrainingWatch
-
-_BUFFER_CHANNEL = TRAINING_CHANNELS - 2
 
 
 class Trainer:
@@ -193,7 +191,6 @@ class Trainer:
         count = self._count_microbatches(sizes["batch"])
         tensors, labels = self.tensors.moved_here(tensors, labels)
         self._step_data = cut_rows(self.captured.graph, tensors, sizes, labels, count) if count else []
-        self._check_loaded(self._step_data[:1])
         self._losses.clear()
         sent_bytes = self._transport.sent_bytes
         with self.explained():
@@ -203,18 +200,17 @@ class Trainer:
             computed_s = self.world.clock()
             self._synchronizer.flush()
             told = exchange(self._transport, self._tell())  # while sums are on their way
-            total = math.fsum(pair[1] for document in told for pair in document["losses"])
             with self._transport.waiting():
-                gradients = self._synchronizer.finish(total or 1.0)
+                gradients = self._synchronizer.finish(total_count(told) or 1.0)
         synchronize_s = self.world.clock() - computed_s
         if self.tracer:
             self.tracer.synchronized(computed_s)
-        loss = self._read_losses(told, total)
-        self._add_gradients(gradients)
+        step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
+        loss = mean_loss(told, step, self.last_stage)
+        self.tensors.add_gradients(gradients)
         with self.explained():
-            self._share_buffers()
+            self.tensors.share_buffers(self._transport)
         self._report(bool(count), synchronize_s, self._transport.sent_bytes - sent_bytes)
-        self.step += 1
         self.short_batch = None
         return torch.tensor(loss, dtype=torch.float64)
 
@@ -249,16 +245,6 @@ class Trainer:
             )
         return num_rows
 
-    def _check_loaded(self, microbatches: Sequence[Microbatch]) -> None:
-        for microbatch in microbatches:
-            for stage in self.tensors.stages:
-                for value in self.parts[stage].own:
-                    if microbatch.inputs[value.name].device.type == "meta":
-                        raise UsageError(
-                            f"stage {stage} uses the input {value.name!r}, which has no values in this process; "
-                            "give train_step what pipe.loader gave"
-                        )
-
     def schedule(self, num_microbatches: int) -> Schedule:
         """Give the actions of every device of this process's replica for one step."""
         return with_updates(self._schedule.of(self.replica, num_microbatches), update=False)
@@ -291,72 +277,12 @@ class Trainer:
     def _tell(self) -> dict[str, Any]:
         """What this process has to say of a step."""
         unused = self._synchronizer.unused if self._step_data else []
-        return {
-            "losses": [self._losses[index] for index in sorted(self._losses)],
-            "odd": {str(s.index): s.first_odd for s in self.stages.values() if s.first_odd is not None},
-            "unused": unused,
-            "used": [name for name in self.tensors.parameters if name not in unused] if self._step_data else [],
-        }
-
-    def _read_losses(self, told: Sequence[Mapping[str, Any]], total: float) -> float:
-        """Give the mean loss, added up in the order of replicas and microbatches, and refuse what cannot be trained on.
-
-        `total` is how much the mean is over.
-        """
-        loss = math.fsum(pair[0] for document in told for pair in document["losses"])
-        if not math.isfinite(loss):
-            odd = {int(stage) for document in told for stage in document["odd"]}
-            where = f"stage {min(odd)}" if odd else f"stage {self.last_stage}, in the loss itself"
-            self._fail(
-                f"the loss of step {self.step} is {loss}: the first numbers that are not finite came from {where}; "
-                "lower the learning rate, clip gradients, or look at this batch"
-            )
-        if not total:
-            self._fail(f"the loss of step {self.step} is over nothing: no row counts; leave such batches out")
-        used = {name for document in told for name in document["used"]}
-        unused = sorted({name for document in told for name in document["unused"]} - used)
-        if unused and self.step == 0:
-            self._fail(
-                f"{len(unused)} parameters have no part in the loss, first {unused[0]}; freeze them with "
-                "requires_grad_(False), or use the output that they make"
-            )
-        return loss / total
-
-    def _fail(self, message: str) -> None:
-        """Raise what every process finds out alike: nobody waits, and training can go on."""
-        error = RunError(message)
-        error.everywhere = True  # type: ignore[attr-defined]
-        self.step += 1
-        raise error
-
-    def _add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add the gradient of the batch's mean to what is there."""
-        for name, gradient in gradients.items():
-            parameter = self.tensors.parameters[name]
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-    def _share_buffers(self) -> None:
-        """Give the other replicas the statistics of the first one, as DistributedDataParallel does."""
-        if len(self.grid.replicas) == 1:
-            return
-        transport = self._transport
-        for stage in self.tensors.stages:
-            first, *others = self.grid.holders(stage)
-            for name in written_buffers(self.parts[stage]):
-                buffer = self.tensors.others[name]
-                if transport.rank == first:
-                    for rank in others:
-                        send_tensor(transport, buffer, rank, _BUFFER_CHANNEL)
-                else:
-                    receive_tensor(transport, buffer, first, _BUFFER_CHANNEL)
+        used = [name for name in self.tensors.parameters if name not in unused] if self._step_data else []
+        return tell(self._losses, odd={s.index: s.first_odd for s in self.stages.values()}, used=used, unused=unused)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; gives the norm before."""
-        told = {}
-        for name, parameter in self.tensors.parameters.items():
-            counts = self.replica_index == 0 and holding(self.parts, name)[0] in self.tensors.stages
-            if counts and parameter.grad is not None:
-                told[name] = float(torch.linalg.vector_norm(parameter.grad))
+        told = self.tensors.norms() if self.replica_index == 0 else {}
         with self.explained():
             norms: dict[str, float] = {}
             for document in exchange(self.world.transport, {"norms": told}):
@@ -364,9 +290,7 @@ class Trainer:
         norm = math.sqrt(math.fsum(norms[name] ** 2 for name in self.order if name in norms))
         factor = max_norm / (norm + 1e-6)
         if factor < 1:
-            for parameter in self.tensors.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+            self.tensors.scale_gradients(factor)
         return torch.tensor(norm, dtype=torch.float64)
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:

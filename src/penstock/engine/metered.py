@@ -27,11 +27,13 @@ class MeteredTransport:
         self.num_moved = 0
         self.waits = False
         self._owner = threading.get_ident()
+        self._counting = threading.Lock()
         self._inner = inner
 
     def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
         """Send a buffer and count it."""
-        self.sent_bytes += buffer.nbytes
+        with self._counting:
+            self.sent_bytes += buffer.nbytes
         return _MeteredPending(self, self._inner.send(buffer, to, channel))
 
     def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
@@ -54,7 +56,8 @@ class MeteredTransport:
         try:
             yield
         finally:
-            self.num_moved += 1
+            with self._counting:
+                self.num_moved += 1
             self.waits = self.waits and not owner
 
 

@@ -148,6 +148,9 @@ def memory_world(
         thread.start()
     try:
         yield MemoryWorld(worlds[0], worlds[1:], network, threads, errors)
+    except BaseException as error:
+        worlds[0].health.report(error)  # workers may be serving stages that nobody closes any more
+        raise
     finally:
         with contextlib.suppress(PenstockError):
             if worlds[0].health.failure is None:

@@ -142,6 +142,24 @@ def test_closing_cancels_a_stream_under_way(thirds: Divided) -> None:
     assert not world.errors
 
 
+def test_a_result_does_not_wait_until_the_pipeline_is_full(thirds: Divided) -> None:
+    pulled = []
+
+    def slow_source() -> Iterator[Microbatch]:
+        for number, microbatch in enumerate(fed(tower_inputs(8))):
+            pulled.append(number)
+            time.sleep(0.2)
+            yield microbatch
+
+    with memory_world(3) as world:
+        deployment = thirds.deploy(world.feeder)
+        stream = deployment.stream(slow_source())
+        next(stream)
+        assert len(pulled) < 8
+        assert len(list(stream)) == 7
+        deployment.close()
+
+
 def test_a_slow_consumer_bounds_what_is_pulled(thirds: Divided) -> None:
     pulled = 0
 

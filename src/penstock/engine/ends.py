@@ -62,6 +62,11 @@ class Ends:
         if self._entry is self._outlet:
             self._watch.fed += 1
 
+    @property
+    def has_result(self) -> bool:
+        """Whether a result waits to be taken."""
+        return not self._results.empty()
+
     def result(self) -> Message:
         """Wait for the next result."""
         self._watch.begin()

@@ -54,7 +54,7 @@ def run(case: Case, depth: int) -> list[dict[str, Any]]:
     session = {
         name: getattr(case, name)
         for name in (
-            "name", "model", "num_images", "serial_images", "microbatch_size", "rounds", "tasks", "bandwidth",
+            "name", "model", "num_images", "passes", "serial_images", "microbatch_size", "rounds", "tasks", "bandwidth",
         )
     }  # fmt: skip
     lab = lab_of(case)
@@ -103,11 +103,13 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         rates = [row["images_per_second"] for row in group]
         spread = f" ({min(rates):.2f} to {max(rates):.2f})" if len(rates) > 1 else ""
         known = [row["efficiency"] for row in group if row["efficiency"]]
+        passes = sorted(each for row in group for each in row.get("pass_efficiencies", ()))
+        between = f" ({passes[0]:.3f} to {passes[-1]:.3f})" if passes else ""
         against = [row["images_per_second"] / p for row in group if (p := row.get("peer_images_per_second"))]
         stages = "  ".join(f"{s['compute_s']:.1f}/{s['wait_s']:.1f}/{s['send_s']:.1f}" for s in group[-1]["per_stage"])
         cells = [case, label, f"{statistics.median(rates):.2f}{spread}"]
         cells.append(f"{statistics.median(row['speedup'] for row in group):.2f}")
-        cells.append(f"{statistics.median(known):.3f}" if known else "")
+        cells.append(f"{statistics.median(known):.3f}{between}" if known else "")
         cells.append(f"{statistics.median(against):.2f}" if against else "")
         cells.append({True: "yes", False: "no", None: ""}[group[-1]["bit_equal"]])
         print("| " + " | ".join([*cells, stages]) + " |")

@@ -5,6 +5,7 @@ from typing import Any
 
 DEIT_S = "timm:deit_small_patch16_224"
 BASE = "4 stages, balanced"
+TURNS: dict[str, Any] = {"num_images": 30, "passes": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class Case:
     bandwidth: str = "1 Gbit/s"
     model: str = DEIT_S
     num_images: int = 200
+    passes: int = 1  # of so many images; of several, each has the limit measured on its two sides
     serial_images: int = 12
     microbatch_size: int = 1
     rounds: int = 1
@@ -48,11 +50,12 @@ def all_cases() -> list[Case]:
     policies = [pipeline(4, policy) for policy in ("equal-blocks", "equal-size", "smallest-crossing")]
     return [
         Case(name="base", rounds=3, tasks=[peer(4), pipeline(4)]),
-        Case(name="stages on four hosts", tasks=[pipeline(stages) for stages in (2, 3, 6)]),
+        Case(name="base in turns with the ceiling", **TURNS, tasks=[pipeline(4)]),
+        Case(name="stages on four hosts", **TURNS, tasks=[pipeline(stages) for stages in (2, 3, 6)]),
         Case(name="policies", tasks=[*policies, by_hand]),
         Case(name="replicas", tasks=[{"kind": "replicas", "label": "4 replicas", "count": 4}]),
-        Case(name="two hosts", hosts=2, tasks=[pipeline(2)]),
-        Case(name="six hosts of 0.22", hosts=6, cpu=0.22, tasks=[pipeline(6)]),
+        Case(name="two hosts", hosts=2, **TURNS, tasks=[pipeline(2)]),
+        Case(name="six hosts of 0.22", hosts=6, cpu=0.22, **TURNS, tasks=[pipeline(6)]),
         Case(name="100 Mbit/s", num_images=100, rounds=5, tasks=[pipeline(4), narrow]),
         Case(name="10 Mbit/s", bandwidth="10 Mbit/s", num_images=60, tasks=[pipeline(4)]),
         Case(name="microbatches of 4", microbatch_size=4, tasks=[pipeline(4)]),

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.pipeline.beside import Beside, start
 from penstock.cluster.lab import parse_lab
 from penstock.cluster.lab.network import bandwidth_commands
 from penstock.cluster.lab.shell import SystemShell
@@ -28,26 +29,37 @@ from penstock.zoo.models import load_model
 def main() -> None:
     """Read the session's JSON file, measure, and write the rows beside it; other ranks work."""
     file = Path(sys.argv[1])
+    session = json.loads(file.read_text())
     world = join_torchrun()
-    with world.taking_part():
-        if world.rank != FEEDER:
-            work(world)
-            return
-        session = json.loads(file.read_text())
-        rows = measure(world, session)
-        file.with_suffix(".rows.json").write_text(json.dumps(rows))
-        send_leave(world.transport)
+    beside = start(file.parent, world.rank) if session["passes"] > 1 else None
+    try:
+        with world.taking_part():
+            if world.rank != FEEDER:
+                work(world)
+                return
+            rows = measure(world, session, file.parent)
+            file.with_suffix(".rows.json").write_text(json.dumps(rows))
+            send_leave(world.transport)
+    finally:
+        if beside is not None:
+            beside.kill()
+            beside.wait()
 
 
-def measure(world: World, session: dict[str, Any]) -> list[dict[str, Any]]:
-    """Do every task of a session once per round; round `r` begins with task `r`."""
+def measure(world: World, session: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Do every task of a session once per round; round `r` begins with task `r`.
+
+    Where a row has several passes, what the hosts do alone is measured between any two of them.
+    """
     tasks = session["tasks"]
     comparison = Comparison(
-        load_model(session["model"]), world, num_images=session["num_images"], passes=1,
+        load_model(session["model"]), world, num_images=session["num_images"], passes=session["passes"],
         microbatch_size=session["microbatch_size"], threads=1, depth=session["depth"], max_stages=len(world.devices),
         serial_images=session["serial_images"],
     )  # fmt: skip
     rows = [comparison.serial()]
+    if session["passes"] > 1:
+        comparison.take_limit_from(lambda whole: Beside(folder, whole, world.devices, session["model"]))
     present = session["bandwidth"]
     for turn in range(session["rounds"]):
         for position in range(len(tasks)):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,17 @@ from penstock.engine.world import FEEDER, World
 from penstock.graph.program import StageProgram
 
 
+class Alone(Protocol):
+    """Whatever runs the whole model on devices, each by itself."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether it can do so while stages are deployed."""
+
+    def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
+        """Take so many microbatches on each of these ranks, all at once; gives outputs, and everyone's seconds."""
+
+
 class WholeModel:
     """The whole model on any devices of a world, each by itself, from memory to memory.
 
@@ -21,16 +33,18 @@ class WholeModel:
         outputs, seconds = WholeModel(world, program, load, inputs=inputs, sizes=sizes, threads=1).run([0, 1], 50)
     """
 
+    beside = False
+
     def __init__(
         self, world: World, program: StageProgram, load: LoadState, *,
         inputs: Sequence[Sequence[Tensor]], sizes: Mapping[str, int], threads: int, computes_on: str = "cpu",
     ) -> None:  # fmt: skip
         self._world = world
-        self._program = program
-        self._load = load
-        self._inputs = inputs
-        self._sizes = sizes
-        self._threads = threads
+        self.program = program
+        self.load = load
+        self.inputs = inputs
+        self.sizes = sizes
+        self.threads = threads
         self._computes_on = computes_on
 
     def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
@@ -42,17 +56,17 @@ class WholeModel:
         transport = self._world.transport
         for rank in others:
             send_alone(
-                transport, rank, self._program, self._load, inputs=self._inputs, sizes=self._sizes,
-                num_microbatches=count, threads=self._threads, computes_on=self._computes_on,
+                transport, rank, self.program, self.load, inputs=self.inputs, sizes=self.sizes,
+                num_microbatches=count, threads=self.threads, computes_on=self._computes_on,
             )  # fmt: skip
         release_alone(transport, others)
         results: list[tuple[list[list[Tensor]], float]] = []
         if FEEDER in ranks:
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(self.threads)
             device = find_device(self._computes_on, self._world.position)
-            runtime = load_program(self._program, self._load, device)
-            results.append(run_alone(runtime, self._sizes, self._inputs, count))
-        results += [collect_alone(transport, rank, self._program, self._sizes, len(self._inputs)) for rank in others]
+            runtime = load_program(self.program, self.load, device)
+            results.append(run_alone(runtime, self.sizes, self.inputs, count))
+        results += [collect_alone(transport, rank, self.program, self.sizes, len(self.inputs)) for rank in others]
         return results[0][0], [seconds for _, seconds in results]
 
 
@@ -69,12 +83,17 @@ class Ceilings:
         limit = sum(rates)
     """
 
-    def __init__(self, whole: WholeModel, devices: Sequence[int], *, num_microbatches: int, rows: int) -> None:
+    def __init__(self, whole: Alone, devices: Sequence[int], *, num_microbatches: int, rows: int) -> None:
         self._whole = whole
         self._devices = devices
         self._num_microbatches = num_microbatches
         self._rows = rows
         self._last: dict[int, list[float]] = {}
+
+    @property
+    def beside(self) -> bool:
+        """Whether they can be measured while stages are deployed."""
+        return self._whole.beside
 
     def before(self, num_devices: int) -> list[float]:
         """Give the rate of each of the first so many devices, measured now unless a run has just ended with it."""

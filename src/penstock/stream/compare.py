@@ -1,8 +1,9 @@
 """Compare pipelines with one process on the same devices, in one run."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from penstock.plan.partition import stage_sums
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, interpolate
-from penstock.stream.ceiling import Ceilings, WholeModel
+from penstock.stream.ceiling import Alone, Ceilings, WholeModel
 from penstock.stream.facts import stream_facts
 from penstock.stream.samples import Difference, Samples
 from penstock.tracing.trace import Run
@@ -67,13 +68,19 @@ class Comparison:
             world, divide(self.graph, [])[0], self._load, inputs=self._samples.inputs, sizes=self._sizes,
             threads=self._threads, computes_on=computes_on,
         )  # fmt: skip
-        self._ceilings = Ceilings(
-            self._whole, world.devices, num_microbatches=max(8, self._num_microbatches // 4), rows=self._rows
-        )
+        self._ceilings = self._limited_by(self._whole)
         self._serial_images_per_s = 0.0
         self._peers: dict[int, float] = {}
         self._seed = seed
         self._num_serial = max(1, (serial_images or num_images * passes) // self._rows)
+
+    def take_limit_from(self, make: Callable[[WholeModel], Alone]) -> None:
+        """Let something else say what devices do alone, which is given the whole model to be run."""
+        self._ceilings = self._limited_by(make(self._whole))
+
+    def _limited_by(self, alone: Alone) -> Ceilings:
+        count = max(8, self._num_microbatches // 4)
+        return Ceilings(alone, self._world.devices, num_microbatches=count, rows=self._rows)
 
     @property
     def world(self) -> World:
@@ -208,20 +215,37 @@ class Comparison:
     def _stream(
         self, deploy: Callable[[], Deployment | Replicas], num_devices: int, stages: int, cuts: Sequence[Cut] = ()
     ) -> "_Measured":
-        """Warm up, then stream so many passes and compare every result; measure the devices alone on both sides."""
+        """Warm up, then stream so many passes and compare every result.
+
+        The devices are measured alone on both sides of all passes, or of each where that can be done beside the stages.
+        """
         difference = self._samples.difference()
         reports = []
-        with self._ceilings.around(num_devices) as rates:
+        rates: list[Sequence[float]] = []
+        with self._limit(num_devices, rates, beside=False):
             deployment = deploy()
-            for counted in range(-1, self._passes):
-                length = self._num_microbatches if counted >= 0 else min(self._num_microbatches, 10 * stages)
-                for index, outputs in enumerate(deployment.stream(self._samples.feed(length))):
-                    difference.add(index, outputs)
-                if counted >= 0:
-                    reports.append(deployment.last_report)
+            self._pass(deployment, min(self._num_microbatches, 10 * stages), difference)
+            for _ in range(self._passes):
+                with self._limit(num_devices, rates, beside=True):
+                    self._pass(deployment, self._num_microbatches, difference)
+                reports.append(deployment.last_report)
             self.last_run = self._recorded(deployment, cuts) if deployment.traces else None
             deployment.close()
-        return _Measured(reports, difference, tuple(rates))
+        return _Measured(reports, difference, rates)
+
+    def _pass(self, deployment: Deployment | Replicas, length: int, difference: Difference) -> None:
+        for index, outputs in enumerate(deployment.stream(self._samples.feed(length))):
+            difference.add(index, outputs)
+
+    @contextlib.contextmanager
+    def _limit(self, num_devices: int, rates: list[Sequence[float]], *, beside: bool) -> Iterator[None]:
+        """Measure the limit around what is inside, where that is what the ceilings are for."""
+        if beside != self._ceilings.beside:
+            yield
+            return
+        with self._ceilings.around(num_devices) as measured:
+            yield
+        rates.append(measured)
 
     def _recorded(self, deployment: Deployment | Replicas, cuts: Sequence[Cut]) -> Run:
         """Give what the last stream left, as a run that is read."""
@@ -237,6 +261,7 @@ class Comparison:
         rate = sum(report.num_rows for report in reports) / seconds
         steady = sum(report.steady_rows_per_s for report in reports) / len(reports)
         ceiling = sum(measured.alone_rows_per_s)
+        limits = [sum(rates) for rates in measured.rates]
         return {
             "mode": mode, "stages": stages, "policy": policy, "cuts": cuts,
             "images_per_second": rate, "steady_images_per_second": steady,
@@ -245,6 +270,9 @@ class Comparison:
             "fill_s": sum(report.fill_s for report in reports) / len(reports),
             "efficiency": steady / ceiling, "ceiling_images_per_second": ceiling,
             "alone_images_per_second": measured.alone_rows_per_s,
+            "pass_efficiencies": [
+                report.steady_rows_per_s / limit for report, limit in zip(reports, limits, strict=False)
+            ] if len(limits) == len(reports) else [],
             "per_stage": [
                 {
                     "stage": s.stage, "device": s.device,
@@ -263,11 +291,16 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What came of streaming: a report per pass, the comparison of results, and the limit on both sides."""
+    """What came of streaming: a report per pass, the comparison of results, and the devices' rates alone."""
 
     reports: list[StreamReport]
     difference: Difference
-    alone_rows_per_s: tuple[float, ...]
+    rates: Sequence[Sequence[float]]  # around all passes, or around each
+
+    @property
+    def alone_rows_per_s(self) -> tuple[float, ...]:
+        """Give each device's mean."""
+        return tuple(sum(each) / len(each) for each in zip(*self.rates, strict=True))
 
 
 def block_after(cut: Cut) -> str:

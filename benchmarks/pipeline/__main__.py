@@ -104,7 +104,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         spread = f" ({min(rates):.2f} to {max(rates):.2f})" if len(rates) > 1 else ""
         known = [row["efficiency"] for row in group if row["efficiency"]]
         passes = sorted(each for row in group for each in row.get("pass_efficiencies", ()))
-        between = f" ({passes[0]:.3f} to {passes[-1]:.3f})" if passes else ""
+        between = f" ({passes[0]:.3f} to {passes[-1]:.3f})" if len(passes) > 1 else ""
         against = [row["images_per_second"] / p for row in group if (p := row.get("peer_images_per_second"))]
         stages = "  ".join(f"{s['compute_s']:.1f}/{s['wait_s']:.1f}/{s['send_s']:.1f}" for s in group[-1]["per_stage"])
         cells = [case, label, f"{statistics.median(rates):.2f}{spread}"]

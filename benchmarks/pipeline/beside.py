@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.engine.alone import time_alone
 from penstock.engine.runtime import Runtime
 from penstock.engine.world import FEEDER
 from penstock.graph.capture import capture
@@ -36,10 +38,11 @@ class Beside:
     beside = True
 
     def __init__(self, folder: Path, whole: WholeModel, ranks: Sequence[int], model: str) -> None:
-        rows = {f"{number}.{k}": tensor for number, row in enumerate(whole.inputs) for k, tensor in enumerate(row)}
+        names = [[f"{number}.{k}" for k in range(len(row))] for number, row in enumerate(whole.inputs)]
+        rows = dict(zip(chain(*names), chain(*whole.inputs), strict=True))
         document = {
             "program": write_program(whole.program), "sizes": dict(whole.sizes), "threads": whole.threads,
-            "model": model, "inputs": [[f"{i}.{k}" for k in range(len(row))] for i, row in enumerate(whole.inputs)],
+            "model": model, "inputs": names,
         }  # fmt: skip
         tensors = {state.value.name: whole.load(state).detach().clone() for state in whole.program.states}
         save_file(tensors, folder / "whole.safetensors")
@@ -89,13 +92,9 @@ def main() -> None:
         loaded = _loaded(folder / "in.safetensors")
         inputs = [[loaded[name] for name in names] for names in document["inputs"]]
         with torch.inference_mode():
-            for tensors in inputs:
-                runtime(document["sizes"], tensors)
+            time_alone(runtime, document["sizes"], inputs, len(inputs))  # to warm up
             while line:
-                begin = time.perf_counter()
-                for index in range(int(line)):
-                    runtime(document["sizes"], inputs[index % len(inputs)])
-                told.write(f"{time.perf_counter() - begin}\n")
+                told.write(f"{time_alone(runtime, document['sizes'], inputs, int(line))}\n")
                 line = asked.readline()
         del graph
 

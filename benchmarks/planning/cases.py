@@ -74,9 +74,8 @@ def _measure(case: Case, request: dict[str, Any]) -> list[dict[str, Any]]:
     profile, cluster = frozen_profile(case.model), parse_cluster(lab_of(case))
     request = dict(request)
     spare_bytes = request.pop("spare_bytes", None)
-    if (
-        spare_bytes is not None
-    ):  # the last device may hold this much of the model; the lab's host holds all for its ceiling
+    if spare_bytes is not None:
+        # the last device may hold this much of the model; the lab's host holds all for its ceiling
         *others, last = cluster.devices
         limit = int(msgspec.json.decode(profile)["base_bytes"] + spare_bytes)
         cluster = msgspec.structs.replace(

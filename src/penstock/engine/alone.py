@@ -64,11 +64,18 @@ def run_alone(
         if transport is not None:
             send_bytes(transport, b"ready", FEEDER)
             receive_bytes(transport, FEEDER)
-        begin = time.perf_counter()
-        for index in range(num_microbatches):
-            runtime(sizes, inputs[index % len(inputs)])
-        settle(runtime.device)
-        return outputs, time.perf_counter() - begin
+        return outputs, time_alone(runtime, sizes, inputs, num_microbatches)
+
+
+def time_alone(
+    runtime: Runtime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int
+) -> float:
+    """Give the seconds of so many microbatches, which take the inputs in turn and lie where the runtime computes."""
+    begin = time.perf_counter()
+    for index in range(num_microbatches):
+        runtime(sizes, inputs[index % len(inputs)])
+    settle(runtime.device)
+    return time.perf_counter() - begin
 
 
 def release_alone(transport: Transport, ranks: Sequence[int]) -> None:

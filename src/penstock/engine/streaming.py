@@ -70,9 +70,7 @@ def stream_through(
     exhausted = False
     fed = taken = 0
     while not exhausted or taken < fed:
-        # a result that is there is given before the next microbatch goes in: none waits for the pipeline to be full
-        waits = False
-        while not exhausted and lanes[fed].has_room and not waits:
+        while not exhausted and lanes[fed].has_room:
             if not _feed(lanes[fed], source, symbols, report):
                 exhausted = True
                 for lane in lanes.items:
@@ -80,7 +78,8 @@ def stream_through(
                 break
             fed += 1
             report.fed_s = time.perf_counter() - begin
-            waits = lanes[taken].ends.has_result
+            if lanes[taken].ends.has_result:
+                break  # it is given before the next microbatch goes in: none waits for the pipeline to be full
         if taken < fed:
             tensors = _take(lanes[taken])
             taken += 1

@@ -1,10 +1,12 @@
 """A process that dies while it trains, a message that is lost: the others say so, and nobody hangs."""
 
+import math
 import signal
 from pathlib import Path
 
 import pytest
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from penstock.engine.faulty import Fault, FaultyTransport
 from penstock.engine.reduce import TRAINING_CHANNELS
@@ -76,3 +78,28 @@ def test_a_lost_message_is_named_by_everybody(rank: int, said: str) -> None:
 
     for told in in_threads(2, script):
         assert told.startswith(said), told
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"), [(0, "came from stage 0"), (6, "came from stage 1"), (None, "stage 1, in the loss itself")]
+)
+def test_a_loss_that_is_not_finite_names_the_stage(layer: int | None, said: str) -> None:
+    model = small()
+    if layer is not None:
+        next(list(model.children())[layer].parameters()).data.fill_(math.inf)
+    captured = Captured(model, images(2)[:1])
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels) * (math.nan if layer is None else 1.0)
+
+    def script(world: World) -> str:
+        trainer = Trainer(captured, world, microbatches=4)
+        try:
+            with pytest.raises(RunError) as raised:
+                trainer.train_step(*images(8), loss)
+            return str(raised.value)
+        finally:
+            trainer.close()
+
+    for told in in_threads(2, script):
+        assert said in told, told

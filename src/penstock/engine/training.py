@@ -157,7 +157,7 @@ class TrainingStage:
         inputs = [*crossing, *(given.own[value.name] for value in self.part.own)]
         kept = self._compute(self.runtime, microbatch, inputs, grad=self.trains and self.again is None)
         if self.trains:
-            self._check_finite(microbatch, kept.outputs)
+            self._check_finite(microbatch, kept)
         self._computed("F", microbatch)
         if self.edges.outlet is not None:
             sizes = tuple(given.sizes[symbol] for symbol in self.part.program.symbols)
@@ -176,12 +176,13 @@ class TrainingStage:
             loss = self.head(microbatch, outputs, given.sizes) if self.head else None
         return _Kept(inputs, outputs, loss)
 
-    def _check_finite(self, microbatch: int, outputs: Sequence[Tensor]) -> None:
+    def _check_finite(self, microbatch: int, kept: _Kept) -> None:
         """Remember where numbers went wrong first; said only where the loss is not finite either."""
-        if self.first_odd is None:
-            for position in self.part.backward_outputs:
-                if not bool(torch.isfinite(outputs[position].detach().sum())):
-                    self.first_odd = microbatch
+        if self.first_odd is not None or (kept.loss is not None and bool(torch.isfinite(kept.loss.detach()))):
+            return  # a finite loss spares the last stage another look at all its outputs: a language model's are large
+        for position in self.part.backward_outputs:
+            if not bool(torch.isfinite(kept.outputs[position].detach().sum())):
+                self.first_odd = microbatch
 
     def _roots(self, microbatch: int) -> tuple[_Kept, list[Tensor], list[Tensor | None]]:
         """Give what a backward starts from, and its gradients, which cross from the stage behind."""

@@ -12,23 +12,23 @@ from penstock.plan.sums import LastBackward, make_buckets, summed_s
 from penstock.spec.profile import Unit
 from tests.spec.samples import make_cluster, make_profile
 
-MIB = 2**20
+A_SECOND = BUCKET_BYTES // 4  # bytes on the wire
 
 
 def problem(*weights: tuple[tuple[str, int], ...], devices: int = 2, **more: Any) -> Problem:
-    """A unit for each group of weights, a second forward and two back; 1 MiB/s links."""
+    """A unit for each group of weights, a second forward and two back; links of a quarter bucket a second."""
     units = tuple(Unit(forward_s=(1.0,), backward_s=(2.0,), parameters=own) for own in weights)
     fields = {name: more.pop(name) for name in list(more) if "_s_per_" in name}
     profile = make_profile([1.0] * len(units), units=units, **fields)
-    cluster = make_cluster(*[1.0] * devices, bandwidth_bytes_per_s=float(MIB), **more)
+    cluster = make_cluster(*[1.0] * devices, bandwidth_bytes_per_s=float(A_SECOND), **more)
     return Problem(profile, cluster, Setting(schedule="1f1b", num_microbatches=2))
 
 
 def test_a_ring_of_replicas() -> None:
-    given = problem((("w", MIB),), devices=4, latency_s=0.01)
+    given = problem((("w", A_SECOND),), devices=4, latency_s=0.01)
     whole = [(Placed((number,), 0, 1),) for number in range(4)]
     (bucket,) = make_buckets(given, whole)
-    assert (bucket.devices, bucket.num_bytes) == ((0, 1, 2, 3), MIB)
+    assert (bucket.devices, bucket.num_bytes) == ((0, 1, 2, 3), A_SECOND)
     # six parts, a quarter each, one after the other
     assert bucket.seconds(given) == pytest.approx(6 * (0.25 + 0.01))
     step = play_step(given, whole, [1] * 4)
@@ -37,7 +37,7 @@ def test_a_ring_of_replicas() -> None:
 
 
 def test_backwards_hide_the_wire_but_not_the_cpu_time() -> None:
-    weights = ((("a", MIB // 2),), (("b", BUCKET_BYTES),))
+    weights = ((("a", A_SECOND // 2),), (("b", BUCKET_BYTES),))
     pair = [(Placed((0,), 0, 2),), (Placed((1,), 0, 2),)]
     given = problem(*weights)
     late, early = make_buckets(given, pair)
@@ -46,15 +46,15 @@ def test_backwards_hide_the_wire_but_not_the_cpu_time() -> None:
     step = play_step(given, pair, [1, 1])
     assert step.computed_s == pytest.approx(6.0)
     assert step.summed_s == pytest.approx(4.0 + 4.0 + 0.5)
-    costly = problem(*weights, send_s_per_byte=1.0 / MIB, receive_s_per_byte=1.0 / MIB)
-    # two seconds for each MiB, on the wire one
+    costly = problem(*weights, send_s_per_byte=1.0 / A_SECOND, receive_s_per_byte=1.0 / A_SECOND)
+    # two seconds for what takes one on the wire
     assert play_step(costly, pair, [1, 1]).summed_s == pytest.approx(4.0 + 12.0 + 1.5)
-    copied = problem(*weights, sum_s_per_byte=1.0 / MIB)
+    copied = problem(*weights, sum_s_per_byte=1.0 / A_SECOND)
     assert play_step(copied, pair, [1, 1]).summed_s == pytest.approx(4.0 + 8.0 + 1.0)
 
 
 def test_a_bucket_waits_for_the_last_of_its_devices() -> None:
-    given = problem((("w", MIB),))
+    given = problem((("w", A_SECOND),))
     stage = Placed((0,), 0, 1)
     buckets = make_buckets(given, [(stage,), (Placed((1,), 0, 1),)])
     last = {0: [LastBackward(stage, 1.0, 3.0)], 1: [LastBackward(stage, 5.0, 7.0)]}
@@ -62,12 +62,12 @@ def test_a_bucket_waits_for_the_last_of_its_devices() -> None:
 
 
 def test_a_weight_of_two_stages_is_added_up_without_replicas() -> None:
-    given = problem((("tied", MIB),), (("own", MIB),), (("tied", MIB), ("last", MIB)))
+    given = problem((("tied", A_SECOND),), (("own", A_SECOND),), (("tied", A_SECOND), ("last", A_SECOND)))
     alone = (Placed((0,), 0, 3),)
     assert make_buckets(given, [alone]) == []
     parted = (Placed((0,), 0, 2), Placed((1,), 2, 3))
     (bucket,) = make_buckets(given, [parted])
-    assert (bucket.devices, bucket.num_bytes, bucket.first_units) == ((0, 1), MIB, {0: 0, 1: 2})
+    assert (bucket.devices, bucket.num_bytes, bucket.first_units) == ((0, 1), A_SECOND, {0: 0, 1: 2})
 
 
 def test_pipelines_with_other_cuts_share_no_buckets_across_them() -> None:
@@ -82,7 +82,7 @@ def test_pipelines_with_other_cuts_share_no_buckets_across_them() -> None:
 
 
 def test_update_and_loading_come_behind_the_sums() -> None:
-    given = problem((("w", MIB),), (("v", 3 * MIB),), update_s_per_byte=1.0 / MIB, loader_s_per_row=0.5)
+    given = problem((("w", A_SECOND),), (("v", 3 * A_SECOND),), update_s_per_byte=1.0 / A_SECOND, loader_s_per_row=0.5)
     parted = [(Placed((0,), 0, 1), Placed((1,), 1, 2))]
     step = play_step(given, parted, [2])
     # plain SGD touches a third of what AdamW does; both ends load two rows

@@ -20,7 +20,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 # messages that a cut holds in each direction: two at the sender and two at the receiver, as the engine has
 NUM_BUFFERS = 4
 # gradients that are added up as one: large enough for the network, small enough that the first is on its way early
-BUCKET_BYTES = 4 * 2**20
+BUCKET_BYTES = 8 * 2**20
 # buckets under way at a time: while one waits for the network, another is added up
 NUM_SUMS = 2
 # these belong to a stage, not to one of its microbatches

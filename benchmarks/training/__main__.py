@@ -29,46 +29,58 @@ CPU = 0.35
 
 
 def way(name: str, **settings: Any) -> dict[str, Any]:
-    """One row: a way to train, on how many hosts, with how many sequences and microbatches.
-
-    With `beside`, the name and the way of another row, the two take their steps in turns on the same hosts.
-    """
-    given: dict[str, Any] = {
-        "stages": 1,
-        "replicas": 1,
-        "schedule": "1f1b",
-        "microbatches": 1,
-        "steps": 4,
-        "rows_differ": False,
-    }
-    row = given | {"way": "penstock"} | settings | {"name": name}
-    return row | {"rows_differ": row["replicas"] > 1}
+    """One row: a way to train, on how many hosts, with how many sequences and microbatches."""
+    given: dict[str, Any] = {"stages": 1, "replicas": 1, "schedule": "1f1b", "microbatches": 1, "steps": 4}
+    return given | {"way": "penstock"} | settings | {"name": name}
 
 
 BUBBLES = "bubble", "bubble_without_messages", "bubble_by_formula"
-SIDE = "two hosts side by side, {} sequences each, nothing shared"
+SHARED = "two hosts, data parallel, 8 sequences each"
+LARGE = "two hosts, data parallel, 32 sequences each"
 DDP_2 = "two hosts, torch's DDP, 8 sequences each"
+ALONE = "one of the two hosts, {} sequences, the other waits"
+SIDE = "two hosts side by side, {} sequences each, nothing shared"
+MODEL_2 = "two stages, one microbatch (model parallel)"
+PIPELINE_2 = "two stages, 1f1b, 16 microbatches"
+PIPELINE_4 = "four stages, 1f1b, 16 microbatches"
 TORCH_4 = "four stages, torch's 1F1B, 16 microbatches"
+INTERLEAVED_4 = "four hosts, interleaved, eight stages, 16 microbatches"
 
 
-def all_rows() -> list[dict[str, Any]]:
-    """Give the rows of the full benchmark; `rows` are the sequences of each process's own step."""
-    pipelines = [
-        way(f"four stages, {schedule}, 16 microbatches", hosts=4, stages=4, rows=16, microbatches=16, schedule=schedule)
-        for schedule in ("gpipe", "1f1b", "zero-bubble")
-    ]
-    dealt = "four hosts, interleaved, eight stages, 16 microbatches"
+def all_groups() -> list[list[dict[str, Any]]]:
+    """Give the rows of the full benchmark; those of a group take their steps in turns on the same hosts.
+
+    `rows` are the sequences of each process's own step.
+    """
+    four = {"hosts": 4, "stages": 4, "rows": 16, "microbatches": 16, "steps": 7}
+    two = {"hosts": 2, "stages": 2, "rows": 16, "steps": 7}
+    each_8 = {"hosts": 2, "replicas": 2, "rows": 8, "steps": 9}
+    each_32 = {"hosts": 2, "replicas": 2, "rows": 32, "steps": 3}
+    in_fours = ", in 4 microbatches"
     return [
-        way("one host", hosts=1, rows=8),
-        way("two hosts, data parallel, 8 sequences each", hosts=2, replicas=2, rows=8, steps=9, beside=(DDP_2, "ddp")),
-        way("two hosts, data parallel, 32 sequences each", hosts=2, replicas=2, rows=32, steps=2),
-        way(SIDE.format(8), hosts=2, replicas=2, rows=8, way="side by side"),
-        way(SIDE.format(32), hosts=2, replicas=2, rows=32, steps=2, way="side by side"),
-        way("two stages, one microbatch (model parallel)", hosts=2, stages=2, rows=16),
-        way("two stages, 1f1b, 16 microbatches", hosts=2, stages=2, rows=16, microbatches=16),
-        *pipelines,
-        way(dealt, hosts=4, stages=8, rows=16, microbatches=16, schedule="interleaved"),
-        way(TORCH_4, hosts=4, stages=4, rows=16, microbatches=16, way="torch 1f1b"),
+        [
+            way(SHARED, **each_8),
+            way(DDP_2, **each_8, way="ddp"),
+            way(ALONE.format(8), **each_8, way="alone"),
+            way(SIDE.format(8), **each_8, way="side by side"),
+        ],
+        *(
+            [
+                way(LARGE + note, **each_32, microbatches=count),
+                way(ALONE.format(32) + note, **each_32, microbatches=count, way="alone"),
+                way(SIDE.format(32) + note, **each_32, microbatches=count, way="side by side"),
+            ]
+            for count, note in ((1, ""), (4, in_fours))
+        ),
+        [way(PIPELINE_2, **two, microbatches=16), way(MODEL_2, **two)],
+        [way(PIPELINE_4, **four), way(TORCH_4, **four, way="torch 1f1b")],
+        [
+            *(
+                way(f"four stages, {name}, in turns", **four, schedule=name)
+                for name in ("gpipe", "1f1b", "zero-bubble")
+            ),
+            way(INTERLEAVED_4, **four | {"stages": 8}, schedule="interleaved"),
+        ],
     ]
 
 
@@ -85,9 +97,9 @@ def main() -> None:
     gradients = gradient_rows() if any(only in "gradients" for only in wanted) else []
     rows: list[dict[str, Any]] = []
     _write(given.json, rows, gradients)
-    for row in all_rows():
-        if any(only in row["name"] for only in wanted):
-            for found in run(row | {"steps": 2} if given.quick else row):
+    for group in all_groups():
+        if any(only in row["name"] for row in group for only in wanted):
+            for found in run([row | {"steps": 2} for row in group] if given.quick else group):
                 rows.append(found)
                 print(f"{found['name']}: {found['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
             _write(given.json, rows, gradients)
@@ -112,21 +124,20 @@ def _print(rows: list[dict[str, Any]], gradients: list[dict[str, Any]]) -> None:
     print(json.dumps(summarize(rows, gradients)))
 
 
-def run(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Put up as many hosts as the row needs, train, and take them down; gives the row, and the one beside it."""
-    name_and_way = row.get("beside")
-    rows = [row] if name_and_way is None else [row, row | dict(zip(("name", "way"), name_and_way, strict=True))]
-    session = row | {"ways": [each["way"] for each in rows]}
-    written = run_session(lab_text(LAB, [CPU] * row["hosts"]), "benchmarks.training.session", session, row["name"])
-    results = [written[str(rank)] for rank in range(row["hosts"])]
-    return [_found(each, list(own)) for each, own in zip(rows, zip(*results, strict=True), strict=True)]
+def run(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put up as many hosts as a group of rows needs, train in turns, and take them down."""
+    count = group[0]["hosts"]
+    lab = lab_text(LAB, [CPU] * count)
+    written = run_session(lab, "benchmarks.training.session", {"ways": group}, group[0]["name"])
+    results = [written[str(rank)] for rank in range(count)]
+    return [_found(row, list(own)) for row, own in zip(group, zip(*results, strict=True), strict=True)]
 
 
 def _found(row: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
     """Give a row with what its hosts measured."""
-    sequences = row["rows"] * row["replicas"]
+    sequences = row["rows"] * (1 if row["way"] == "alone" else row["replicas"])
     seconds = statistics.median(results[0]["seconds"])
-    first = {key: results[0][key] for key in ("seconds", "losses")}
+    first = {key: results[0][key] for key in ("seconds", "cpu_seconds", "losses")}
     per_host = [result["per_step"] for result in results]
     found = row | first | {"per_host": per_host, "tokens_per_s": sequences * LENGTH / seconds}
     return found | dict(zip(BUBBLES, bubbles(row, per_host), strict=True))
@@ -162,20 +173,16 @@ def summarize(rows: list[dict[str, Any]], gradients: list[dict[str, Any]]) -> di
     def ratio(one: str, other: str) -> float | None:
         return rate[one] / rate[other] if one in rate and other in rate else None
 
-    own = [name for name in rate if name.startswith("four ") and name != TORCH_4]
-    best = max(own, key=rate.__getitem__, default="")
+    fours = [name for name in (LARGE, f"{LARGE}, in 4 microbatches") if name in rate]
     return {
         "max_gradient_error": max((error for row in gradients for error in row["errors"].values()), default=None),
         "bubbles": {row["name"]: [row[key] for key in BUBBLES] for row in rows if row["bubble"]},
-        "data_parallel_speedup_2": ratio("two hosts, data parallel, 8 sequences each", "one host"),
-        "data_parallel_over_ddp_2": ratio("two hosts, data parallel, 8 sequences each", DDP_2),
-        "data_parallel_over_side_by_side_2": ratio("two hosts, data parallel, 32 sequences each", SIDE.format(32)),
-        "pipeline_over_model_parallel_2": ratio(
-            "two stages, 1f1b, 16 microbatches", "two stages, one microbatch (model parallel)"
-        ),
-        "vs_torch_4": ratio("four stages, 1f1b, 16 microbatches", TORCH_4),
-        "best_vs_torch_4": ratio(best, TORCH_4),
-        "best_4": best or None,
+        "data_parallel_speedup_2": ratio(SHARED, ALONE.format(8)),
+        "data_parallel_over_ddp_2": ratio(SHARED, DDP_2),
+        "data_parallel_speedup_2_of_32": {name: ratio(name, ALONE.format(32) + name[len(LARGE) :]) for name in fours},
+        "data_parallel_over_side_by_side_2": ratio(LARGE, SIDE.format(32)),
+        "pipeline_over_model_parallel_2": ratio(PIPELINE_2, MODEL_2),
+        "vs_torch_4": ratio(PIPELINE_4, TORCH_4),
     }
 
 

@@ -1,4 +1,4 @@
-"""What runs on every host: one way to train a small GPT-2, or two in turns, some steps, tokens per second."""
+"""What runs on every host: some ways to train a small GPT-2, taking their steps in turns."""
 
 import dataclasses
 import json
@@ -47,29 +47,37 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Train as the settings say and, on the first host, write the seconds of each step."""
+    """Train as the settings of each way say, and write the seconds of its steps."""
     file = Path(sys.argv[1])
-    settings = json.loads(file.read_text())
+    settings = json.loads(file.read_text())["ways"]
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    generator = torch.Generator().manual_seed(rank if settings["rows_differ"] else 0)
-    ids = torch.randint(0, VOCABULARY, (settings["rows"], LENGTH), generator=generator)
-    ways = [_WAYS[name](settings, ids) for name in settings["ways"]]
+    ways = [_WAYS[each["way"]](each, _tokens(each, rank)) for each in settings]
+    _join()
     for step, _, _ in ways:
         step()  # connections, buffers, optimizer state
-    measured: list[list[tuple[float, float | None, StepReport | None]]] = [[] for _ in ways]
-    for _ in range(settings["steps"]):  # a step of each in turns, since the machine's speed drifts
+    measured: list[list[tuple[float, float, float | None, StepReport | None]]] = [[] for _ in ways]
+    for _ in range(settings[0]["steps"]):  # a step of each in turns, since the machine's speed drifts
         for (step, _, report), own in zip(ways, measured, strict=True):
-            begin = time.perf_counter()
+            dist.barrier()
+            begin, begin_cpu = time.perf_counter(), time.process_time()
             loss = step()
-            own.append((time.perf_counter() - begin, loss, report()))
+            own.append((time.perf_counter() - begin, time.process_time() - begin_cpu, loss, report()))
     results = [
-        {"seconds": [s for s, _, _ in own], "losses": [x for _, x, _ in own], "per_step": _mean([r for _, _, r in own])}
+        {name: [found[place] for found in own] for place, name in enumerate(("seconds", "cpu_seconds", "losses"))}
+        | {"per_step": _mean([report for *_, report in own])}
         for own in measured
     ]
     file.with_suffix(f".{rank}.json").write_text(json.dumps(results))
     for _, finish, _ in ways:
         finish()
+    dist.destroy_process_group()
+
+
+def _tokens(settings: dict[str, Any], rank: int) -> Tensor:
+    """Random rows: replicas have their own, stages of one pipeline the same."""
+    generator = torch.Generator().manual_seed(rank if settings["replicas"] > 1 else 0)
+    return torch.randint(0, VOCABULARY, (settings["rows"], LENGTH), generator=generator)
 
 
 def _mean(reports: list[StepReport | None]) -> dict[str, float] | None:
@@ -96,34 +104,46 @@ def _penstock(settings: dict[str, Any], ids: Tensor) -> Way:
 
 
 def _ddp(settings: dict[str, Any], ids: Tensor) -> Way:
-    del settings
     _join()
-    return _plain(DistributedDataParallel(Language().train()), ids, dist.destroy_process_group)
+    return _plain(DistributedDataParallel(Language().train()), settings, ids)
 
 
 def _join() -> None:
-    """Make torch's own group; penstock's processes meet at the port before."""
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    dist.init_process_group("gloo")
+    """Make torch's own group, once; penstock's processes meet at the port before."""
+    if not dist.is_initialized():
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        dist.init_process_group("gloo")
 
 
 def _side_by_side(settings: dict[str, Any], ids: Tensor) -> Way:
     """Each host by itself, all at once: what this machine can give, whatever joins them."""
-    del settings
-    return _plain(Language().train(), ids, lambda: None)
+    return _plain(Language().train(), settings, ids)
 
 
-def _plain(model: nn.Module, ids: Tensor, finish: Callable[[], None]) -> Way:
+def _alone(settings: dict[str, Any], ids: Tensor) -> Way:
+    """The first host by itself while the others wait."""
+    return _plain(Language().train(), settings, ids) if os.environ["RANK"] == "0" else (lambda: None, *_NOTHING)
+
+
+_NOTHING = (lambda: None), (lambda: None)
+
+
+def _plain(model: nn.Module, settings: dict[str, Any], ids: Tensor) -> Way:
+    """An ordinary loop, gradients of the microbatches accumulated."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    parts = ids.chunk(settings["microbatches"])
 
     def step() -> float:
-        loss = next_token_loss(model(ids), ids)
-        loss.backward()
+        total = 0.0
+        for part in parts:
+            loss = next_token_loss(model(part), part) / len(parts)
+            loss.backward()
+            total += float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.detach())
+        return total
 
-    return step, finish, lambda: None
+    return step, *_NOTHING
 
 
 def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> Way:
@@ -152,10 +172,12 @@ def _torch_1f1b(settings: dict[str, Any], ids: Tensor) -> Way:
         dist.barrier()
         return float(torch.stack(losses).detach().mean()) if losses else None  # the last host alone has it
 
-    return step, dist.destroy_process_group, lambda: None
+    return step, *_NOTHING
 
 
-_WAYS = {"penstock": _penstock, "ddp": _ddp, "side by side": _side_by_side, "torch 1f1b": _torch_1f1b}
+_WAYS = {
+    "penstock": _penstock, "ddp": _ddp, "alone": _alone, "side by side": _side_by_side, "torch 1f1b": _torch_1f1b,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

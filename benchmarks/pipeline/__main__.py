@@ -5,10 +5,12 @@ Needs root and two free cores; see the README beside this file.
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,11 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def standard_error(values: Sequence[float]) -> float | None:
+    """Give the standard error of the mean; None for one value alone."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
 def environment() -> dict[str, Any]:
     """Say what this ran on."""
     import platform
@@ -103,8 +110,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         rates = [row["images_per_second"] for row in group]
         spread = f" ({min(rates):.2f} to {max(rates):.2f})" if len(rates) > 1 else ""
         known = [row["efficiency"] for row in group if row["efficiency"]]
-        passes = sorted(each for row in group for each in row.get("pass_efficiencies", ()))
-        between = f" ({passes[0]:.3f} to {passes[-1]:.3f})" if len(passes) > 1 else ""
+        passes = [each for row in group for each in row.get("pass_efficiencies", ())]
+        error = standard_error(passes)
+        between = f" ± {error:.3f} ({min(passes):.3f} to {max(passes):.3f})" if error is not None else ""
         against = [row["images_per_second"] / p for row in group if (p := row.get("peer_images_per_second"))]
         stages = "  ".join(f"{s['compute_s']:.1f}/{s['wait_s']:.1f}/{s['send_s']:.1f}" for s in group[-1]["per_stage"])
         cells = [case, label, f"{statistics.median(rates):.2f}{spread}"]

@@ -148,8 +148,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["case"] == "prediction":
             rates = [f"{row[name]:.2f}" for name in ("predicted_beforehand", "predicted", "measured")]
-            off = f"{row['off']:+.1%} ({row['off_from']:+.1%} to {row['off_to']:+.1%})"
-            print("| " + " | ".join([row["name"], *rates, off, f"{row['efficiency']:.3f}"]) + " |")
+            error = f" ± {row['standard_error']:.3f}" if row["standard_error"] is not None else ""
+            cells = [row["name"], *rates, f"{row['off']:+.1%}", f"{row['efficiency']:.3f}{error}"]
+            print("| " + " | ".join(cells) + " |")
     print("\n| hosts | shape, microbatches | beforehand | at the speeds around the run | measured, rows/s | off |")
     print("| --- | --- | --- | --- | --- | --- |")
     for row in rows:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.pipeline.__main__ import LAB, lab_of, run
+from benchmarks.pipeline.__main__ import LAB, lab_of, run, standard_error
 from benchmarks.pipeline.cases import TURNS, Case, peer, pipeline
 from penstock.cluster.lab import take_down
 from penstock.engine.split import load_state
@@ -32,27 +32,27 @@ _NOT_SHARED = {"shared": False, "rows": [1]}
 def lab_cases() -> list[tuple[Case, dict[str, Any]]]:
     """Give the cases and what is asked of the planner; the figures of the summary come from the first three.
 
-    Efficiencies are measured in short passes between which the hosts compute alone. The others are planned and run
-    five times, since the machine's speed drifts within a run; the median counts.
+    But for the first, which runs in turns with the peer, they are measured in short passes between which the hosts
+    compute alone, since the machine's speed drifts.
     """
     one_cut_set = {**_ONE_PIPELINE, "alternate": False}
-    often: dict[str, Any] = {"num_images": 40, "rounds": 5}
-    tiny: dict[str, Any] = {"num_images": 80, "rounds": 5, "model": TINY}
+    tiny: dict[str, Any] = {"num_images": 80, "passes": 12, "model": TINY}
+    fours: dict[str, Any] = {"num_images": 80, "passes": 10, "microbatch_size": 4}
     return [
         (Case(name="alternating", num_images=500, tasks=[peer(4)]), _ONE_PIPELINE),
         (Case(name="in turns with the ceiling", **TURNS), _ONE_PIPELINE),
         (Case(name="uneven", cpu=_UNEVEN, **TURNS, tasks=[pipeline(4, "equal-blocks")]), _ONE_PIPELINE),
-        (Case(name="one cut set", **often), one_cut_set),
-        (Case(name="two hosts", hosts=2, **often), _ONE_PIPELINE),
-        (Case(name="three hosts", hosts=3, **often), _ONE_PIPELINE),
-        (Case(name="six hosts", hosts=6, cpu=0.22, **often), _ONE_PIPELINE),
-        (Case(name="uneven with one cut set", cpu=_UNEVEN, **often), one_cut_set),
-        (Case(name="microbatches of 4", num_images=120, rounds=5, microbatch_size=4), {**_ONE_PIPELINE, "rows": [4]}),
+        (Case(name="one cut set", **TURNS), one_cut_set),
+        (Case(name="two hosts", hosts=2, **TURNS), _ONE_PIPELINE),
+        (Case(name="three hosts", hosts=3, **TURNS), _ONE_PIPELINE),
+        (Case(name="six hosts", hosts=6, cpu=0.22, **TURNS), _ONE_PIPELINE),
+        (Case(name="uneven with one cut set", cpu=_UNEVEN, **TURNS), one_cut_set),
+        (Case(name="microbatches of 4", **fours), {**_ONE_PIPELINE, "rows": [4]}),
         (Case(name="two replicas of tiny", hosts=2, **tiny), _NOT_SHARED),
         (Case(name="tiny on a slow link", bandwidth="20 Mbit/s", **tiny), _ONE_PIPELINE),
         (Case(name="tiny on an uneven pair", hosts=2, cpu=(0.5, 0.2), **tiny), _ONE_PIPELINE),
-        (Case(name="little memory", hosts=2, **often), {**_ONE_PIPELINE, "spare_bytes": 30e6}),
-        (Case(name="ResNet-50", **often, model=RESNET), _ONE_PIPELINE),
+        (Case(name="little memory", hosts=2, **TURNS), {**_ONE_PIPELINE, "spare_bytes": 30e6}),
+        (Case(name="ResNet-50", **TURNS, model=RESNET), _ONE_PIPELINE),
     ]
 
 
@@ -86,18 +86,13 @@ def _measure(case: Case, request: dict[str, Any]) -> list[dict[str, Any]]:
         "profile": profile, "cluster": msgspec.json.encode(cluster).decode(),
     }  # fmt: skip
     rows = run(replace(case, serial_images=4, tasks=[*case.tasks, task]), depth=2)
-    turns = [
-        row | {"off": row["predicted_at_mean_speeds"] / row["steady_images_per_second"] - 1}
-        for row in rows
-        if row.get("policy") == "plan"
-    ]
-    turns.sort(key=lambda row: float(row["off"]))
-    planned = turns[len(turns) // 2]
+    planned = next(row for row in rows if row.get("policy") == "plan")
     planned |= {
         "case": "prediction", "name": case.name, "measured": planned["steady_images_per_second"],
         "predicted_beforehand": planned["predicted_images_per_second"],
         "predicted": planned["predicted_at_mean_speeds"], "summary": {},
-        "off_from": turns[0]["off"], "off_to": turns[-1]["off"],
+        "off": planned["predicted_at_mean_speeds"] / planned["steady_images_per_second"] - 1,
+        "standard_error": standard_error(planned["pass_efficiencies"]),
     }  # fmt: skip
     if case.name == "uneven":
         planned["summary"] = {"uneven_efficiency": planned["efficiency"]}
@@ -106,7 +101,7 @@ def _measure(case: Case, request: dict[str, Any]) -> list[dict[str, Any]]:
         planned["summary"] = {"alternating_vs_torch_4": planned["images_per_second"] / other["images_per_second"]}
     if case.name == "in turns with the ceiling":
         planned["summary"] = {"alternating_efficiency": planned["efficiency"]}
-    return [*(row for row in rows if row["mode"] != "serial" and row.get("policy") != "plan"), *turns]
+    return [row for row in rows if row["mode"] != "serial"]
 
 
 @cache

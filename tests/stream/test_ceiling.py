@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 from torch import Tensor
 
 from penstock.stream.ceiling import Ceilings
@@ -51,3 +52,11 @@ def test_other_devices_or_something_in_between_measure_again() -> None:
     ceilings.forget()
     assert ceilings.before(2) == [2 / 4] * 2
     assert slowing.asked[2:] == [(1, 2), (1, 2)]
+
+
+def test_a_typical_rate_is_the_mean_of_several_and_the_last_one_is_right_before_the_run() -> None:
+    slowing, ceilings = make()
+    assert ceilings.typical(2, 3) == pytest.approx([(2 / 1 + 2 / 2 + 2 / 3) / 3] * 2)
+    with ceilings.around(2) as rates:
+        assert len(slowing.asked) == 3
+    assert rates == [(2 / 3 + 2 / 4) / 2] * 2

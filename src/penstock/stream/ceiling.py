@@ -101,6 +101,14 @@ class Ceilings:
             self._last = {num_devices: self._measure(num_devices)}
         return self._last[num_devices]
 
+    def typical(self, num_devices: int, times: int) -> list[float]:
+        """Give each device's mean rate over so many measurements: one alone may take a device for too fast."""
+        measured = [self.before(num_devices)]
+        while len(measured) < times:
+            self.forget()
+            measured.append(self.before(num_devices))
+        return [sum(rates) / len(rates) for rates in zip(*measured, strict=True)]
+
     @contextmanager
     def around(self, num_devices: int) -> Iterator[list[float]]:
         """Measure before and after what is done inside; the list is then each device's mean rate."""

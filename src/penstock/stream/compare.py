@@ -152,12 +152,14 @@ class Comparison:
             computes_on=self._computes_on, tracer=FeederTracer(world) if self._trace else None,
         )  # fmt: skip
 
-    def calibrated(self, cluster: Cluster, profile: Profile, rates: Sequence[float] | None = None) -> Cluster:
+    def calibrated(
+        self, cluster: Cluster, profile: Profile, rates: Sequence[float] | None = None, *, times: int = 1
+    ) -> Cluster:
         """Give the cluster with the speeds that its devices show on the whole model, all at once.
 
-        Measured now, or where `rates` of all devices are given, those of a row.
+        Measured now, so many `times`, or where `rates` of all devices are given, those of a row.
         """
-        rates = rates or self._ceilings.before(len(self._world.devices))
+        rates = rates or self._ceilings.typical(len(self._world.devices), times)
         whole_s = sum(interpolate(profile.rows, unit.forward_s, self._rows) for unit in profile.units)
         speeds = {
             self._world.hosts[rank]: whole_s * rate / self._rows

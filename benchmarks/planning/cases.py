@@ -36,23 +36,24 @@ def lab_cases() -> list[tuple[Case, dict[str, Any]]]:
     compute alone, since the machine's speed drifts.
     """
     one_cut_set = {**_ONE_PIPELINE, "alternate": False}
-    tiny: dict[str, Any] = {"num_images": 80, "passes": 12, "model": TINY}
-    fours: dict[str, Any] = {"num_images": 80, "passes": 10, "microbatch_size": 4}
+    short: dict[str, Any] = {**TURNS, "passes": 8}
+    tiny: dict[str, Any] = {"num_images": 80, "passes": 8, "model": TINY}
+    fours: dict[str, Any] = {"num_images": 80, "passes": 8, "microbatch_size": 4}
     return [
         (Case(name="alternating", num_images=500, tasks=[peer(4)]), _ONE_PIPELINE),
         (Case(name="in turns with the ceiling", **TURNS), _ONE_PIPELINE),
         (Case(name="uneven", cpu=_UNEVEN, **TURNS, tasks=[pipeline(4, "equal-blocks")]), _ONE_PIPELINE),
-        (Case(name="one cut set", **TURNS), one_cut_set),
-        (Case(name="two hosts", hosts=2, **TURNS), _ONE_PIPELINE),
-        (Case(name="three hosts", hosts=3, **TURNS), _ONE_PIPELINE),
-        (Case(name="six hosts", hosts=6, cpu=0.22, **TURNS), _ONE_PIPELINE),
-        (Case(name="uneven with one cut set", cpu=_UNEVEN, **TURNS), one_cut_set),
+        (Case(name="one cut set", **short), one_cut_set),
+        (Case(name="two hosts", hosts=2, **short), _ONE_PIPELINE),
+        (Case(name="three hosts", hosts=3, **short), _ONE_PIPELINE),
+        (Case(name="six hosts", hosts=6, cpu=0.22, **short), _ONE_PIPELINE),
+        (Case(name="uneven with one cut set", cpu=_UNEVEN, **short), one_cut_set),
         (Case(name="microbatches of 4", **fours), {**_ONE_PIPELINE, "rows": [4]}),
         (Case(name="two replicas of tiny", hosts=2, **tiny), _NOT_SHARED),
         (Case(name="tiny on a slow link", bandwidth="20 Mbit/s", **tiny), _ONE_PIPELINE),
         (Case(name="tiny on an uneven pair", hosts=2, cpu=(0.5, 0.2), **tiny), _ONE_PIPELINE),
-        (Case(name="little memory", hosts=2, **TURNS), {**_ONE_PIPELINE, "spare_bytes": 30e6}),
-        (Case(name="ResNet-50", **TURNS, model=RESNET), _ONE_PIPELINE),
+        (Case(name="little memory", hosts=2, **short), {**_ONE_PIPELINE, "spare_bytes": 30e6}),
+        (Case(name="ResNet-50", **short, model=RESNET), _ONE_PIPELINE),
     ]
 
 

@@ -155,17 +155,18 @@ class Comparison:
     def calibrated(
         self, cluster: Cluster, profile: Profile, rates: Sequence[float] | None = None, *, times: int = 1
     ) -> Cluster:
-        """Give the cluster with the speeds that its devices show on the whole model, all at once.
+        """Give the cluster with its devices as fast as they are together on the whole model, all at once.
 
-        Measured now, so many `times`, or where `rates` of all devices are given, those of a row.
+        Measured now, so many `times`, or where `rates` of all devices are given, those of a row. How fast they are
+        beside each other is left as given: a process with the whole model may be a few percent faster than its like,
+        which says nothing about the process that will have a stage.
         """
         rates = rates or self._ceilings.typical(len(self._world.devices), times)
         whole_s = sum(interpolate(profile.rows, unit.forward_s, self._rows) for unit in profile.units)
-        speeds = {
-            self._world.hosts[rank]: whole_s * rate / self._rows
-            for rank, rate in zip(self._world.devices, rates, strict=True)
-        }
-        devices = [msgspec.structs.replace(d, speed=speeds[d.name]) for d in cluster.devices]
+        given = {device.name: device.speed for device in cluster.devices}
+        expected = sum(given[self._world.hosts[rank]] for rank in self._world.devices)
+        factor = whole_s * sum(rates) / self._rows / expected
+        devices = [msgspec.structs.replace(device, speed=device.speed * factor) for device in cluster.devices]
         return msgspec.structs.replace(cluster, devices=tuple(devices))
 
     def planned(self, plan: Plan) -> dict[str, Any]:

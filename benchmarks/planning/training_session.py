@@ -26,7 +26,7 @@ from penstock.spec.cluster import Cluster, parse_cluster
 from penstock.spec.plan import decode_plan, encode_plan
 from penstock.spec.profile import Profile
 
-STEPS, ALONE_STEPS = 3, 4
+STEPS, ALONE_STEPS = 5, 6
 
 
 def main() -> None:
@@ -116,7 +116,9 @@ def _speeds(world: World, profile: Profile, model: torch.nn.Module, ids: torch.T
 
 
 def _at(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
-    devices = [msgspec.structs.replace(d, speed=speed) for d, speed in zip(cluster.devices, speeds, strict=True)]
+    """Give the hosts as fast as they are together; beside each other they are as given (`Comparison.calibrated`)."""
+    factor = sum(speeds) / sum(device.speed for device in cluster.devices)
+    devices = [msgspec.structs.replace(device, speed=device.speed * factor) for device in cluster.devices]
     return msgspec.structs.replace(cluster, devices=tuple(devices))
 
 

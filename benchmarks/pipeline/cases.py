@@ -5,7 +5,7 @@ from typing import Any
 
 DEIT_S = "timm:deit_small_patch16_224"
 BASE = "4 stages, balanced"
-TURNS: dict[str, Any] = {"num_images": 30, "passes": 16}
+TURNS: dict[str, Any] = {"num_images": 60, "passes": 8}
 
 
 @dataclass(frozen=True, kw_only=True)

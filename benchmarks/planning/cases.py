@@ -36,9 +36,9 @@ def lab_cases() -> list[tuple[Case, dict[str, Any]]]:
     compute alone, since the machine's speed drifts.
     """
     one_cut_set = {**_ONE_PIPELINE, "alternate": False}
-    short: dict[str, Any] = {**TURNS, "passes": 8}
-    tiny: dict[str, Any] = {"num_images": 80, "passes": 8, "model": TINY}
-    fours: dict[str, Any] = {"num_images": 80, "passes": 8, "microbatch_size": 4}
+    short: dict[str, Any] = {**TURNS, "passes": 5}
+    tiny: dict[str, Any] = {"num_images": 120, "passes": 6, "model": TINY}
+    fours: dict[str, Any] = {"num_images": 160, "passes": 5, "microbatch_size": 4}
     return [
         (Case(name="alternating", num_images=500, tasks=[peer(4)]), _ONE_PIPELINE),
         (Case(name="in turns with the ceiling", **TURNS), _ONE_PIPELINE),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from penstock.plan.choose import make_plan
 from penstock.plan.predict import predict
 from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster
-from penstock.spec.profile import Profile
+from penstock.spec.profile import Profile, interpolate
 from penstock.stream.compare import Comparison
 from penstock.units import parse_rate
 from penstock.zoo.models import load_model
 
-_CALIBRATIONS = 4  # a plan gives more to whichever host came out as too fast
+_CALIBRATIONS = 4
 
 
 def main() -> None:
@@ -94,11 +95,17 @@ def _plan(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
         task["messages"] = asdict(measure_messages(comparison.world))
     profile = msgspec.structs.replace(profile, **task["messages"])
     given = msgspec.json.decode(task["cluster"], type=Cluster)
-    cluster = comparison.calibrated(given, profile, times=_CALIBRATIONS)
+    rows = comparison.settings()["microbatch_size"]
+    whole_s = sum(interpolate(profile.rows, unit.forward_s, rows) for unit in profile.units)
+
+    def as_fast_as(rates: Sequence[float]) -> Cluster:
+        return given.at_speed(whole_s * sum(rates) / rows)
+
+    cluster = as_fast_as(comparison.alone(_CALIBRATIONS))
     plan = make_plan(profile, cluster, msgspec.convert(task["request"], Request))
     row = comparison.planned(plan)
-    # the same plan and profile at the speeds that the devices had around the run: they drift
-    around = predict(plan, profile, comparison.calibrated(given, profile, row["alone_images_per_second"]))
+    # the same plan and profile at the speed that the devices had around the run: it drifts
+    around = predict(plan, profile, as_fast_as(row["alone_images_per_second"]))
     return row | {"predicted_at_mean_speeds": around.prediction.rows_per_s}
 
 

@@ -5,7 +5,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,11 @@ def _train(
     shape: tuple[int, ...], rows: int,
 ) -> dict[str, Any]:  # fmt: skip
     before = _speeds(world, profile, model, ids[:rows])
-    told = b"" if world.rank != FEEDER else encode_plan(plan_of_shape(profile, _at(cluster, before), shape, len(ids)))
+    told = (
+        b""
+        if world.rank != FEEDER
+        else encode_plan(plan_of_shape(profile, cluster.at_speed(sum(before)), shape, len(ids)))
+    )
     told = exchange(world.transport, {"plan": told.decode()})[FEEDER]["plan"].encode()
     plan = decode_plan(told)
     with penstock.Pipeline(model, (ids[:rows],), plan=plan, world=world, threads=1) as pipe:
@@ -83,7 +86,7 @@ def _train(
     return {
         "shape": shape, "microbatches": plan.microbatches, "measured": len(ids) / statistics.median(seconds),
         "predicted_beforehand": plan.prediction.rows_per_s,
-        "predicted": predict(plan, profile, _at(cluster, around)).prediction.rows_per_s, "seconds": seconds,
+        "predicted": predict(plan, profile, cluster.at_speed(sum(around))).prediction.rows_per_s, "seconds": seconds,
         "speeds": around, "cuts": [pipeline.cut_sets[0].cuts for pipeline in plan.pipelines],
     }  # fmt: skip
 
@@ -113,13 +116,6 @@ def _speeds(world: World, profile: Profile, model: torch.nn.Module, ids: torch.T
     model.zero_grad()
     told = exchange(world.transport, {"speed": expected / statistics.fmean(seconds[1:])})
     return [document["speed"] for document in told]
-
-
-def _at(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
-    """Give the hosts as fast as they are together; beside each other they are as given (`Comparison.calibrated`)."""
-    factor = sum(speeds) / sum(device.speed for device in cluster.devices)
-    devices = [msgspec.structs.replace(device, speed=device.speed * factor) for device in cluster.devices]
-    return msgspec.structs.replace(cluster, devices=tuple(devices))
 
 
 if __name__ == "__main__":

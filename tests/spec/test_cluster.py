@@ -124,3 +124,11 @@ def test_durations() -> None:
     assert parse_seconds("50us") == 50e-6
     with pytest.raises(UsageError, match="a duration is a number and a unit, not '5'"):
         parse_seconds("5")
+
+
+@given(st.lists(st.floats(0.01, 4.0), min_size=1, max_size=6), st.floats(0.1, 100.0))
+def test_devices_get_another_speed_together(speeds: list[float], total: float) -> None:
+    faster = make_cluster(*speeds).at_speed(total)
+    assert sum(device.speed for device in faster.devices) == pytest.approx(total)
+    ratios = [new.speed / old for new, old in zip(faster.devices, speeds, strict=True)]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios))

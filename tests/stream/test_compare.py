@@ -1,7 +1,6 @@
 """Rows of one model on one world."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from torch import Tensor
@@ -12,7 +11,6 @@ from penstock.stream.ceiling import WholeModel
 from penstock.stream.compare import Comparison
 from penstock.zoo.models import load_model
 from tests.cli.conftest import SMALL
-from tests.spec.samples import make_cluster, make_profile
 
 
 def test_replicas_are_a_row_with_the_same_numbers() -> None:
@@ -70,23 +68,3 @@ def test_a_limit_that_is_measured_beside_the_stages_is_taken_around_every_pass()
     assert row["ceiling_images_per_second"] == 4
     assert len(row["pass_efficiencies"]) == 3
     assert row["efficiency"] == pytest.approx(sum(row["pass_efficiencies"]) / 3)
-
-
-def test_speeds_are_measured_together_and_stay_as_given_beside_each_other() -> None:
-    world = start_local(2)
-    named = replace(world, hosts=["feeder", "a", "b"])
-    try:
-        comparison = Comparison(
-            load_model(SMALL), named, num_images=12, passes=3, microbatch_size=1, threads=1, depth=2, max_stages=2
-        )
-        comparison.take_limit_from(TwoRowsPerSecond)
-        given = make_cluster(0.5, 0.25)
-        profile = make_profile([0.2, 0.1])
-        measured = comparison.calibrated(given, profile)
-        told = comparison.calibrated(given, profile, [2.5, 5.0])
-        send_leave(world.transport)
-    finally:
-        world.close()
-    # two rows per second of 0.3 s each are a speed of 0.6, so of both 1.2, where 0.75 were given
-    assert [device.speed for device in measured.devices] == pytest.approx([0.8, 0.4])
-    assert [device.speed for device in told.devices] == pytest.approx([1.5, 0.75])

@@ -130,6 +130,21 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         names = [device.name for device in self.devices]
         raise ClusterError(f"there is no device {name!r} in {self.name}{nearest(name, names)}")
 
+    def at_speed(self, total: float) -> "Cluster":
+        """Give the cluster with devices that have this speed in all; beside each other they are as fast as before.
+
+        For devices that are known to be alike: of two processes that do the same on two of them one may be some
+        percent faster throughout, which says nothing about the next process there.
+
+        >>> pair = parse_cluster("[[hosts]]\\nname='a'\\ncpu=0.2\\nmemory='1 GiB'\\n"
+        ...                      "[[hosts]]\\nname='b'\\ncpu=0.3\\nmemory='1 GiB'")
+        >>> [device.speed for device in pair.at_speed(1.0).devices]
+        [0.4, 0.6]
+        """
+        factor = total / sum(device.speed for device in self.devices)
+        devices = tuple(msgspec.structs.replace(device, speed=device.speed * factor) for device in self.devices)
+        return msgspec.structs.replace(self, devices=devices)
+
     def without(self, names: Collection[str]) -> "Cluster":
         """Give the cluster without some devices; the first that is left feeds where the feeder is gone."""
         return msgspec.structs.replace(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -28,9 +27,7 @@ from penstock.graph.ops import State
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
 from penstock.plan.partition import stage_sums
-from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
-from penstock.spec.profile import Profile, interpolate
 from penstock.stream.ceiling import Alone, Ceilings, WholeModel
 from penstock.stream.facts import stream_facts
 from penstock.stream.samples import Difference, Samples
@@ -152,22 +149,9 @@ class Comparison:
             computes_on=self._computes_on, tracer=FeederTracer(world) if self._trace else None,
         )  # fmt: skip
 
-    def calibrated(
-        self, cluster: Cluster, profile: Profile, rates: Sequence[float] | None = None, *, times: int = 1
-    ) -> Cluster:
-        """Give the cluster with its devices as fast as they are together on the whole model, all at once.
-
-        Measured now, so many `times`, or where `rates` of all devices are given, those of a row. How fast they are
-        beside each other is left as given: a process with the whole model may be a few percent faster than its like,
-        which says nothing about the process that will have a stage.
-        """
-        rates = rates or self._ceilings.typical(len(self._world.devices), times)
-        whole_s = sum(interpolate(profile.rows, unit.forward_s, self._rows) for unit in profile.units)
-        given = {device.name: device.speed for device in cluster.devices}
-        expected = sum(given[self._world.hosts[rank]] for rank in self._world.devices)
-        factor = whole_s * sum(rates) / self._rows / expected
-        devices = [msgspec.structs.replace(device, speed=device.speed * factor) for device in cluster.devices]
-        return msgspec.structs.replace(cluster, devices=tuple(devices))
+    def alone(self, times: int = 1) -> list[float]:
+        """Give the rows per second of every device with the whole model, all at once: the mean of so many tries."""
+        return self._ceilings.typical(len(self._world.devices), times)
 
     def planned(self, plan: Plan) -> dict[str, Any]:
         """Stream as a plan says, on the devices that it names."""

@@ -12,8 +12,8 @@ def calibrate(seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False, r
     """Give the seconds that one round of a small transformer's matrix products takes here.
 
     The weights do not fit in most caches, as a model's do not. Rounds are repeated for at least `seconds`, so a CPU
-    quota that comes in short slices evens out, and at least `rounds` times; `by_cpu` counts this thread's own CPU
-    seconds.
+    quota that comes in short slices evens out, and at least `rounds` times, after a quarter of that to warm up;
+    `by_cpu` counts this thread's own CPU seconds.
 
     Example:
         speed = profile.calibration_s / calibrate()
@@ -27,12 +27,19 @@ def calibrate(seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False, r
     rows = torch.randn(_ROWS, _WIDTH, generator=generator)
     clock = time.thread_time if by_cpu else time.perf_counter
     with torch.inference_mode():
-        _round(rows, weights)
-        begin, started, done = clock(), time.perf_counter(), 0
-        while done < rounds or time.perf_counter() - started < seconds:
-            _round(rows, weights)
-            done += 1
+        _rounds(rows, weights, seconds / 4, 1)  # a process that has just begun is some percent slower
+        begin = clock()
+        done = _rounds(rows, weights, seconds, rounds)
         return (clock() - begin) / done
+
+
+def _rounds(rows: torch.Tensor, weights: list[tuple[torch.Tensor, torch.Tensor]], seconds: float, least: int) -> int:
+    """Do rounds for so long, and at least so many; tells how many."""
+    begin, done = time.perf_counter(), 0
+    while done < least or time.perf_counter() - begin < seconds:
+        _round(rows, weights)
+        done += 1
+    return done
 
 
 def _round(rows: torch.Tensor, weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

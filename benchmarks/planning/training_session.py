@@ -73,9 +73,7 @@ def _train(
 ) -> dict[str, Any]:  # fmt: skip
     before = _speeds(world, profile, model, ids[:rows])
     told = (
-        b""
-        if world.rank != FEEDER
-        else encode_plan(plan_of_shape(profile, cluster.at_speed(sum(before)), shape, len(ids)))
+        b"" if world.rank != FEEDER else encode_plan(plan_of_shape(profile, cluster.at_speeds(before), shape, len(ids)))
     )
     told = exchange(world.transport, {"plan": told.decode()})[FEEDER]["plan"].encode()
     plan = decode_plan(told)
@@ -86,7 +84,7 @@ def _train(
     return {
         "shape": shape, "microbatches": plan.microbatches, "measured": len(ids) / statistics.median(seconds),
         "predicted_beforehand": plan.prediction.rows_per_s,
-        "predicted": predict(plan, profile, cluster.at_speed(sum(around))).prediction.rows_per_s, "seconds": seconds,
+        "predicted": predict(plan, profile, cluster.at_speeds(around)).prediction.rows_per_s, "seconds": seconds,
         "speeds": around, "cuts": [pipeline.cut_sets[0].cuts for pipeline in plan.pipelines],
     }  # fmt: skip
 

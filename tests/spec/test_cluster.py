@@ -126,9 +126,16 @@ def test_durations() -> None:
         parse_seconds("5")
 
 
-@given(st.lists(st.floats(0.01, 4.0), min_size=1, max_size=6), st.floats(0.1, 100.0))
-def test_devices_get_another_speed_together(speeds: list[float], total: float) -> None:
-    faster = make_cluster(*speeds).at_speed(total)
-    assert sum(device.speed for device in faster.devices) == pytest.approx(total)
-    ratios = [new.speed / old for new, old in zip(faster.devices, speeds, strict=True)]
-    assert ratios == pytest.approx([ratios[0]] * len(ratios))
+@given(st.lists(st.tuples(st.sampled_from([0.2, 0.5, 1.0]), st.floats(0.01, 4.0)), min_size=1, max_size=6))
+def test_devices_that_are_alike_get_the_mean_of_their_speeds(devices: list[tuple[float, float]]) -> None:
+    described, seen = zip(*devices, strict=True)
+    found = [device.speed for device in make_cluster(*described).at_speeds(seen).devices]
+    assert sum(found) == pytest.approx(sum(seen))
+    for kind in set(described):
+        own = [pair for pair in zip(described, found, seen, strict=True) if pair[0] == kind]
+        assert len({speed for _, speed, _ in own}) == 1
+        assert sum(speed for _, speed, _ in own) == pytest.approx(sum(speed for _, _, speed in own))
+
+
+def test_devices_that_are_not_alike_keep_their_own_speeds() -> None:
+    assert [device.speed for device in make_cluster(0.5, 0.2).at_speeds([0.7, 0.1]).devices] == [0.7, 0.1]

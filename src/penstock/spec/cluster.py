@@ -21,9 +21,10 @@ A lab file is a cluster file too: its hosts are devices, their share of a core i
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import msgspec
@@ -130,20 +131,22 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         names = [device.name for device in self.devices]
         raise ClusterError(f"there is no device {name!r} in {self.name}{nearest(name, names)}")
 
-    def at_speed(self, total: float) -> "Cluster":
-        """Give the cluster with devices that have this speed in all; beside each other they are as fast as before.
+    def at_speeds(self, speeds: Sequence[float]) -> "Cluster":
+        """Give the cluster with devices of other speeds; those that were equally fast before stay so, at their mean.
 
-        For devices that are known to be alike: of two processes that do the same on two of them one may be some
-        percent faster throughout, which says nothing about the next process there.
+        Of two processes that do the same on equal devices one may be some percent faster throughout, which says
+        nothing about the next process there.
 
-        >>> pair = parse_cluster("[[hosts]]\\nname='a'\\ncpu=0.2\\nmemory='1 GiB'\\n"
-        ...                      "[[hosts]]\\nname='b'\\ncpu=0.3\\nmemory='1 GiB'")
-        >>> [device.speed for device in pair.at_speed(1.0).devices]
-        [0.4, 0.6]
+        >>> three = parse_cluster("[[devices]]\\nname='a'\\nmemory='1 GiB'\\n[[devices]]\\nname='b'\\nmemory='1 GiB'\\n"
+        ...                       "[[devices]]\\nname='c'\\nmemory='1 GiB'\\nspeed=0.5")
+        >>> [device.speed for device in three.at_speeds([1.0, 1.5, 0.75]).devices]
+        [1.25, 1.25, 0.75]
         """
-        factor = total / sum(device.speed for device in self.devices)
-        devices = tuple(msgspec.structs.replace(device, speed=device.speed * factor) for device in self.devices)
-        return msgspec.structs.replace(self, devices=devices)
+        alike: dict[float, list[float]] = {}
+        for device, speed in zip(self.devices, speeds, strict=True):
+            alike.setdefault(device.speed, []).append(speed)
+        devices = (msgspec.structs.replace(device, speed=fmean(alike[device.speed])) for device in self.devices)
+        return msgspec.structs.replace(self, devices=tuple(devices))
 
     def without(self, names: Collection[str]) -> "Cluster":
         """Give the cluster without some devices; the first that is left feeds where the feeder is gone."""

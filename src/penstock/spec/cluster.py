@@ -137,9 +137,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Of two processes that do the same on equal devices one may be some percent faster throughout, which says
         nothing about the next process there.
 
-        >>> three = parse_cluster("[[devices]]\\nname='a'\\nmemory='1 GiB'\\n[[devices]]\\nname='b'\\nmemory='1 GiB'\\n"
-        ...                       "[[devices]]\\nname='c'\\nmemory='1 GiB'\\nspeed=0.5")
-        >>> [device.speed for device in three.at_speeds([1.0, 1.5, 0.75]).devices]
+        >>> text = "".join(f"[[devices]]\\nname='{name}'\\nmemory='1 GiB'\\nspeed={speed}\\n"
+        ...                for name, speed in [("a", 1), ("b", 1), ("c", 0.5)])
+        >>> [device.speed for device in parse_cluster(text).at_speeds([1.0, 1.5, 0.75]).devices]
         [1.25, 1.25, 0.75]
         """
         alike: dict[float, list[float]] = {}

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -86,6 +87,13 @@ class Running:
         for process in [*self.children(), self._process]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def free_port() -> int:
+    """Give a port of loopback that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def run_python(*arguments: str, deadline_s: float, stdin: str = "", env: Mapping[str, str] | None = None) -> Finished:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from penstock.zoo import load_model, open_images
 from tests.cli.conftest import SMALL
+from tests.processes import free_port, run_python
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -147,3 +148,20 @@ def test_ctrl_c_leaves_rows_on_disk_and_no_process_behind(tmp_path: Path) -> Non
     rows = rows_of(output)
     images = open_images("digits")
     assert [row["image"] for row in rows] == [images.name(i) for i in range(len(rows))]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_under_torchrun_all_processes_end_well(photos: Path, tmp_path: Path, broken: bool) -> None:
+    output = tmp_path / "out.csv"
+    if broken:
+        (photos / "broken.png").write_bytes(b"no picture")
+    done = run_python(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), "-m",
+        "penstock", "infer", SMALL, "--images", str(photos), "-o", str(output), deadline_s=120,
+    )  # fmt: skip
+    assert (done.status == 0) is not broken, done.stderr
+    failed = [row for row in rows_of(output) if row["error"]]
+    assert len(failed) == broken
+    assert "through 2 stages" in done.stdout
+    assert "rank 0" not in done.stderr
+    assert done.stderr.count("error: ") == broken  # said once, by the process that feeds

@@ -12,7 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from penstock.engine import world as world_module
 from penstock.engine.world import join_torchrun, under_torchrun
 from penstock.errors import ConnectionBroken, DeviceLost, RunError, TransportError
-from tests.processes import run_ranks
+from tests.processes import free_port, run_ranks
 from tests.worlds import memory_world
 
 LOOPBACK = "127.0.0.1"
@@ -33,12 +33,6 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         assert under_torchrun()
         with pytest.raises(RunError, match=f"port {port} on {LOOPBACK} is in use; give another one"):
             join_torchrun()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
-        return int(free.getsockname()[1])
 
 
 def test_one_process_is_a_world_too(monkeypatch: pytest.MonkeyPatch) -> None:

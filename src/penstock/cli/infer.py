@@ -27,6 +27,7 @@ from penstock.cli.options import (
     check_profiled,
     write_json,
 )
+from penstock.engine.jobs import send_leave
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, join_torchrun, under_torchrun
 from penstock.errors import RunError, UsageError
@@ -98,7 +99,11 @@ def infer(
                     device=device, trace=trace, trace_profile=profile,
                 )  # fmt: skip
             pipe.model_name = zoo.name
-            _run(pipe, zoo, chosen, file, microbatch_size, json, live=live)
+            failed = _run(pipe, zoo, chosen, file, microbatch_size, json, live=live)
+        if world is not None:
+            send_leave(world.transport)
+        if failed:
+            raise RunError(f"{len(failed)} of {len(chosen)} images failed, the first one: {failed[0].error}")
 
 
 def _example(zoo: ZooModel, rows: int) -> torch.Tensor:
@@ -126,7 +131,8 @@ def _run(
     json: Path | None,
     *,
     live: bool,
-) -> None:
+) -> list[Prediction]:
+    """Write a row for every image; gives those that failed."""
     tally = _Tally(zoo, images, file)
     console = Console(stderr=True)
     progress = Progress(
@@ -154,9 +160,7 @@ def _run(
     summary = tally.summary(pipe)
     write_json(json, summary)
     typer.echo(_sentence(summary, file.path))
-    if tally.failed:
-        first = tally.failed[0]
-        raise RunError(f"{len(tally.failed)} of {len(images)} images failed, the first one: {first.error}")
+    return tally.failed
 
 
 class _Tally:

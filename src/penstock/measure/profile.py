@@ -165,9 +165,10 @@ def device_kind() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+# under torchrun and on hosts a worker is the verb's own process, which has more than one that a process here starts
 _MEASURE_BASE = """
 import torch
-import penstock.engine.worker
+import penstock.cli.main
 import penstock.memory
 torch.set_num_threads(1)
 torch.nn.functional.linear(torch.randn(8, 64), torch.randn(64, 64))

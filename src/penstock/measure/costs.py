@@ -20,7 +20,7 @@ from penstock.measure.units import random_input
 STEADY = 0.03
 # but only so often, and for so many seconds for each batch size
 MOST_ROUNDS = 4
-MOST_S = 4.0
+MOST_S = 2.5
 
 
 @dataclass(frozen=True, slots=True)

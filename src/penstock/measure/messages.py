@@ -55,7 +55,7 @@ class _Taken:
     feeder_s: float
 
 
-def measure_messages(world: World | None = None, *, num_microbatches: int = 150) -> MessageCosts:
+def measure_messages(world: World | None = None, *, num_microbatches: int = 100) -> MessageCosts:
     """Measure the CPU seconds of a stage per microbatch and per byte, and of the process that feeds it.
 
     What the stage's process takes beside its computing is laid to messages: the threads that move bytes, the

@@ -5,7 +5,6 @@ What torchrun would set in their environment is set; that torchrun itself starts
 
 import json
 import os
-import socket
 import sys
 import time
 import traceback
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.processes import run_python
+from tests.processes import free_port, run_python
 
 # what makes a first capture slow is imported in the course of it
 _WARM = """
@@ -49,10 +48,7 @@ def _environment(size: int) -> list[dict[str, str]]:
     """Give each process of a group what torchrun would."""
     if not size:
         return [{}]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     return [meeting | {"RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"} for rank in range(size)]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import SMALL
+from tests.processes import free_port
 
 Run = Callable[..., tuple[int, str, str]]
 FIELDS = {
@@ -63,7 +64,7 @@ def test_bad_options(arguments: str, penstock: Run) -> None:
 def test_the_script_for_each_machine_ends_with_the_speed_up(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "scripts" / "run.sh"
     environment = {**os.environ, "PORT": "0", "PYTHONWARNINGS": "ignore"}
-    environment["PORT"] = str(_free_port())
+    environment["PORT"] = str(free_port())
     options = ["--json", str(tmp_path / "bench.json")]
     done = subprocess.run(
         ["bash", str(script), "1", "2", "0", "127.0.0.1", SMALL, *options, "--num-images", "8"],
@@ -91,10 +92,3 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
         )  # fmt: skip
     assert done.returncode == 1
     assert "is in use" in done.stderr.splitlines()[-1]
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -25,7 +25,7 @@ from penstock.cli.options import (
 from penstock.engine.devices import find_device
 from penstock.engine.jobs import send_leave
 from penstock.engine.split import POLICIES
-from penstock.engine.worker import work
+from penstock.engine.worker import follow
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
 from penstock.errors import UsageError
 from penstock.report.comparison import write_comparison
@@ -80,7 +80,7 @@ def bench(
     if world is None:
         find_device(device)  # before anything is started
     if world is not None and world.rank != FEEDER:
-        _follow(world)
+        typer.echo(follow(world))
         return
     try:
         with working("loading the model") as say:
@@ -152,14 +152,6 @@ def _send_home(world: World, message: str) -> None:
     """Send everybody home, with a last line to print."""
     send_leave(world.transport, message)
     world.close()
-
-
-def _follow(world: World) -> None:
-    try:
-        message = work(world)
-    finally:
-        world.close()
-    typer.echo(message)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -28,7 +28,7 @@ from penstock.cli.options import (
     write_json,
 )
 from penstock.engine.jobs import send_leave
-from penstock.engine.worker import work
+from penstock.engine.worker import follow
 from penstock.engine.world import FEEDER, join_torchrun, under_torchrun
 from penstock.errors import RunError, UsageError
 from penstock.spec.check import read_plan
@@ -73,10 +73,7 @@ def infer(
     del cluster  # main() starts the verb again on its hosts
     world = join_torchrun() if under_torchrun() else None
     if world is not None and world.rank != FEEDER:
-        try:
-            work(world)
-        finally:
-            world.close()
+        follow(world)
         return
     with world.taking_part() if world is not None else contextlib.nullcontext():
         with working("loading the model"):

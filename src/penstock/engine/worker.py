@@ -41,6 +41,14 @@ def work(world: World, make: MakeRuntime | None = None, bundle: Path | None = No
         raise
 
 
+def follow(world: World) -> str:
+    """Do jobs until told to leave, and let go of the world; gives the last word."""
+    try:
+        return work(world)
+    finally:
+        world.close()
+
+
 def do_job(
     world: World, document: Mapping[str, Any], make: MakeRuntime | None = None, bundle: Path | None = None
 ) -> None:

@@ -99,7 +99,7 @@ def _plan(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
     whole_s = sum(interpolate(profile.rows, unit.forward_s, rows) for unit in profile.units)
 
     def as_fast_as(rates: Sequence[float]) -> Cluster:
-        return given.at_speeds([whole_s * rate / rows for rate in rates])
+        return given.at_mean_speeds([whole_s * rate / rows for rate in rates])
 
     cluster = as_fast_as(comparison.alone(_CALIBRATIONS))
     plan = make_plan(profile, cluster, msgspec.convert(task["request"], Request))

@@ -72,11 +72,10 @@ def _train(
     shape: tuple[int, ...], rows: int,
 ) -> dict[str, Any]:  # fmt: skip
     before = _speeds(world, profile, model, ids[:rows])
-    told = (
-        b"" if world.rank != FEEDER else encode_plan(plan_of_shape(profile, cluster.at_speeds(before), shape, len(ids)))
-    )
-    told = exchange(world.transport, {"plan": told.decode()})[FEEDER]["plan"].encode()
-    plan = decode_plan(told)
+    told = ""
+    if world.rank == FEEDER:
+        told = encode_plan(plan_of_shape(profile, cluster.at_mean_speeds(before), shape, len(ids))).decode()
+    plan = decode_plan(exchange(world.transport, {"plan": told})[FEEDER]["plan"].encode())
     with penstock.Pipeline(model, (ids[:rows],), plan=plan, world=world, threads=1) as pipe:
         seconds = _steps(pipe, ids)
     after = _speeds(world, profile, model, ids[:rows])
@@ -84,7 +83,7 @@ def _train(
     return {
         "shape": shape, "microbatches": plan.microbatches, "measured": len(ids) / statistics.median(seconds),
         "predicted_beforehand": plan.prediction.rows_per_s,
-        "predicted": predict(plan, profile, cluster.at_speeds(around)).prediction.rows_per_s, "seconds": seconds,
+        "predicted": predict(plan, profile, cluster.at_mean_speeds(around)).prediction.rows_per_s, "seconds": seconds,
         "speeds": around, "cuts": [pipeline.cut_sets[0].cuts for pipeline in plan.pipelines],
     }  # fmt: skip
 

@@ -129,7 +129,7 @@ def test_durations() -> None:
 @given(st.lists(st.tuples(st.sampled_from([0.2, 0.5, 1.0]), st.floats(0.01, 4.0)), min_size=1, max_size=6))
 def test_devices_that_are_alike_get_the_mean_of_their_speeds(devices: list[tuple[float, float]]) -> None:
     described, seen = zip(*devices, strict=True)
-    found = [device.speed for device in make_cluster(*described).at_speeds(seen).devices]
+    found = [device.speed for device in make_cluster(*described).at_mean_speeds(seen).devices]
     assert sum(found) == pytest.approx(sum(seen))
     for kind in set(described):
         own = [pair for pair in zip(described, found, seen, strict=True) if pair[0] == kind]
@@ -138,4 +138,4 @@ def test_devices_that_are_alike_get_the_mean_of_their_speeds(devices: list[tuple
 
 
 def test_devices_that_are_not_alike_keep_their_own_speeds() -> None:
-    assert [device.speed for device in make_cluster(0.5, 0.2).at_speeds([0.7, 0.1]).devices] == [0.7, 0.1]
+    assert [device.speed for device in make_cluster(0.5, 0.2).at_mean_speeds([0.7, 0.1]).devices] == [0.7, 0.1]

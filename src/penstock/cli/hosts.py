@@ -75,13 +75,9 @@ def _as_measured(cluster: Cluster, world: World, measured: MeasuredHosts, profil
     missing = [name for name in world.hosts if name not in known]
     if missing:
         raise ClusterError(f"{', '.join(missing)} took part but is not in the cluster file; add it as a device")
-    speeds = dict(zip(world.hosts, measured.calibration_s, strict=True))
-    devices = tuple(
-        msgspec.structs.replace(device, speed=profile.calibration_s / speeds[device.name])
-        if profile is not None and device.name in speeds
-        else device
-        for device in cluster.devices
-    )
+    if profile is not None:
+        seconds = zip(world.hosts, measured.calibration_s, strict=True)
+        cluster = cluster.at_speeds({name: profile.calibration_s / taken for name, taken in seconds})
     slower: dict[tuple[str, str], tuple[float, float]] = {}
     for link in measured.links:  # a link is as fast as its slower direction
         first, second = sorted((world.hosts[link.source], world.hosts[link.target]))
@@ -91,7 +87,7 @@ def _as_measured(cluster: Cluster, world: World, measured: MeasuredHosts, profil
         Link(between=pair, bandwidth_bytes_per_s=rate, latency_s=latency_s)
         for pair, (rate, latency_s) in slower.items()
     )
-    return msgspec.structs.replace(cluster, devices=devices, links=links)
+    return msgspec.structs.replace(cluster, links=links)
 
 
 def _print(world: World, measured: MeasuredHosts, profile: Profile | None) -> None:

@@ -59,10 +59,7 @@ def observed(cluster: Cluster, speeds: Mapping[str, float], missing: Collection[
     feeder = cluster.feeding.name
     if feeder in missing:
         raise PlanError(f"{feeder} feeds and is gone; name another feeder in the cluster file and start again there")
-    devices = tuple(
-        msgspec.structs.replace(device, speed=speeds.get(device.name, device.speed)) for device in cluster.devices
-    )
-    return msgspec.structs.replace(cluster, devices=devices, feeder=feeder).without(missing)
+    return msgspec.structs.replace(cluster.at_speeds(speeds), feeder=feeder).without(missing)
 
 
 def request_of(plan: Plan) -> Request:

@@ -131,7 +131,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         names = [device.name for device in self.devices]
         raise ClusterError(f"there is no device {name!r} in {self.name}{nearest(name, names)}")
 
-    def at_speeds(self, speeds: Sequence[float]) -> "Cluster":
+    def at_speeds(self, speeds: Mapping[str, float]) -> "Cluster":
+        """Give the cluster with devices of these names at other speeds."""
+        devices = tuple(msgspec.structs.replace(one, speed=speeds.get(one.name, one.speed)) for one in self.devices)
+        return msgspec.structs.replace(self, devices=devices)
+
+    def at_mean_speeds(self, speeds: Sequence[float]) -> "Cluster":
         """Give the cluster with devices of other speeds; those that were equally fast before stay so, at their mean.
 
         Of two processes that do the same on equal devices one may be some percent faster throughout, which says
@@ -139,14 +144,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
         >>> text = "".join(f"[[devices]]\\nname='{name}'\\nmemory='1 GiB'\\nspeed={speed}\\n"
         ...                for name, speed in [("a", 1), ("b", 1), ("c", 0.5)])
-        >>> [device.speed for device in parse_cluster(text).at_speeds([1.0, 1.5, 0.75]).devices]
+        >>> [device.speed for device in parse_cluster(text).at_mean_speeds([1.0, 1.5, 0.75]).devices]
         [1.25, 1.25, 0.75]
         """
         alike: dict[float, list[float]] = {}
         for device, speed in zip(self.devices, speeds, strict=True):
             alike.setdefault(device.speed, []).append(speed)
-        devices = (msgspec.structs.replace(device, speed=fmean(alike[device.speed])) for device in self.devices)
-        return msgspec.structs.replace(self, devices=tuple(devices))
+        return self.at_speeds({device.name: fmean(alike[device.speed]) for device in self.devices})
 
     def without(self, names: Collection[str]) -> "Cluster":
         """Give the cluster without some devices; the first that is left feeds where the feeder is gone."""

@@ -149,7 +149,7 @@ class Comparison:
             computes_on=self._computes_on, tracer=FeederTracer(world) if self._trace else None,
         )  # fmt: skip
 
-    def alone(self, times: int = 1) -> list[float]:
+    def alone(self, times: int) -> list[float]:
         """Give the rows per second of every device with the whole model, all at once: the mean of so many tries."""
         return self._ceilings.typical(len(self._world.devices), times)
 

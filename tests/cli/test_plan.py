@@ -9,6 +9,7 @@ import pytest
 from penstock.spec.check import read_plan
 from penstock.spec.cluster import write_cluster
 from penstock.spec.profile import Unit, write_profile
+from penstock.tracing.record import RECORDING_BYTES
 from tests.spec.samples import make_cluster, make_profile
 
 Run = Callable[..., tuple[int, str, str]]
@@ -20,7 +21,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     units = tuple(Unit(forward_s=(0.1,), parameters=((f"w{index}", 10**6),)) for index in range(20))
     profile = make_profile([0.0] * 20, [1000.0] * 21, units=units, send_s_per_byte=1e-6)
     write_profile(tmp_path / "profile.json", profile)
-    cluster = make_cluster(1, 0.8, 0.5, 0.25, memory_bytes=12 * 10**6, bandwidth_bytes_per_s=1e4)
+    cluster = make_cluster(1, 0.8, 0.5, 0.25, memory_bytes=RECORDING_BYTES + 12 * 10**6, bandwidth_bytes_per_s=1e4)
     (tmp_path / "cluster.toml").write_text(write_cluster(cluster))
     return tmp_path / "profile.json", tmp_path / "cluster.toml"
 
@@ -31,7 +32,16 @@ def test_a_plan_is_written_and_printed(penstock: Run, files: tuple[Path, Path], 
     plan = read_plan(tmp_path / "plan.json")
     assert plan.prediction.num_rows == 40
     assert "line: 4 stages on 4 devices, 1 rows per microbatch" in out
-    assert "of 12 MB" in out
+    assert "of 45.6 MB" in out
+
+
+def test_memory_for_a_trace_is_in_the_plan(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
+    needs = []
+    for option in ("--trace", "--no-trace"):
+        assert penstock("plan", *files, option, "--no-alternate", "-o", tmp_path / "plan.json")[0] == 0
+        loads = read_plan(tmp_path / "plan.json").prediction.devices
+        needs.append(min(load.memory_bytes for load in loads))
+    assert needs[0] > RECORDING_BYTES > needs[1]
 
 
 def test_an_explanation(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -87,7 +97,7 @@ def test_what_cannot_be(arguments: list[str], status: int, said: str, penstock: 
 
 def test_a_model_too_large(penstock: Run, files: tuple[Path, Path], tmp_path: Path) -> None:
     small = tmp_path / "small.toml"
-    small.write_text(write_cluster(make_cluster(1, 1, memory_bytes=6 * 10**6)))
+    small.write_text(write_cluster(make_cluster(1, 1, memory_bytes=RECORDING_BYTES + 6 * 10**6)))
     status, _, err = penstock("plan", files[0], small)
     assert status == 1
     assert "the model does not fit: it needs 20 MB" in err

@@ -12,7 +12,9 @@ from penstock.engine.reference import measure_alone
 from penstock.engine.runtime import Runtime
 from penstock.engine.split import load_state
 from penstock.engine.turns import Turns
+from penstock.tracing.record import RECORDING_BYTES
 from penstock.zoo.weights import ModuleWeights
+from tests.processes import run_python
 from tests.worlds import divided_tower, tower_inputs
 
 
@@ -34,7 +36,7 @@ def test_a_copy_gives_the_same_from_weights_of_its_own() -> None:
     assert all(a.data_ptr() != b.data_ptr() for a, b in pairs if isinstance(a, torch.Tensor))
 
 
-@pytest.mark.parametrize(("room", "expected"), [(2**26, 4), (2, 2), (1, 1), (0, 1)])
+@pytest.mark.parametrize(("room", "expected"), [(2**26, 4), (2, 3), (1, 2), (0, 1)])
 def test_copies_stand_in_for_the_other_stages(monkeypatch: pytest.MonkeyPatch, room: int, expected: int) -> None:
     runtime = first_stage()
     ran: list[int] = []
@@ -47,7 +49,7 @@ def test_copies_stand_in_for_the_other_stages(monkeypatch: pytest.MonkeyPatch, r
     monkeypatch.setattr(Runtime, "__call__", counted)
     monkeypatch.setattr(reference, "_ALONE_S", 0.0)
     if room < 2**20:
-        monkeypatch.setattr(reference, "_CACHED_BYTES", room * runtime.weight_bytes)
+        monkeypatch.setattr(reference, "SCRATCH_BYTES", room * runtime.weight_bytes)
     message = Message(DATA, 0, (2,), list(tower_inputs(1)[0]))
     with torch.inference_mode():
         alone = measure_alone(7, Turns([runtime]), [message], others=3)
@@ -76,3 +78,41 @@ def test_what_other_threads_compute_is_not_the_stage_s() -> None:
             other.join()
     # of one thread they cannot be more; those of the process would be nearly twice as many on two cores
     assert 0 < alone.cpu_s <= alone.seconds
+
+
+RECORDED = """
+import resource, torch
+from torch import nn
+from penstock.engine import reference
+from penstock.engine.executor import StageReport, StageSlot, _keep
+from penstock.engine.messages import DATA, Message
+from penstock.engine.runtime import Runtime
+from penstock.engine.split import load_state
+from penstock.engine.turns import Turns
+from penstock.graph.capture import capture
+from penstock.graph.stages import divide
+from penstock.zoo.weights import ModuleWeights
+
+model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).eval()
+graph = capture(model, (torch.zeros(2048, 512),))
+program, weights = divide(graph, [])[0], ModuleWeights(model)
+tensors = {state.value.name: load_state(graph, state, weights) for state in graph.states}
+order = [turn % 6 for turn in range(60)]
+runtimes = Turns([Runtime(program, tensors) for _ in range(6)], order)
+slot = StageSlot(0, runtimes, None, None, StageReport(0, "here"))
+reference._ALONE_S = 0.0
+with torch.inference_mode():
+    runtimes[0]({"batch": 2048}, [torch.zeros(2048, 512)])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for index in range(60):
+        _keep(slot, Message(DATA, index, (2048,), [torch.zeros(2048, 512)]))
+    assert 1 <= len(slot.kept) <= 6
+    assert reference.measure_alone(0, runtimes, list(slot.kept.values()), others=4).seconds > 0
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_what_recording_takes_does_not_grow_with_the_cut_sets() -> None:
+    ended = run_python("-c", RECORDED, deadline_s=120.0, env={"MALLOC_ARENA_MAX": "1"})
+    assert ended.status == 0, ended.stderr
+    assert int(ended.stdout) < RECORDING_BYTES

@@ -36,7 +36,7 @@ def stream(
         inputs = tower_inputs(num)
         results = list(deployment.stream((list(x), {"batch": 2}) for x in inputs))
         assert all(torch.equal(a[0], halves.model(*x)) for a, x in zip(results, inputs, strict=True))
-    traces = deployment.traces
+    traces = [trace if isinstance(trace, ProcessTrace) else trace.unpacked() for trace in deployment.traces]
     deployment.close()
     return traces
 

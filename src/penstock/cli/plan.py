@@ -16,6 +16,8 @@ from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Schedule, write_plan
 from penstock.spec.profile import read_profile
 from penstock.terminal.progress import working
+from penstock.tracing.record import RECORDING_BYTES
+from penstock.units import format_bytes
 
 _AIMS = ("throughput", "latency", "devices")
 _SCHEDULES = get_args(Schedule)
@@ -41,6 +43,9 @@ def plan(
     alternate: Annotated[bool, typer.Option(help="Let microbatches take turns on several cut sets.")] = True,
     replicas: Annotated[bool, typer.Option(help="Also consider whole pipelines side by side.")] = True,
     shared: Annotated[bool, typer.Option(help="Also consider stages that several devices share.")] = False,
+    trace: Annotated[
+        bool, typer.Option(help=f"Keep {format_bytes(RECORDING_BYTES)} free on every device, for --trace.")
+    ] = True,
     explanation: Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")] = False,
     json: JsonFile = None,
 ) -> None:
@@ -58,7 +63,7 @@ def plan(
         rows=tuple(parse_numbers(rows, "--rows")) if rows else (),
         schedule=cast(Schedule, schedule), num_microbatches=microbatches, batch_rows=batch_size,
         optimizer_state_factor=optimizer_state,
-        alternate=alternate, replicas=replicas, shared=shared,
+        alternate=alternate, replicas=replicas, shared=shared, recording_bytes=float(RECORDING_BYTES) if trace else 0.0,
     )  # fmt: skip
     measured, devices = read_profile(profile), read_cluster(cluster)
     console = make_console()

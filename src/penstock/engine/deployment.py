@@ -24,7 +24,7 @@ from penstock.engine.wiring import build_slots, feeder_edges, tell_progress
 from penstock.engine.world import FEEDER, World, check_world
 from penstock.errors import ConnectionBroken, TransportError, UsageError
 from penstock.graph.program import StageProgram
-from penstock.tracing.trace import ProcessTrace
+from penstock.tracing.trace import StreamTrace
 
 # makes a stage's runtimes where they do not come from programs and weights
 MakeRuntimes = Callable[[int], Turns[StageRuntime]]
@@ -62,7 +62,7 @@ class Deployment:
         )  # fmt: skip
         _check_shared(self.job)
         self.tracer = tracer
-        self.traces: list[ProcessTrace] = []  # of the last stream's processes, where it was recorded
+        self.traces: Sequence[StreamTrace] = []  # of the last stream's processes, where it was recorded
         self._window = (depth + 1) * sum(len(ranks.items) for ranks in places) + depth
         self._executor: threading.Thread | None = None
         self._errors: queue.Queue[BaseException] = queue.Queue()
@@ -218,7 +218,7 @@ class Replicas:
         return self.deployments[0].sizes
 
     @property
-    def traces(self) -> list[ProcessTrace]:
+    def traces(self) -> Sequence[StreamTrace]:
         """What the processes recorded of the last stream, the feeding one first; empty where nothing was."""
         return self.deployments[0].traces
 

@@ -20,7 +20,7 @@ from penstock.engine.runtime import Runtime, StageRuntime
 from penstock.engine.turns import Turns
 from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.plan.schedule import Action
-from penstock.tracing.record import Recorder
+from penstock.tracing.record import KEPT_BYTES, Recorder
 from penstock.tracing.trace import Alone
 
 
@@ -58,7 +58,7 @@ class StageSlot:
     others: int = 0  # stages of the model beside this one
     began_cpu_s: float = 0.0
     recorder: Recorder | None = None
-    kept: dict[int, Message] = field(default_factory=dict)  # a microbatch for each turn, to run again alone
+    kept: dict[int, Message] = field(default_factory=dict)  # a microbatch for each program, to run again alone
     alone: Alone | None = None
     profile: ProfileWindow | None = None
     computed_at: tuple[float, float] | None = None  # the last computation's end, by the clock and in CPU seconds
@@ -170,9 +170,7 @@ def _run(slot: StageSlot, runtime: StageRuntime, sizes: Mapping[str, int], messa
     recorder = slot.recorder
     if recorder is None:
         return runtime(sizes, message.tensors)
-    turn = message.index % len(slot.runtimes.order)
-    if turn == message.index and turn not in slot.kept:
-        slot.kept[turn] = Message(DATA, turn, message.sizes, [copy_exactly(t) for t in message.tensors])
+    _keep(slot, message)
     if slot.profile is not None:
         with slot.profile.around(slot.index, message.index):
             return runtime(sizes, message.tensors)
@@ -184,6 +182,18 @@ def _run(slot: StageSlot, runtime: StageRuntime, sizes: Mapping[str, int], messa
         recorder.span("unit", slot.index, message.index, at_s, at_s + taken_s, op.name)
         at_s += taken_s
     return outputs
+
+
+def _keep(slot: StageSlot, message: Message) -> None:
+    """Keep a microbatch of each program, to be run again alone, as long as all of them together stay small."""
+    program = slot.runtimes.order[message.index % len(slot.runtimes.order)]
+    if program in slot.kept:
+        return
+    num_bytes = sum(tensor.nbytes for tensor in message.tensors)
+    before = sum(tensor.nbytes for kept in slot.kept.values() for tensor in kept.tensors)
+    if not slot.kept or before + num_bytes <= KEPT_BYTES:
+        tensors = [copy_exactly(tensor) for tensor in message.tensors]
+        slot.kept[program] = Message(DATA, message.index, message.sizes, tensors)
 
 
 def _take(slot: StageSlot, microbatch: int) -> Message:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from penstock.cluster.launch import quota_cores
 from penstock.engine.calibrate import calibrate
@@ -15,36 +16,54 @@ from penstock.engine.messages import Message
 from penstock.engine.runtime import Runtime, StageRuntime
 from penstock.engine.turns import Turns
 from penstock.memory import limit_bytes
+from penstock.tracing.record import SCRATCH_BYTES
 from penstock.tracing.trace import Alone, Machine
 
 # long enough for CPU quotas, which come in slices of some milliseconds, to even out
 _ALONE_S = 0.6
 _LEAST_ROUNDS = 3
-# beyond this a stage's weights fit no cache anyway
-_CACHED_BYTES = 64 * 2**20
 _BYTES = 2**20
 _BYTE_ROUNDS = 8
 
 
 def measure_alone(stage: int, runtimes: Turns[StageRuntime], kept: Sequence[Message], *, others: int = 0) -> Alone:
-    """Run a stage again on microbatches that it had, one for each turn, with no messages in between.
+    """Run a stage again on microbatches that it had, one for each of its programs, with no messages in between.
 
-    A device that runs the whole model comes back to a stage when the `others` have filled its caches. Copies of the
-    stage stand in for them, and every run counts: the same stage over and over would be quicker than any model is.
+    Each program counts as often as its turn comes. Programs are measured one after the other, so what that takes of
+    memory does not grow with their number: at most `SCRATCH_BYTES`.
     """
-    cast = [(message, _with_copies(runtimes[message.index], others)) for message in kept]
-    for message, alike in cast:
-        for copy in alike[1:]:
-            _run(copy, message)  # the first run of each decides what depends on sizes
-    count = num = 0
-    # of the thread that computes, as in a stream: this process's other threads may still be taking results
-    begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
-    while count < _LEAST_ROUNDS or time.perf_counter() - begin_s < _ALONE_S:
-        for message, alike in cast:
-            _run(alike[count % len(alike)], message)
-            num += 1
+    number = {id(runtime): position for position, runtime in enumerate(runtimes.items)}
+    weights = [runtimes.order.count(number[id(runtimes[message.index])]) for message in kept]
+    measured = [_measure(runtimes[message.index], message, others, _ALONE_S / len(kept)) for message in kept]
+    seconds, cpu_s = (
+        sum(weight * each[part] for weight, each in zip(weights, measured, strict=True)) / sum(weights)
+        for part in (0, 1)
+    )
+    return Alone(stage, seconds, cpu_s)
+
+
+def _measure(runtime: StageRuntime, message: Message, others: int, least_s: float) -> tuple[float, float]:
+    """Give the seconds and the CPU seconds of one run, as it is when the `others` have filled the caches.
+
+    A device that runs the whole model comes back to a stage after all others. Copies of the stage stand in for them,
+    where there is room, and memory that is read for the rest: the same stage over and over would be quicker than any
+    model is.
+    """
+    alike, rest = _with_copies(runtime, others)
+    for copy in alike[1:]:
+        _run(copy, message)  # the first run of each decides what depends on sizes
+    count, took_s, took_cpu_s = 0, 0.0, 0.0
+    begin_s = time.perf_counter()
+    while count < _LEAST_ROUNDS or time.perf_counter() - begin_s < least_s:
+        if rest is not None:
+            rest.sum()
+        # of the thread that computes, as in a stream: this process's other threads may still be taking results
+        at_s, at_cpu_s = time.perf_counter(), time.thread_time()
+        _run(alike[count % len(alike)], message)
+        took_s += time.perf_counter() - at_s
+        took_cpu_s += time.thread_time() - at_cpu_s
         count += 1
-    return Alone(stage, (time.perf_counter() - begin_s) / num, (time.thread_time() - begin_cpu_s) / num)
+    return took_s / count, took_cpu_s / count
 
 
 def _run(runtime: StageRuntime, message: Message) -> None:
@@ -52,11 +71,14 @@ def _run(runtime: StageRuntime, message: Message) -> None:
     settle(runtime.device)
 
 
-def _with_copies(runtime: StageRuntime, others: int) -> list[StageRuntime]:
-    if not isinstance(runtime, Runtime):  # the user's own module, which may not be copied
-        return [runtime]
-    fitting = _CACHED_BYTES // max(1, runtime.weight_bytes)
-    return [runtime, *(runtime.copied() for _ in range(min(others, fitting - 1)))]
+def _with_copies(runtime: StageRuntime, others: int) -> tuple[list[StageRuntime], Tensor | None]:
+    if not isinstance(runtime, Runtime) or not others:  # the user's own module, which may not be copied
+        return [runtime], None
+    size = max(1, runtime.weight_bytes)
+    num_copies = min(others, SCRATCH_BYTES // size)
+    rest_bytes = min((others - num_copies) * size, SCRATCH_BYTES - num_copies * size)
+    rest = torch.zeros(rest_bytes // 8, dtype=torch.int64) if rest_bytes >= 8 and num_copies < others else None
+    return [runtime, *(runtime.copied() for _ in range(num_copies))], rest
 
 
 def measure_machine() -> Machine:

@@ -23,7 +23,7 @@ from penstock.engine.world import FEEDER, World
 from penstock.errors import TransportError
 from penstock.tracing.clock import Exchange, Reading, fit_clock, read_clock
 from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder, Track
-from penstock.tracing.trace import Counter, Machine, ProcessTrace, Span
+from penstock.tracing.trace import Counter, Machine, PackedTrace, ProcessTrace, Span
 
 # beyond the channels of all edges and of training
 _CHANNEL = 2**31 - 16
@@ -89,7 +89,7 @@ class FeederTracer:
             self._own = StageTracer(self._world, slots, units=self.units, profile=self.profile)
         self._clocks.begin(_others(ranks))
 
-    def gather(self, ranks: Collection[int]) -> list[ProcessTrace]:
+    def gather(self, ranks: Collection[int]) -> list[PackedTrace]:
         """At the end of a stream: take what the ranks of a pipeline have recorded."""
         return self._clocks.take(_others(ranks))
 
@@ -127,7 +127,7 @@ class ClockReadings:
         for rank in ranks:
             self._readings[rank] = [self._read(rank)]
 
-    def take(self, ranks: Sequence[int]) -> list[ProcessTrace]:
+    def take(self, ranks: Sequence[int]) -> list[PackedTrace]:
         """Take the traces of ranks that call `give_trace`."""
         traces = []
         for rank in ranks:
@@ -135,7 +135,7 @@ class ClockReadings:
             self._readings[rank] = [*self._readings[rank][-1:], self._read(rank)]
             data = receive_bytes(self._world.transport, rank, _CHANNEL, limit=MAX_TRACE_BYTES)
             try:
-                trace = msgspec.json.decode(data, type=ProcessTrace)
+                trace = msgspec.json.decode(data, type=PackedTrace)
             except msgspec.MsgspecError as error:
                 raise TransportError(f"{self._world.names[rank]} sent no trace: {error}; start again") from None
             readings = tuple(self._readings[rank])

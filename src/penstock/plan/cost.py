@@ -47,6 +47,7 @@ class Setting:
 
     `optimizer_state_factor` is the bytes of optimizer state per byte of parameters: 0 for plain SGD, 2 for AdamW.
     Of `replicated` pipelines each has a part of a step's microbatches, and gradients are added up over them.
+    Every process keeps `recording_bytes` free, so that a run that fits also fits while it is traced.
     `num_stages` is how many a pipeline has, where that is known: zero bubble keeps as many microbatches everywhere.
 
     >>> Setting(rows=4).schedule
@@ -60,6 +61,7 @@ class Setting:
     optimizer_state_factor: float = 0.0
     replicated: bool = False
     num_stages: int | None = None
+    recording_bytes: float = 0.0
 
     @property
     def trains(self) -> bool:

@@ -98,7 +98,7 @@ class _Filler:
         rates = [device.bandwidth_bytes_per_s for device in problem.devices]
         self.byte_s = np.array([1 / rate if rate else 0.0 for rate in rates])
         self.memory = np.array([float(device.memory_bytes) for device in problem.devices])
-        self.memory -= problem.profile.base_bytes
+        self.memory -= problem.profile.base_bytes + problem.setting.recording_bytes
         self.messages = costs.messages_bytes()
         self.memory[problem.feeder] -= self.messages[0] + self.messages[-1]
         self.memory[slice(None) if problem.setting.trains else problem.feeder] -= problem.profile.script_bytes

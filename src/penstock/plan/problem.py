@@ -195,7 +195,7 @@ class Problem:
         messages = self.costs.messages_bytes()
         # in training every process runs the script, which has the model's library and its graph
         script_bytes = self.profile.script_bytes if feeds or self.setting.trains else 0.0
-        first, last = messages + self.profile.base_bytes + script_bytes, messages.copy()
+        first, last = messages + self.profile.base_bytes + self.setting.recording_bytes + script_bytes, messages.copy()
         if feeds:  # where the first or the last stage is elsewhere, the feeder has its own end of those messages
             first[1:] += messages[0]
             last[:-1] += messages[-1]

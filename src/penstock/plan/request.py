@@ -23,7 +23,8 @@ class Request:
     `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes
     to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
     `replicas` allows whole pipelines side by side, `shared` stages whose devices take turns. A training step has
-    `num_microbatches`, or as many as make up `batch_rows`, over all replicas.
+    `num_microbatches`, or as many as make up `batch_rows`, over all replicas. `recording_bytes` stay free on every
+    device for a trace.
 
     >>> Request(aim="latency").depth
     2
@@ -41,6 +42,7 @@ class Request:
     alternate: bool = True
     replicas: bool = True
     shared: bool = False
+    recording_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.aim == "devices" and not (self.target_rows_per_s and self.target_rows_per_s > 0):
@@ -72,7 +74,7 @@ class Request:
         count = self.num_microbatches if self.batch_rows is None else self.batch_rows // rows
         return Setting(
             rows=rows, depth=self.depth, schedule=self.schedule, num_microbatches=count,
-            optimizer_state_factor=self.optimizer_state_factor,
+            optimizer_state_factor=self.optimizer_state_factor, recording_bytes=self.recording_bytes,
         )  # fmt: skip
 
 

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from penstock.memory import peak_bytes, resident_bytes
 
 Clock = Callable[[], float]
-# about 20 MB in memory and 10 MB on the network; a stream of DeiT-S takes an hour to get there
-MAX_SPANS = 200_000
+# What recording takes of a process at most, which plans keep free. A span is 170 bytes, and on its way to the process
+# that feeds twice 70 more: MAX_SPANS of them 15 MB, some 8,000 microbatches of a stage.
+RECORDING_BYTES = 32 * 2**20
+MAX_SPANS = 50_000
+# of one microbatch for each set of cuts, kept to be run again; then of what fills the caches in between
+KEPT_BYTES = 6 * 2**20
+SCRATCH_BYTES = 12 * 2**20
 # memory is looked at between microbatches, at most this often
 SAMPLE_S = 0.1
 # the process that feeds has no stage of its own in the pipeline's order

@@ -12,7 +12,7 @@ from penstock.engine.traces import ClockReadings, answer_clock, give_trace, make
 from penstock.engine.training import TrainingStage
 from penstock.engine.world import FEEDER, World
 from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
-from penstock.tracing.trace import ProcessTrace
+from penstock.tracing.trace import StreamTrace
 
 FORWARDS, BACKWARDS = "F", "B"
 
@@ -95,7 +95,7 @@ class TrainingTracer:
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
-    def gather(self) -> Sequence[ProcessTrace]:
+    def gather(self) -> Sequence[StreamTrace]:
         """At the end: take what the others have recorded, or give it."""
         mine = make_trace(self._world, self.recorder, self._machine)
         if self._world.rank == FEEDER:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from penstock.engine.health import Health
+from penstock.engine.health import Boards, Health
 from penstock.engine.transport import MemoryNetwork
 from penstock.engine.world import World
 from penstock.train.batches import as_call
@@ -31,7 +31,7 @@ def in_threads(size: int, script: Callable[[World], Any]) -> list[Any]:
 
     def run(rank: int) -> None:
         transport = network.transports[rank]
-        health = Health(PrefixStore("run", store), rank, names, transport.abort, beat_s=0.02)
+        health = Health(Boards.of_threads(store, rank, size), rank, names, transport.abort, beat_s=0.02)
         world = World(
             transport=transport, health=health, names=names, devices=list(range(size)), store=store,
             bandwidths=[None] * size, reason_s=1.0, between_gpus="auto",

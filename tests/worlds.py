@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.engine.deployment import Deployment
 from penstock.engine.divide import divide_in_turns
 from penstock.engine.faulty import Fault, FaultyTransport
-from penstock.engine.health import Health
-from penstock.engine.jobs import send_leave
+from penstock.engine.health import Boards, Health
 from penstock.engine.split import choose_cuts, load_state
 from penstock.engine.transport import MemoryNetwork
 from penstock.engine.turns import Turns
@@ -119,7 +118,8 @@ def memory_world(
     worlds = []
     for rank in range(size):
         transport = FaultyTransport(network.transports[rank], faults)
-        health = Health(PrefixStore("run", store), rank, names, transport.abort, silence_s=silence_s, beat_s=0.02)
+        boards = Boards.of_threads(store, rank, size)
+        health = Health(boards, rank, names, transport.abort, silence_s=silence_s, beat_s=0.02)
         worlds.append(
             World(
                 transport=transport,
@@ -154,7 +154,7 @@ def memory_world(
     finally:
         with contextlib.suppress(PenstockError):
             if worlds[0].health.failure is None:
-                send_leave(worlds[0].transport)
+                worlds[0].dismiss()
         for thread in threads:
             thread.join(5.0)
         for world in worlds:

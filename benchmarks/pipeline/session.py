@@ -13,7 +13,6 @@ from benchmarks.pipeline.beside import Beside, start
 from penstock.cluster.lab import parse_lab
 from penstock.cluster.lab.network import bandwidth_commands
 from penstock.cluster.lab.shell import SystemShell
-from penstock.engine.jobs import send_leave
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
 from penstock.measure.messages import measure_messages
@@ -42,7 +41,7 @@ def main() -> None:
                 return
             rows = measure(world, session, file.parent)
             file.with_suffix(".rows.json").write_text(json.dumps(rows))
-            send_leave(world.transport)
+            world.dismiss()
     finally:
         if beside is not None:
             beside.kill()

@@ -15,7 +15,6 @@ import torch
 import penstock
 from benchmarks.planning.shapes import plan_of_shape
 from benchmarks.training.session import LENGTH, VOCABULARY, Language, next_token_loss
-from penstock.engine.jobs import send_leave
 from penstock.engine.reduce import exchange
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
@@ -63,7 +62,7 @@ def _with_messages(profile: Profile) -> Profile:
         if world.rank != FEEDER:
             return msgspec.json.decode(work(world), type=Profile)
         found = msgspec.structs.replace(profile, **asdict(measure_messages(world, num_microbatches=40)))
-        send_leave(world.transport, msgspec.json.encode(found).decode())
+        world.dismiss(msgspec.json.encode(found).decode())
         return found
 
 

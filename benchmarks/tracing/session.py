@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import penstock
 from benchmarks.tracing.cases import HOSTS, shares_of_work
-from penstock.engine.jobs import send_leave
 from penstock.engine.split import Stage
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
@@ -39,7 +38,7 @@ def main() -> None:
             return
         result = account_for(world, session, Path(session["folder"] or file.parent / "run"))
         file.with_suffix(".result.json").write_text(json.dumps(result))
-        send_leave(world.transport)
+        world.dismiss()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import penstock
 from benchmarks.tracing.cases import HOSTS, TINY
-from penstock.engine.jobs import StagesJob, send_leave
+from penstock.engine.jobs import StagesJob
 from penstock.engine.traces import StageTracer
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World, join_torchrun
@@ -97,7 +97,7 @@ def stream(session: dict[str, Any], folder: Path) -> tuple[int, list[tuple[float
     with world.taking_part():
         if world.rank == FEEDER:
             _feed(world, session, folder)
-            send_leave(world.transport)
+            world.dismiss()
         else:
             work(world)
     return world.rank, max(blocks.streams, key=len)  # the others are the first one, to warm up, and the end

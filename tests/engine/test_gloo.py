@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from penstock.engine.gloo import GlooTransport, local_address
+from penstock.engine.board import local_address
+from penstock.engine.gloo import GlooTransport
 from penstock.errors import ConnectionBroken, RunError
 from tests.processes import run_ranks
 
@@ -133,21 +134,12 @@ def test_waits_outlive_the_deadline_for_joining() -> None:
         transport.close()
 
 
-def test_missing_ranks_are_named_in_time() -> None:
-    begin = time.perf_counter()
-    store = HashStore()
-    store.set("penstock/data/joined/2", "1")
-    with pytest.raises(RunError, match="rank 1, 3 of 4 did not join within 0 s; start it"):
-        GlooTransport(store, 0, 4, LOOPBACK, join_s=0.3)
-    assert time.perf_counter() - begin < 2.0
-
-
 def test_what_is_watched_meanwhile_may_end_the_wait() -> None:
     def watch() -> None:
         raise RunError("worker 1 is gone")
 
     with pytest.raises(RunError, match="worker 1 is gone"):
-        GlooTransport(HashStore(), 0, 2, LOOPBACK, watch=watch)
+        GlooTransport(HashStore(), 0, 2, LOOPBACK, watch=watch, join_s=1.0)
 
 
 def test_the_address_towards_another_host() -> None:

@@ -1,16 +1,18 @@
 """Liveness over a store in memory; real processes that stop are in test_mishaps."""
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from penstock.engine.health import Health
+from penstock.engine.board import connect_store, serve_store
+from penstock.engine.health import Boards, Health, prepare_board
 from penstock.errors import DeviceLost, OutOfMemory, RunError
 
+LOOPBACK = "127.0.0.1"
 NAMES = ["feeder", "host1", "host2"]
 
 
@@ -23,8 +25,8 @@ class Group:
         self.healths = [self.join(rank) for rank in range(len(NAMES))]
 
     def join(self, rank: int) -> Health:
-        store = PrefixStore("x", self.store)
-        return Health(store, rank, NAMES, self.failed[rank].set, silence_s=0.3, beat_s=0.02)
+        boards = Boards.of_threads(self.store, rank, len(NAMES))
+        return Health(boards, rank, NAMES, self.failed[rank].set, silence_s=0.3, beat_s=0.02)
 
     def fall_silent(self, rank: int) -> None:
         """As a stopped process does: no beat any more, and no word."""
@@ -95,7 +97,7 @@ def test_wait_for_failure_has_a_deadline(group: Group) -> None:
 def test_a_process_that_never_beat_is_missed_too() -> None:
     store = HashStore()
     failed = threading.Event()
-    health = Health(PrefixStore("x", store), 0, NAMES[:2], failed.set, silence_s=0.05, beat_s=0.02)
+    health = Health(Boards.of_threads(store, 0, 2), 0, NAMES[:2], failed.set, silence_s=0.05, beat_s=0.02)
     try:
         assert failed.wait(2.0)
         with pytest.raises(DeviceLost, match="host1"):
@@ -104,20 +106,95 @@ def test_a_process_that_never_beat_is_missed_too() -> None:
         health.close()
 
 
-def test_a_store_that_breaks_is_the_first_process_gone() -> None:
-    second = timedelta(seconds=1)
-    server = TCPStore("127.0.0.1", 0, None, True, second, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port, None, False, second, wait_for_workers=False)
-    failed = threading.Event()
-    health = Health(client, 1, NAMES[:2], failed.set, beat_s=0.02)
-    time.sleep(0.1)
-    del server
-    try:
-        assert failed.wait(5.0)
-        with pytest.raises(DeviceLost, match="feeder does not answer: the store is gone"):
-            health.check()
-    finally:
+class Pair:
+    """Two processes' healths in one, each with a board of its own."""
+
+    def __init__(self) -> None:
+        self.boards = [serve_store(LOOPBACK) for _ in range(2)]
+        self.failed = [threading.Event() for _ in range(2)]
+        for rank, board in enumerate(self.boards):
+            prepare_board(board, rank)
+        ports = [board.port for board in self.boards]
+        self.healths = [self._join(rank, ports[1 - rank]) for rank in range(2)]
+
+    def _join(self, rank: int, port: int) -> Health:
+        boards = Boards(self.boards[rank], {1 - rank: lambda: connect_store(LOOPBACK, port)})
+        return Health(boards, rank, NAMES[:2], self.failed[rank].set, silence_s=0.3, beat_s=0.02)
+
+    def end(self, rank: int) -> None:
+        """As a killed process does: its board goes, and nothing more is said."""
+        self.healths[rank]._stop.set()
+        self.healths[rank]._thread.join()
+        self.healths[rank]._boards = Boards(HashStore(), {})
+        del self.boards[rank]
+        gc.collect()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    for health in made.healths:
         health.close()
+    made.boards.clear()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_board_that_is_gone_is_its_process_gone(pair: Pair, rank: int) -> None:
+    time.sleep(0.1)
+    pair.end(rank)
+    assert pair.failed[1 - rank].wait(3.0)
+    with pytest.raises(DeviceLost, match=f"{NAMES[rank]} is gone: its process has ended"):
+        pair.healths[1 - rank].check()
+
+
+def test_a_process_that_does_nothing_but_answer_is_alive(pair: Pair) -> None:
+    time.sleep(0.1)
+    pair.healths[1]._stop.set()  # as while its interpreter is held: no beat, but its board answers
+    pair.healths[1]._thread.join()
+    time.sleep(1.0)
+    pair.healths[0].check()
+    assert pair.healths[0].watching
+
+
+def test_a_board_with_nonsense_is_a_verdict_and_no_silence(pair: Pair) -> None:
+    pair.boards[0].set("verdict", "{")
+    for health, failed in zip(pair.healths, pair.failed, strict=True):
+        assert failed.wait(3.0)
+        with pytest.raises(RunError, match="the group's verdict cannot be read: a process of another version"):
+            health.check()
+
+
+@pytest.mark.parametrize("nonsense", ["\xff", "x" * 100])
+def test_a_beat_with_nonsense_ends_no_watch(pair: Pair, nonsense: str) -> None:
+    pair.boards[1].set("beat/1", nonsense)
+    time.sleep(0.2)
+    pair.healths[0].check()
+    pair.healths[1].report(ValueError("no more paper"))
+    assert pair.failed[0].wait(3.0)
+    with pytest.raises(RunError, match="host1: no more paper"):
+        pair.healths[0].check()
+
+
+def test_a_status_that_fails_is_a_verdict(pair: Pair) -> None:
+    def fail() -> str:
+        raise KeyError("stage 3")
+
+    pair.healths[1].status = fail
+    for failed in pair.failed:
+        assert failed.wait(3.0)
+    with pytest.raises(RunError, match="host1: watching over it failed: 'stage 3'"):
+        pair.healths[0].check()
+
+
+def test_a_process_that_stood_still_itself_blames_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    time.sleep(0.1)
+    real, began = time.monotonic, time.monotonic()
+    # an hour in which this process was suspended, and so was its clock of answers
+    monkeypatch.setattr("penstock.engine.health.time.monotonic", lambda: real() + (3600.0 if real() > began else 0.0))
+    time.sleep(0.2)
+    for health in pair.healths:
+        health.check()
 
 
 def test_statuses_travel_with_the_beats(group: Group) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from penstock.engine.jobs import send_leave
 from penstock.engine.world import start_local
 from penstock.stream.ceiling import WholeModel
 from penstock.stream.compare import Comparison
@@ -21,7 +20,7 @@ def test_replicas_are_a_row_with_the_same_numbers() -> None:
         )
         comparison.serial()
         row = comparison.replicas(2)
-        send_leave(world.transport)
+        world.dismiss()
     finally:
         world.close()
     assert row["mode"] == "replicas"
@@ -60,7 +59,7 @@ def test_a_limit_that_is_measured_beside_the_stages_is_taken_around_every_pass()
         comparison.serial()
         comparison.take_limit_from(make)
         row = comparison.pipeline(2)
-        send_leave(world.transport)
+        world.dismiss()
     finally:
         world.close()
     assert limits[0].num_asked == 4  # the one behind a pass is the one before the next

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from penstock.engine.deployment import Deployment
 from penstock.engine.faulty import FAULTS_VARIABLE, Fault, write_faults
-from penstock.engine.jobs import dismiss
 from penstock.engine.streaming import Microbatch
 from penstock.engine.world import start_local
 from penstock.errors import DeviceLost, PenstockError, RunError
@@ -127,7 +126,7 @@ def test_with_processes(thirds: Divided, tmp_path: Path, number: int) -> None:
             assert isinstance(error, DeviceLost)
             assert str(error).startswith(f"worker {rank}")
         if error is None:
-            dismiss(world)
+            world.dismiss()
         else:
             deployment.abandon()
     finally:

@@ -23,7 +23,6 @@ from penstock.cli.options import (
     write_json,
 )
 from penstock.engine.devices import find_device
-from penstock.engine.jobs import send_leave
 from penstock.engine.split import POLICIES
 from penstock.engine.worker import follow
 from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
@@ -150,7 +149,7 @@ def _read_plan(file: Path, microbatch_size: int) -> Plan:
 
 def _send_home(world: World, message: str) -> None:
     """Send everybody home, with a last line to print."""
-    send_leave(world.transport, message)
+    world.dismiss(message)
     world.close()
 
 

@@ -27,7 +27,6 @@ from penstock.cli.options import (
     check_profiled,
     write_json,
 )
-from penstock.engine.jobs import send_leave
 from penstock.engine.worker import follow
 from penstock.engine.world import FEEDER, join_torchrun, under_torchrun
 from penstock.errors import RunError, UsageError
@@ -98,7 +97,7 @@ def infer(
             pipe.model_name = zoo.name
             failed = _run(pipe, zoo, chosen, file, microbatch_size, json, live=live)
         if world is not None:
-            send_leave(world.transport)
+            world.dismiss()
         if failed:
             raise RunError(f"{len(failed)} of {len(chosen)} images failed, the first one: {failed[0].error}")
 

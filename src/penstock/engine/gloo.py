@@ -2,14 +2,13 @@
 
 import contextlib
 import datetime
-import socket
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
+from penstock.engine.board import first_line, run_watched
 from penstock.engine.transport import Pending
 from penstock.errors import ConnectionBroken, RunError
 
@@ -18,45 +17,38 @@ _NO_DEADLINE = datetime.timedelta(days=365)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 # a channel that no message has
 _NOBODY_SENDS = 2**31 - 1
-_JOIN_POLL_S = 0.05
 
 
 class GlooTransport:
     """Point-to-point messages over a gloo group of its own; the process's default group is not touched.
 
-    `store` is where the ranks find each other, `address` the local address to listen on. Raises
-    `RunError` naming the ranks that did not come within `join_s` seconds; `watch` is called meanwhile
-    and may raise something sooner.
+    `store` is where the ranks exchange addresses, `address` the local one to listen on. Connecting takes at most
+    `join_s` seconds; `watch` is called meanwhile and may raise something sooner. Raises `RunError` where the ranks do
+    not reach each other.
 
     Example:
         GlooTransport(store, rank=0, size=2, address="127.0.0.1")
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        address: str,
-        *,
-        join_s: float = 120.0,
-        name: str = "data",
+        self, store: Store, rank: int, size: int, address: str, *, join_s: float = 60.0, name: str = "data",
         watch: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rank = rank
         self.size = size
         self._aborted = False
-        prefixed = PrefixStore(f"penstock/{name}", store)
-        _gather(prefixed, rank, size, join_s, watch)
         # the only way to a group that leaves the process's default group alone; typed as private, documented as gloo's
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = datetime.timedelta(seconds=join_s)
+        prefixed = PrefixStore(f"penstock/{name}", store)
         try:
-            self._group: ProcessGroupGloo | None = ProcessGroupGloo(prefixed, rank, size, options)
+            self._group: ProcessGroupGloo | None = run_watched(
+                lambda: ProcessGroupGloo(prefixed, rank, size, options), watch
+            )
         except RuntimeError as error:
             raise RunError(
-                f"the {size} processes have met but cannot connect from {address}: {_first_line(error)}; "
+                f"the {size} processes have met but cannot connect from {address}: {first_line(error)}; "
                 "check that every host reaches every other"
             ) from error
 
@@ -95,7 +87,7 @@ class GlooTransport:
         try:
             return _GlooPending(operation([buffer], peer, channel), peer)
         except RuntimeError as error:
-            raise ConnectionBroken(f"the connection to rank {peer} broke: {_first_line(error)}") from error
+            raise ConnectionBroken(f"the connection to rank {peer} broke: {first_line(error)}") from error
 
 
 class _GlooPending:
@@ -107,42 +99,4 @@ class _GlooPending:
         try:
             self._work.wait(_NO_DEADLINE)
         except RuntimeError as error:
-            raise ConnectionBroken(f"the connection to rank {self._peer} broke: {_first_line(error)}") from error
-
-
-def local_address(towards: str) -> str:
-    """Find the address that this machine uses towards another, since its name often means loopback.
-
-    No packet is sent: a connected datagram socket only asks the routing table.
-    """
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise RunError(f"there is no route to {towards!r}: {error}; check the address of the first host") from None
-
-
-def _gather(store: Store, rank: int, size: int, join_s: float, watch: Callable[[], None]) -> None:
-    """Wait until every rank has come, and name those that have not."""
-    deadline = time.monotonic() + join_s
-    try:
-        store.set(f"joined/{rank}", "1")
-        while not store.check([f"joined/{other}" for other in range(size)]):
-            watch()
-            if time.monotonic() > deadline:
-                missing = [str(other) for other in range(size) if not store.check([f"joined/{other}"])]
-                raise RunError(
-                    f"rank {', '.join(missing)} of {size} did not join within {join_s:.0f} s; "
-                    "start it, or check that it can reach the first host"
-                )
-            time.sleep(_JOIN_POLL_S)
-    except RuntimeError as error:
-        raise RunError(
-            f"rank {rank} lost the first host while the processes met: {_first_line(error)}; start again"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rpartition("] ")[2]
+            raise ConnectionBroken(f"the connection to rank {self._peer} broke: {first_line(error)}") from error

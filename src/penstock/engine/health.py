@@ -1,33 +1,40 @@
-"""Liveness: every process says that it lives, and the first to see that one does not tells the others.
+"""Liveness: the first process looks after all others, and every other one after the first.
 
-It goes through the store, not through the data channels: a stopped process or a cut cable is noticed
-also while no data flows. There is one verdict per group, the first one written.
+Each process has a board (`engine/board.py`) that answers for it while it is alive, however busy; the others ask it,
+over connections of their own, so a stopped process or a cut cable is noticed also while no data flows. There is one
+verdict per group, the first one that stands on the first process's board.
 
-    every process, each BEAT_S:   count up my number, say how far I am;  read the others' and the verdict
-    a number stands for SILENCE_S, or the store does not answer:   verdict
-    a verdict:                    abort all transports; waits end, and `failure` says why
+    every process, each BEAT_S:    writes on its own board how far it is
+    rank 0 reads every board, the others that of rank 0; each question has a thread, which may wait for ever
+    no answer for SILENCE_S, or the connection breaks:   verdict
+    a verdict on the board of rank 0:   abort all transports; waits end, and `failure` says why
+    whoever leaves writes so on the boards of those that it looks after, who look after it
 """
 
 import contextlib
-import json
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+import msgspec
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, OutOfMemory, RunError
 from penstock.memory import is_out_of_memory
 
+FIRST = 0  # the rank on whose board the verdict stands
 BEAT_S = 1.0
 SILENCE_S = 5.0
+_FIRST_BEAT = 6  # times the silence, where beats must be seen: processes that have only just met
+# after a connection broke: the time in which whoever ended says why, or its parent does
+_LAST_WORD_S = 1.0
+_TELL_S = 2.0  # in which another board takes what it is told
 _VERDICT = "verdict"
-_FIRST_BEAT = 6  # times the silence, for processes that have only just met
+_MAX_MESSAGE = 2000  # characters of a verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ended a run: the rank it happened to, and a sentence for people."""
 
     rank: int
@@ -36,40 +43,75 @@ class Verdict:
     memory: bool = False  # it ran out of memory
 
 
+@dataclass(frozen=True)
+class Boards:
+    """This process's own board, and how to reach those of the processes that it looks after.
+
+    A board that all processes share says nothing of one of them by answering: there beats must change.
+    """
+
+    own: Store
+    others: Mapping[int, Callable[[], Store]]
+    shared: bool = False
+
+    @classmethod
+    def of_threads(cls, store: Store, rank: int, size: int) -> "Boards":
+        """Return the boards of a process's threads that play ranks: one store for all of them."""
+        watched = [other for other in range(size) if other != rank and FIRST in (rank, other)]
+        return cls(store, dict.fromkeys(watched, lambda: store), shared=True)
+
+
+@dataclass
+class _Peer:
+    """What is known of another process, by the thread that asks its board."""
+
+    rank: int
+    connect: Callable[[], Store]
+    answered_s: float
+    beat: str = ""
+    verdict: str = ""
+    broken_s: float | None = None
+    left: bool = False
+    tell: list[tuple[str, str]] = field(default_factory=list)
+    told: threading.Event = field(default_factory=threading.Event)
+    awake: threading.Event = field(default_factory=threading.Event)
+
+
 class Health:
     """Watches over one group of processes from one of them.
 
     `names` says for every rank what people call it, as in `stage 2 on host3`. `on_failure` is called
-    once, from the watching thread. The store client must be this object's own: a call that waits
-    blocks every other call on the same client.
+    once, from the watching thread. `why_ended` says of a rank how its process ended, where that is known here.
 
     Example:
-        health = Health(store, rank=0, names=["feeder", "stage 0"], on_failure=transport.abort)
+        health = Health(boards, rank=0, names=["feeder", "stage 0"], on_failure=transport.abort)
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        names: list[str],
-        on_failure: Callable[[], None],
-        *,
-        silence_s: float = SILENCE_S,
-        beat_s: float = BEAT_S,
-    ) -> None:
-        self._store = PrefixStore("penstock/health", store)
+        self, boards: Boards, rank: int, names: list[str], on_failure: Callable[[], None], *,
+        silence_s: float = SILENCE_S, beat_s: float = BEAT_S,
+    ) -> None:  # fmt: skip
+        self._boards = boards
         self._rank = rank
         self._names = names
         self._on_failure = on_failure
         self._silence_s = silence_s
         self.beat_s = beat_s
-        self._heard: dict[int, str] = {}
-        self._begun: set[int] = set()
         self.status: Callable[[], str] = str  # what this process says of itself with every beat; nothing
-        self._stop = threading.Event()
+        self.why_ended: Callable[[int], str | None] = _unknown
         self.failure: Verdict | None = None
+        self._stop = threading.Event()
+        self._failing = threading.Lock()
+        self._closed = False
+        now = time.monotonic()
+        self._peers = {other: _Peer(other, connect, now) for other, connect in boards.others.items()}
+        self._threads = [
+            threading.Thread(target=self._ask, args=(peer,), name=f"penstock-ask-{peer.rank}", daemon=True)
+            for peer in self._peers.values()
+        ]
         self._thread = threading.Thread(target=self._watch, name="penstock-health", daemon=True)
-        self._thread.start()
+        for thread in (*self._threads, self._thread):
+            thread.start()
 
     def call_instead(self, on_failure: Callable[[], None]) -> None:
         """Call something else on a failure, at once if there was one already."""
@@ -81,15 +123,16 @@ class Health:
         """Tell everybody that this process failed; only the first report of a group counts."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         memory = is_out_of_memory(error)
-        self.announce(Verdict(self._rank, f"{self._names[self._rank]}: {text}", lost=False, memory=memory))
+        message = f"{self._names[self._rank]}: {text}"
+        self.announce(Verdict(rank=self._rank, message=message, lost=False, memory=memory))
 
     def statuses(self) -> list[str]:
-        """Give what every process said of itself last, this one included."""
-        return [self.status(), *(said for rank, said in self._heard.items() if rank != self._rank)]
+        """Return what this process says of itself, and what those that it looks after said last."""
+        return [self.status(), *(peer.beat.partition(" ")[2] for peer in self._peers.values())]
 
     @property
     def watching(self) -> bool:
-        """Tell whether a verdict may still come."""
+        """Whether a verdict may still come."""
         return self.failure is None and self._thread.is_alive()
 
     def check(self) -> None:
@@ -100,73 +143,175 @@ class Health:
 
     def wait_for_failure(self, timeout_s: float) -> None:
         """After a broken connection: wait a little for the reason, then raise it if there is one."""
+        self.wait_for_verdict(timeout_s)
+        self.check()
+
+    def wait_for_verdict(self, timeout_s: float) -> None:
+        """Wait a little for a verdict that may be on its way."""
         deadline = time.monotonic() + timeout_s
         while self.watching and time.monotonic() < deadline:
             time.sleep(0.02)
-        self.check()
-
-    def close(self) -> None:
-        """Stop watching; the others are told that this silence is meant."""
-        if not self._stop.is_set():
-            self._stop.set()
-            self._thread.join()
-            with contextlib.suppress(RuntimeError):  # the store went first: the others know
-                self._store.set(f"beat/{self._rank}", "gone")
-
-    def _watch(self) -> None:
-        heard = dict.fromkeys(range(len(self._names)), ("", time.monotonic()))
-        beat = 0
-        while not self._stop.is_set() and self.failure is None:
-            beat += 1
-            try:
-                self._store.set(f"beat/{self._rank}", f"{beat} {self.status()}")
-                self._look(heard)
-            except RuntimeError:
-                if not self._stop.is_set():
-                    self._fail(Verdict(0, f"{self._names[0]} does not answer: the store is gone", lost=True))
-            self._stop.wait(self.beat_s)
-
-    def _look(self, heard: dict[int, tuple[str, float]]) -> None:
-        if self._store.check([_VERDICT]):
-            self._fail(_read(self._store.get(_VERDICT)))
-            return
-        for other, beat in self._beats().items():
-            if beat != heard[other][0]:
-                heard[other] = (beat, time.monotonic())
-                self._heard[other] = beat.partition(" ")[2]
-            silence_s = time.monotonic() - heard[other][1]
-            if silence_s > self._silence_s * (1 if beat else _FIRST_BEAT) and beat != "gone":
-                name = self._names[other]
-                message = f"{name} has not answered for {silence_s:.0f} s: it was stopped, cut off or is out of memory"
-                self.announce(Verdict(other, message, lost=True))
-                return
-
-    def _beats(self) -> dict[int, str]:
-        """Read everybody's last beat in one exchange with the store; empty for who has not begun."""
-        others = [rank for rank in range(len(self._names)) if rank != self._rank]
-        self._begun |= {rank for rank in others if rank not in self._begun and self._store.check([f"beat/{rank}"])}
-        known = sorted(self._begun)
-        values = self._store.multi_get([f"beat/{rank}" for rank in known]) if known else []
-        return dict.fromkeys(others, "") | {r: value.decode() for r, value in zip(known, values, strict=True)}
 
     def announce(self, verdict: Verdict) -> None:
         """Make this the verdict of the group, unless there is one already; ends every wait."""
-        try:
-            self._store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
-            verdict = _read(self._store.get(_VERDICT))
-        except RuntimeError:
-            pass  # the store is gone: this process goes by what it knows itself
+        verdict = msgspec.structs.replace(verdict, message=verdict.message[:_MAX_MESSAGE])
+        text = _write(verdict)
+        if self._rank == FIRST or self._boards.shared:
+            with contextlib.suppress(RuntimeError):  # the board is gone: this process goes by what it knows itself
+                self._boards.own.compare_set(_VERDICT, "", text)
+                verdict = _read(self._boards.own.get(_VERDICT).decode())
+        elif (first := self._peers.get(FIRST)) is not None and first.rank != verdict.rank:
+            self._tell([first], _VERDICT, text)
+            verdict = _read(first.verdict) if first.verdict else verdict
         self._fail(verdict)
 
-    def _fail(self, verdict: Verdict) -> None:
+    def close(self) -> None:
+        """Stop watching; those who look after this process are told that its silence is meant."""
+        if self._closed:
+            return
+        self._closed = True
+        # an end that is not announced would be a verdict, and hide the one that there is
         if self.failure is None:
+            self._tell(list(self._peers.values()), _gone(self._rank), "gone")
+        elif self._rank == FIRST and not self._boards.shared:
+            self._tell(list(self._peers.values()), _VERDICT, _write(self.failure))
+        self._stop.set()
+        for peer in self._peers.values():
+            peer.awake.set()
+        self._thread.join()
+        for thread in self._threads:
+            thread.join(_TELL_S / len(self._threads))  # one that waits for an answer is left to its end
+        self._boards = Boards(HashStore(), {})  # what was served is served no more
+
+    def _tell(self, peers: list[_Peer], key: str, value: str) -> None:
+        """Have the threads that ask boards write on them, those that answer."""
+        silent_s = time.monotonic() - 2 * self.beat_s - _LAST_WORD_S
+        asked = [peer for peer in peers if peer.broken_s is None and (peer.answered_s > silent_s or not peer.beat)]
+        for peer in asked:
+            peer.told.clear()
+            peer.tell.append((key, value))
+            peer.awake.set()
+        deadline = time.monotonic() + _TELL_S
+        for peer in asked:
+            peer.told.wait(max(0.0, deadline - time.monotonic()))
+
+    def _watch(self) -> None:
+        """Look at what is known of the others, each beat; whatever goes wrong here is a verdict too."""
+        seen_s = time.monotonic()
+        beat = 0
+        try:
+            while not self._stop.is_set() and self.failure is None:
+                beat += 1
+                with contextlib.suppress(RuntimeError):  # the server went first: this process is ending
+                    self._boards.own.set(_beat(self._rank), f"{beat} {self.status()}")
+                now = time.monotonic()
+                if now - seen_s > 2 * self.beat_s + 0.5:  # this process itself stood still: nobody else did
+                    for peer in self._peers.values():
+                        peer.answered_s = max(peer.answered_s, now - self.beat_s)
+                seen_s = now
+                self._look(now)
+                self._stop.wait(self.beat_s)
+        except Exception as error:
+            name = self._names[self._rank]
+            self.announce(Verdict(rank=self._rank, message=f"{name}: watching over it failed: {error}", lost=False))
+
+    def _look(self, now: float) -> None:
+        text = self._boards.own.get(_VERDICT).decode() if self._boards.own.check([_VERDICT]) else ""
+        if text:
+            self._fail(_read(text))
+            return
+        for peer in self._peers.values():
+            if peer.left:
+                continue
+            silence_s = now - peer.answered_s
+            patience_s = self._silence_s * (_FIRST_BEAT if self._boards.shared and not peer.beat else 1)
+            broken = peer.broken_s is not None and now - peer.broken_s > min(_LAST_WORD_S, self._silence_s)
+            if peer.verdict:
+                self._fail(_read(peer.verdict))
+                return
+            if (broken or silence_s > patience_s) and not self._has_left(peer):
+                self.announce(self._verdict_on(peer, silence_s))
+                return
+
+    def _has_left(self, peer: _Peer) -> bool:
+        peer.left = self._boards.own.check([_gone(peer.rank)])
+        return peer.left
+
+    def _verdict_on(self, peer: _Peer, silence_s: float) -> Verdict:
+        name, why = self._names[peer.rank], self.why_ended(peer.rank)
+        if why is not None:
+            message = f"{name} {why}"
+        elif peer.broken_s is not None:
+            message = f"{name} is gone: its process has ended, or its machine has"
+        else:
+            message = f"{name} has not answered for {silence_s:.0f} s: it was stopped, cut off or is out of memory"
+        return Verdict(rank=peer.rank, message=message, lost=True)
+
+    def _ask(self, peer: _Peer) -> None:
+        """Ask one other board again and again; what is known of the other process changes with its answers."""
+        beat_key = _beat(peer.rank)
+        keys = [beat_key, _VERDICT] if peer.rank == FIRST and not self._boards.shared else [beat_key]
+        try:
+            store = peer.connect()
+            peer.answered_s = time.monotonic()
+            while not self._stop.is_set() or peer.tell:
+                while peer.tell:
+                    key, value = peer.tell.pop(0)
+                    store.compare_set(key, "", value)
+                    if key == _VERDICT:
+                        peer.verdict = store.get(_VERDICT).decode()
+                    peer.told.set()
+                present = keys if not self._boards.shared or store.check([beat_key]) else []
+                answers = [value.decode() for value in store.multi_get(present)] if present else []
+                if not self._boards.shared or answers[:1] not in ([], [peer.beat]):
+                    peer.answered_s = time.monotonic()
+                peer.beat, *verdicts = answers or [peer.beat]
+                peer.verdict = peer.verdict or next(iter(verdicts), "")
+                peer.awake.wait(self.beat_s)
+                peer.awake.clear()
+        except RuntimeError:
+            peer.broken_s = time.monotonic()
+        except Exception as error:  # as of an answer that is no text: then nobody would look after that process
+            message = f"{self._names[peer.rank]} answers what cannot be read ({type(error).__name__}); start again"
+            self._fail(Verdict(rank=peer.rank, message=message, lost=False))
+        finally:
+            peer.told.set()
+
+    def _fail(self, verdict: Verdict) -> None:
+        with self._failing:
+            if self.failure is not None:
+                return
             self.failure = verdict
-            self._on_failure()
+        self._on_failure()
 
 
-def _read(data: bytes) -> Verdict:
-    """Read a verdict that another process has written."""
-    document = json.loads(data)
-    return Verdict(
-        int(document["rank"]), str(document["message"]), bool(document["lost"]), bool(document.get("memory"))
-    )
+def prepare_board(board: Store, rank: int) -> None:
+    """Write on a new board what is read of it before its process has said anything."""
+    board.set(_beat(rank), "")
+    if rank == FIRST:
+        board.set(_VERDICT, "")
+
+
+def _beat(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _gone(rank: int) -> str:
+    return f"gone/{rank}"
+
+
+def _unknown(_rank: int) -> None:
+    """Nobody here knows how a process ended."""
+
+
+def _write(verdict: Verdict) -> str:
+    return msgspec.json.encode(verdict).decode()
+
+
+def _read(text: str) -> Verdict:
+    """Read a verdict that another process has written; one that cannot be read is a verdict as well."""
+    try:
+        return msgspec.json.decode(text, type=Verdict)
+    except (msgspec.MsgspecError, UnicodeError):
+        message = "the group's verdict cannot be read: a process of another version took part; start again"
+        return Verdict(rank=FIRST, message=message, lost=False)

@@ -4,9 +4,7 @@ A job is a JSON document followed by tensors, one message each, in the order in 
 programs list their state. Workers know no model: this is all they get.
 """
 
-import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,36 +137,6 @@ def _add_up(checksum: int, tensor: Tensor) -> int:
     words = int(data[:whole].view(torch.int64).sum()) if whole else 0
     rest = int.from_bytes(bytes(data[whole:].tolist()), "little")
     return (checksum * 31 + words + rest) % 2**64
-
-
-def dismiss(world: World, deadline_s: float = 5.0) -> None:
-    """Tell every other rank to leave; one that does not listen any more is not waited for."""
-    if world.health.failure is not None:
-        return
-
-    def send() -> None:
-        with contextlib.suppress(TransportError):
-            send_leave(world.transport)
-
-    thread = threading.Thread(target=send, name="penstock-leave", daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if thread.is_alive():
-        world.transport.abort()
-        thread.join(deadline_s)
-
-
-def send_leave(transport: Transport, message: str = "") -> None:
-    """Tell every other rank that there is no more to do, with a last word to people at that machine.
-
-    Waits until all have heard it: this process may hold the store, whose end would look like a failure to a rank
-    that is still on its way here.
-    """
-    others = [rank for rank in range(transport.size) if rank != transport.rank]
-    for rank in others:
-        send_bytes(transport, json.dumps({"kind": "leave", "message": message}).encode(), rank)
-    for rank in others:
-        receive_bytes(transport, rank)
 
 
 def receive_job(transport: Transport) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from penstock.cluster.launch import WorkerExit
 from penstock.engine.devices import HOST
-from penstock.engine.health import Health
+from penstock.engine.health import Boards, Health
 from penstock.engine.jobs import MakeRuntime
 from penstock.engine.runtime import StageRuntime
 from penstock.engine.transport import MemoryNetwork
@@ -218,7 +218,7 @@ def start_threads(num_stages: int, make: MakeRuntime) -> World:
     worlds = [
         World(
             transport=network.transports[rank], names=names, devices=list(range(1, size)), store=store,
-            health=Health(PrefixStore("run", store), rank, names, network.transports[rank].abort),
+            health=Health(Boards.of_threads(store, rank, size), rank, names, network.transports[rank].abort),
             bandwidths=[None] * size,
         )
         for rank in range(size)

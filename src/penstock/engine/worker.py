@@ -1,6 +1,7 @@
 """A worker process: it joins, does one job after the other, and leaves. It knows no model."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from penstock.engine.peer import do_peer
 from penstock.engine.traces import follow_stages
 from penstock.engine.transport import send_bytes
 from penstock.engine.wiring import build_slots, tell_progress
-from penstock.engine.world import FEEDER, World, join_local
+from penstock.engine.world import FEEDER, LEAVE, World, join_local
 from penstock.errors import PenstockError, TransportError
 
 # where workers that a process on this machine starts find their parts of a bundle
@@ -29,10 +30,11 @@ BUNDLE = "PENSTOCK_BUNDLE"
 def work(world: World, make: MakeRuntime | None = None, bundle: Path | None = None) -> str:
     """Do jobs until told to leave; gives the last word. What goes wrong is reported to the whole world, then raised."""
     try:
-        while (document := receive_job(world.transport))["kind"] != "leave":
+        while (document := receive_job(world.transport))["kind"] != LEAVE:
             do_job(world, document, make, bundle)
+        with contextlib.suppress(TransportError):  # the work is done, whatever has become of who asked for it
+            send_bytes(world.transport, b"left", FEEDER)
         world.health.close()  # from here on nobody's end is a failure
-        send_bytes(world.transport, b"left", FEEDER)
         return str(document.get("message", ""))
     except TransportError as error:
         raise world.explain(error) from error

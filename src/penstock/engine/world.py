@@ -2,22 +2,36 @@
 
 import contextlib
 import datetime
+import errno
 import itertools
+import json
 import os
-import socket
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.cluster.launch import LocalWorkers, WorkerExit
+from penstock.engine.board import (
+    LOOPBACK,
+    connect_store,
+    first_address,
+    local_address,
+    run_watched,
+    serve_store,
+    wait_for_server,
+)
 from penstock.engine.cores import keep_to_share
 from penstock.engine.faulty import wrap_if_faulty
-from penstock.engine.gloo import GlooTransport, local_address
+from penstock.engine.gloo import GlooTransport
 from penstock.engine.health import Health, Verdict
-from penstock.engine.transport import Transport
+from penstock.engine.join import JOIN_S, Meeting, host_name
+from penstock.engine.transport import Transport, receive_bytes, send_bytes
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
 from penstock.tracing.record import Clock
 
@@ -26,10 +40,14 @@ FEEDER = 0
 _joins = itertools.count()
 # where they meet if torchrun gives no place: kept, since others may join again before this process does
 _serving: dict[tuple[str, int], TCPStore] = {}
-LOOPBACK = "127.0.0.1"
-_STORE_TIMEOUT = datetime.timedelta(seconds=5)
+WORKER = "penstock.engine.worker"
+# what gloo waits for while it connects
+_STORE_TIMEOUT = datetime.timedelta(seconds=60)
 # after a broken connection, the time in which a verdict must come: silence, two beats, and a store that hangs
 _REASON_S = 9.0
+# in which every other process hears that it may leave: a verdict on one that does not comes sooner
+DISMISS_S = 10.0
+LEAVE = "leave"
 
 
 class Workers(Protocol):
@@ -80,7 +98,8 @@ class World:
             if gone is not None:
                 # its own report, if it could write one, says more than the exit status
                 self.health.wait_for_failure(1.0)
-                self.health.announce(Verdict(gone.index + 1, f"{self.names[gone.index + 1]} {gone}", lost=True))
+                rank = gone.index + 1
+                self.health.announce(Verdict(rank=rank, message=f"{self.names[rank]} {gone}", lost=True))
         self.health.check()
 
     def explain(self, error: TransportError) -> PenstockError:
@@ -101,6 +120,34 @@ class World:
         self.health.report(error)
         return error
 
+    def dismiss(self, message: str = "", deadline_s: float = DISMISS_S) -> None:
+        """Tell every other rank that there is no more to do, with a last word to people at that machine.
+
+        Waits until all have heard it: this process may hold the store, whose end would look like a failure to a rank
+        that is still on its way here. One that does not answer any more is not waited for, but named in a warning.
+        """
+        if self.health.failure is not None:
+            return
+        problem: list[TransportError] = []
+
+        def say() -> None:
+            try:
+                _say_leave(self.transport, message)
+            except TransportError as error:
+                problem.append(error)
+
+        thread = threading.Thread(target=say, name="penstock-leave", daemon=True)
+        thread.start()
+        thread.join(deadline_s)
+        if thread.is_alive():
+            self.transport.abort()
+            thread.join(deadline_s)
+        if problem:
+            self.health.wait_for_verdict(0.5)
+            failure = self.health.failure
+            reason = failure.message if failure else f"no answer for {deadline_s:g} s"
+            warnings.warn(f"the work is done, but not every process has left in order: {reason}", stacklevel=2)
+
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
         """Tell everybody what goes wrong inside, and let go of the world behind it."""
@@ -120,6 +167,14 @@ class World:
         self.transport.close()
 
 
+def _say_leave(transport: Transport, message: str) -> None:
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+    for rank in others:
+        send_bytes(transport, json.dumps({"kind": LEAVE, "message": message}).encode(), rank)
+    for rank in others:
+        receive_bytes(transport, rank)
+
+
 def under_torchrun() -> bool:
     """Tell whether torchrun, or something that sets the same variables, started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
@@ -130,43 +185,36 @@ def join_torchrun() -> World:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-    def connect(serve: bool, timeout: datetime.timedelta) -> TCPStore:
-        try:
-            return TCPStore(host, port, None, serve, timeout, wait_for_workers=False)
-        except RuntimeError as error:
-            raise RunError(_store_message(host, port, serve, error)) from error
-
     cores = keep_to_share(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    timeout = datetime.timedelta(seconds=120)
-    if rank == FEEDER and not hosted and (host, port) not in _serving:
-        _serving[host, port] = connect(True, timeout)
-    store = _serving.get((host, port)) or connect(False, timeout)
-    prefix = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joins)}"
-    address = LOOPBACK if host in {"localhost", LOOPBACK, socket.gethostname()} else local_address(host)
-    name = os.environ.get("PENSTOCK_HOST") or socket.gethostname()
+    first = first_address(host, all_here=os.environ.get("LOCAL_WORLD_SIZE") == str(size))
+    address = os.environ.get("PENSTOCK_BIND") or local_address(first)
+    if rank == FEEDER and not hosted:
+        first = address
+        if (host, port) not in _serving:
+            _serving[host, port] = _serve(address, host, port)
+    else:
+        wait_for_server(first, port, JOIN_S)
+    prefix = f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joins)}"
     world = _join(
-        store, connect(False, _STORE_TIMEOUT), rank, size, address, f"run{prefix}", f"rank {rank} on {name}",
-        list(range(size)),
+        lambda: connect_store(first, port, _STORE_TIMEOUT), rank, size, address, prefix,
+        f"rank {rank} on {host_name()}", list(range(size)),
     )  # fmt: skip
     world.cores = cores
     world.position = int(os.environ.get("LOCAL_RANK", rank))
     return world
 
 
-def start_local(num_workers: int, env: dict[str, str] | None = None) -> World:
-    """Start fresh workers on this machine, with this process as the one that feeds them."""
-    listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
-    listener.listen()
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        LOOPBACK, port, None, True, datetime.timedelta(seconds=120),
-        wait_for_workers=False, master_listen_fd=listener.detach(),
-    )  # fmt: skip
-    size = num_workers + 1
-    arguments = [["--port", str(port), "--rank", str(rank), "--size", str(size)] for rank in range(1, size)]
-    workers = LocalWorkers("penstock.engine.worker", arguments, {"OMP_NUM_THREADS": "1", **(env or {})})
+def start_local(
+    num_workers: int, env: dict[str, str] | None = None, module: str = WORKER, arguments: Sequence[str] = ()
+) -> World:
+    """Start fresh workers on this machine, with this process as the one that feeds them.
+
+    `module` is the program that they run, which ends as `penstock.engine.worker` does, with `arguments` of its own.
+    """
+    store = serve_store(LOOPBACK)
+    size, port = num_workers + 1, store.port
+    own = [["--port", str(port), "--rank", str(rank), "--size", str(size), *arguments] for rank in range(1, size)]
+    workers = LocalWorkers(module, own, {"OMP_NUM_THREADS": "1", **(env or {})})
 
     def watch_workers() -> None:
         gone = workers.exited()
@@ -174,48 +222,70 @@ def start_local(num_workers: int, env: dict[str, str] | None = None) -> World:
             raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
 
     try:
-        watch = TCPStore(LOOPBACK, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
-        world = _join(store, watch, FEEDER, size, LOOPBACK, "run0", "the feeding process", list(range(1, size)),
-                      watch_workers)  # fmt: skip
+        world = _join(
+            lambda: store, FEEDER, size, LOOPBACK, "run", "the feeding process", list(range(1, size)), watch_workers
+        )
     except BaseException:
         workers.stop(0.0)
         raise
     world.workers = workers
+    world.health.why_ended = partial(_why_ended, workers)
     return world
 
 
 def join_local(port: int, rank: int, size: int) -> World:
     """Join, as a worker, the process that started this one."""
-    store = TCPStore(LOOPBACK, port, None, False, datetime.timedelta(seconds=120), wait_for_workers=False)
-    watch = TCPStore(LOOPBACK, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
-    world = _join(store, watch, rank, size, LOOPBACK, "run0", f"worker {rank}", list(range(1, size)))
+    world = _join(
+        lambda: connect_store(LOOPBACK, port), rank, size, LOOPBACK, "run", f"worker {rank}", list(range(1, size))
+    )
     world.position = rank - 1  # the feeding process computes nothing
     return world
 
 
 def _join(
-    store: Store, watch: Store, rank: int, size: int, address: str, run: str, name: str,
+    connect: Callable[[], Store], rank: int, size: int, address: str, prefix: str, name: str,
     devices: Sequence[int], watch_others: Callable[[], None] = lambda: None,
 ) -> World:  # fmt: skip
-    store.set(f"penstock/{run}/name/{rank}", name)
-    store.set(f"penstock/{run}/host/{rank}", os.environ.get("PENSTOCK_HOST") or socket.gethostname())
-    store.set(f"penstock/{run}/bandwidth/{rank}", os.environ.get("PENSTOCK_BANDWIDTH") or "0")
-    transport = wrap_if_faulty(GlooTransport(store, rank, size, address, name=run, watch=watch_others))
-    names = [store.get(f"penstock/{run}/name/{other}").decode() for other in range(size)]
-    hosts = [store.get(f"penstock/{run}/host/{other}").decode() for other in range(size)]
-    bandwidths = [float(store.get(f"penstock/{run}/bandwidth/{other}")) or None for other in range(size)]
-    health = Health(PrefixStore(run, watch), rank, names, transport.abort)
+    meeting = Meeting(connect, rank, size, address=address, prefix=prefix, name=name, watch=watch_others)
+    names = [hello.name for hello in meeting.hellos]
+    health = Health(meeting.boards, rank, names, lambda: None)
+
+    def watch() -> None:
+        watch_others()
+        health.check()
+
+    try:
+        store = PrefixStore(f"penstock/{meeting.name}", run_watched(connect, watch))
+        transport = wrap_if_faulty(GlooTransport(store, rank, size, address, watch=watch))
+    except BaseException:
+        health.close()
+        raise
+    health.call_instead(transport.abort)
     return World(
         transport=transport, health=health, names=names, devices=list(devices), store=store,
-        bandwidths=bandwidths, hosts=hosts,
+        bandwidths=[hello.bandwidth_bytes_per_s for hello in meeting.hellos],
+        hosts=[hello.host for hello in meeting.hellos],
     )  # fmt: skip
 
 
-def _store_message(host: str, port: int, serve: bool, error: Exception) -> str:
-    text = str(error).lower()
-    if serve and ("address already in use" in text or "eaddrinuse" in text):
-        return f"port {port} on {host} is in use; give another one with --master-port"
-    return f"the first host {host}:{port} cannot be reached: {str(error).splitlines()[0][:160]}; start it first"
+def _why_ended(workers: Workers, rank: int) -> str | None:
+    """Say how the process of a rank has ended, where this one started it."""
+    gone = workers.exited()
+    return str(gone) if gone is not None and gone.index + 1 == rank else None
+
+
+def _serve(address: str, host: str, port: int) -> TCPStore:
+    try:
+        return serve_store(address, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} on {host} is in use; give another one with --master-port"
+        else:
+            message = (
+                f"{address}:{port} cannot be listened on ({error.strerror or error}); --master-addr is the first "
+                "host's own address, and --bind another one of it"
+            )
+        raise RunError(message) from None
 
 
 def check_world(world: World, num_stages: int) -> list[int]:

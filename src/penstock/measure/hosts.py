@@ -9,7 +9,6 @@ from itertools import combinations, pairwise
 import torch
 
 from penstock.engine.calibrate import calibrate
-from penstock.engine.jobs import send_leave
 from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World
@@ -64,7 +63,7 @@ def measure_hosts(world: World, *, seconds: float = 2.0, threads: int = 1) -> Me
         work(world)
         return None
     messages = measure_messages(world)
-    send_leave(transport)
+    world.dismiss()
     return MeasuredHosts([float(second) for second in calibration_s], links, messages)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from penstock.engine.deployment import Deployment
 from penstock.engine.divide import divide_in_turns
-from penstock.engine.jobs import dismiss
 from penstock.engine.split import load_state
 from penstock.engine.world import FEEDER, World, start_local
 from penstock.graph.capture import capture
@@ -70,7 +69,7 @@ def measure_messages(world: World | None = None, *, num_microbatches: int = 100)
     own = start_local(1)
     try:
         costs = _measure(own, num_microbatches)
-        dismiss(own)  # a worker that is only left waits for a while
+        own.dismiss()  # a worker that is only left waits for a while
     finally:
         own.close()
     return costs

@@ -13,7 +13,8 @@ from penstock import errors
 from penstock.cluster.lab import Lab, lab_session, read_lab
 from penstock.cluster.lab.run import OutputLine, print_line
 from penstock.cluster.launch import LocalWorkers, WorkerExit
-from penstock.engine.world import LOOPBACK, under_torchrun
+from penstock.engine.board import LOOPBACK
+from penstock.engine.world import under_torchrun
 from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
 from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
 from penstock.recipes.loop import fit_here

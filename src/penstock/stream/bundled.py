@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from penstock.engine.devices import find_device
-from penstock.engine.jobs import send_leave
 from penstock.engine.nccl import check_way
 from penstock.engine.placing import place_bundle
 from penstock.engine.streaming import StreamReport
@@ -83,7 +82,7 @@ class BundledPipeline:
         """Stop the stages and let go of the processes."""
         if self._feeds and self._world.health.failure is None:
             self._pipelines.close()
-            send_leave(self._world.transport)
+            self._world.dismiss()
         self._world.close()
 
     def __enter__(self) -> "BundledPipeline":

@@ -16,7 +16,7 @@ from penstock.cluster.launch import available_cores
 from penstock.engine.deployment import DEPTH, Deployment, Replicas
 from penstock.engine.devices import find_device
 from penstock.engine.executor import execute
-from penstock.engine.jobs import MakeRuntime, dismiss, read_stages, receive_job
+from penstock.engine.jobs import MakeRuntime, read_stages, receive_job
 from penstock.engine.messages import CLOSE
 from penstock.engine.modules import runtime_maker
 from penstock.engine.nccl import check_way
@@ -326,7 +326,7 @@ class Pipeline(TrainingMethods):
             if self._feeds:
                 self._deployment.close()
                 if self._owns_world and self._world.workers is not None:
-                    dismiss(self._world)
+                    self._world.dismiss()
             while not self._feeds and not self._closed:
                 self._serve()
         finally:

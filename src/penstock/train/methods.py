@@ -8,11 +8,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.engine.devices import find_device
 from penstock.engine.divide import cuts_of_plan
-from penstock.engine.health import Health
+from penstock.engine.health import Boards, Health
 from penstock.engine.transport import MemoryNetwork
 from penstock.engine.world import World, join_torchrun, under_torchrun
 from penstock.errors import UsageError
@@ -271,5 +271,5 @@ def alone() -> World:
     """Make a world of this process alone."""
     network, store = MemoryNetwork(1), HashStore()
     transport, names = network.transports[0], ["this process"]
-    health = Health(PrefixStore("run", store), 0, names, transport.abort)
+    health = Health(Boards.of_threads(store, 0, 1), 0, names, transport.abort)
     return World(transport=transport, names=names, devices=[0], store=store, health=health, bandwidths=[None])

@@ -102,12 +102,12 @@ class TrainingWatch:
                 source = index - 1 if awaits == "activations" else index + 1
                 sent = stages[replica.stages[source], source][0]
                 if sent[awaits] > taken[awaits]:
-                    return Verdict(rank, self._sentence(
+                    return Verdict(rank=rank, lost=False, message=self._sentence(
                         f"stage {index} on {self._world.names[rank]}",
                         f"{awaits} {taken[awaits] + 1} of {sent[awaits]} that stage {source} has sent it",
-                    ), lost=False)  # fmt: skip
+                    ))  # fmt: skip
         held = "; ".join(f"stage {index} on {self._world.names[rank]}" for rank, index in stages)
-        return Verdict(FEEDER, self._sentence(held, "sums or losses of the others"), lost=False)
+        return Verdict(rank=FEEDER, lost=False, message=self._sentence(held, "sums or losses of the others"))
 
     def _sentence(self, name: str, what: str) -> str:
         return (

@@ -1,0 +1,209 @@
+"""A process's board: a small store that others read to see that it lives, and calls to stores that have a deadline.
+
+The board's server is a thread of torch's that never takes the interpreter's lock, so a process answers while it
+computes, loads or imports for however long. A stopped process does not answer, and a connection to one that has
+ended breaks. A call to a store blocks for as long as the other side is silent, whatever its timeout says: whoever
+must not wait so long makes it on a thread of its own.
+"""
+
+import datetime
+import ipaddress
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from penstock.errors import RunError
+
+LOOPBACK = "127.0.0.1"
+# of torch's own waits, which end only where the other side answers at all
+_TIMEOUT = datetime.timedelta(seconds=5)
+_POLL_S = 0.1
+# an address for documentation (RFC 5737), which nobody has: the way to it is the way out
+_ANYWHERE = "192.0.2.1"
+
+T = TypeVar("T")
+
+
+class StoreSilent(RuntimeError):  # noqa: N818 -- what happened is that it is silent
+    """A store has not answered in time."""
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Listen on one address alone, on any port where none is given.
+
+    Raises `OSError` where the address is not this machine's or the port is taken.
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def serve_store(address: str, port: int = 0) -> TCPStore:
+    """Serve a store on one address alone; raises `OSError` as `listen` does."""
+    listener = listen(address, port)
+    port = int(listener.getsockname()[1])
+    return TCPStore(address, port, None, True, _TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def connect_store(address: str, port: int, timeout: datetime.timedelta = _TIMEOUT) -> TCPStore:
+    """Connect to a store; raises `RuntimeError` where nobody listens there."""
+    return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+
+
+def local_address(towards: str) -> str:
+    """Find the address that this machine uses towards another, since its name often means loopback.
+
+    No packet is sent: a connected datagram socket only asks the routing table.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RunError(f"there is no route to {towards!r}: {error}; check the address of the first host") from None
+
+
+def first_address(host: str, *, all_here: bool) -> str:
+    """Find where the first host is reached, since on that host its own name often means loopback.
+
+    `all_here` says that no other machine takes part. Then, and where loopback itself was named, loopback is right;
+    else it is the address of this machine that leads out of it.
+
+    >>> first_address("localhost", all_here=False)
+    '127.0.0.1'
+    """
+    if not _means_loopback(host):
+        return host
+    return LOOPBACK if all_here or host == "localhost" or _is_loopback(host) else local_address(_ANYWHERE)
+
+
+def _means_loopback(host: str) -> bool:
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False  # whoever connects to it says so
+    return all(_is_loopback(address) for address in found)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def wait_for_server(address: str, port: int, timeout_s: float) -> None:
+    """Wait until something listens there, as the first host does once it was started; raises `RunError`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RunError(f"the first host {address}:{port} cannot be reached: {error}; start it first") from None
+            time.sleep(_POLL_S)
+
+
+class PatientStore:
+    """Another process's store, each call of which ends by a deadline; a thread of its own makes them.
+
+    Example:
+        store = PatientStore(lambda: connect_store("192.168.1.10", 29500), deadline_s=10.0)
+        store.call(lambda s: s.set("joined/1", "1"))
+
+    Once a call has not been answered in time, every further one raises `StoreSilent` at once. Raises what the call
+    raises, and what `connect` raises.
+    """
+
+    def __init__(self, connect: Callable[[], Store], deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._calls: queue.SimpleQueue[tuple[Callable[[Store], Any], queue.SimpleQueue[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._silent = False
+        self._thread = threading.Thread(target=self._work, args=(connect,), name="penstock-store", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Store], T]) -> T:
+        """Call a function with the store and return what it returns."""
+        reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        if self._silent:
+            raise StoreSilent("the store does not answer")
+        self._calls.put((function, reply))
+        try:
+            result, error = reply.get(timeout=self._deadline_s)
+        except queue.Empty:
+            self._silent = True
+            raise StoreSilent(f"the store has not answered for {self._deadline_s:g} s") from None
+        if error is not None:
+            raise error
+        found: T = result
+        return found
+
+    def close(self) -> None:
+        """Let go of the connection; a thread that waits for an answer is left to its end."""
+        self._calls.put(None)
+        if not self._silent:
+            self._thread.join(self._deadline_s)
+
+    def _work(self, connect: Callable[[], Store]) -> None:
+        store, problem = None, None
+        try:
+            store = connect()
+        except RuntimeError as error:
+            problem = error
+        while (task := self._calls.get()) is not None:
+            function, reply = task
+            if store is None:
+                reply.put((None, problem))
+                continue
+            try:
+                reply.put((function(store), None))
+            except RuntimeError as error:
+                reply.put((None, error))
+
+
+def run_watched(function: Callable[[], T], watch: Callable[[], None]) -> T:
+    """Call a function that may wait for long on a thread of its own, and `watch` meanwhile, which may raise sooner.
+
+    Raises what the function raises, unless `watch` knows a better reason; then the thread is left to its end.
+    """
+    ended: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            ended.put((function(), None))
+        except RuntimeError as error:
+            ended.put((None, error))
+
+    threading.Thread(target=run, name="penstock-connect", daemon=True).start()
+    while True:
+        try:
+            result, error = ended.get(timeout=_POLL_S)
+        except queue.Empty:
+            watch()
+            continue
+        if error is not None:
+            watch()
+            raise error
+        found: T = result
+        return found
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of torch's, without where in its source it was raised."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rpartition("] ")[2]

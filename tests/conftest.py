@@ -24,6 +24,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
+# torch asks for the names of those that it connects to; where nobody answers, each connection waits for that
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # With AVX-512 on an Intel processor, the losses of a T5 came out different in the last bit between schedules, the
 # same way each time; in this mode of MKL's, which it reads when it is first used, they are equal.
 with contextlib.suppress(OSError):

@@ -21,7 +21,10 @@ from penstock.errors import RunError
 
 LOOPBACK = "127.0.0.1"
 # of torch's own waits, which end only where the other side answers at all
-_TIMEOUT = datetime.timedelta(seconds=5)
+_TIMEOUT = datetime.timedelta(seconds=60)
+# Torch looks up the name of whom it connects to, only to be able to print it. A name server that does not answer takes
+# 5 s of each connection, and 10 where it is asked again; this machine's network may have one that nobody knows of.
+CONNECT_S = 15.0
 _POLL_S = 0.1
 # an address for documentation (RFC 5737), which nobody has: the way to it is the way out
 _ANYWHERE = "192.0.2.1"
@@ -134,21 +137,22 @@ class PatientStore:
         self._calls: queue.SimpleQueue[tuple[Callable[[Store], Any], queue.SimpleQueue[Any]] | None] = (
             queue.SimpleQueue()
         )
-        self._silent = False
+        self._silent = self._connected = False
         self._thread = threading.Thread(target=self._work, args=(connect,), name="penstock-store", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[Store], T]) -> T:
         """Call a function with the store and return what it returns."""
         reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        deadline_s = self._deadline_s if self._connected else self._deadline_s + CONNECT_S
         if self._silent:
             raise StoreSilent("the store does not answer")
         self._calls.put((function, reply))
         try:
-            result, error = reply.get(timeout=self._deadline_s)
+            result, error = reply.get(timeout=deadline_s)
         except queue.Empty:
             self._silent = True
-            raise StoreSilent(f"the store has not answered for {self._deadline_s:g} s") from None
+            raise StoreSilent(f"the store has not answered for {deadline_s:g} s") from None
         if error is not None:
             raise error
         found: T = result
@@ -164,6 +168,7 @@ class PatientStore:
         store, problem = None, None
         try:
             store = connect()
+            self._connected = True
         except RuntimeError as error:
             problem = error
         while (task := self._calls.get()) is not None:

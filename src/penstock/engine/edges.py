@@ -197,14 +197,13 @@ class LocalEdge:
 
     width = 1
 
-    def __init__(self, depth: int | None, *, copies: bool = True) -> None:
+    def __init__(self, depth: int | None) -> None:
         # SimpleQueue needs no Python while it waits or hands over; places are counted by tokens
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._bounded = depth is not None
         for _ in range(depth or 0):
             self._places.put(None)
-        self._copies = copies
         self._aborted = False
         self._taking: Track | None = None
         self._giving: Track | None = None
@@ -249,10 +248,9 @@ class LocalEdge:
         except queue.Empty:
             return False
         room_s = self._giving.now() if self._giving else 0.0
-        if self._copies:
-            copies = [copy_exactly(tensor) for tensor in message.tensors]
-            message = Message(message.kind, message.index, message.sizes, copies, message.body)
-        self._messages.put(message)
+        # whoever handed it over may change it as soon as this returns
+        copies = [copy_exactly(tensor) for tensor in message.tensors]
+        self._messages.put(Message(message.kind, message.index, message.sizes, copies, message.body))
         if self._giving:
             self._giving.gave(message.index, begin_s, room_s, 0)
         return True

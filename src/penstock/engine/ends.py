@@ -42,7 +42,7 @@ class Ends:
         if isinstance(outlet, LocalEdge):
             self._entry = outlet  # the first stage is in this process: nothing blocks for good
         else:
-            self._entry = LocalEdge(1, copies=False)
+            self._entry = LocalEdge(1)
             targets["feed"] = self._send
         self._threads = [
             threading.Thread(target=target, name=f"penstock-{name}", daemon=True) for name, target in targets.items()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from penstock.engine.board import CONNECT_S
 from penstock.errors import DeviceLost, OutOfMemory, RunError
 from penstock.memory import is_out_of_memory
 
@@ -68,6 +69,7 @@ class _Peer:
     rank: int
     connect: Callable[[], Store]
     answered_s: float
+    connected: bool = False
     beat: str = ""
     verdict: str = ""
     broken_s: float | None = None
@@ -224,7 +226,9 @@ class Health:
             if peer.left:
                 continue
             silence_s = now - peer.answered_s
-            patience_s = self._silence_s * (_FIRST_BEAT if self._boards.shared and not peer.beat else 1)
+            patience_s = self._silence_s
+            if not peer.connected:
+                patience_s *= _FIRST_BEAT if self._boards.shared else max(1.0, CONNECT_S / SILENCE_S)
             broken = peer.broken_s is not None and now - peer.broken_s > min(_LAST_WORD_S, self._silence_s)
             if peer.verdict:
                 self._fail(_read(peer.verdict))
@@ -254,6 +258,7 @@ class Health:
         try:
             store = peer.connect()
             peer.answered_s = time.monotonic()
+            peer.connected = not self._boards.shared
             while not self._stop.is_set() or peer.tell:
                 while peer.tell:
                     key, value = peer.tell.pop(0)
@@ -265,6 +270,7 @@ class Health:
                 answers = [value.decode() for value in store.multi_get(present)] if present else []
                 if not self._boards.shared or answers[:1] not in ([], [peer.beat]):
                     peer.answered_s = time.monotonic()
+                    peer.connected = True
                 peer.beat, *verdicts = answers or [peer.beat]
                 peer.verdict = peer.verdict or next(iter(verdicts), "")
                 peer.awake.wait(self.beat_s)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.devices import HOST, moved
+from penstock.engine.layout import copy_exactly
 from penstock.errors import OutOfMemory, ProgramError, RunError
 from penstock.graph.calls import check_amounts
 from penstock.graph.encoding import StageDevice
@@ -87,6 +88,13 @@ class Runtime:
         for step in bound.steps:
             _run(step, registers)
         return [registers[index] for index in self._outputs]
+
+    def own(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+        """Copy those outputs that lie in what is computed once for many microbatches: others may be changed."""
+        first = len(self._state)
+        computed_once = self.bind(sizes).registers[first : first + len(self.program.prelude)]
+        shared = {item.untyped_storage().data_ptr() for item in computed_once if isinstance(item, Tensor)}
+        return [copy_exactly(output) if output.untyped_storage().data_ptr() in shared else output for output in outputs]
 
     @property
     def weight_bytes(self) -> int:

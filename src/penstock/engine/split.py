@@ -178,7 +178,7 @@ class SplitModel:
         inputs, sizes = bind_inputs(self.graph, args, kwargs)
         with torch.no_grad():
             for stage in self.stages:
-                inputs = stage.runtime(sizes, inputs)
+                inputs = stage.runtime.own(stage.runtime(sizes, inputs), sizes)
         return build_output(self.graph, inputs, sizes)
 
 

@@ -6,6 +6,7 @@ ended breaks. A call to a store blocks for as long as the other side is silent, 
 must not wait so long makes it on a thread of its own.
 """
 
+import contextlib
 import datetime
 import ipaddress
 import queue
@@ -23,9 +24,11 @@ LOOPBACK = "127.0.0.1"
 # of torch's own waits, which end only where the other side answers at all
 _TIMEOUT = datetime.timedelta(seconds=60)
 # Torch looks up the name of whom it connects to, only to be able to print it. A name server that does not answer takes
-# 5 s of each connection, and 10 where it is asked again; this machine's network may have one that nobody knows of.
+# 5 s of each connection, and 10 where it is asked again.
 CONNECT_S = 15.0
 _POLL_S = 0.1
+# after something failed: the time in which whoever watches learns why
+_REASON_S = 6.0
 # an address for documentation (RFC 5737), which nobody has: the way to it is the way out
 _ANYWHERE = "192.0.2.1"
 
@@ -65,6 +68,15 @@ def connect_store(address: str, port: int, timeout: datetime.timedelta = _TIMEOU
     return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
 
 
+def connect_board(address: str, port: int) -> TCPStore:
+    """Connect to a store that listens already: where nobody does, its process is gone, and this says so at once."""
+    try:
+        socket.create_connection((address, port), timeout=5.0).close()
+    except OSError as error:
+        raise RuntimeError(str(error)) from None
+    return connect_store(address, port)
+
+
 def local_address(towards: str) -> str:
     """Find the address that this machine uses towards another, since its name often means loopback.
 
@@ -91,6 +103,14 @@ def first_address(host: str, *, all_here: bool) -> str:
     if not _means_loopback(host):
         return host
     return LOOPBACK if all_here or host == "localhost" or _is_loopback(host) else local_address(_ANYWHERE)
+
+
+def lookup_s(address: str) -> float:
+    """Measure how long looking up the name of an address takes here, as torch does when it connects."""
+    begin_s = time.monotonic()
+    with contextlib.suppress(OSError):
+        socket.getnameinfo((address, 9), 0)
+    return time.monotonic() - begin_s
 
 
 def _means_loopback(host: str) -> bool:
@@ -203,7 +223,10 @@ def run_watched(function: Callable[[], T], watch: Callable[[], None]) -> T:
             watch()
             continue
         if error is not None:
-            watch()
+            deadline = time.monotonic() + _REASON_S
+            while time.monotonic() < deadline:
+                watch()
+                time.sleep(_POLL_S)
             raise error
         found: T = result
         return found

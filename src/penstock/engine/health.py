@@ -12,6 +12,7 @@ verdict per group, the first one that stands on the first process's board.
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from penstock.engine.board import CONNECT_S
+from penstock.engine.board import lookup_s
 from penstock.errors import DeviceLost, OutOfMemory, RunError
 from penstock.memory import is_out_of_memory
 
@@ -30,6 +31,7 @@ SILENCE_S = 5.0
 _FIRST_BEAT = 6  # times the silence, where beats must be seen: processes that have only just met
 # after a connection broke: the time in which whoever ended says why, or its parent does
 _LAST_WORD_S = 1.0
+_CONNECT_S = 7.5  # longer than one question that a name server leaves open
 _TELL_S = 2.0  # in which another board takes what it is told
 _VERDICT = "verdict"
 _MAX_MESSAGE = 2000  # characters of a verdict
@@ -48,11 +50,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Boards:
     """This process's own board, and how to reach those of the processes that it looks after.
 
-    A board that all processes share says nothing of one of them by answering: there beats must change.
+    A board that all processes share says nothing of one of them by answering: there beats must change. `addresses`
+    are those of the others, whose names torch looks up when it connects.
     """
 
     own: Store
     others: Mapping[int, Callable[[], Store]]
+    addresses: Mapping[int, str] = field(default_factory=dict)
     shared: bool = False
 
     @classmethod
@@ -69,7 +73,7 @@ class _Peer:
     rank: int
     connect: Callable[[], Store]
     answered_s: float
-    connected: bool = False
+    connect_s: float | None = None  # what connecting may take, as long as it lasts
     beat: str = ""
     verdict: str = ""
     broken_s: float | None = None
@@ -226,9 +230,8 @@ class Health:
             if peer.left:
                 continue
             silence_s = now - peer.answered_s
-            patience_s = self._silence_s
-            if not peer.connected:
-                patience_s *= _FIRST_BEAT if self._boards.shared else max(1.0, CONNECT_S / SILENCE_S)
+            patience_s = self._silence_s * (_FIRST_BEAT if self._boards.shared and not peer.beat else 1)
+            patience_s = max(patience_s, peer.connect_s or 0.0)
             broken = peer.broken_s is not None and now - peer.broken_s > min(_LAST_WORD_S, self._silence_s)
             if peer.verdict:
                 self._fail(_read(peer.verdict))
@@ -256,9 +259,7 @@ class Health:
         beat_key = _beat(peer.rank)
         keys = [beat_key, _VERDICT] if peer.rank == FIRST and not self._boards.shared else [beat_key]
         try:
-            store = peer.connect()
-            peer.answered_s = time.monotonic()
-            peer.connected = not self._boards.shared
+            store = self._connect(peer)
             while not self._stop.is_set() or peer.tell:
                 while peer.tell:
                     key, value = peer.tell.pop(0)
@@ -270,7 +271,6 @@ class Health:
                 answers = [value.decode() for value in store.multi_get(present)] if present else []
                 if not self._boards.shared or answers[:1] not in ([], [peer.beat]):
                     peer.answered_s = time.monotonic()
-                    peer.connected = True
                 peer.beat, *verdicts = answers or [peer.beat]
                 peer.verdict = peer.verdict or next(iter(verdicts), "")
                 peer.awake.wait(self.beat_s)
@@ -282,6 +282,16 @@ class Health:
             self._fail(Verdict(rank=peer.rank, message=message, lost=False))
         finally:
             peer.told.set()
+
+    def _connect(self, peer: _Peer) -> Store:
+        """Connect, with a patience that knows how long looking up a name takes here."""
+        if peer.rank in self._boards.addresses:
+            peer.connect_s = math.inf
+            peer.connect_s = _CONNECT_S + 3 * lookup_s(self._boards.addresses[peer.rank])
+            peer.answered_s = time.monotonic()
+        store = peer.connect()
+        peer.answered_s, peer.connect_s = time.monotonic(), None
+        return store
 
     def _fail(self, verdict: Verdict) -> None:
         with self._failing:

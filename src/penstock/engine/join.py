@@ -20,9 +20,9 @@ import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock import __version__
-from penstock.engine.board import PatientStore, StoreSilent, connect_store, first_line, serve_store
+from penstock.engine.board import PatientStore, StoreSilent, connect_board, first_line, serve_store
 from penstock.engine.health import FIRST, Boards, prepare_board
-from penstock.errors import RunError
+from penstock.errors import DeviceLost, RunError
 
 JOIN_S = 120.0
 STORE_S = 10.0  # in which the first host answers
@@ -48,7 +48,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Meeting:
     """The processes that have met: what each said, and the boards by which they look after each other.
 
-    Raises `RunError` naming who did not come, or what does not fit.
+    Raises `RunError` naming who did not come, or what does not fit, and `DeviceLost` where the first host is gone.
 
     Example:
         meeting = Meeting(lambda: connect_store("192.168.1.10", 29500), rank=0, size=4, address="192.168.1.10", ...)
@@ -69,13 +69,13 @@ class Meeting:
         try:
             self.hellos = self._meet(store, watch, join_s)
         except StoreSilent as error:
-            raise RunError(
-                f"rank {rank} lost the first host while the processes met: {error}, so it was stopped, cut off or has "
-                "lost power; start again"
+            raise DeviceLost(
+                f"the first host was lost by rank {rank} while the processes met: {error}, so it was stopped, cut off "
+                "or has lost power; start again"
             ) from None
         except RuntimeError as error:
-            raise RunError(
-                f"rank {rank} lost the first host while the processes met: {first_line(error)}; start again"
+            raise DeviceLost(
+                f"the first host was lost by rank {rank} while the processes met: {first_line(error)}; start again"
             ) from error
         finally:
             store.close()
@@ -90,7 +90,9 @@ class Meeting:
         """The boards of those that this process looks after: the first one after all, the others after the first."""
         watched = [hello for hello in self.hellos if hello.rank != self._rank and FIRST in (hello.rank, self._rank)]
         return Boards(
-            self.board, {hello.rank: partial(connect_store, hello.address, hello.board_port) for hello in watched}
+            self.board,
+            {hello.rank: partial(connect_board, hello.address, hello.board_port) for hello in watched},
+            {hello.rank: hello.address for hello in watched},
         )
 
     def _meet(self, store: PatientStore, watch: Callable[[], None], join_s: float) -> list[Hello]:

@@ -1,0 +1,72 @@
+"""A host of a lab is cut off, or loses its power: the others say so within ten seconds."""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.cluster.lab import HostSpec, LabSpec, lab_session
+from tests.cluster.labs import Collected, until
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="labs need root"),
+    pytest.mark.skipif(any(shutil.which(p) is None for p in ("ip", "tc", "unshare")), reason="labs need ip and tc"),
+]
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import os, sys, time
+sys.path[:0] = [sys.argv[1] + "/src", sys.argv[1]]
+from penstock.engine.world import join_torchrun
+from penstock.engine.worker import follow
+from penstock.errors import DeviceLost
+from penstock.stream.pipeline import Pipeline
+from tests.worlds import tower, tower_inputs
+
+def feed():
+    for index in range(10**6):
+        if index == 5:
+            print("streaming", flush=True)
+        time.sleep(0.01)
+        yield tower_inputs(1)[0]
+
+try:
+    world = join_torchrun()
+    if world.rank:
+        print("joined", flush=True)
+        follow(world)
+    else:
+        with world.taking_part(), Pipeline(tower(), tower_inputs(1)[0], stages=3, world=world, threads=1) as pipe:
+            for _ in pipe.stream(feed()):
+                pass
+except DeviceLost as error:
+    print(f"lost at {time.monotonic()}: {error}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("victim", "power_off"), [(0, False), (1, True)])
+def test_a_host_that_is_gone_is_named(victim: int, power_off: bool) -> None:
+    hosts = tuple(
+        HostSpec(name=f"host{index}", cpu=0.5, memory_bytes=800 * 2**20, bandwidth_bytes_per_s=12_500_000.0)
+        for index in range(3)
+    )
+    shown = Collected()
+    with lab_session(LabSpec(name=f"l{os.getpid()}{victim}", hosts=hosts)) as lab:
+        command = [sys.executable, "-c", SCRIPT, str(ROOT)]
+        with lab.start(command, output=shown, end_together=False):
+            until(lambda: "streaming" in shown.of("host0"), 90)
+            lab.cut(f"host{victim}")
+            cut_s = time.monotonic()
+            if power_off:
+                lab.kill(f"host{victim}")
+            others = [host.name for index, host in enumerate(hosts) if index != victim]
+            until(lambda: all(any("lost at" in line for line in shown.of(name)) for name in others), 30)
+    for name in others:
+        line = next(line for line in shown.of(name) if line.startswith("lost at"))
+        at_s, message = float(line.split()[2].rstrip(":")), line.partition(": ")[2]
+        assert at_s - cut_s < 12.0
+        assert message.startswith(f"rank {victim} on host{victim} ")

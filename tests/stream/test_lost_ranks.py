@@ -1,0 +1,125 @@
+"""Any process of a run, the first one included, stops or dies at any moment: all others say so within ten seconds."""
+
+import json
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forks import run_forked
+from tests.processes import free_port
+
+MOMENTS = ["start", "stream", "between", "leave"]
+# what is promised, and what a machine with this many processes needs beside
+NAMED_WITHIN_S = 10.0 + 3.0
+
+SCRIPT = """
+import json, os, signal, sys, time, warnings
+from pathlib import Path
+import torch
+from penstock.engine import worker, world as worlds
+from penstock.engine.runtime import Runtime
+from penstock.errors import PenstockError
+from penstock.stream.pipeline import Pipeline
+from tests.worlds import tower, tower_inputs
+
+folder, moment, victim, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+rank = int(os.environ["RANK"])
+# as when started by hand: the first process serves the store, and takes it with it
+del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+os.environ["MASTER_PORT"] = sys.argv[5]
+
+
+def tell(**what):
+    (folder / f"{moment}-{victim}-{number}-{rank}.json").write_text(json.dumps({"at_s": time.monotonic(), **what}))
+
+
+def stop_here(*_args, **_named):
+    tell(stopped=True)
+    if number == signal.SIGSTOP and not os.fork():
+        time.sleep(16)  # longer than what is promised: then it need not be waited for
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+    os.kill(os.getpid(), number)
+
+
+if rank == victim:
+    if moment == "start":
+        worlds.GlooTransport = stop_here
+    elif moment == "stream" and rank:
+        calls, run = [], Runtime.__call__
+        Runtime.__call__ = lambda *given: (stop_here() if len(calls) == 3 else calls.append(0)) or run(*given)
+    elif moment == "between" and rank:
+        worker.follow_stages = lambda *_given: stop_here
+    elif moment == "leave":
+        said = worlds.receive_bytes
+        if rank:
+            worker.send_bytes = stop_here
+        else:
+            worlds.receive_bytes = lambda *given: stop_here() if sys._getframe(1).f_code.co_name == "_say_leave" else (
+                said(*given))
+
+
+def feed(count):
+    for index, (x, rows) in enumerate(tower_inputs(count)):
+        if rank == victim and moment == "stream" and index == 5:
+            stop_here()
+        yield x, rows
+
+
+caught, message = [], ""
+try:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        world = worlds.join_torchrun()
+        if rank:
+            message = worker.follow(world)
+        else:
+            model = tower()
+            with world.taking_part():
+                with Pipeline(model, tower_inputs(1)[0], stages=3, world=world, threads=1) as pipe:
+                    assert len(list(pipe.stream(feed(8)))) == 8
+                    if moment == "between":
+                        if not victim:
+                            stop_here()
+                        time.sleep(2.0)
+                    assert len(list(pipe.stream(feed(8)))) == 8
+                world.dismiss("fine")
+    tell(message=message, warned=[str(w.message) for w in caught])
+except PenstockError as error:
+    tell(kind=type(error).__name__, message=str(error))
+"""
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_whoever_is_lost_is_named(tmp_path: Path, moment: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    cases = [(victim, number) for victim in range(3) for number in (signal.SIGSTOP, signal.SIGKILL)]
+    groups = [(3, [str(tmp_path), moment, str(victim), str(int(number)), str(free_port())]) for victim, number in cases]
+    with warnings.catch_warnings():
+        run_forked(script, groups, 120.0)
+    for victim, number in cases:
+        told = {
+            rank: json.loads((tmp_path / f"{moment}-{victim}-{int(number)}-{rank}.json").read_text())
+            for rank in range(3)
+        }
+        assert told[victim]["stopped"]
+        for rank in {0, 1, 2} - {victim}:
+            check(told[rank], told[victim]["at_s"], moment, f"rank {victim} on ")
+
+
+def check(told: dict[str, Any], stopped_s: float, moment: str, name: str) -> None:
+    assert told["at_s"] - stopped_s < NAMED_WITHIN_S, told
+    if moment != "leave":
+        assert told["kind"] == "DeviceLost", told
+        # who has not met all others yet knows the first process by its store alone
+        known = ("the first host", name) if moment == "start" and name.startswith("rank 0") else name
+        assert told["message"].startswith(known), told
+        assert (
+            "has not answered for" in told["message"] or "is gone" in told["message"] or "was lost" in told["message"]
+        )
+    else:  # all the work is done: nobody fails
+        assert "kind" not in told, told

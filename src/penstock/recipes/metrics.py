@@ -8,18 +8,24 @@ runs/NAME/
     result.json
 """
 
+import contextlib
 import json
+import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-from penstock.errors import UsageError
+from penstock.errors import ModelError, UsageError
 from penstock.recipes.settings import FitSettings, write_settings
 from penstock.recipes.tracking import Tracker, open_trackers
+from penstock.train.checkpoint_index import INDEX, read_index
+from penstock.train.checkpoint_stages import check_whole
 
 _KEPT = 2  # checkpoints
+_STEP = re.compile(r"step-\d{1,18}", re.ASCII)
 
 
 class EpochResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,16 +126,54 @@ def checkpoint_folder(settings: FitSettings, step: int) -> Path:
     return settings.folder / "checkpoints" / f"step-{step:06}"
 
 
-def newest_checkpoint(settings: FitSettings) -> str | None:
-    """Give the name of the last checkpoint that was written to its end, or None."""
-    whole = sorted(settings.folder.glob("checkpoints/step-*/checkpoint.json"))
-    return whole[-1].parent.name if whole else None
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """The checkpoint to go on from, and why newer ones were passed over, a line for each."""
+
+    name: str
+    passed_over: tuple[str, ...]
 
 
-def drop_old_checkpoints(settings: FitSettings) -> None:
-    """Remove all but the last checkpoints."""
-    for folder in sorted(settings.folder.glob("checkpoints/step-*"))[:-_KEPT]:
-        shutil.rmtree(folder, ignore_errors=True)
+def newest_checkpoint(settings: FitSettings) -> Resumable | None:
+    """Find the checkpoint of the latest step that is whole, or None; what is not whole is passed over."""
+    passed_over: list[str] = []
+    for folder in reversed(_checkpoints(settings)):
+        wrong = _why_not_whole(folder)
+        if not wrong:
+            return Resumable(folder.name, tuple(passed_over))
+        passed_over.append(f"passed over {folder.name}: {wrong}")
+    return None
+
+
+def _why_not_whole(folder: Path) -> str:
+    """Return what is wrong with a checkpoint, or nothing."""
+    try:
+        check_whole(folder, read_index(folder))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def drop_old_checkpoints(settings: FitSettings, newest: Path) -> None:
+    """Remove what is earlier than the newest whole checkpoints; `newest` has just been written."""
+    earlier = [folder for folder in _checkpoints(settings) if _step(folder) < _step(newest)]
+    kept = [folder for folder in earlier if not _why_not_whole(folder)][1 - _KEPT :]
+    for folder in earlier:
+        if folder not in kept:
+            # the index first: what is half removed is no checkpoint
+            with contextlib.suppress(OSError):
+                (folder / INDEX).unlink()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checkpoints(settings: FitSettings) -> list[Path]:
+    """Return the folders of checkpoints, whole or not, in the order of their steps."""
+    found = settings.folder.glob("checkpoints/step-*")
+    return sorted((folder for folder in found if _STEP.fullmatch(folder.name)), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def check_new(settings: FitSettings) -> None:

@@ -229,10 +229,13 @@ class TrainingMethods:
     ) -> None:
         """Write what is needed to continue: weights, optimizer, scheduler, place in the data, random state.
 
+        Every process writes its own stages, so the folder must be one that all hosts share. A checkpoint that is in
+        it already stays whole until the new one is.
+
         Example:
             pipe.save_checkpoint("run/step1000", optimizer, scheduler)
 
-        Raises `ModelError` where it cannot be written.
+        Raises `ModelError` where it cannot be written, or where a host has written to a folder of its own.
         """
         save_checkpoint(self.trainer, Path(folder), optimizer, scheduler, self._loader)
 

@@ -1,0 +1,22 @@
+"""Text of others made safe to show: a terminal obeys what stands in names of files, hosts and devices."""
+
+# controls of both sets, and the marks that change the direction of text
+_CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN = {
+    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    for code in _CONTROLS
+}  # fmt: skip
+_SURROGATES = range(0xD800, 0xE000)
+
+
+def plain(text: str, *, lines: bool = False) -> str:
+    """Return text with every control character written out, such as \\x1b for an escape; with `lines` they may end.
+
+    >>> plain("cat\\x1b[2J.jpg")
+    'cat\\\\x1b[2J.jpg'
+    """
+    if lines:
+        return "\n".join(plain(line) for line in text.split("\n"))
+    shown = text.translate(_SHOWN)
+    # bytes of a file's name that are no text: most streams refuse to write them
+    return "".join(f"\\x{ord(c) & 0xFF:02x}" if ord(c) in _SURROGATES else c for c in shown)

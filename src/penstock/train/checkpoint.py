@@ -95,7 +95,7 @@ def load_checkpoint(
     places: Mapping[str, str] = index.places
     _check_names(trainer, places)
     wanted: dict[str, Tensor] = {}
-    sources = [*trainer.tensors.parameters, *trainer.tensors.others]
+    sources = [*trainer.tensors.parameters, *trainer.tensors.others, *trainer.tensors.unused]
     for source in sources:
         if f"model/{source}" in places:
             wanted[f"model/{source}"] = _target(trainer, source)
@@ -136,6 +136,8 @@ def _own_tensors(
             state = optimizer.state.get(names[source], {})
             own[stage] |= {f"optimizer/{key}/{source}": v for key, v in state.items() if isinstance(v, Tensor)}
             scalars[source] = {key: v for key, v in state.items() if not isinstance(v, Tensor)}
+    if trainer.tensors.unused:
+        own[f"unused{suffix}"] = {f"model/{source}": tensor for source, tensor in trainer.tensors.unused.items()}
     return own, scalars
 
 
@@ -291,7 +293,8 @@ def _check_shapes(folder: Path, index: CheckpointIndex, wanted: Mapping[str, Ten
 def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
     saved = {name.removeprefix("model/") for name in places if name.startswith("model/")}
     here = {s.source for part in trainer.parts for s in part.program.states if s.kind != "constant"}
-    missing, more = sorted(here - saved), sorted(saved - here)
+    # earlier versions left out what no stage uses
+    missing, more = sorted(here - saved), sorted(saved - here - set(trainer.captured.unused))
     if missing or more:
         parts = [f"it lacks {', '.join(missing[:3])}"] if missing else []
         parts += [f"it also has {', '.join(more[:3])}"] if more else []
@@ -303,7 +306,9 @@ def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
 
 def _target(trainer: Trainer, source: str) -> Tensor:
     tensors = trainer.tensors
-    return tensors.parameters[source].data if source in tensors.parameters else tensors.others[source]
+    if source in tensors.parameters:
+        return tensors.parameters[source].data
+    return tensors.unused[source] if source in tensors.unused else tensors.others[source]
 
 
 def _keys(places: Mapping[str, str], source: str) -> list[str]:

@@ -3,6 +3,7 @@
     folder/
         checkpoint.json            the index: step, settings, which stage's folder holds each tensor
         stage-0/  stage-1.2/       tensors in safetensors; behind the dot how often the folder was written before
+        unused/                    parameters that no stage uses, where there are any
 
 The index takes its place in one instant, after everything that it names is on the disk, and names folders that
 nothing is written to any more. So a folder holds the earlier checkpoint or the later one at every moment.
@@ -23,7 +24,7 @@ from penstock.files import written_whole
 from penstock.graph.encoding import DTYPES
 
 INDEX = "checkpoint.json"
-STAGE = r"stage-\d{1,6}(\.(\d{1,9}))?"
+STAGE = r"(stage-\d{1,6}|unused)(\.(\d{1,9}))?"
 
 Count = Annotated[int, Meta(ge=1)]
 Place = Annotated[int, Meta(ge=0, le=2**62)]

@@ -120,7 +120,7 @@ def stage_folders(folder: Path) -> list[Path]:
 def next_suffix(folder: Path) -> str:
     """Return what to put behind the names of stages' folders so that none of them is there yet."""
     matches = [_STAGE_FOLDER.fullmatch(path.name) for path in stage_folders(folder)]
-    used = [int(match[2] or 0) for match in matches if match is not None]
+    used = [int(match[3] or 0) for match in matches if match is not None]
     return f".{max(used) + 1}" if used else ""
 
 

@@ -5,6 +5,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import IO
 
 
@@ -41,3 +42,47 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class LineFile:
+    """A text file that grows by whole lines, each with the operating system when `write` returns.
+
+    Of a line that cannot be written nothing stays behind, so what is in the file can be read and gone on with.
+
+    Example:
+        with LineFile(Path("metrics.jsonl"), append=True) as file:
+            file.write("{}\\n")
+
+    Raises `OSError` where it cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        # without a buffer, which would hold on to a line that did not fit and try again at the close
+        self._file = path.open("ab" if append else "wb", buffering=0)
+        self._end = self._file.tell()
+
+    def write(self, line: str) -> None:
+        """Append a line; raises `OSError` where it does not fit."""
+        rest = memoryview(line.encode(errors="surrogateescape"))  # names of files may hold bytes that are no text
+        end = self._end + len(rest)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):  # a device has no length
+                self._file.truncate(self._end)
+                self._file.seek(self._end)
+            raise
+        self._end = end
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> "LineFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

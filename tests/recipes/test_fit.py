@@ -1,6 +1,8 @@
 """Whole runs on digits: what they leave behind, and how they are continued and compared."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 
 from penstock.cluster.launch import WorkerExit
 from penstock.errors import DataError, OutOfMemory, PlanError, RunError, UsageError
+from penstock.files import LineFile
 from penstock.recipes import largest, launch
 from penstock.recipes.figures import draw_comparison
 from penstock.recipes.find import make_task
@@ -243,3 +246,23 @@ def test_a_torn_checkpoint_is_passed_over_and_named(tmp_path: Path, capsys: pyte
     assert said[0].startswith("note: passed over step-000006: ")
     assert "is no checkpoint that this version reads" in said[0]
     assert [line["step"] for line in lines(tmp_path / "run", "step")] == list(range(1, 9))
+
+
+def test_training_goes_on_where_metrics_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    def full(_file: LineFile, line: str) -> None:
+        written.append(line)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LineFile, "write", full)
+    result = fit(settings(tmp_path / "run", steps=3))
+    assert result.last is not None
+    assert result.last.step == 3
+    assert len(written) == 4, "three steps and an epoch"
+    said = [line for line in capsys.readouterr().err.splitlines() if "metrics" in line]
+    assert len(said) == 1
+    assert said[0].startswith("note: metrics of rank 0 cannot be written to ")
+    assert "(No space left on device); training goes on" in said[0]

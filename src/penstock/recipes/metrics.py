@@ -12,15 +12,18 @@ import contextlib
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from penstock.errors import ModelError, UsageError
+from penstock.files import LineFile, written_whole
 from penstock.recipes.settings import FitSettings, write_settings
 from penstock.recipes.tracking import Tracker, open_trackers
+from penstock.terminal.notes import note
 from penstock.train.checkpoint_index import INDEX, read_index
 from penstock.train.checkpoint_stages import check_whole
 
@@ -85,13 +88,15 @@ class RunFolder:
     def __init__(self, settings: FitSettings, rank: int, first_step: int) -> None:
         self._settings = settings
         self._rank = rank
+        self._told = False
         self.path = settings.folder
         self._metrics = self.path / ("metrics.jsonl" if rank == 0 else f"metrics-rank{rank}.jsonl")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            kept = self._before(first_step) if settings.resume else []
-            self._file: IO[str] = self._metrics.open("w", encoding="utf-8")
-            self._file.writelines(kept)
+            if settings.resume:
+                with written_whole(self._metrics) as file:
+                    file.writelines(line.encode() for line in self._before(first_step))
+            self._file = LineFile(self._metrics, append=settings.resume)
             if rank == 0:
                 write_settings(settings, self.path / "settings.json")
         except OSError as error:
@@ -107,18 +112,33 @@ class RunFolder:
         return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
 
     def write(self, kind: str, *, step: int, **values: Any) -> None:
-        """Write one line; numbers also go to the trackers."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
+        """Write one line; numbers also go to the trackers. What cannot be written is lost, and training goes on."""
+        with self._losing_lines():
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
         for tracker in self._trackers:
-            tracker.log(step, numbers)
+            with self._losing_lines():
+                tracker.log(step, numbers)
 
     def close(self) -> None:
         """Close the file and end the trackers."""
         self._file.close()
         for tracker in self._trackers:
-            tracker.close()
+            with self._losing_lines():
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _losing_lines(self) -> Iterator[None]:
+        """Say once that metrics cannot be written: they are not worth the training."""
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                note(
+                    f"metrics of rank {self._rank} cannot be written to {self.path} ({error.strerror or error}); "
+                    "training goes on without those that do not fit"
+                )
 
 
 def checkpoint_folder(settings: FitSettings, step: int) -> Path:

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from penstock.errors import UsageError
+from penstock.errors import RunError, UsageError
+from penstock.files import LineFile
 
 COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
 
@@ -27,16 +28,20 @@ class PredictionFile:
         try:
             if resume and path.exists():
                 self.done = self._keep_complete_rows()
-            # file names may hold bytes that are no text
-            self._file = path.open("a" if self.done else "w", encoding="utf-8", errors="surrogateescape", newline="")
+            self._file = LineFile(path, append=bool(self.done))
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --output") from None
+        self._num_rows = len(self.done)
         if self._is_csv and not self.done:
             self._write_line(_csv_line(dict(zip(COLUMNS, COLUMNS, strict=True))))
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row and hand it to the operating system, so that a crash later on loses nothing."""
+        """Append a row and hand it to the operating system, so that a crash later on loses nothing.
+
+        Raises `RunError` where it does not fit; the rows before it are kept.
+        """
         self._write_line(_csv_line(row) if self._is_csv else json.dumps(row, ensure_ascii=False) + "\n")
+        self._num_rows += 1
 
     def close(self) -> None:
         """Close the file."""
@@ -51,8 +56,14 @@ class PredictionFile:
         self.close()
 
     def _write_line(self, line: str) -> None:
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+        except OSError as error:
+            self._file.close()
+            raise RunError(
+                f"{self.path} cannot be written any further ({error.strerror}); its {self._num_rows} rows are kept: "
+                "make room and go on with --resume"
+            ) from None
 
     def _keep_complete_rows(self) -> list[dict[str, Any]]:
         """Read the rows of an earlier run; a last row without its end was being written and is dropped."""

@@ -25,7 +25,19 @@ _STAGE_FOLDER = re.compile(STAGE)
 
 
 def write_stages(folder: Path, own: Mapping[str, dict[str, Tensor]]) -> dict[str, int]:
-    """Write the stages' folders, and return their files' bytes once all of it is on the disk."""
+    """Write the stages' folders, and return their files' bytes once all of it is on the disk.
+
+    What fails leaves nothing behind: a full disk needs the room.
+    """
+    try:
+        return _write(folder, own)
+    except Exception:
+        for stage in own:
+            shutil.rmtree(folder / stage, ignore_errors=True)
+        raise
+
+
+def _write(folder: Path, own: Mapping[str, dict[str, Tensor]]) -> dict[str, int]:
     files: dict[str, int] = {}
     for stage, tensors in own.items():
         # what another run has left on a host that does not share the folder

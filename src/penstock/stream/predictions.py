@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.errors import RunError, UsageError
 from penstock.files import LineFile
+from penstock.terminal.plain import guard_cell, unguard_cell
 
 COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
 
@@ -72,7 +73,10 @@ class PredictionFile:
         # at line ends only: JSON and CSV rows may hold other characters that `splitlines` takes for one
         lines = io.StringIO(complete.decode("utf-8", errors="surrogateescape"), newline="\n")
         try:
-            rows = list(csv.DictReader(lines, strict=True)) if self._is_csv else [json.loads(line) for line in lines]
+            if self._is_csv:
+                rows = [_unguarded(row) for row in csv.DictReader(lines, strict=True)]
+            else:
+                rows = [json.loads(line) for line in lines]
         except (ValueError, csv.Error) as error:
             raise UsageError(f"{self.path} is not a file of predictions ({error}); leave --resume out") from None
         if not all(isinstance(row, dict) and "image" in row for row in rows):
@@ -91,8 +95,14 @@ def _end_of_rows(data: bytes, *, quoted: bool) -> int:
     return end
 
 
+def _unguarded(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: unguard_cell(value) if isinstance(value, str) else value for key, value in row.items()}
+
+
 def _csv_line(row: dict[str, Any]) -> str:
     buffer = io.StringIO()
+    # names of images are not to be computed by whoever opens the file in a spreadsheet
+    row = {key: guard_cell(value) if isinstance(value, str) else value for key, value in row.items()}
     # the writer quotes what looks like its line end, so it is given the longer one
     csv.DictWriter(buffer, COLUMNS, lineterminator="\r\n", restval="").writerow(row)
     return buffer.getvalue().removesuffix("\r\n") + "\n"

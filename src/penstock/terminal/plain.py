@@ -9,7 +9,7 @@ _SHOWN = {
     for code in _CONTROLS
 }  # fmt: skip
 # what a spreadsheet computes; a number or a quantity, such as -3.2% or +12 ms, is none
-_FORMULA = re.compile(r"[=+\-@\t\r\n]")
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
 _QUANTITY = re.compile(r"[+-]?\d[\d.,]*([eE][+-]?\d+)?( ?[A-Za-z%/µ]{1,8})?")
 _SURROGATES = range(0xD800, 0xE000)
 
@@ -28,9 +28,23 @@ def plain(text: str, *, lines: bool = False) -> str:
 
 
 def plain_cell(text: str) -> str:
-    """Return text for a cell of a CSV file with an apostrophe before what a spreadsheet would take for a formula.
+    """Return text for a cell of a CSV file that a spreadsheet takes for no formula; numbers stay as they are.
 
     >>> plain_cell("=cmd|' /C calc'!A0")
     "'=cmd|' /C calc'!A0"
     """
-    return f"'{text}" if _FORMULA.match(text) and not _QUANTITY.fullmatch(text) else text
+    return text if _QUANTITY.fullmatch(text) else guard_cell(text)
+
+
+def guard_cell(text: str) -> str:
+    """Put an apostrophe before what a spreadsheet would take for a formula; `unguard_cell` takes it away."""
+    return f"'{text}" if _FORMULA.match(text) else text
+
+
+def unguard_cell(text: str) -> str:
+    """Return what `guard_cell` was given.
+
+    >>> unguard_cell(guard_cell("'=1+1")), unguard_cell(guard_cell("=1+1"))
+    ("'=1+1", '=1+1')
+    """
+    return text[1:] if text.startswith("'") and _FORMULA.match(text) else text

@@ -165,3 +165,13 @@ def test_under_torchrun_all_processes_end_well(photos: Path, tmp_path: Path, bro
     assert "through 2 stages" in done.stdout
     assert "rank 0" not in done.stderr
     assert done.stderr.count("error: ") == broken  # said once, by the process that feeds
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_one_line(penstock: Run, photos: Path) -> None:
+    status, _, err = penstock("infer", SMALL, "--images", photos, "-o", "/dev/full", "--stages", 1)
+    assert status == 1
+    assert err == (
+        "error: /dev/full cannot be written any further (No space left on device); its 0 rows are kept: "
+        "make room and go on with --resume\n"
+    )

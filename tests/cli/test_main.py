@@ -40,3 +40,11 @@ def test_an_error_is_one_line(penstock: Run) -> None:
 def test_debug_shows_the_traceback() -> None:
     with pytest.raises(Exception, match="no_such_module"):
         main(["--debug", "split", "no_such_module:make"])
+
+
+def test_an_escape_in_a_name_is_shown_and_not_obeyed(penstock: Callable[..., tuple[int, str, str]]) -> None:
+    status, out, err = penstock("infer", "timm:vit_tiny_patch16_224", "--images", "no\x1b[2Jthing\nat all")
+    assert status == 2
+    assert "\x1b" not in out + err
+    assert r"no\x1b[2Jthing\x0aat all" in err
+    assert err.count("\n") == 1, "an error is one line"

@@ -41,3 +41,8 @@ def test_wrong_usage_is_one_line(arguments: list[str], said: str, penstock: Run,
     assert status == 2
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_the_help_says_that_hosts_share_the_folder(penstock: Run) -> None:
+    _, out, _ = penstock("train", "--help")
+    assert "Hosts must share the folder" in " ".join(out.replace("│", " ").split())

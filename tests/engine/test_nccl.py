@@ -156,3 +156,48 @@ def _wait(wait: Callable[[], None], errors: list[Exception]) -> None:
         wait()
     except ConnectionBroken as error:
         errors.append(error)
+
+
+@pytest.mark.timeout(40)
+def test_abort_waits_for_no_communicator_that_is_being_made(pretended: torch.device) -> None:
+    """Two threads want one line, whose other end never comes; what is made in the end is aborted by its maker."""
+    begun, comes = threading.Event(), threading.Event()
+
+    class Quiet:
+        aborted = False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    made = Quiet()
+
+    def connect(_store: Any, _place: int) -> Any:
+        begun.set()
+        assert comes.wait(20.0)
+        return made
+
+    host = MemoryNetwork(2).transports[0]
+    transport = NcclTransport(host, HashStore(), "late", connect)
+    errors: list[Exception] = []
+
+    def send() -> None:
+        buffer = torch.ones(8, dtype=torch.uint8, device=pretended)
+        _wait(lambda: transport.send(buffer, 1, device_channel(7)).wait(), errors)
+
+    maker, other = (threading.Thread(target=send, daemon=True) for _ in range(2))
+    maker.start()
+    assert begun.wait(10.0)
+    other.start()
+    aborting = threading.Thread(target=transport.abort, daemon=True)
+    aborting.start()
+    aborting.join(5.0)
+    waited = aborting.is_alive()
+    other.join(5.0)
+    waits = other.is_alive()
+    comes.set()
+    for thread in (maker, other, aborting):
+        thread.join(10.0)
+    assert not waited, "abort waits for the connection"
+    assert not waits, "who waits for the maker is not told"
+    assert made.aborted, "what was made after the abort is left open"
+    assert [str(error) for error in errors] == ["the connection of devices to rank 1 was given up"] * 2

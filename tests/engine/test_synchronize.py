@@ -1,11 +1,15 @@
 """Sums over ranks: the same bits everywhere, in any number of ranks, while others are not ready yet."""
 
+import threading
+
 import pytest
 import torch
 
 from penstock.engine.reduce import all_reduce, exchange
 from penstock.engine.synchronize import Synchronizer, Weight, make_buckets
+from penstock.engine.transport import MemoryNetwork
 from penstock.engine.world import World
+from penstock.errors import ConnectionBroken, RunError
 from tests.trainers import in_threads
 
 
@@ -62,3 +66,49 @@ def test_sums_of_leaves_that_become_final_one_by_one() -> None:
     first, second = in_threads(2, script)
     assert first["a"].tolist() == first["b"].tolist() == second["a"].tolist() == [3.0] * 4
     assert (first["alone"][0], second["alone"][0]) == (1.0, 2.0)
+
+
+def _one_bucket() -> Synchronizer:
+    synchronizer = Synchronizer(MemoryNetwork(2).transports[0], [weight("a")], ["a"])
+    synchronizer.begin()
+    return synchronizer
+
+
+class _Unusual(BaseException):
+    """Neither a broken connection nor a RuntimeError."""
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyError("odd"), _Unusual()])
+def test_what_ends_a_thread_ends_the_wait_for_it(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("penstock.engine.synchronize.all_reduce", fail)
+    synchronizer = _one_bucket()
+    synchronizer.flush()
+    with pytest.raises(type(error)):
+        synchronizer.finish()
+    synchronizer.close()
+
+
+@pytest.mark.timeout(20)
+def test_threads_that_are_gone_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Synchronizer, "_work", lambda _self: None)
+    synchronizer = _one_bucket()
+    synchronizer.flush()
+    with pytest.raises(RunError, match="no thread is left to add gradients up"):
+        synchronizer.finish()
+    synchronizer.close()
+
+
+@pytest.mark.timeout(20)
+def test_a_wait_for_a_sum_that_nobody_sends_ends_with_the_connection() -> None:
+    transport = MemoryNetwork(2).transports[0]
+    synchronizer = Synchronizer(transport, [weight("a")], ["a"])
+    synchronizer.begin()
+    synchronizer.flush()
+    threading.Timer(0.3, transport.abort).start()  # as a verdict does
+    with pytest.raises(ConnectionBroken):
+        synchronizer.finish()
+    synchronizer.close()

@@ -1,6 +1,9 @@
 """Whole runs on digits: what they leave behind, and how they are continued and compared."""
 
+import errno
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,13 @@ from safetensors.torch import load_file
 
 from penstock.cluster.launch import WorkerExit
 from penstock.errors import DataError, OutOfMemory, PlanError, RunError, UsageError
+from penstock.files import LineFile
 from penstock.recipes import largest, launch
 from penstock.recipes.figures import draw_comparison
 from penstock.recipes.find import make_task
 from penstock.recipes.largest import find_largest_batch
 from penstock.recipes.launch import explain_exit, fit, fit_apart
-from penstock.recipes.metrics import EpochResult, FitResult
+from penstock.recipes.metrics import EpochResult, FitResult, drop_old_checkpoints, newest_checkpoint
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_row
 from penstock.spec.check import read_plan
@@ -215,3 +219,50 @@ def test_the_two_figures(tmp_path: Path) -> None:
     files = draw_comparison([row(asked, "single"), row(asked, "data", "out of memory")], tmp_path)
     assert [file.name for file in files] == ["training_time.png", "throughput.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_the_newest_checkpoint_is_that_of_the_latest_step(tmp_path: Path) -> None:
+    asked = settings(tmp_path / "run", steps=1)
+    fit(asked)
+    folder = asked.folder / "checkpoints"
+    for step in (999_998, 999_999, 1_000_000):
+        shutil.copytree(folder / "step-000001", folder / f"step-{step}")
+    found = newest_checkpoint(asked)
+    assert found is not None
+    assert found.name == "step-1000000"
+    drop_old_checkpoints(asked, folder / "step-1000000")
+    assert {path.name for path in folder.iterdir()} == {"step-999999", "step-1000000"}
+
+
+def test_a_torn_checkpoint_is_passed_over_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(settings(tmp_path / "run", steps=6, checkpoint_every=2))
+    folder = tmp_path / "run" / "checkpoints"
+    assert {path.name for path in folder.iterdir()} == {"step-000004", "step-000006"}
+    index = folder / "step-000006" / "checkpoint.json"
+    index.write_bytes(index.read_bytes()[:400])
+    fit(settings(tmp_path / "run", steps=8, resume=True, validate=False))
+    said = [line for line in capsys.readouterr().err.splitlines() if "passed over" in line]
+    assert len(said) == 1
+    assert said[0].startswith("note: passed over step-000006: ")
+    assert "is no checkpoint that this version reads" in said[0]
+    assert [line["step"] for line in lines(tmp_path / "run", "step")] == list(range(1, 9))
+
+
+def test_training_goes_on_where_metrics_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    def full(_file: LineFile, line: str) -> None:
+        written.append(line)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LineFile, "write", full)
+    result = fit(settings(tmp_path / "run", steps=3))
+    assert result.last is not None
+    assert result.last.step == 3
+    assert len(written) == 4, "three steps and an epoch"
+    said = [line for line in capsys.readouterr().err.splitlines() if "metrics" in line]
+    assert len(said) == 1
+    assert said[0].startswith("note: metrics of rank 0 cannot be written to ")
+    assert "(No space left on device); training goes on" in said[0]

@@ -1,5 +1,6 @@
 """Rows on disk, and going on after a run that was killed."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ NAMES = [
     b"not \xff text.jpg".decode(errors="surrogateescape"),
     '"',
     "",
+    "=cmd|' /C calc'!A0.jpg",
+    "'=cmd.jpg",
+    "''-1.jpg",
+    "'plain.jpg",
+    "@sum.jpg",
+    "\ttab.jpg",
 ]
 ROWS: list[dict[str, Any]] = [{"image": name, "prediction": index} for index, name in enumerate(NAMES)]
 
@@ -87,3 +94,15 @@ def test_another_file_is_left_as_it_is(tmp_path: Path, name: str, text: str) -> 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
         PredictionFile(tmp_path / "no folder" / "out.csv")
+
+
+def test_no_name_is_a_formula(tmp_path: Path) -> None:
+    write(tmp_path / "out.csv", [*ROWS, {"image": "a.jpg", "class": "=1+1", "error": "+1", "confidence": 0.5}])
+    with (tmp_path / "out.csv").open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert not [cell for cell in cells if cell.startswith(("=", "+", "-", "@", "\t", "\r"))]
+
+
+def test_rows_from_before_are_known_again(tmp_path: Path) -> None:
+    (tmp_path / "out.csv").write_text("image,label,prediction,class,confidence,error\n=x.jpg,,1,,,\n")
+    assert [row["image"] for row in write(tmp_path / "out.csv", [], resume=True)] == ["=x.jpg"]

@@ -1,8 +1,11 @@
 """Sharing data out: every row once, the same order everywhere, nothing loaded where it is not used."""
 
+import sys
+import time
 from itertools import chain
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
@@ -13,6 +16,7 @@ from penstock.train.loader import Loader
 from penstock.train.placement import ScheduleChoice, make_grid, shares
 from penstock.train.trainer import Trainer
 from tests.models import seeded
+from tests.processes import Running, free_port
 from tests.trainers import in_threads
 
 
@@ -116,3 +120,43 @@ def test_grids() -> None:
         make_grid(range(3), 2, None, choice)
     with pytest.raises(Exception, match="your schedule is for 1 stages"):
         make_grid(range(2), 2, None, ScheduleChoice("F0 B0 ", 4))
+
+
+_SLOW = """
+import time
+import torch.nn.functional as F
+from torch.utils.data import Dataset
+import penstock
+from tests.train.test_pipeline import images, small
+
+class Slow(Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if index >= 8:
+            time.sleep(60)
+        return images(1)[0][0], int(images(1)[1][0])
+
+pipe = penstock.Pipeline(small(), images(2)[0], microbatches=2, stages=1)
+for x, y in pipe.loader(Slow(), batch_size=8, num_workers=1):
+    pipe.train_step(x, y, F.cross_entropy)
+    print("trained", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes that load data are not forked")
+def test_what_loads_data_holds_no_sockets_of_a_process_that_is_dead() -> None:
+    """It is asleep in a row, and would hold the port at which the others met for as long as that takes."""
+    port = free_port()
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+           "LOCAL_WORLD_SIZE": "1"}  # fmt: skip
+    with Running([sys.executable, "-c", _SLOW], deadline_s=60.0, env=env) as running:
+        assert running.line() == "trained"
+        (loads,) = running.children()
+        held = {c.laddr.port for c in loads.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert port in held, "a forked process has its parent's sockets"
+        running.kill()
+        deadline = time.monotonic() + 10.0
+        while loads in running.children() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not running.children(), "it outlives the process that trained"

@@ -11,6 +11,7 @@ from PIL import Image
 
 from penstock.errors import DataError
 from penstock.zoo import ImageSet, image_set, open_images
+from penstock.zoo.folders import natural_key
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 COLORS = {
@@ -270,3 +271,9 @@ def test_bytes_are_decoded_without_a_file() -> None:
     buffer = BytesIO()
     Image.new("RGB", (3, 2), "blue").save(buffer, "PNG")
     assert image_set.decode(buffer.getvalue(), "x").size == (3, 2)
+
+
+def test_a_name_of_more_digits_than_a_number_may_have() -> None:
+    long = "9" * 5000
+    names = [f"{long}1.png", f"{long}.png", "10.png", "9.png", "010.png", "a1.png"]
+    assert sorted(names, key=natural_key) == ["9.png", "010.png", "10.png", f"{long}.png", f"{long}1.png", "a1.png"]

@@ -1,6 +1,7 @@
 """Safetensors files: whole, sharded, renamed and damaged."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,15 @@ def test_a_target_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no tensor v"):
         save_weights(weights, tmp_path / "out.safetensors", ["v"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_leaves_the_umask_of_the_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that other threads make meanwhile would be writable for everybody."""
+
+    def refuse(_mask: int) -> int:
+        raise AssertionError("the umask of the whole process was changed")
+
+    monkeypatch.setattr(os, "umask", refuse)
+    save_weights(TensorWeights({"w": torch.ones(2)}), tmp_path / "w.safetensors")
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "w.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -31,6 +31,7 @@ from penstock.report.comparison import write_comparison
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.stream.compare import Comparison
+from penstock.terminal import notes
 from penstock.terminal.progress import working
 from penstock.tracing.trace import Run
 from penstock.zoo.models import load_model
@@ -79,7 +80,7 @@ def bench(
     if world is None:
         find_device(device)  # before anything is started
     if world is not None and world.rank != FEEDER:
-        typer.echo(follow(world))
+        notes.say(follow(world))
         return
     try:
         with working("loading the model") as say:
@@ -117,7 +118,7 @@ def bench(
     for row in rows:
         if row.get("limit"):
             console.print(f"{row['stages']} stages, {row['policy']}: the pace is set by {row['limit']}")
-    typer.echo(last_line)
+    notes.say(last_line)
 
 
 def _measurements(

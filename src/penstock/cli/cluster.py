@@ -11,6 +11,7 @@ import typer
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.lab.run import OutputLine, print_line
 from penstock.errors import UsageError
+from penstock.terminal.notes import say
 
 Cluster = Annotated[
     Path | None, typer.Option("--cluster", metavar="lab.toml", help="Run there: one process on each of its hosts.")
@@ -48,7 +49,7 @@ def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
 
     def show(line: OutputLine) -> None:
         if line.stream == "stdout" and line.host == first:
-            print(line.text, flush=True)
+            say(line.text)
         elif line.stream == "stderr" and "hostname of the client socket" not in line.text:
             print_line(line)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import JsonFile, write_json
+from penstock.terminal.notes import say
 from penstock.terminal.progress import working
 from penstock.units import format_bytes
 from penstock.zoo.convert import convert_checkpoint
@@ -19,9 +20,9 @@ def convert(
     """Convert a checkpoint to safetensors with the model's own names."""
     with working(f"converting {source}"):
         converted = convert_checkpoint(source, output)
-    typer.echo(f"{output}: {converted.num_tensors} tensors, {format_bytes(converted.num_bytes)}")
+    say(f"{output}: {converted.num_tensors} tensors, {format_bytes(converted.num_bytes)}")
     if converted.dropped:
-        typer.echo(f"left out, not tensors: {', '.join(converted.dropped)}")
+        say(f"left out, not tensors: {', '.join(converted.dropped)}")
     write_json(
         json,
         {

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.nn import functional
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.engine.split import SplitModel, split
 from penstock.stream.pipeline import Pipeline
+from penstock.terminal.console import PlainConsole
 from penstock.units import format_bytes
 from penstock.zoo.images import open_images
 from penstock.zoo.names import optional_import
@@ -94,7 +94,9 @@ def _train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, see
         TextColumn("loss {task.fields[loss]:.3f}"),
     )
     model.train()
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+    with Progress(
+        *columns, console=PlainConsole(stderr=True), disable=not sys.stderr.isatty(), transient=True
+    ) as progress:
         task = progress.add_task("train", total=epochs * batches, loss=float("nan"))
         for _ in range(epochs):
             for rows in torch.randperm(len(images), generator=generator).split(_BATCH):
@@ -136,7 +138,7 @@ def _accuracy(outputs: list[Tensor], labels: Tensor) -> float:
     return float((torch.cat(outputs).argmax(dim=1) == labels).float().mean())
 
 
-def _print_cuts(console: Console, halves: SplitModel) -> None:
+def _print_cuts(console: PlainConsole, halves: SplitModel) -> None:
     table = Table("stage", "cut behind it", "crossing, per image", "parameters")
     for stage in halves.stages:
         crossing = format_bytes(stage.after.num_bytes({"batch": 1})) if stage.after else ""
@@ -145,7 +147,7 @@ def _print_cuts(console: Console, halves: SplitModel) -> None:
     console.print(table)
 
 
-def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
+def _print_rows(console: PlainConsole, rows: list[dict[str, Any]]) -> None:
     table = Table("processes", "images/s", "speed-up over 1", "accuracy", "equal to one process")
     for row in rows:
         table.add_row(

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.cli.cluster import Cluster
@@ -34,7 +33,9 @@ from penstock.spec.check import read_plan
 from penstock.stream.classify import Prediction, classify, labels_comparable
 from penstock.stream.pipeline import Pipeline
 from penstock.stream.predictions import PredictionFile
+from penstock.terminal.console import PlainConsole
 from penstock.terminal.live import LiveView
+from penstock.terminal.notes import say
 from penstock.terminal.progress import working
 from penstock.zoo.image_set import ImageSet
 from penstock.zoo.images import open_images
@@ -130,7 +131,7 @@ def _run(
 ) -> list[Prediction]:
     """Write a row for every image; gives those that failed."""
     tally = _Tally(zoo, images, file)
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[rate]:.1f} images/s"), TimeRemainingColumn(),
@@ -150,12 +151,12 @@ def _run(
                 view.advance()
     except KeyboardInterrupt:
         pipe.abandon()
-        typer.echo(f"interrupted: {start + tally.num_rows} of {len(images)} images are in {file.path}; "
+        say(f"interrupted: {start + tally.num_rows} of {len(images)} images are in {file.path}; "
                    "go on with --resume", err=True)  # fmt: skip
         raise typer.Exit(130) from None
     summary = tally.summary(pipe)
     write_json(json, summary)
-    typer.echo(_sentence(summary, file.path))
+    say(_sentence(summary, file.path))
     return tally.failed
 
 

@@ -13,6 +13,7 @@ import typer
 from penstock.cluster.lab import DEFAULT_PORT, PRESETS, Lab, LabStatus, preset, read_lab, take_down, write_lab
 from penstock.cluster.lab.machine import num_cores
 from penstock.errors import ClusterError, RunError, UsageError
+from penstock.terminal.notes import say
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_rate, parse_bytes, parse_rate
 
@@ -52,7 +53,7 @@ def init(
     except OSError as error:
         raise ClusterError(f"{output} cannot be written ({error.strerror}); choose another -o") from None
     host = spec.hosts[0]
-    typer.echo(
+    say(
         f"{output}: {len(spec.hosts)} hosts with {host.cpu:g} of a core, {format_bytes(host.memory_bytes)}, "
         f"{format_rate(host.bandwidth_bytes_per_s or 0)}"
     )
@@ -82,7 +83,7 @@ def down(lab: LabOrName, json: JsonFile = None) -> None:
     name = read_lab(lab).name if _is_file(lab) else lab
     with working("taking the lab down"):
         take_down(name)
-    typer.echo(f"lab {name} is down")
+    say(f"lab {name} is down")
     _write_json(json, LabStatus(name=name, state="down"))
 
 
@@ -124,7 +125,7 @@ def cut(
         target.restore(host)
     else:
         target.cut(host)
-    typer.echo(f"{host} is {'connected' if restore else 'cut off'}")
+    say(f"{host} is {'connected' if restore else 'cut off'}")
     _write_json(json, {"host": host, "cut": not restore})
 
 
@@ -142,7 +143,7 @@ def slow(
     rate = None if bandwidth is None else parse_rate(bandwidth)
     _find(lab).slow(host, cpu=cpu, bandwidth_bytes_per_s=rate)
     has = [*([] if cpu is None else [f"{cpu:g} of a core"]), *([] if rate is None else [f"{format_rate(rate)}"])]
-    typer.echo(f"{host} has {' and '.join(has)}")
+    say(f"{host} has {' and '.join(has)}")
     _write_json(json, {"host": host, "cpu": cpu, "bandwidth_bytes_per_s": rate})
 
 
@@ -150,7 +151,7 @@ def slow(
 def kill(lab: LabOrName, host: HostName, json: JsonFile = None) -> None:
     """End every process of a host at once, as a power failure would."""
     num_processes = _find(lab).kill(host)
-    typer.echo(f"{host}: {num_processes} processes ended")
+    say(f"{host}: {num_processes} processes ended")
     _write_json(json, {"host": host, "num_processes": num_processes})
 
 
@@ -165,15 +166,15 @@ def _find(lab: str) -> Lab:
 
 def _warn(warnings: list[str]) -> None:
     for warning in warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
 
 
 def _print_status(found: LabStatus, json: Path | None) -> None:
     hint = f"; run penstock lab down {found.name}" if found.state == "partial" else ""
-    typer.echo(f"lab {found.name} is {found.state}{hint}")
+    say(f"lab {found.name} is {found.state}{hint}")
     for host in found.hosts:
         rate = host.bandwidth_bytes_per_s
-        typer.echo(
+        say(
             f"  {host.name}  {host.address}  cpu {host.cpu:.3g}  "
             f"memory {format_bytes(host.memory_used_bytes)} of {format_bytes(host.memory_bytes)}  "
             f"{format_rate(rate) if rate else 'unlimited'}{' (cut)' if host.cut else ''}  "

@@ -9,6 +9,8 @@ from penstock import __version__
 from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, report, schedule, split, train
 from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.errors import PenstockError, UsageError
+from penstock.terminal.notes import say
+from penstock.terminal.plain import plain
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,7 +38,7 @@ _ON_CLUSTERS = {"bench", "infer"}
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"penstock {__version__}")
+        say(f"penstock {__version__}")
         raise typer.Exit
 
 
@@ -61,11 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", err=True)
         return 130
     except PenstockError as error:
         if "--debug" in arguments:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {plain(str(error))}", err=True)
         return 2 if isinstance(error, UsageError) else 1
     return 0

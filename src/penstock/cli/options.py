@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from penstock.errors import UsageError
+from penstock.terminal.console import PlainConsole
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")]
 WeightsFile = Annotated[Path | None, typer.Option("--weights", help="A safetensors file, index or folder.")]
@@ -31,9 +31,9 @@ Live = Annotated[bool, typer.Option("--live", help="Show the stages at work whil
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")]
 
 
-def make_console() -> Console:
+def make_console() -> PlainConsole:
     """Make a console for results; what goes to a file or a pipe is not folded to 80 columns."""
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    return PlainConsole(width=None if sys.stdout.isatty() else 160)
 
 
 def write_json(path: Path | None, value: Any) -> None:

@@ -37,6 +37,8 @@ from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_all
 from penstock.spec.check import read_plan
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
+_CHECKPOINTS = "Steps from checkpoint to checkpoint; each epoch has one anyway. Hosts must share the folder --output."
+
 
 def train(
     model: Model,
@@ -71,8 +73,8 @@ def train(
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row of text; of a sentence at most.")] = 128,
     num_rows: Annotated[int | None, typer.Option(min=1, help="Only so many rows of the data.")] = None,
     num_workers: Annotated[int, typer.Option(min=0, help="Processes that load data for each one that trains.")] = 0,
-    checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; each epoch has one anyway.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, help=_CHECKPOINTS)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint.")] = False,
     track: Annotated[list[str] | None, typer.Option(help="tensorboard or wandb; may be repeated.")] = None,
     trace: Trace = None,
     profile: Profiled = False,

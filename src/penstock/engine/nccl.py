@@ -15,6 +15,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ WAYS = ["auto", "gloo", "nccl"]
 SENDER, RECEIVER = 0, 1  # the ranks of a communicator
 _NO_DEADLINE = datetime.timedelta(days=365)  # `health` watches instead
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENVIRONMENT = threading.Lock()  # one thread at a time changes what all of them read
 
 
 class Communicator(Protocol):
@@ -65,22 +67,24 @@ def connect_nccl(store: Store, place: int) -> Communicator:
 @contextlib.contextmanager
 def _errors_left_to_us() -> Iterator[None]:
     """Keep a group made inside from ending the process when its peer is gone: a verdict says what happened."""
-    before = os.environ.get(_ERRORS)
-    os.environ[_ERRORS] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ERRORS]
-        else:
-            os.environ[_ERRORS] = before
+    with _ENVIRONMENT:
+        before = os.environ.get(_ERRORS)
+        os.environ[_ERRORS] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_ERRORS]
+            else:
+                os.environ[_ERRORS] = before
 
 
 class NcclTransport:
     """A transport whose channels below 0 go from device to device; all others go as `host` has them.
 
     A channel's communicator is made with its first message, which both ends wait for; ends that several processes
-    make in one order never wait in a circle. Receives are begun when their message is on its way.
+    make in one order never wait in a circle. Receives are begun when their message is on its way. `abort` waits for
+    no communicator that is being made: whoever waits for it is told at once, and its maker aborts it.
 
     Example:
         transport = NcclTransport(world.transport, world.store, name="7f3a", connect=connect_nccl)
@@ -92,8 +96,8 @@ class NcclTransport:
         self._host = host
         self._store = PrefixStore(f"penstock/{name}", store)
         self._connect = connect
-        self._made: dict[tuple[int, int, int], Communicator] = {}
-        self._lock = threading.Lock()
+        self._made: dict[tuple[int, int, int], Future[Communicator]] = {}
+        self._lock = threading.Lock()  # never held while something is waited for
         self._aborted = False
 
     def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
@@ -123,29 +127,57 @@ class NcclTransport:
     def check(self, peer: int) -> None:
         """Raise `ConnectionBroken` once all was given up."""
         if self._aborted:
-            raise ConnectionBroken(f"the connection of devices to rank {peer} was given up")
+            raise _given_up(peer)
 
     def _abort_all(self) -> None:
         with self._lock:
             self._aborted = True
-            made, self._made = list(self._made.values()), {}
-        for communicator in made:
-            communicator.abort()
+            lines, self._made = self._made, {}
+            for (source, to, _), made in lines.items():
+                if not made.done():
+                    made.set_exception(_given_up(to if source == self.rank else source))
+        for made in lines.values():
+            if made.exception() is None:
+                made.result().abort()
 
     def _communicator(self, source: int, to: int, channel: int) -> Communicator:
+        peer, line = to if source == self.rank else source, (source, to, channel)
         with self._lock:
-            self.check(to if source == self.rank else source)
-            line = (source, to, channel)
-            if line not in self._made:
-                store = PrefixStore(f"{source}/{to}/{channel}", self._store)
-                self._made[line] = self._connect(store, SENDER if source == self.rank else RECEIVER)
-            return self._made[line]
+            self.check(peer)
+            found = self._made.get(line)
+            made = found if found is not None else self._made.setdefault(line, Future())
+        return self._make(line, peer, made) if found is None else made.result()
+
+    def _make(self, line: tuple[int, int, int], peer: int, made: "Future[Communicator]") -> Communicator:
+        """Connect a line, which may take as long as the other end does, and tell those who wait for it."""
+        source, to, channel = line
+        try:
+            store = PrefixStore(f"{source}/{to}/{channel}", self._store)
+            communicator = self._connect(store, SENDER if source == self.rank else RECEIVER)
+        except BaseException as error:
+            with self._lock:
+                if not made.done():
+                    del self._made[line]  # whoever wants it next may try again
+                    made.set_exception(error)
+            raise
+        with self._lock:
+            given_up = made.done()
+            if not given_up:
+                made.set_result(communicator)
+        if given_up:
+            communicator.abort()
+            raise _given_up(peer)
+        return communicator
 
     def _begin(self, begin: Callable[[], Any], buffer: Tensor, peer: int) -> Pending:
         try:
             return _DevicePending(self, begin(), buffer.device, peer)
         except RuntimeError as error:
             raise ConnectionBroken(f"the connection of devices to rank {peer} broke: {_line(error)}") from error
+
+
+def _given_up(peer: int) -> ConnectionBroken:
+    return ConnectionBroken(f"the connection of devices to rank {peer} was given up")
 
 
 class _DevicePending:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.reduce import TRAINING_CHANNELS, all_reduce
 from penstock.engine.transport import Transport
-from penstock.errors import ConnectionBroken
+from penstock.errors import RunError
 from penstock.plan.schedule import BUCKET_BYTES, NUM_SUMS
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 
@@ -146,17 +146,31 @@ class Synchronizer:
     def finish(self, divisor: float = 1.0) -> dict[str, Tensor]:
         """Wait for the sums, and divide each while others are on their way.
 
-        Raises `ConnectionBroken` when another process is gone.
+        Raises `ConnectionBroken` when another process is gone, and whatever else ended a thread.
         """
         gradients = {name: gradient.div_(divisor) for name, gradient in self._alone.items()}
         self._alone = {}
         for _ in self._buckets:
-            result = self._done.get()
+            result = self._await_sum()
             if isinstance(result, BaseException):
                 raise result
             # in their own memory: nobody else has it
             gradients.update({name: total.div_(divisor) for name, total in result.items()})
         return gradients
+
+    def _await_sum(self) -> Mapping[str, Tensor] | BaseException:
+        """Wait for a thread; each ends with a sum or with what went wrong, also where a verdict breaks its connection.
+
+        Raises `RunError` where no thread is left that could.
+        """
+        while True:
+            try:
+                return self._done.get(timeout=_POLL_S)
+            except queue.Empty:
+                if not any(thread.is_alive() for thread in self._threads) and self._done.empty():
+                    raise RunError(
+                        "no thread is left to add gradients up; start training again from a checkpoint"
+                    ) from None
 
     def _take(self, weight: Weight) -> Tensor:
         gradient = weight.take_gradient()
@@ -194,7 +208,8 @@ class Synchronizer:
                         "synchronize", FEEDER_STAGE, bucket.number, begin_s, self.recorder.clock(), "sum", num_bytes
                     )
                 self._done.put(sums)
-            except (ConnectionBroken, RuntimeError) as error:
+            # whatever it is, `finish` waits to be told of it
+            except BaseException as error:
                 self._done.put(error)
                 return
 

@@ -16,6 +16,7 @@ from penstock.cluster.launch import LocalWorkers, WorkerExit
 from penstock.engine.board import LOOPBACK
 from penstock.engine.world import under_torchrun
 from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
+from penstock.files import written_whole
 from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
 from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult
@@ -80,14 +81,24 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
 
 
 def write_result(path: Path, found: FitResult | BaseException) -> None:
-    """Write what came out of a run, or how it failed, for the process that started it."""
+    """Write what came out of a run, or how it failed, for the process that started it.
+
+    Raises `RunError` where the file does not fit.
+    """
+    try:
+        with written_whole(path) as file:
+            file.write(_result(found))
+    except OSError as error:
+        raise RunError(f"{path} cannot be written ({error.strerror}); make room and go on with --resume") from None
+
+
+def _result(found: FitResult | BaseException) -> bytes:
     if isinstance(found, FitResult):
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-        return
+        return msgspec.json.format(msgspec.json.encode(found)) + b"\n"
     kind = type(found).__name__ if isinstance(found, PenstockError) else "RunError"
     kind = OutOfMemory.__name__ if is_out_of_memory(found) else kind
     text = str(found) if isinstance(found, PenstockError) else f"{type(found).__name__}: {found}"
-    path.write_text(json.dumps({"failed": kind, "message": (text.splitlines() or [kind])[0]}), encoding="utf-8")
+    return json.dumps({"failed": kind, "message": (text.splitlines() or [kind])[0]}).encode()
 
 
 def _read_result(path: Path, problem: RunError | None) -> FitResult:

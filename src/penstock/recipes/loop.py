@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from penstock.engine.reduce import exchange
 from penstock.engine.world import FEEDER, World, join_torchrun, under_torchrun
+from penstock.errors import UsageError
 from penstock.recipes.find import make_task
 from penstock.recipes.metrics import (
     EpochResult,
@@ -28,6 +29,7 @@ from penstock.recipes.progress import FitProgress
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
 from penstock.stream.pipeline import Pipeline
+from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.train.loader import Loader
 from penstock.train.report import StepReport
@@ -121,7 +123,12 @@ class _Fit:
         """Go on from the last checkpoint, the first process's choice."""
         if not self._settings.resume:
             return
-        told = exchange(self._world.transport, {"name": newest_checkpoint(self._settings)})
+        found = newest_checkpoint(self._settings) if self._world.rank == FEEDER else None
+        for line in found.passed_over if found is not None else ():
+            note(line)
+        told = exchange(self._world.transport, {"name": found.name if found is not None else None})
+        if told[FEEDER]["name"] is None:
+            raise UsageError(f"{self._settings.folder} holds no whole checkpoint any more; leave --resume out to start")
         folder = self._settings.folder / "checkpoints" / told[FEEDER]["name"]
         self._pipe.load_checkpoint(folder, self._optimizer, self._scheduler)
 
@@ -233,6 +240,7 @@ class _Fit:
         if self._saved == self._trainer.step:
             return
         self._saved = self._trainer.step
-        self._pipe.save_checkpoint(checkpoint_folder(self._settings, self._saved), self._optimizer, self._scheduler)
+        folder = checkpoint_folder(self._settings, self._saved)
+        self._pipe.save_checkpoint(folder, self._optimizer, self._scheduler)
         if self._world.rank == FEEDER:
-            drop_old_checkpoints(self._settings)
+            drop_old_checkpoints(self._settings, folder)

@@ -8,18 +8,27 @@ runs/NAME/
     result.json
 """
 
+import contextlib
 import json
+import re
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
-from penstock.errors import UsageError
+from penstock.errors import ModelError, UsageError
+from penstock.files import LineFile, written_whole
 from penstock.recipes.settings import FitSettings, write_settings
 from penstock.recipes.tracking import Tracker, open_trackers
+from penstock.terminal.notes import note
+from penstock.train.checkpoint_index import INDEX, read_index
+from penstock.train.checkpoint_stages import check_whole
 
 _KEPT = 2  # checkpoints
+_STEP = re.compile(r"step-\d{1,18}", re.ASCII)
 
 
 class EpochResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,13 +88,15 @@ class RunFolder:
     def __init__(self, settings: FitSettings, rank: int, first_step: int) -> None:
         self._settings = settings
         self._rank = rank
+        self._told = False
         self.path = settings.folder
         self._metrics = self.path / ("metrics.jsonl" if rank == 0 else f"metrics-rank{rank}.jsonl")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            kept = self._before(first_step) if settings.resume else []
-            self._file: IO[str] = self._metrics.open("w", encoding="utf-8")
-            self._file.writelines(kept)
+            if settings.resume:
+                with written_whole(self._metrics) as file:
+                    file.writelines(line.encode() for line in self._before(first_step))
+            self._file = LineFile(self._metrics, append=settings.resume)
             if rank == 0:
                 write_settings(settings, self.path / "settings.json")
         except OSError as error:
@@ -101,18 +112,33 @@ class RunFolder:
         return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
 
     def write(self, kind: str, *, step: int, **values: Any) -> None:
-        """Write one line; numbers also go to the trackers."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
+        """Write one line; numbers also go to the trackers. What cannot be written is lost, and training goes on."""
+        with self._losing_lines():
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
         for tracker in self._trackers:
-            tracker.log(step, numbers)
+            with self._losing_lines():
+                tracker.log(step, numbers)
 
     def close(self) -> None:
         """Close the file and end the trackers."""
         self._file.close()
         for tracker in self._trackers:
-            tracker.close()
+            with self._losing_lines():
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _losing_lines(self) -> Iterator[None]:
+        """Say once that metrics cannot be written: they are not worth the training."""
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                note(
+                    f"metrics of rank {self._rank} cannot be written to {self.path} ({error.strerror or error}); "
+                    "training goes on without those that do not fit"
+                )
 
 
 def checkpoint_folder(settings: FitSettings, step: int) -> Path:
@@ -120,16 +146,54 @@ def checkpoint_folder(settings: FitSettings, step: int) -> Path:
     return settings.folder / "checkpoints" / f"step-{step:06}"
 
 
-def newest_checkpoint(settings: FitSettings) -> str | None:
-    """Give the name of the last checkpoint that was written to its end, or None."""
-    whole = sorted(settings.folder.glob("checkpoints/step-*/checkpoint.json"))
-    return whole[-1].parent.name if whole else None
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """The checkpoint to go on from, and why newer ones were passed over, a line for each."""
+
+    name: str
+    passed_over: tuple[str, ...]
 
 
-def drop_old_checkpoints(settings: FitSettings) -> None:
-    """Remove all but the last checkpoints."""
-    for folder in sorted(settings.folder.glob("checkpoints/step-*"))[:-_KEPT]:
-        shutil.rmtree(folder, ignore_errors=True)
+def newest_checkpoint(settings: FitSettings) -> Resumable | None:
+    """Find the checkpoint of the latest step that is whole, or None; what is not whole is passed over."""
+    passed_over: list[str] = []
+    for folder in reversed(_checkpoints(settings)):
+        wrong = _why_not_whole(folder)
+        if not wrong:
+            return Resumable(folder.name, tuple(passed_over))
+        passed_over.append(f"passed over {folder.name}: {wrong}")
+    return None
+
+
+def _why_not_whole(folder: Path) -> str:
+    """Return what is wrong with a checkpoint, or nothing."""
+    try:
+        check_whole(folder, read_index(folder))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def drop_old_checkpoints(settings: FitSettings, newest: Path) -> None:
+    """Remove what is earlier than the newest whole checkpoints; `newest` has just been written."""
+    earlier = [folder for folder in _checkpoints(settings) if _step(folder) < _step(newest)]
+    kept = [folder for folder in earlier if not _why_not_whole(folder)][1 - _KEPT :]
+    for folder in earlier:
+        if folder not in kept:
+            # the index first: what is half removed is no checkpoint
+            with contextlib.suppress(OSError):
+                (folder / INDEX).unlink()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checkpoints(settings: FitSettings) -> list[Path]:
+    """Return the folders of checkpoints, whole or not, in the order of their steps."""
+    found = settings.folder.glob("checkpoints/step-*")
+    return sorted((folder for folder in found if _STEP.fullmatch(folder.name)), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def check_new(settings: FitSettings) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from penstock.terminal.console import PlainConsole
 from penstock.terminal.live import LiveView, StageState
 
 
@@ -23,7 +23,7 @@ class FitProgress:
         self, num_steps: int, unit: str, *, shown: bool, done: int = 0,
         look: Callable[[], Sequence[StageState]] | None = None,
     ) -> None:  # fmt: skip
-        console = Console(stderr=True)
+        console = PlainConsole(stderr=True)
         self._unit = unit
         self._view = None if look is None else LiveView(
             console, look, total=num_steps, unit="steps", done=done, shown=shown

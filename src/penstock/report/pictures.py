@@ -9,6 +9,7 @@ from penstock.errors import UsageError
 from penstock.report.account import Account
 from penstock.report.figures import KEPT, LOST, MOVE, PALETTE, WAIT
 from penstock.report.measured import MeasuredStream
+from penstock.terminal.plain import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ def draw_pictures(folder: Path, account: Account, picture: Picture) -> list[Path
         raise UsageError("pictures need matplotlib; install penstock[report], or use --no-pictures") from None
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "penstock"  # the same run gives the same file
+    mpl.rcParams["text.parse_math"] = False  # a name with dollars in it is no formula
     import matplotlib.pyplot as plt
 
     written = []
@@ -105,15 +107,16 @@ def _timeline(axes: Any, picture: Picture) -> None:
         )  # fmt: skip
         axes.text(bar.begin_s + bar.seconds / 2, bar.row, bar.text, ha="center", va="center",
                   fontsize=7, color="white", clip_on=True)  # fmt: skip
-    axes.set_yticks(range(len(picture.rows)), picture.rows)
+    axes.set_yticks(range(len(picture.rows)), [plain(row) for row in picture.rows])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
 
 
 def _loads(axes: Any, picture: Picture) -> None:
     bottom = [0.0] * len(picture.names)
+    names = [plain(name) for name in picture.names]
     for label, color, values in picture.parts:
-        axes.bar(picture.names, [v * 1e3 for v in values], bottom=bottom, color=color, label=label)
+        axes.bar(names, [v * 1e3 for v in values], bottom=bottom, color=color, label=label)
         bottom = [b + v * 1e3 for b, v in zip(bottom, values, strict=True)]
     axes.set_ylabel(picture.unit)
     axes.legend(fontsize=8)

@@ -1,16 +1,20 @@
 """A run's figures as tables: the account, the stages, the links, the memory; for people, papers and spreadsheets."""
 
 import csv
+import html
 import io
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.report.account import Account, edge_name, loads_alone
 from penstock.report.measured import MeasuredStream
+from penstock.terminal.plain import plain, plain_cell
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_rate, format_seconds
 
+_MARKUP = re.compile(r"[\\|`\[\]]")
 Cell = str | float | int | None
 
 
@@ -26,7 +30,7 @@ class Table:
     def markdown(self) -> str:
         """Write it for a README."""
         lines = [f"| {' | '.join(self.columns)} |", f"|{' --- |' * len(self.columns)}"]
-        lines += [f"| {' | '.join(show(cell) for cell in row)} |" for row in self.rows]
+        lines += [f"| {' | '.join(_markdown(show(cell)) for cell in row)} |" for row in self.rows]
         return "\n".join(lines) + "\n"
 
     def csv(self) -> str:
@@ -34,7 +38,7 @@ class Table:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(self.columns)
-        writer.writerows(self.rows)
+        writer.writerows([[plain_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in self.rows])
         return text.getvalue()
 
 
@@ -43,6 +47,12 @@ def show(cell: Cell) -> str:
     if cell is None:
         return ""
     return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+
+
+def _markdown(text: str) -> str:
+    """Write a cell so that nothing in a name is markup, HTML or the end of the cell."""
+    escaped = _MARKUP.sub(r"\\\g<0>", plain(text))
+    return html.escape(escaped, quote=False)
 
 
 def account_table(account: Account) -> Table:

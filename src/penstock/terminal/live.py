@@ -15,6 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from penstock.terminal.plain import plain
+
 # rates are over so many seconds, so that they are readable
 _WINDOW_S = 5.0
 _REFRESH_PER_S = 2.0
@@ -86,19 +88,19 @@ class LiveView:
             self._seen.popleft()
         table = Table.grid(padding=(0, 2))
         heads = ("stage", "busy", "", "waiting", "per second")
-        table.add_row(*(f"[dim]{head}[/dim]" for head in heads))
+        table.add_row(*(Text(head, style="dim") for head in heads))
         before_s, before = self._seen[0]
         span_s = self._seen[-1][0] - before_s
         known = {state.name: state for state in before}
         for state in states:
-            old = known.get(state.name)
+            old, name = known.get(state.name), Text(plain(state.name))
             if old is None or span_s <= 0:
-                table.add_row(state.name, "", "", str(state.queue), "")
+                table.add_row(name, "", "", str(state.queue), "")
                 continue
             busy = min(1.0, max(0.0, (state.busy_s - old.busy_s) / span_s))
             rate = (state.computed - old.computed) / span_s
             bar = ProgressBar(total=1.0, completed=busy, width=20)
-            table.add_row(state.name, f"{busy:.0%}", bar, str(state.queue), f"{rate:.1f}")
+            table.add_row(name, f"{busy:.0%}", bar, str(state.queue), f"{rate:.1f}")
         return Group(table, "", Text(self._overall(now_s)))
 
     def _overall(self, now_s: float) -> str:

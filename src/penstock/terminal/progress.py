@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from penstock.terminal.console import PlainConsole
+from penstock.terminal.plain import plain
+
 # says what is done now
 Say = Callable[[str], None]
 
@@ -22,12 +25,12 @@ def working(what: str, console: Console | None = None) -> Iterator[Say]:
 
     It goes to standard error, and where that is no terminal nothing is shown.
     """
-    console = console or Console(stderr=True)
+    console = console or PlainConsole(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     # what is printed meanwhile goes where standard output goes
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal,
         redirect_stdout=sys.stdout.isatty(),
     ) as progress:  # fmt: skip
-        task = progress.add_task(what)
-        yield lambda text: progress.update(task, description=text)
+        task = progress.add_task(plain(what))
+        yield lambda text: progress.update(task, description=plain(text))

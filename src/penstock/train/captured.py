@@ -25,6 +25,7 @@ from penstock.zoo.weights import ModuleWeights, RandomWeights, Weights
 
 # torch.export is not made for several threads at a time
 _CAPTURING = threading.Lock()
+_SHOWN = 5  # names of parameters
 
 
 @contextlib.contextmanager
@@ -61,22 +62,33 @@ class Captured:
         self.trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         with _CAPTURING, advising(module):
             self.graph = capture(module, *self._call, dynamic=dynamic)
+        used = {state.source for state in self.graph.states}
+        self.unused = [name for name, _ in module.named_parameters() if name not in used]
         self.example_sizes = bind_inputs(self.graph, *self._call)[1]
 
     def check_trainable(self) -> None:
-        """Check that the model can be trained in microbatches, and all of it; raises `UsageError`."""
-        used = {state.source for state in self.graph.states}
-        unused = sorted(self.trainable - used)
-        if unused:
+        """Check that the model can be trained in microbatches; raises `UsageError`."""
+        if self.trainable and self.trainable <= set(self.unused):
             raise UsageError(
-                f"{len(unused)} parameters of {self.graph.model} are not used in its forward pass, first {unused[0]}; "
-                "freeze them with requires_grad_(False), or take them out"
+                f"{self.graph.model} uses no parameter that is to be trained in its forward pass; "
+                "unfreeze one with requires_grad_()"
             )
         if "batch" not in self.graph.symbols:
             raise UsageError(
                 f"{self.graph.model} fixes its batch size at {self.graph.fixed_batch}, so no batch can be cut into "
                 "microbatches; make its forward pass take any number of rows"
             )
+
+    def untrained(self) -> str:
+        """Say which parameters stay as they are although they could be trained; nothing where none does."""
+        names = [name for name in self.unused if name in self.trainable]
+        if not names:
+            return ""
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return (
+            f"the forward pass of {self.graph.model} does not use {', '.join(names[:_SHOWN])}{more}; they get no "
+            "gradient and stay as they are"
+        )
 
     @cached_property
     def evaluation(self) -> Graph:

@@ -1,5 +1,8 @@
 """Batches for every process: the same order everywhere, each replica its own rows, loaded where they are used."""
 
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +15,7 @@ from penstock.engine.reduce import exchange
 from penstock.errors import DataError, UsageError
 from penstock.train.trainer import Trainer
 
+_PARENT_POLL_S = 0.5
 Collate = Callable[[list[Any]], Any]
 
 
@@ -122,7 +126,13 @@ class Loader:
             return
         filled = [rows for rows in batches if rows]
         loader: Iterator[Any] = iter(
-            DataLoader(self._dataset, batch_sampler=filled, collate_fn=collate, num_workers=self._num_workers)
+            DataLoader(
+                self._dataset,
+                batch_sampler=filled,
+                collate_fn=collate,
+                num_workers=self._num_workers,
+                worker_init_fn=_leave_with_parent,
+            )
         )
         for rows in batches:
             if rows:
@@ -137,6 +147,22 @@ class Loader:
         varying = len(graph.symbols) > 1
         here = trainer.tensors.stages
         return varying or trainer.last_stage in here or any(trainer.parts[stage].own for stage in here)
+
+
+def _leave_with_parent(_worker: int) -> None:
+    """In a process that loads data: end it soon after the one that trains, however that one went.
+
+    A forked process holds all sockets of its parent. While it lives, which is as long as a row takes to load, the
+    others see no connection break, and nobody can listen at the run's port again.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="penstock-parent", daemon=True).start()
 
 
 def _shape_only(leaf: Any, num_rows: int) -> Any:

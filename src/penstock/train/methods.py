@@ -14,11 +14,12 @@ from penstock.engine.devices import find_device
 from penstock.engine.divide import cuts_of_plan
 from penstock.engine.health import Boards, Health
 from penstock.engine.transport import MemoryNetwork
-from penstock.engine.world import World, join_torchrun, under_torchrun
+from penstock.engine.world import FEEDER, World, join_torchrun, under_torchrun
 from penstock.errors import UsageError
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.spec.plan import Plan
+from penstock.terminal.notes import note
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.lines import DEPTH
@@ -106,6 +107,8 @@ class TrainingMethods:
         if self._trainer is None:
             self._captured.check_trainable()
             self._world = self._joined or alone()
+            if self._world.rank == FEEDER and (untrained := self._captured.untrained()):
+                note(untrained)
             try:
                 self._trainer = self._make(world=self._world)
                 self.cuts = tuple(self._trainer.cuts)  # which depend on where stages are
@@ -229,10 +232,13 @@ class TrainingMethods:
     ) -> None:
         """Write what is needed to continue: weights, optimizer, scheduler, place in the data, random state.
 
+        Every process writes its own stages, so the folder must be one that all hosts share. A checkpoint that is in
+        it already stays whole until the new one is.
+
         Example:
             pipe.save_checkpoint("run/step1000", optimizer, scheduler)
 
-        Raises `ModelError` where it cannot be written.
+        Raises `ModelError` where it cannot be written, or where a host has written to a folder of its own.
         """
         save_checkpoint(self.trainer, Path(folder), optimizer, scheduler, self._loader)
 

@@ -45,8 +45,10 @@ class GatheredWeights:
         return state.value.dtype if state else self._trainer.captured.weights.dtype(self._names[name])
 
     def load(self, name: str) -> Tensor:
-        """Return one tensor, from the process that has it; one that no stage uses is as it was given."""
+        """Return one tensor, from the process that has it; one that no stage uses is as it was given or resumed."""
         source = self._names[name]
+        if source in self._trainer.tensors.unused:
+            return self._trainer.tensors.unused[source]
         if source not in self._states:
             return self._trainer.captured.weights.load(source)
         rank = self._trainer.grid.replicas[0].stages[holding(self._trainer.parts, source)[0]]

@@ -29,7 +29,7 @@ class HeldTensors:
 
     `parameters` are what an optimizer changes. Each stage has leaves of its own that share their
     memory, so that gradients of a weight used in two stages are added up in a fixed order. All of it lies on
-    `device`.
+    `device`. `unused` are parameters of the model that no stage uses, on the host of the first process.
     """
 
     def __init__(
@@ -40,6 +40,10 @@ class HeldTensors:
         self._parts = parts
         self.stages = grid.stages_of(world.rank)
         states = _receive(world, grid, captured, parts, device)
+        self.unused: dict[str, Tensor] = {}
+        if world.rank == FEEDER:
+            # copies: what the caller does to the module later changes no training
+            self.unused = {name: captured.weights.load(name).detach().clone() for name in captured.unused}
         self.parameters: dict[str, nn.Parameter] = {}
         self.others: dict[str, Tensor] = {}
         for source, (state, tensor) in states.items():
@@ -62,6 +66,11 @@ class HeldTensors:
 
     def _plain(self, state: State) -> Tensor:
         if state.kind == "parameter":
+            if state.source not in self.parameters:
+                raise UsageError(
+                    f"evaluation uses {state.source}, which this stage does not use in training; "
+                    "make the forward pass use it in both modes, or cut elsewhere"
+                )
             return self.parameters[state.source].detach()
         return self.others[state.source]
 

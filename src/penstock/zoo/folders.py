@@ -58,8 +58,15 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     Nothing is raised.
     """
     parts = re.split(r"([0-9]+)", name.lower())
-    key = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]
-    return [*key, (2, 0, name)]
+    return [*(_part_key(part) for part in parts if part), (2, 0, name)]
+
+
+def _part_key(part: str) -> tuple[int, int, str]:
+    """Order numbers by their digits, of which a name may have more than `int` takes."""
+    if not part.isdecimal():
+        return 1, 0, part
+    digits = part.lstrip("0")
+    return 0, len(digits), digits
 
 
 def is_image_name(name: str) -> bool:

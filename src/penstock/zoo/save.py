@@ -1,15 +1,14 @@
 """Tensors to one safetensors file, holding one tensor in memory at a time."""
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import torch
 
 from penstock.errors import ModelError
+from penstock.files import written_whole
 from penstock.zoo.names import one_line
 from penstock.zoo.weight_files import DTYPES
 from penstock.zoo.weights import Weights
@@ -33,20 +32,10 @@ def save_weights(weights: Weights, target: Path, names: Iterable[str] | None = N
     order.sort(key=lambda name: -weights.dtype(name).itemsize)
     header, num_bytes = _header(weights, order)
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with written_whole(target) as file:
+            _write(weights, order, header, file)
     except OSError as problem:
         raise ModelError(f"{target} cannot be written ({one_line(problem)}); choose another folder") from problem
-    try:
-        with os.fdopen(handle, "wb") as file:
-            _write(weights, order, header, file)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only their owner reads
-        os.replace(temporary, target)
-    except OSError as problem:
-        raise ModelError(f"{target} cannot be written ({one_line(problem)})") from problem
-    finally:
-        Path(temporary).unlink(missing_ok=True)
     return num_bytes
 
 
@@ -63,7 +52,7 @@ def _header(weights: Weights, order: list[str]) -> tuple[Mapping[str, object], i
     return header, offset
 
 
-def _write(weights: Weights, order: list[str], header: Mapping[str, object], file: BinaryIO) -> None:
+def _write(weights: Weights, order: list[str], header: Mapping[str, object], file: IO[bytes]) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)

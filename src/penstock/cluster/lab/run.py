@@ -29,6 +29,7 @@ from penstock.cluster.lab.processes import (
     start_process,
 )
 from penstock.errors import ClusterError, OutOfMemory, RunError
+from penstock.terminal.plain import plain
 
 _LOOK_EVERY_S = 0.05
 # less often, since it is what costs: the hosts should have the machine to themselves
@@ -55,7 +56,8 @@ def print_line(line: OutputLine) -> None:
     """Print a line with the host's name in front, to the stream that it was written to."""
     file = sys.stdout if line.stream == "stdout" else sys.stderr
     # one write, so that lines of two hosts do not mix
-    file.write(f"{line.host} | {line.text}\n")
+    text = "\t".join(plain(part) for part in line.text.split("\t"))
+    file.write(f"{plain(line.host)} | {text}\n")
     file.flush()
 
 

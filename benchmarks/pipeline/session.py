@@ -22,6 +22,7 @@ from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile, interpolate
 from penstock.stream.compare import Comparison
+from penstock.stream.peer import peer_job
 from penstock.units import parse_rate
 from penstock.zoo.models import load_model
 
@@ -37,7 +38,7 @@ def main() -> None:
     try:
         with world.taking_part():
             if world.rank != FEEDER:
-                work(world)
+                work(world, more=peer_job(session["model"], 0))
                 return
             rows = measure(world, session, file.parent)
             file.with_suffix(".rows.json").write_text(json.dumps(rows))

@@ -19,6 +19,8 @@ Names are loaded when they are first used, so that a worker never loads what it 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from penstock.version import __version__
+
 if TYPE_CHECKING:
     from penstock.engine.split import SplitModel, split
     from penstock.graph.capture import capture
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from penstock.stream.pipeline import Pipeline
     from penstock.train.pipe import Pipe
 
-__version__ = "0.1.0.dev0"
 _HOMES = {
     "BundledPipeline": "penstock.stream.bundled",
     "Pipe": "penstock.train.pipe",

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.zoo import load_model, open_images
+from penstock.zoo.images import open_images
+from penstock.zoo.models import load_model
 from tests.cli.conftest import SMALL
 from tests.processes import free_port, run_python
 

@@ -27,7 +27,7 @@ from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_row
 from penstock.spec.check import read_plan
 from penstock.spec.plan import write_plan
 from penstock.train.captured import Captured
-from penstock.zoo import load_model
+from penstock.zoo.models import load_model
 from tests.recipes.test_data import BERT, TREES
 from tests.train.test_planned import plan_for
 

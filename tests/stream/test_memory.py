@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.zoo import load_model, save_weights
+from penstock.zoo.models import load_model
+from penstock.zoo.save import save_weights
 
 MODEL = "timm:vit_base_patch16_224"
 MIB = 2**20
@@ -18,7 +19,7 @@ from pathlib import Path
 import timm, torch, torch.export, torch._dynamo, sympy
 import penstock
 import penstock.stream.pipeline
-from penstock.zoo import load_model
+from penstock.zoo.models import load_model
 
 def read(pid, field):
     lines = dict(line.split(":", 1) for line in open(f"/proc/{pid}/status"))

@@ -10,8 +10,10 @@ import pytest
 from PIL import Image
 
 from penstock.errors import DataError
-from penstock.zoo import ImageSet, image_set, open_images
+from penstock.zoo import image_set
 from penstock.zoo.folders import natural_key
+from penstock.zoo.image_set import ImageSet
+from penstock.zoo.images import open_images
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 COLORS = {

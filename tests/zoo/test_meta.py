@@ -7,15 +7,16 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.zoo import RandomWeights, TensorWeights, meta_parameters
 from penstock.zoo.meta import (
     build_on_meta,
     load_buffers,
     materialize,
+    meta_parameters,
     move_to_meta,
     parameter_aliases,
     parameter_shapes,
 )
+from penstock.zoo.weights import RandomWeights, TensorWeights
 
 
 class Tied(nn.Module):

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from penstock.errors import DataError, ModelError
-from penstock.zoo import nearest
-from penstock.zoo.names import one_line, optional_import, parse_name
+from penstock.zoo.names import nearest, one_line, optional_import, parse_name
 
 
 def test_nearest_names() -> None:

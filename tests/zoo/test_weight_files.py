@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.errors import ModelError
-from penstock.zoo import FileWeights, RandomWeights, TensorWeights, save_weights
+from penstock.zoo.save import save_weights
+from penstock.zoo.weight_files import FileWeights
+from penstock.zoo.weights import RandomWeights, TensorWeights
 
 
 @pytest.fixture

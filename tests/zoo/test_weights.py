@@ -5,14 +5,9 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.zoo import (
-    JoinedWeights,
-    ModuleWeights,
-    RandomWeights,
-    TensorWeights,
-    check_weights,
-    meta_parameters,
-)
+from penstock.zoo.check import check_weights
+from penstock.zoo.meta import meta_parameters
+from penstock.zoo.weights import JoinedWeights, ModuleWeights, RandomWeights, TensorWeights
 
 F32 = torch.float32
 

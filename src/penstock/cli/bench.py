@@ -31,6 +31,7 @@ from penstock.report.comparison import write_comparison
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.stream.compare import Comparison
+from penstock.stream.peer import peer_job, start_peers
 from penstock.terminal import notes
 from penstock.terminal.progress import working
 from penstock.tracing.trace import Run
@@ -80,13 +81,13 @@ def bench(
     if world is None:
         find_device(device)  # before anything is started
     if world is not None and world.rank != FEEDER:
-        notes.say(follow(world))
+        notes.say(follow(world, peer_job(model, seed) if peer else None))
         return
     try:
         with working("loading the model") as say:
             zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
             say("meeting the processes")
-            world = world or start_local(most)
+            world = world or (start_peers(most, model, seed) if peer else start_local(most))
             comparison = Comparison(
                 zoo, world, num_images=num_images, passes=passes, microbatch_size=microbatch_size,
                 threads=threads, depth=depth, max_stages=most, seed=seed,

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from penstock import __version__
 from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, report, schedule, split, train
 from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.errors import PenstockError, UsageError
 from penstock.terminal.notes import say
 from penstock.terminal.plain import plain
+from penstock.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,

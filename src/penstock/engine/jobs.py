@@ -25,6 +25,9 @@ from penstock.graph.ops import State
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.plan.schedule import Action, forward_only
 
+# the kinds of jobs that serve stages: with their weights, from each device's part of a bundle, or of modules
+STAGE_JOBS = ("stages", "parts", "modules")
+
 # makes a stage's runtime in a process that has the stage's module; only its interface travels
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]
 

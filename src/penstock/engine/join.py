@@ -19,10 +19,10 @@ import msgspec
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from penstock import __version__
 from penstock.engine.board import PatientStore, StoreSilent, connect_board, first_line, serve_store
 from penstock.engine.health import FIRST, Boards, prepare_board
 from penstock.errors import DeviceLost, RunError
+from penstock.version import __version__
 
 JOIN_S = 120.0
 STORE_S = 10.0  # in which the first host answers

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,34 @@ import torch
 from penstock.cluster.launch import leave_with_parent
 from penstock.engine.alone import do_alone
 from penstock.engine.executor import serve
-from penstock.engine.jobs import MakeRuntime, read_stages, receive_job
-from penstock.engine.peer import do_peer
+from penstock.engine.jobs import STAGE_JOBS, MakeRuntime, read_stages, receive_job
 from penstock.engine.traces import follow_stages
 from penstock.engine.transport import send_bytes
 from penstock.engine.wiring import build_slots, tell_progress
 from penstock.engine.world import FEEDER, LEAVE, World, join_local
-from penstock.errors import PenstockError, TransportError
+from penstock.errors import PenstockError, RunError, TransportError
 
 # where workers that a process on this machine starts find their parts of a bundle
 BUNDLE = "PENSTOCK_BUNDLE"
+# what a process does for a document, and answers as JSON can
+Job = Callable[[World, Mapping[str, Any]], Any]
+# adds arguments to a worker's command line, and returns what makes jobs of what was given
+Prepare = Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], Mapping[str, Job]]]
 
 
-def work(world: World, make: MakeRuntime | None = None, bundle: Path | None = None) -> str:
-    """Do jobs until told to leave; gives the last word. What goes wrong is reported to the whole world, then raised."""
+def work(
+    world: World, make: MakeRuntime | None = None, bundle: Path | None = None, more: Mapping[str, Job] | None = None
+) -> str:
+    """Do jobs until told to leave; gives the last word. What goes wrong is reported to the whole world, then raised.
+
+    `more` are jobs by kind that whoever started this process lets it do beside serving stages.
+    """
     try:
         while (document := receive_job(world.transport))["kind"] != LEAVE:
-            do_job(world, document, make, bundle)
+            if (job := (more or {}).get(document["kind"])) is not None:
+                send_bytes(world.transport, json.dumps(job(world, document)).encode(), FEEDER)
+            else:
+                do_job(world, document, make, bundle)
         with contextlib.suppress(TransportError):  # the work is done, whatever has become of who asked for it
             send_bytes(world.transport, b"left", FEEDER)
         world.health.close()  # from here on nobody's end is a failure
@@ -43,10 +54,10 @@ def work(world: World, make: MakeRuntime | None = None, bundle: Path | None = No
         raise
 
 
-def follow(world: World) -> str:
+def follow(world: World, more: Mapping[str, Job] | None = None) -> str:
     """Do jobs until told to leave, and let go of the world; gives the last word."""
     try:
-        return work(world)
+        return work(world, more=more)
     finally:
         world.close()
 
@@ -58,9 +69,11 @@ def do_job(
     if document["kind"] == "alone":
         do_alone(world, document)
         return
-    if document["kind"] == "peer":
-        send_bytes(world.transport, json.dumps(do_peer(world, document)).encode(), FEEDER)
-        return
+    if document["kind"] not in STAGE_JOBS:
+        raise RunError(
+            f"a worker serves stages and runs programs, but was asked for {str(document['kind'])[:40]!r}; start every "
+            "process with the same command"
+        )
     job, runtimes = read_stages(world, document, make, bundle)
     torch.set_num_threads(job.threads)
     slots, _ = build_slots(world.transport, job, runtimes)
@@ -68,9 +81,17 @@ def do_job(
     serve(slots, lambda: job.schedule(world.rank), follow_stages(world, job, slots))
 
 
-def main() -> int:
-    """Run a worker that a process on this machine started."""
+def _nothing(_parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Mapping[str, Job]]:
+    return lambda _given: {}
+
+
+def main(prepare: Prepare = _nothing) -> int:
+    """Run a worker that a process on this machine started.
+
+    `prepare` gives it further jobs, which depend on nothing but this process's own command line.
+    """
     parser = argparse.ArgumentParser()
+    more = prepare(parser)
     for name in ("port", "rank", "size"):
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args()
@@ -80,7 +101,7 @@ def main() -> int:
     world = join_local(given.port, given.rank, given.size)
     try:
         folder = os.environ.get(BUNDLE)
-        work(world, bundle=Path(folder) if folder else None)
+        work(world, bundle=Path(folder) if folder else None, more=more(given))
     except PenstockError:
         return 1  # the feeding process has been told and prints it
     finally:

@@ -13,7 +13,6 @@ from torch import Tensor
 from penstock.cluster.launch import available_cores
 from penstock.engine.deployment import Deployment, Replicas
 from penstock.engine.divide import divide_in_turns
-from penstock.engine.peer import do_peer, peer_document
 from penstock.engine.placing import place, ranks_of
 from penstock.engine.split import best_blocks, choose_cuts, load_state
 from penstock.engine.streaming import StreamReport
@@ -30,6 +29,7 @@ from penstock.plan.partition import stage_sums
 from penstock.spec.plan import Plan
 from penstock.stream.ceiling import Alone, Ceilings, WholeModel
 from penstock.stream.facts import stream_facts
+from penstock.stream.peer import do_peer, peer_document
 from penstock.stream.samples import Difference, Samples
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -180,12 +180,12 @@ class Comparison:
         ranks = self._world.devices[:stages]
         self._number += 1
         count = self._num_microbatches
-        document = peer_document(self._zoo.name, self._seed, modules, ranks, count, self._threads, self._number)
+        document = peer_document(modules, ranks, count, self._threads, self._number)
         transport = self._world.transport
         others = [rank for rank in ranks if rank != self._world.rank]
         for rank in others:
             send_bytes(transport, json.dumps(document).encode(), rank)
-        seconds = do_peer(self._world, document)
+        seconds = do_peer(self._world, document, self._zoo.name, self._seed)
         for rank in others:
             seconds = float(json.loads(receive_bytes(transport, rank)))
         if seconds is None:

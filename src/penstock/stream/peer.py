@@ -1,20 +1,26 @@
 """The peer to compare with: torch.distributed.pipelining on the same devices.
 
 The model is cut with `pipeline()` at the given modules, and ScheduleGPipe runs one microbatch for each
-image, all in one step. Unlike a stage of ours, every process builds the whole model by itself.
+image, all in one step. Unlike a stage of ours, every process builds the whole model by itself, from the name on its own
+command line: no process can be told over the network to load a model.
 """
 
+import argparse
 import datetime
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.engine.world import World
+from penstock.engine.worker import Job, main
+from penstock.engine.world import World, start_local
+from penstock.zoo.models import load_model
 
+PEER = "peer"
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -69,42 +75,44 @@ def _step(schedule: Any, inputs: Tensor) -> None:
 
 
 def peer_document(
-    model: str,
-    seed: int,
-    modules: Sequence[str],
-    ranks: Sequence[int],
-    num_microbatches: int,
-    threads: int,
-    number: int,
+    modules: Sequence[str], ranks: Sequence[int], num_microbatches: int, threads: int, number: int
 ) -> dict[str, Any]:
-    """Describe the run as a job for the other processes; they build the model by its name."""
+    """Describe the run as a job for the other processes, which know the model by the command that started them."""
     return {
-        "kind": "peer",
-        "model": model,
-        "seed": seed,
-        "modules": list(modules),
-        "ranks": list(ranks),
-        "num_microbatches": num_microbatches,
-        "threads": threads,
-        "number": number,
-    }
+        "kind": PEER, "modules": list(modules), "ranks": list(ranks), "num_microbatches": num_microbatches,
+        "threads": threads, "number": number,
+    }  # fmt: skip
 
 
-def do_peer(world: World, document: Mapping[str, Any]) -> float | None:
-    """Take part in the run that a document describes."""
-    from penstock.zoo.models import load_model
-
+def do_peer(world: World, document: Mapping[str, Any], model: str, seed: int) -> float | None:
+    """Take part in the run that a document describes, of a model that this process's own command line names."""
     if world.rank not in document["ranks"]:
         return None
-    zoo = load_model(document["model"], seed=int(document["seed"]), whole=True)
+    zoo = load_model(model, seed=seed, whole=True)
     inputs = [x for x in [*zoo.example_args, *zoo.example_kwargs.values()] if isinstance(x, Tensor)]
     return run_peer(
-        world,
-        zoo.module,
-        inputs[0][:1],
-        modules=[str(name) for name in document["modules"]],
-        ranks=[int(rank) for rank in document["ranks"]],
-        num_microbatches=int(document["num_microbatches"]),
-        threads=int(document["threads"]),
+        world, zoo.module, inputs[0][:1],
+        modules=[str(name) for name in document["modules"]], ranks=[int(rank) for rank in document["ranks"]],
+        num_microbatches=int(document["num_microbatches"]), threads=int(document["threads"]),
         number=int(document["number"]),
-    )
+    )  # fmt: skip
+
+
+def peer_job(model: str, seed: int) -> dict[str, Job]:
+    """Return the job that lets a process of `penstock bench --peer` take part; see `engine.worker.work`."""
+    return {PEER: lambda world, document: do_peer(world, document, model, seed)}
+
+
+def start_peers(num_workers: int, model: str, seed: int) -> World:
+    """Start workers on this machine that can also run the peer of this model."""
+    return start_local(num_workers, module="penstock.stream.peer", arguments=["--model", model, "--seed", str(seed)])
+
+
+def _prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Mapping[str, Job]]:
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    return lambda given: peer_job(given.model, given.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(_prepare))

@@ -29,7 +29,7 @@ def _through_bytes(
     values: tuple[Value, ...], symbols: tuple[str, ...], tensors: list[Tensor], sizes: Mapping[str, int]
 ) -> list[Tensor]:
     """Write the tensors as a message into a fresh buffer and read them back."""
-    layout = Format(values, symbols)
+    layout = Format(values, symbols, sizes)
     buffer = torch.zeros(layout.largest(sizes), dtype=torch.uint8)
     layout.write(Message(DATA, 0, tuple(sizes[symbol] for symbol in symbols), tensors), buffer)
     return layout.read(buffer).tensors

@@ -12,7 +12,7 @@ from penstock.engine.bundle import LoadState
 from penstock.engine.devices import find_device, moved, settle
 from penstock.engine.jobs import receive_state, send_state
 from penstock.engine.runtime import Runtime
-from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.engine.transport import WORD_BYTES, Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.world import FEEDER, World
 from penstock.graph.program import StageProgram, read_program, write_program
 
@@ -63,7 +63,7 @@ def run_alone(
         outputs = [[tensor.to("cpu", copy=True) for tensor in runtime(sizes, microbatch)] for microbatch in inputs]
         if transport is not None:
             send_bytes(transport, b"ready", FEEDER)
-            receive_bytes(transport, FEEDER)
+            receive_bytes(transport, FEEDER, limit=WORD_BYTES)
         return outputs, time_alone(runtime, sizes, inputs, num_microbatches)
 
 
@@ -81,7 +81,7 @@ def time_alone(
 def release_alone(transport: Transport, ranks: Sequence[int]) -> None:
     """Wait until all of these ranks are warm, then let them start at once."""
     for rank in ranks:
-        receive_bytes(transport, rank)
+        receive_bytes(transport, rank, limit=WORD_BYTES)
     for rank in ranks:
         send_bytes(transport, b"go", rank)
 
@@ -90,7 +90,7 @@ def collect_alone(
     transport: Transport, rank: int, program: StageProgram, sizes: Mapping[str, int], num_inputs: int
 ) -> tuple[list[list[Tensor]], float]:
     """Give what came of `send_alone`: the outputs for each input, and the seconds."""
-    seconds = float(json.loads(receive_bytes(transport, rank))["seconds"])
+    seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES))["seconds"])
     outputs = []
     for _ in range(num_inputs):
         tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.outputs]

@@ -19,7 +19,15 @@ from penstock.engine.bundle import LoadState, read_part
 from penstock.engine.devices import HOST, find_device, moved
 from penstock.engine.nccl import go_direct
 from penstock.engine.runtime import Runtime, StageRuntime
-from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.engine.transport import (
+    JOB_BYTES,
+    WORD_BYTES,
+    Transport,
+    receive_bytes,
+    receive_tensor,
+    send_bytes,
+    send_tensor,
+)
 from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World
 from penstock.errors import TransportError, UsageError
@@ -125,7 +133,7 @@ def receive_state(transport: Transport, states: Iterable[State], device: torch.d
         receive_tensor(transport, tensor, FEEDER)
         tensors[state.value.name] = moved(tensor, device)
         checksum = _add_up(checksum, tensor)
-    if receive_bytes(transport, FEEDER) != checksum.to_bytes(8, "little"):
+    if receive_bytes(transport, FEEDER, limit=WORD_BYTES) != checksum.to_bytes(8, "little"):
         raise TransportError("weights arrived damaged: their checksum does not fit; check the network and try again")
     return tensors
 
@@ -168,12 +176,12 @@ def send_leave(transport: Transport, message: str = "") -> None:
     for rank in others:
         send_bytes(transport, json.dumps({"kind": "leave", "message": message}).encode(), rank)
     for rank in others:
-        receive_bytes(transport, rank)
+        receive_bytes(transport, rank, limit=WORD_BYTES)
 
 
 def receive_job(transport: Transport) -> dict[str, Any]:
     """Wait for the next job's document."""
-    document: dict[str, Any] = json.loads(receive_bytes(transport, FEEDER))
+    document: dict[str, Any] = json.loads(receive_bytes(transport, FEEDER, limit=JOB_BYTES))
     return document
 
 

@@ -18,7 +18,7 @@ from penstock.engine.placing import place, ranks_of
 from penstock.engine.split import best_blocks, choose_cuts, load_state
 from penstock.engine.streaming import StreamReport
 from penstock.engine.traces import FeederTracer
-from penstock.engine.transport import receive_bytes, send_bytes
+from penstock.engine.transport import WORD_BYTES, receive_bytes, send_bytes
 from penstock.engine.world import World, check_world
 from penstock.errors import RunError
 from penstock.graph.capture import capture
@@ -187,7 +187,7 @@ class Comparison:
             send_bytes(transport, json.dumps(document).encode(), rank)
         seconds = do_peer(self._world, document)
         for rank in others:
-            seconds = float(json.loads(receive_bytes(transport, rank)))
+            seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES)))
         if seconds is None:
             raise RunError("no device took part in the peer's run")
         self._ceilings.forget()

@@ -11,6 +11,13 @@ from penstock.engine.messages import DATA, Format, Message
 from penstock.engine.split import SplitModel
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.graph.ops import Value
+from penstock.graph.program import read_program, write_program
+
+
+def travels(split: SplitModel) -> None:
+    """Write and read every stage's program, as a worker does; raises `ProgramError` where it would refuse one."""
+    for stage in split.stages:
+        read_program(write_program(stage.program))
 
 
 def run(split: SplitModel, inputs: Mapping[str, Tensor]) -> Any:

@@ -21,6 +21,19 @@ from penstock.memory import is_out_of_memory
 _KEPT_SIZES = 8
 
 
+def _zeros(size: Sequence[int], *, memory_format: torch.memory_format | None = None, **keywords: Any) -> Tensor:
+    made: Tensor = torch.ops.aten.zeros.default(size, **keywords)
+    return made if memory_format is None else made.contiguous(memory_format=memory_format)
+
+
+# A program may be a stranger's: it gets no memory as this process left it.
+_FILLED: Mapping[str, Callable[..., Tensor]] = {
+    "aten.empty.memory_format": _zeros,
+    "aten.empty_like.default": torch.ops.aten.zeros_like.default,
+    "aten.new_empty.default": torch.ops.aten.new_zeros.default,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """One call with everything decided: which registers to read, where the result goes, what ends here."""
@@ -170,7 +183,7 @@ class Runtime:
         if op.target == GETITEM:
             function: Callable[..., Any] = operator.getitem
         else:
-            function = resolve_operator(op.target)
+            function = _FILLED.get(op.target) or resolve_operator(op.target)
         keywords = {key: self._settle(argument, sizes) for key, argument in op.keywords.items()}
         if self.device != HOST and keywords.get("device") is None and is_factory(op):
             keywords["device"] = self.device  # what an operator makes of nothing is made on the CPU otherwise

@@ -30,10 +30,11 @@ from penstock.engine.transport import (
 )
 from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World
-from penstock.errors import TransportError, UsageError
+from penstock.errors import ProgramError, TransportError, UsageError
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.plan.schedule import Action, forward_only
+from penstock.spec.names import check_name
 
 # makes a stage's runtime in a process that has the stage's module; only its interface travels
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]
@@ -213,6 +214,7 @@ def read_stages(
         if document["kind"] == "parts":
             if bundle is None:
                 raise UsageError("the stages come from a bundle, which this process has not; give it the folder")
+            check_name("the device of a job", document["device"], ProgramError)
             runtimes[int(index)] = load_part(bundle / document["device"], document["plan"], order, device)
         elif document["kind"] == "stages":
             programs = [read_program(text) for text in texts]

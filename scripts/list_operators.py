@@ -65,6 +65,7 @@ LEFT_OUT = {
     "resize_as": "as before", "as_strided_": "changes a tensor that others hold",
     "empty_strided": "memory as it was left, and nothing else makes it full",
     "nonzero": "its size depends on values", "masked_select": "its size depends on values",
+    "where.default": "its size depends on values",
     "repeat_interleave.Tensor": "its size depends on values", "repeat_interleave.self_Tensor": "as before",
     "sym_size": "sizes are expressions of the program", "sym_numel": "as before", "sym_stride": "as before",
     "sym_storage_offset": "as before", "sym_is_contiguous": "as before",
@@ -112,6 +113,12 @@ def main() -> None:
 def _is_listed(packet: str, overload: str, known: dict[str, set[str]]) -> bool:
     if {packet, f"{packet}.{overload}"} & LEFT_OUT.keys() or re.search("backward|unsafe", packet):
         return False
+    if (
+        packet != "detach_"
+        and overload in known.get(packet, ())
+        and torch.Tag.inplace_view in _overload(packet, overload).tags
+    ):
+        return False  # the shape of a tensor that a stage keeps would change from one microbatch to the next
     return overload in known.get(packet, ()) and (not packet.startswith("_") or packet in UNDERSCORED)
 
 

@@ -87,6 +87,13 @@ def test_written_and_read_again() -> None:
         assert write_program(read_program(text.encode())) == text
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_does_not_have_are_refused(number: str) -> None:
+    text = json.dumps(changed("ops", 2, 3, to={"alpha": 0})).replace('"alpha": 0', f'"alpha": {number}')
+    with pytest.raises(ProgramError, match=f"{number} is not JSON"):
+        read_program(text)
+
+
 def test_special_numbers_travel() -> None:
     inf = changed("ops", 2, 3, to={"alpha": {"float": "-inf"}})
     program = read_program(json.dumps(inf))

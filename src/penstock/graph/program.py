@@ -86,7 +86,7 @@ def read_interface(text: str | bytes) -> StageProgram:
 
 def _read(text: str | bytes) -> StageProgram:
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ProgramError(f"not a stage program: {str(error)[:120]}; {_FORGED}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -169,6 +169,10 @@ def _list(item: Any) -> list[Any]:
     if not isinstance(item, list):
         raise TypeError(f"{_quoted(item)} is not a list")
     return item
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _quoted(item: Any) -> str:

@@ -35,14 +35,14 @@ linalg_diagonal linalg_eigh linalg_eigvalsh linalg_inv linalg_lstsq linalg_matmu
 linalg_matrix_power linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv linalg_qr linalg_slogdet linalg_solve
 linalg_solve_triangular linalg_svd linalg_svdvals linalg_vander linalg_vecdot linspace logaddexp logaddexp2
 logcumsumexp logdet logit logspace logsumexp mH mT matrix_H matrix_exp matrix_power max_unpool2d max_unpool3d median
-mode moveaxis movedim msort multilabel_margin_loss mv mvlgamma nan_to_num nanmean nanmedian nanquantile nansum narrow
+mode moveaxis movedim msort multilabel_margin_loss mv nan_to_num nanmean nanmedian nanquantile nansum narrow
 native_batch_norm native_channel_shuffle negative new_full new_zeros nll_loss nll_loss2d norm norm_except_dim not_equal
 nuclear_norm one_hot ones ones_like outer pdist pinverse polar polygamma positive put quantile rad2deg rand_like randint
 randint_like randn_like ravel relu6 renorm replication_pad1d resolve_conj resolve_neg rnn_relu rnn_relu_cell rot90
 searchsorted sgn signbit sinc slogdet special_digamma special_entr special_erf special_erfc special_erfcx
 special_erfinv special_exp2 special_expit special_expm1 special_gammainc special_gammaincc special_gammaln special_i0
 special_i0e special_i1 special_i1e special_log1p special_log_ndtr special_log_softmax special_logit special_logsumexp
-special_multigammaln special_ndtr special_ndtri special_polygamma special_psi special_round special_sinc
+special_ndtr special_ndtri special_polygamma special_psi special_round special_sinc
 special_softmax special_xlog1py special_xlogy special_zeta square std std_mean stft subtract swapaxes swapdims take
 take_along_dim tensor_split tensordot tile trace trapezoid trapz tril tril_indices triu triu_indices true_divide unfold
 vander var_mean vdot view_as view_as_complex view_as_real vsplit vstack xlogy normal uniform exponential bernoulli

@@ -98,6 +98,10 @@ def _elementwise(*arguments: Any) -> int:
     return _count(_broadcast(*(item.shape for item in arguments if isinstance(item, Tensor))))
 
 
+def _own(x: Tensor, *_: Any) -> int:
+    return x.numel()
+
+
 def _positions(*arguments: Any) -> int:
     return 5 * _elementwise(*arguments)  # values, and int64 where they lie
 
@@ -244,17 +248,19 @@ def _rules() -> dict[str, Callable[..., int]]:
         (_view, "alias as_strided detach expand expand_as movedim moveaxis narrow numpy_T permute real select "
                 "slice squeeze t transpose unflatten unsqueeze view"),
         (_unbind, "unbind"), (_split, "split split_with_sizes"), (_chunk, "chunk"),
+        (_own, "batch_norm clone contiguous flatten group_norm instance_norm layer_norm prelu "
+               "reshape reshape_as rms_norm to type_as"),
         (_elementwise, "__and__ __or__ __xor__ __iand__ __ior__ __ixor__ abs add addcdiv addcmul alpha_dropout amax "
-                       "amin all any batch_norm bernoulli bitwise_and bitwise_not bitwise_or "
-                       "bitwise_xor ceil celu clamp clamp_max clamp_min clone contiguous copy cos cumsum div dropout "
-                       "elu empty_like eq erf exp expm1 feature_dropout fill flatten floor floor_divide full_like ge "
-                       "gelu glu group_norm gt hardshrink hardsigmoid hardswish hardtanh instance_norm isinf isnan "
-                       "layer_norm le leaky_relu lift_fresh_copy linalg_vector_norm log log1p log2 log_sigmoid "
+                       "amin all any bernoulli bitwise_and bitwise_not bitwise_or "
+                       "bitwise_xor ceil celu clamp clamp_max clamp_min copy cos cumsum div dropout "
+                       "elu empty_like eq erf exp expm1 feature_dropout fill floor floor_divide full_like ge "
+                       "gelu glu gt hardshrink hardsigmoid hardswish hardtanh isinf isnan "
+                       "le leaky_relu lift_fresh_copy linalg_vector_norm log log1p log2 log_sigmoid "
                        "log_softmax logical_and logical_not logical_or logical_xor logsumexp lt masked_fill maximum "
                        "mean minimum mish mul multiply ne neg norm normal_ ones_like pixel_shuffle pixel_unshuffle "
-                       "pow prelu rand_like randn_like reciprocal relu relu6 remainder reshape reshape_as rms_norm "
+                       "pow rand_like randn_like reciprocal relu relu6 remainder "
                        "roll round rsqrt rsub selu sigmoid sign silu sin softmax softplus softsign sqrt square std "
-                       "sub sum tanh to tril triu true_divide type_as uniform var where zero zeros_like"),
+                       "sub sum tanh tril triu true_divide uniform var where zero zeros_like"),
         (_positions, "argmax argmin max min sort topk"),
         (_joined, "cat concat concatenate stack hstack vstack"),
         (_linear, "linear"), (_matmul, "matmul mm bmm mv dot"), (_add_matmul, "addmm baddbmm"),

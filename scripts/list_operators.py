@@ -65,6 +65,8 @@ LEFT_OUT = {
     "resize_as": "as before", "as_strided_": "changes a tensor that others hold",
     "empty_strided": "memory as it was left, and nothing else makes it full",
     "nonzero": "its size depends on values", "masked_select": "its size depends on values",
+    "lstm.data": "packed sequences: lengths of rows are not checked", "gru.data": "as before",
+    "rnn_tanh.data": "as before", "rnn_relu.data": "as before",
     "where.default": "its size depends on values",
     "repeat_interleave.Tensor": "its size depends on values", "repeat_interleave.self_Tensor": "as before",
     "sym_size": "sizes are expressions of the program", "sym_numel": "as before", "sym_stride": "as before",

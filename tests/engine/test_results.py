@@ -188,3 +188,27 @@ def test_products_are_bounded_by_their_shapes(batch: list[int], m: int, k: int, 
         a = torch.ones(k)
     assert results._matmul(a, b) >= (a @ b).numel()
     assert results._linear(a, b.t()) >= torch.nn.functional.linear(a, b.t()).numel()
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("module", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_a_recurrent_layer_is_given_what_fits(module: Any, bidirectional: bool) -> None:
+    """With states of other sizes the operator ends the process."""
+    layer = module(4, 6, 2, batch_first=True, bidirectional=bidirectional)
+    x, places = torch.rand(2, 3, 4), 4 if bidirectional else 2
+    target = {"LSTM": "aten.lstm.input", "GRU": "aten.gru.input", "RNN": "aten.rnn_tanh.input"}[module.__name__]
+
+    def arguments(state: torch.Tensor, weights: list[torch.Tensor]) -> list[Any]:
+        states = [state, state] if module is torch.nn.LSTM else state
+        return [x, states, weights, True, 2, 0.0, False, bidirectional, True]
+
+    state, weights = torch.zeros(places, 2, 6), [weight.detach() for weight in layer.parameters()]
+    check_result("op", target, arguments(state, weights), {})
+    resolve_operator(target)(*arguments(state, weights))
+    for wrong in (
+        arguments(torch.zeros(places + 2, 2, 6), weights), arguments(torch.zeros(places, 3, 6), weights),
+        arguments(state, weights[:-1]), arguments(state, [weights[1], *weights[1:]]),
+        arguments(state.double(), weights), arguments(state, []),
+    ):  # fmt: skip
+        with pytest.raises(ProgramError, match="a recurrent layer"):
+            check_result("op", target, wrong, {})

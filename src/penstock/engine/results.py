@@ -238,6 +238,31 @@ def _one_hot(x: Tensor, num_classes: int = -1) -> int:
     return x.numel() * num_classes
 
 
+def _recurrent(
+    x: Tensor, states: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float, train: bool,
+    bidirectional: bool, batch_first: bool,
+) -> int:  # fmt: skip
+    """Check what `torch.nn.LSTM` and its like check, since the operators do not, and read beyond their tensors."""
+    del dropout, train
+    states = states if isinstance(states, list) else [states]
+    places = num_layers * (2 if bidirectional else 1)
+    each = len(params) // max(1, places)
+    if x.dim() != 3 or places < 1 or each * places != len(params) or each - 2 * has_biases not in {2, 3}:
+        raise ProgramError("a recurrent layer has another number of weights or dimensions; split the model again")
+    rows, wide = params[0].shape[0], params[1].shape[-1]
+    batch = x.shape[0 if batch_first else 1]
+    wanted = [(places, batch, wide), (places, batch, rows // 4)][: len(states)]
+    shapes: list[tuple[int, ...]] = []
+    for place in range(places):
+        layer = place // (2 if bidirectional else 1)
+        shapes += [(rows, x.shape[-1] if not layer else wide * (places // num_layers)), (rows, wide)]
+        shapes += [(rows,)] * 2 * has_biases + [(wide, rows // 4)] * (each - 2 - 2 * has_biases)
+    given = [tuple(tensor.shape) for tensor in (*states, *params)]
+    if given != wanted + shapes or len({tensor.dtype for tensor in (x, *states, *params)}) > 1:
+        raise ProgramError("a recurrent layer's weights and states do not fit its input; split the model again")
+    return _count([*x.shape[:2], wide, places]) + sum(state.numel() for state in states)
+
+
 def _each(value: Any, rank: int) -> list[int]:
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values * rank if len(values) == 1 else values
@@ -268,7 +293,7 @@ def _rules() -> dict[str, Callable[..., int]]:
         (_pool, "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d max_pool2d_with_indices"),
         (_adaptive_pool, "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
         (_embedding, "embedding"), (_index, "index"), (_gather, "gather"), (_repeat, "repeat repeat_interleave"),
-        (_arange, "arange"), (_full, "zeros ones full empty rand randn"),
+        (_recurrent, "lstm gru rnn_tanh rnn_relu"), (_arange, "arange"), (_full, "zeros ones full empty rand randn"),
         (_new_full, "new_zeros new_ones new_full new_empty"),
         (_pad, "pad constant_pad_nd"), (_one_hot, "one_hot"),
         (_upsample, "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d"),

@@ -149,7 +149,7 @@ def as_messages(split: SplitModel, *args: Any, **kwargs: Any) -> Any:
 
 
 def _through_bytes(values: Sequence[Value], tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
-    layout = Format(values, tuple(sizes))
+    layout = Format(values, tuple(sizes), sizes)
     buffer = torch.zeros(layout.largest(sizes), dtype=torch.uint8)
     layout.write(Message(DATA, 0, tuple(sizes.values()), list(tensors)), buffer)
     return layout.read(buffer).tensors

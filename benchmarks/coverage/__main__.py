@@ -74,6 +74,7 @@ def _ours(row: dict[str, Any], model: nn.Module, inputs: dict[int, Inputs], expe
     # a benchmark of coverage records whatever goes wrong
     try:
         parts = split(model, (), inputs[2], stages=NUM_STAGES, policy="balanced")
+        ours.travels(parts)
     except Exception as error:
         row["error"] = ours.one_line(error)
         return None

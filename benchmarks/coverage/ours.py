@@ -11,6 +11,13 @@ from penstock.engine.messages import DATA, Format, Message
 from penstock.engine.split import SplitModel
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.graph.ops import Value
+from penstock.graph.program import read_program, write_program
+
+
+def travels(split: SplitModel) -> None:
+    """Write and read every stage's program, as a worker does; raises `ProgramError` where it would refuse one."""
+    for stage in split.stages:
+        read_program(write_program(stage.program))
 
 
 def run(split: SplitModel, inputs: Mapping[str, Tensor]) -> Any:
@@ -29,7 +36,7 @@ def _through_bytes(
     values: tuple[Value, ...], symbols: tuple[str, ...], tensors: list[Tensor], sizes: Mapping[str, int]
 ) -> list[Tensor]:
     """Write the tensors as a message into a fresh buffer and read them back."""
-    layout = Format(values, symbols)
+    layout = Format(values, symbols, sizes)
     buffer = torch.zeros(layout.largest(sizes), dtype=torch.uint8)
     layout.write(Message(DATA, 0, tuple(sizes[symbol] for symbol in symbols), tensors), buffer)
     return layout.read(buffer).tensors

@@ -20,9 +20,23 @@ Each message is one line: the rule, the values, the next step. The command line 
 and ends with status 2 for a `UsageError` and 1 for the others.
 """
 
+# what a message quotes may come from a stranger's file
+_LONGEST = 1500
+
 
 class PenstockError(Exception):
     """Base of every error raised on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message in one line that a terminal shows as it is, whatever it quotes."""
+        text = super().__str__()
+        text = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+        return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    """Escape what would end the line, move the cursor or turn the direction of writing."""
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
 
 
 class UsageError(PenstockError):

@@ -39,6 +39,17 @@ def available_bytes() -> int | None:
     return _kilobytes("/proc/meminfo", "MemAvailable")
 
 
+def allowed_bytes() -> int:
+    """Return the most that this process may still take: what is free on this machine, or less where a cgroup says so.
+
+    What comes from outside and asks for more than this is refused before anything is allocated.
+    """
+    limit = limit_bytes()
+    left = None if limit is None else max(0, limit - (resident_bytes() or 0))
+    known = [number for number in (available_bytes(), left) if number is not None]
+    return min(known) if known else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def limit_bytes() -> int | None:
     """Give the most memory that this process may hold: this machine's, or less where a cgroup says so."""
     limits = [_kilobytes("/proc/meminfo", "MemTotal")]

@@ -4,6 +4,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import penstock
 from penstock.engine.bundle import read_bundle, read_part, write_bundle
+from penstock.engine.jobs import read_stages
 from penstock.engine.split import load_state
 from penstock.errors import PenstockError, PlanError, ProgramError
 from penstock.graph.capture import capture
@@ -122,7 +124,7 @@ def test_files_outside_and_missing_files_are_refused(bundle: tuple[nn.Module, Pl
     _, plan, folder = bundle
     part = json.loads((folder / "a" / "part.json").read_text())
     (folder / "a" / "part.json").write_text(json.dumps(part | {"files": {"../b/weights.safetensors": "0"}}))
-    with pytest.raises(ProgramError, match="outside of its folder"):
+    with pytest.raises(ProgramError, match=r"is 1 to 128 letters.* not '../b/weights.safetensors'; rename it"):
         read_part(folder / "a", fingerprint(plan))
     (folder / "a" / "part.json").write_text(json.dumps(part | {"programs": ["program-9.json"]}))
     with pytest.raises(ProgramError, match="does not list all"):
@@ -130,6 +132,30 @@ def test_files_outside_and_missing_files_are_refused(bundle: tuple[nn.Module, Pl
     shutil.rmtree(folder / "a")
     with pytest.raises(ProgramError, match="part must be readable"):
         read_part(folder / "a", fingerprint(plan))
+
+
+@pytest.mark.parametrize("name", ["../../x", "/nowhere-of-this-test/x", "..", "", "a/b", "a\\b", "plan.json"])
+def test_no_device_s_folder_lies_outside_of_the_bundle(tmp_path: Path, name: str) -> None:
+    """A plan from elsewhere names the devices, and each of them gets a folder."""
+    model, graph = captured()
+    folder = tmp_path / "inside" / "bundle"
+    with pytest.raises(PlanError, match=r"is 1 to 128 letters|rename the device"):
+        write_bundle(
+            folder, graph, plan_for(graph, (name, "b")), partial(load_state, graph, weights=ModuleWeights(model))
+        )
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("device", ["../../x", "..", "/", "", 7, None])
+def test_a_job_reads_no_folder_outside_of_the_bundle(tmp_path: Path, device: object) -> None:
+    document = {
+        "kind": "parts", "number": 1, "ranks": [[[1], [0]]], "sizes": {"batch": 1}, "depth": 2, "threads": 1,
+        "device_names": ["a", "b"], "programs": {"0": []}, "turns": [0], "plan": "p", "device": device,
+        "computes_on": "cpu", "trace": False, "trace_units": False, "trace_profile": False,
+    }  # fmt: skip
+    world = SimpleNamespace(position=0)
+    with pytest.raises(ProgramError, match="the device of a job is 1 to 128 letters"):
+        read_stages(world, document, bundle=tmp_path)  # type: ignore[arg-type]
 
 
 def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from penstock.errors import ConnectionBroken, TransportError
 from penstock.graph.expressions import Size
 from penstock.graph.ops import Value
 
-FORMAT = Formats(Turns([Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"])]))
+FORMAT = Formats(Turns([Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"], {"batch": 8})]))
 NUM_BYTES = FORMAT.largest({"batch": 3})
 DEPTH = 2
 

@@ -18,6 +18,7 @@ FORMAT = Format(
         Value("c", torch.int64, ()),
     ],
     ["batch"],
+    {"batch": 4},
 )
 LARGEST = FORMAT.largest({"batch": 4})
 
@@ -116,6 +117,62 @@ def test_sizes_or_strides_of_another_program_are_refused(sizes: tuple[int]) -> N
     if sizes != (0,):
         with pytest.raises(TransportError):
             FORMAT.read(buffer)
+
+
+def forged(sizes: int, strides: list[int]) -> Tensor:
+    """A message whose header claims other sizes and strides, with the checksum of what it claims."""
+    buffer = written(Message(DATA, 0, (1,), example(1)))
+    words = buffer.view(torch.int64)
+    words[8 : 9 + len(strides)] = torch.tensor([sizes, *strides])
+    words[7] = 0
+    words[7] = words[: words[3] // 8].sum()
+    return buffer
+
+
+@pytest.mark.parametrize(
+    ("batch", "strides", "words"),
+    [
+        (2**30, [0, 1, 3, 0], "claims the size 1073741824 for 'batch', the job has at most 4"),
+        (5, [0, 1, 3, 0], "claims the size 5 for 'batch', the job has at most 4"),
+        (-1, [0, 1, 3, 0], "claims the size -1 for 'batch'"),
+        (1, [2**33, 2**33, 2**33, 1], r"claims strides that take 618 GB, this process may take 1\.07 GB"),
+        (1, [15, 2**40, 3, 1], "claims strides that take 8.8 TB"),
+        (1, [15, 2**28, 2**28, 1], "claims strides that take"),
+        (1, [15, -1, 3, 1], "claims a negative stride for a"),
+        (0, [15, -1, 3, 1], "claims a negative stride for a"),
+    ],
+)
+def test_headers_that_claim_more_than_the_job_has(
+    batch: int, strides: list[int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.claims.allowed_bytes", lambda: 2**30)
+    with pytest.raises(TransportError, match=words):
+        FORMAT.read(forged(batch, strides))
+
+
+@pytest.mark.parametrize("num_apart", [7, 64, 2**31])
+def test_tensors_apart_are_never_more_than_the_job_has(num_apart: int) -> None:
+    """`fetch` would receive so many bytes into a buffer that holds fewer."""
+    layout = Format([Value("x", torch.uint8, (1,))], [], {})
+    buffer = torch.zeros(layout.largest({}), dtype=torch.uint8)
+    layout.write(Message(DATA, 0, (), [torch.ones(1, dtype=torch.uint8)]), buffer, torch.zeros(64, dtype=torch.uint8))
+    words = buffer.view(torch.int64)
+    words[5] = num_apart + (num_apart == 64) * 64
+    words[7] = 0
+    words[7] = words[: words[3] // 8].sum()
+    with pytest.raises(TransportError, match="bytes of tensors, the job has at most 64"):
+        layout.read(buffer, lambda num_bytes: torch.zeros(64, dtype=torch.uint8)[:num_bytes])
+
+
+def test_gaps_that_a_model_makes_still_travel() -> None:
+    """The first token of 1370 is a view with gaps of 1370 times its bytes."""
+    sent = torch.randn(4, 1370, 64)[:, 0]
+    layout = Format([Value("x", torch.float32, (Size("batch"), 64))], ["batch"], {"batch": 4})
+    buffer = torch.zeros(layout.largest({"batch": 4}), dtype=torch.uint8)
+    layout.write(Message(DATA, 0, (4,), [sent]), buffer)
+    (received,) = layout.read(buffer).tensors
+    assert torch.equal(received, sent)
+    assert received.stride() == sent.stride()
 
 
 def test_another_number_of_tensors_is_refused() -> None:

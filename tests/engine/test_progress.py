@@ -3,7 +3,8 @@
 import pytest
 
 from penstock.engine import progress
-from penstock.engine.progress import Progress, StallWatch, write_progress
+from penstock.engine.progress import Progress, StallWatch, read_progress, write_progress
+from penstock.errors import TransportError
 
 
 class Clock:
@@ -93,3 +94,12 @@ def test_anything_that_moves_and_the_callers_own_time_put_it_off(clock: Clock) -
     pipe.watch.begin()
     assert pipe.watch.check() is None
     assert pipe.after(9.0) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "7", "[3, 1]", "[3, 1, [[0, 1]]]", "[3, 1, [[0, 1, 1, 1, 1, 1]]]", "[3, 1, [[[], 1, 1, 1, 0.5]]]",
+             "[3, 1, [[0, -1, 1, 1, 0.5]]]", '["3", 1, []]', "[" * 10_000]
+)  # fmt: skip
+def test_a_heartbeat_that_says_something_else_is_refused(text: str) -> None:
+    with pytest.raises(TransportError, match="a heartbeat does not say how far stages are"):
+        read_progress(3, ["", text])

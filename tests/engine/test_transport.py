@@ -1,5 +1,6 @@
 """The in-process network, and bytes and tensors over it."""
 
+import inspect
 import threading
 import time
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.transport import MemoryNetwork, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.engine.transport import WORD_BYTES, MemoryNetwork, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.errors import ConnectionBroken, TransportError
 
 
@@ -60,7 +61,7 @@ def test_bytes(sent: bytes) -> None:
     network = MemoryNetwork(2)
     thread = threading.Thread(target=send_bytes, args=(network.transports[0], sent, 1))
     thread.start()
-    assert receive_bytes(network.transports[1], 0) == sent
+    assert receive_bytes(network.transports[1], 0, limit=8000) == sent
     thread.join()
 
 
@@ -74,7 +75,23 @@ def test_damaged_bytes_and_bytes_beyond_the_limit_are_refused() -> None:
     sender.send(data(*header), to=1, channel=0)
     sender.send(data(*b"12345"), to=1, channel=0)
     with pytest.raises(TransportError, match="damaged"):
-        receive_bytes(receiver, 0)
+        receive_bytes(receiver, 0, limit=5)
+
+
+def test_nothing_is_allocated_for_an_announcement_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = MemoryNetwork(2)
+    network.transports[0].send(data(*(2**31).to_bytes(8, "little"), *bytes(8)), to=1, channel=0)
+    made: list[object] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **kind: made.append(size) or zeros(*size, **kind))  # type: ignore[func-returns-value]
+    with pytest.raises(TransportError, match="announced 2147483648 bytes, beyond the limit of 65536"):
+        receive_bytes(network.transports[1], 0, limit=WORD_BYTES)
+    assert made == [(16,)]
+
+
+def test_every_use_says_how_much_it_carries() -> None:
+    limit = inspect.signature(receive_bytes).parameters["limit"]
+    assert limit.default is inspect.Parameter.empty
 
 
 def test_tensors() -> None:

@@ -85,7 +85,7 @@ def test_weights_that_turns_share_are_held_once() -> None:
 
 
 def test_a_message_of_another_turn_is_noticed() -> None:
-    narrow, wide = (Format([Value("x", torch.float32, (Size("batch"), n))], ["batch"]) for n in (4, 64))
+    narrow, wide = (Format([Value("x", torch.float32, (Size("batch"), n))], ["batch"], {"batch": 3}) for n in (4, 64))
     formats = Formats(Turns([narrow, wide], [0, 1]))
     buffer = torch.zeros(formats.largest({"batch": 2}), dtype=torch.uint8)
     for index, width in ((0, 4), (1, 64), (2, 4)):

@@ -5,6 +5,8 @@ from penstock.spec.files import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
 from penstock.spec.profile import Boundary, Profile, Unit
 
+_NAMES = (*"abcdefghijklmnopqrstuvwxyz", *(f"d{index}" for index in range(26, 100)))
+
 
 def make_profile(seconds: list[float], crossing: list[float] | None = None, **more: object) -> Profile:
     """One row per microbatch; `crossing` are the bytes at every boundary, both ends included."""
@@ -23,9 +25,9 @@ def make_profile(seconds: list[float], crossing: list[float] | None = None, **mo
 
 
 def make_cluster(*speeds: float, memory_bytes: int = 2**40, **more: object) -> Cluster:
-    """Devices `a`, `b`, ... of these speeds."""
+    """Devices `a`, `b`, ... `z`, `d26`, ... of these speeds."""
     devices = tuple(
-        Device(name=chr(ord("a") + index), speed=speed, memory_bytes=memory_bytes, **more)  # type: ignore[arg-type]
+        Device(name=_NAMES[index], speed=speed, memory_bytes=memory_bytes, **more)  # type: ignore[arg-type]
         for index, speed in enumerate(speeds)
     )
     return Cluster(devices=devices)

@@ -106,6 +106,15 @@ def test_without_a_device() -> None:
             "[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'\n[[links]]\nbetween = ['a', 'a']",
             "a link is between two devices and given once, not a and a",
         ),
+        (
+            "[[devices]]\nname = '../../x'\nspeed = 1\nmemory = '1 B'",
+            "a device's name is 1 to 128 letters, digits or .*, not '../../x'; rename it",
+        ),
+        ('[[devices]]\nname = "a\\nb"\nspede = 1', r"a device's name is 1 to 128 letters.*, not 'a\\nb'; rename it"),
+        (
+            "[[hosts]]\nname = '/'\ncpu = 1\nmemory = '1 B'",
+            "a device's name is 1 to 128 letters, digits or .*, not '/'",
+        ),
         (2 * "[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'\n", "each device has its own name, but 'a'"),
     ],
 )

@@ -32,7 +32,13 @@ NONSENSE: list[tuple[str, Callable[[Any], object], str]] = [
     ("type", lambda d: d.update(depth="two"), "at depth: Expected `int`, got `str`"),
     ("unknown field", lambda d: d.update(colour="red"), "unknown field `colour`"),
     ("missing field", lambda d: d.pop("loader"), "missing required field `loader`"),
-    ("loader", lambda d: d.update(loader=""), "loader of a plan is a device's name, not ''"),
+    ("loader", lambda d: d.update(loader=""), "loader of a plan is 1 to 128 letters, digits or .*, not ''"),
+    (
+        "a device outside of its folder",
+        lambda d: _first(d)["stages"][0].update(devices=["../../x"]),
+        r"stages\[0\].devices of a plan is 1 to 128 letters, digits or .*, not '../../x'; correct it",
+    ),
+    ("a writer that is a path", lambda d: d.update(writer="/etc"), "writer of a plan is 1 to 128 letters.* not '/etc'"),
     ("no pipelines", lambda d: d.update(pipelines=[]), r"pipelines of a plan has at least one pipeline, not \[\]"),
     ("no stages", lambda d: _first(d).update(stages=[]), r"pipelines\[0\].stages of a plan has at least one stage"),
     (

@@ -123,6 +123,15 @@ def test_wrong_names_and_options_are_one_line() -> None:
         load_model("timm:vit_tiny_patch16_224,dept=2")
 
 
+@pytest.mark.parametrize(
+    "option", ["checkpoint_path=weights.pth", "pretrained=true", "cache_dir=/", "pretrained_cfg=x"]
+)
+def test_a_name_reads_no_files(option: str) -> None:
+    """A plan may carry the name, and timm reads pickles."""
+    with pytest.raises(ModelError, match=r"weights come from --weights or --pretrained, not \w+; leave it out"):
+        load_model(f"timm:resnet18,{option}")
+
+
 def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constants = pytest.importorskip("huggingface_hub").constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

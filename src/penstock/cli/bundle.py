@@ -10,8 +10,10 @@ from rich.table import Table
 from penstock.cli.options import JsonFile, Pretrained, Seed, WeightsFile, make_console, write_json
 from penstock.engine.bundle import write_bundle
 from penstock.engine.split import load_state
+from penstock.errors import UsageError
 from penstock.graph.capture import capture
 from penstock.spec.check import read_plan
+from penstock.spec.plan import Plan
 from penstock.terminal.progress import working
 from penstock.units import format_bytes
 from penstock.zoo.models import load_model
@@ -22,7 +24,9 @@ def bundle(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="The bundle's folder.")] = Path(
         "bundle"
     ),
-    model: Annotated[str | None, typer.Option(help="Where it is not the name in the plan.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model, if not the plan's; needed where that is package.module:function.")
+    ] = None,
     weights: WeightsFile = None,
     pretrained: Pretrained = False,
     seed: Seed = 0,
@@ -30,9 +34,10 @@ def bundle(
 ) -> None:
     """Write each stage's programs and only its weights into a folder for its device."""
     chosen = read_plan(plan)
+    name = model or _model_of(chosen, plan)
     console = make_console()
     with working("capturing the model") as say:
-        zoo = load_model(model or chosen.model, weights=weights, pretrained=pretrained, seed=seed)
+        zoo = load_model(name, weights=weights, pretrained=pretrained, seed=seed)
         graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
         say("writing the parts")
         folders = write_bundle(output, graph, chosen, partial(load_state, graph, weights=zoo.weights))
@@ -44,3 +49,13 @@ def bundle(
         table.add_row(folder.name, str(folder), format_bytes(num_bytes))
     console.print(table)
     write_json(json, {"plan": str(plan), "parts": parts})
+
+
+def _model_of(plan: Plan, path: Path) -> str:
+    """Return the model that a plan names, unless loading it would import a module: a plan may come from anywhere."""
+    if plan.model.startswith(("timm:", "hf:")):
+        return plan.model
+    raise UsageError(
+        f"a plan may name a timm: or hf: model, but {path} names {plan.model[:120]!r}, which would be imported; "
+        "if that is your code, add --model package.module:function"
+    )

@@ -3,16 +3,16 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.bundle import LoadState
 from penstock.engine.devices import find_device, moved, settle
+from penstock.engine.documents import RunAlone, write_document
 from penstock.engine.jobs import receive_state, send_state
 from penstock.engine.runtime import Runtime
-from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.engine.transport import WORD_BYTES, Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.world import FEEDER, World
 from penstock.graph.program import StageProgram, read_program, write_program
 
@@ -22,31 +22,31 @@ def send_alone(
     sizes: Mapping[str, int], num_microbatches: int, threads: int, computes_on: str = "cpu",
 ) -> None:  # fmt: skip
     """Ask a rank to run the whole model by itself; `collect_alone` gives what came of it."""
-    document = {
-        "kind": "alone", "program": write_program(program), "sizes": dict(sizes), "threads": threads,
-        "num_inputs": len(inputs), "num_microbatches": num_microbatches, "computes_on": computes_on,
-    }  # fmt: skip
-    send_bytes(transport, json.dumps(document).encode(), rank)
+    document = RunAlone(
+        program=write_program(program), sizes=dict(sizes), threads=threads, num_inputs=len(inputs),
+        num_microbatches=num_microbatches, computes_on=computes_on,
+    )  # fmt: skip
+    send_bytes(transport, write_document(document), rank)
     send_state(transport, program.states, load, rank)
     for microbatch in inputs:
         for tensor in microbatch:
             send_tensor(transport, tensor, rank)
 
 
-def do_alone(world: World, document: Mapping[str, Any]) -> None:
+def do_alone(world: World, document: RunAlone) -> None:
     """Run the whole model on this rank, from memory to memory, when everybody is ready."""
-    transport, device = world.transport, find_device(str(document["computes_on"]), world.position)
-    program = read_program(document["program"])
-    sizes = {str(name): int(size) for name, size in document["sizes"].items()}
+    transport, device = world.transport, find_device(document.computes_on, world.position)
+    program = read_program(document.program)
+    sizes = document.sizes
     runtime = Runtime(program, receive_state(transport, program.states, device), device)
     inputs = []
-    for _ in range(int(document["num_inputs"])):
+    for _ in range(document.num_inputs):
         tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.inputs]
         for tensor in tensors:
             receive_tensor(transport, tensor, FEEDER)
         inputs.append(tensors)
-    torch.set_num_threads(int(document["threads"]))
-    outputs, seconds = run_alone(runtime, sizes, inputs, int(document["num_microbatches"]), transport)
+    torch.set_num_threads(document.threads)
+    outputs, seconds = run_alone(runtime, sizes, inputs, document.num_microbatches, transport)
     send_bytes(transport, json.dumps({"seconds": seconds}).encode(), FEEDER)
     for result in outputs:
         for tensor in result:
@@ -63,7 +63,7 @@ def run_alone(
         outputs = [[tensor.to("cpu", copy=True) for tensor in runtime(sizes, microbatch)] for microbatch in inputs]
         if transport is not None:
             send_bytes(transport, b"ready", FEEDER)
-            receive_bytes(transport, FEEDER)
+            receive_bytes(transport, FEEDER, limit=WORD_BYTES)
         return outputs, time_alone(runtime, sizes, inputs, num_microbatches)
 
 
@@ -81,7 +81,7 @@ def time_alone(
 def release_alone(transport: Transport, ranks: Sequence[int]) -> None:
     """Wait until all of these ranks are warm, then let them start at once."""
     for rank in ranks:
-        receive_bytes(transport, rank)
+        receive_bytes(transport, rank, limit=WORD_BYTES)
     for rank in ranks:
         send_bytes(transport, b"go", rank)
 
@@ -90,7 +90,7 @@ def collect_alone(
     transport: Transport, rank: int, program: StageProgram, sizes: Mapping[str, int], num_inputs: int
 ) -> tuple[list[list[Tensor]], float]:
     """Give what came of `send_alone`: the outputs for each input, and the seconds."""
-    seconds = float(json.loads(receive_bytes(transport, rank))["seconds"])
+    seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES))["seconds"])
     outputs = []
     for _ in range(num_inputs):
         tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.outputs]

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from penstock.engine.divide import divide_plan
 from penstock.engine.turns import Turns
-from penstock.errors import ProgramError
+from penstock.errors import PlanError, ProgramError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.spec.check import read_plan
 from penstock.spec.files import decode_json, fingerprint, read_bytes, write_json, write_text
+from penstock.spec.names import check_name
 from penstock.spec.plan import Plan, write_plan
 from penstock.zoo.save import save_weights
 from penstock.zoo.weight_files import FileWeights
@@ -58,6 +59,7 @@ def write_bundle(folder: Path, graph: Graph, plan: Plan, load: LoadState) -> lis
     Raises `PlanError` where the plan is of another model, `UsageError` where the folder cannot be written.
     """
     pipelines = divide_plan(graph, plan)
+    _check_folders(plan)
     folder.mkdir(parents=True, exist_ok=True)
     write_plan(folder / _PLAN, plan)
     first, last = pipelines[0][0].items[0], pipelines[0][-1].items[0]
@@ -69,6 +71,13 @@ def write_bundle(folder: Path, graph: Graph, plan: Plan, load: LoadState) -> lis
                 part = Part(plan=fingerprint(plan), device=device, pipeline=number, stage=index, programs=(), files={})
                 written.append(_write_part(folder / device, part, turns.items, load))
     return written
+
+
+def _check_folders(plan: Plan) -> None:
+    """See that no device's folder takes the place of the bundle's own files."""
+    for name in plan.devices:
+        if name in {_PLAN, _INTERFACE}:
+            raise PlanError(f"a device's folder lies beside the bundle's file {name}; rename the device and plan again")
 
 
 def _write_part(folder: Path, part: Part, programs: Sequence[StageProgram], load: LoadState) -> Path:
@@ -93,8 +102,7 @@ def read_part(folder: Path, plan: str) -> tuple[list[StageProgram], dict[str, Te
             f"{folder} is a part of the plan {part.plan}, but this run is of the plan {plan}; copy this plan's bundle"
         )
     for name, expected in part.files.items():
-        if Path(name).name != name:
-            raise ProgramError(f"{folder / _PART} names the file {name!r} outside of its folder; bundle again")
+        check_name(f"a file that {folder / _PART} names", name, ProgramError)
         if hash_file(folder / name) != expected:
             raise ProgramError(f"{folder / name} is not as it was bundled; copy the bundle again")
     unlisted = set(part.programs) - part.files.keys()

@@ -165,10 +165,10 @@ class Health:
         if self._rank == FIRST or self._boards.shared:
             with contextlib.suppress(RuntimeError):  # the board is gone: this process goes by what it knows itself
                 self._boards.own.compare_set(_VERDICT, "", text)
-                verdict = _read(self._boards.own.get(_VERDICT).decode())
+                verdict = read_verdict(self._boards.own.get(_VERDICT).decode())
         elif (first := self._peers.get(FIRST)) is not None and first.rank != verdict.rank:
             self._tell([first], _VERDICT, text)
-            verdict = _read(first.verdict) if first.verdict else verdict
+            verdict = read_verdict(first.verdict) if first.verdict else verdict
         self._fail(verdict)
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class Health:
     def _look(self, now: float) -> None:
         text = self._boards.own.get(_VERDICT).decode() if self._boards.own.check([_VERDICT]) else ""
         if text:
-            self._fail(_read(text))
+            self._fail(read_verdict(text))
             return
         for peer in self._peers.values():
             if peer.left:
@@ -234,7 +234,7 @@ class Health:
             patience_s = max(patience_s, peer.connect_s or 0.0)
             broken = peer.broken_s is not None and now - peer.broken_s > min(_LAST_WORD_S, self._silence_s)
             if peer.verdict:
-                self._fail(_read(peer.verdict))
+                self._fail(read_verdict(peer.verdict))
                 return
             if (broken or silence_s > patience_s) and not self._has_left(peer):
                 self.announce(self._verdict_on(peer, silence_s))
@@ -324,10 +324,12 @@ def _write(verdict: Verdict) -> str:
     return msgspec.json.encode(verdict).decode()
 
 
-def _read(text: str) -> Verdict:
+def read_verdict(text: str) -> Verdict:
     """Read a verdict that another process has written; one that cannot be read is a verdict as well."""
     try:
-        return msgspec.json.decode(text, type=Verdict)
+        verdict = msgspec.json.decode(text, type=Verdict)
     except (msgspec.MsgspecError, UnicodeError):
         message = "the group's verdict cannot be read: a process of another version took part; start again"
         return Verdict(rank=FIRST, message=message, lost=False)
+    line = (verdict.message.splitlines() or [""])[0]
+    return msgspec.structs.replace(verdict, message=line[:_MAX_MESSAGE])

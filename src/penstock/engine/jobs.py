@@ -1,32 +1,36 @@
 """What the feeding process asks of the others, and how programs and weights reach them.
 
-A job is a JSON document followed by tensors, one message each, in the order in which the job's
+A job is a document (`engine/documents.py`) followed by tensors, one message each, in the order in which the job's
 programs list their state. Workers know no model: this is all they get.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.bundle import LoadState, read_part
 from penstock.engine.devices import HOST, find_device, moved
+from penstock.engine.documents import Document, Rotation, ServeStages, read_document, write_document
 from penstock.engine.nccl import go_direct
 from penstock.engine.runtime import Runtime, StageRuntime
-from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.engine.transport import (
+    JOB_BYTES,
+    WORD_BYTES,
+    Transport,
+    receive_bytes,
+    receive_tensor,
+    send_bytes,
+    send_tensor,
+)
 from penstock.engine.turns import Turns
 from penstock.engine.world import FEEDER, World
-from penstock.errors import TransportError, UsageError
+from penstock.errors import ProgramError, TransportError, UsageError
 from penstock.graph.ops import State
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.plan.schedule import Action, forward_only
-
-# the kinds of jobs that serve stages: with their weights, from each device's part of a bundle, or of modules
-STAGE_JOBS = ("stages", "parts", "modules")
 
 # makes a stage's runtime in a process that has the stage's module; only its interface travels
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]
@@ -88,16 +92,15 @@ def send_stages(
     for rank in sorted(job.holders - {transport.rank}):
         indices = job.stages_of(rank)
         texts = {index: [write_program(program) for program in programs[index].items] for index in indices}
-        document = {
-            "kind": "parts" if parts else "stages" if load else "modules", "number": job.number,
-            "ranks": [[ranks.items, ranks.order] for ranks in job.ranks], "sizes": dict(job.sizes),
-            "depth": job.depth, "threads": job.threads, "device_names": list(job.device_names),
-            "programs": texts, "turns": list(parts.order if parts else programs[0].order),
-            "plan": parts.plan if parts else "", "device": parts.devices[rank] if parts else "",
-            "computes_on": job.computes_on, "trace": job.trace, "trace_units": job.trace_units,
-            "trace_profile": job.trace_profile,
-        }  # fmt: skip
-        send_bytes(transport, json.dumps(document).encode(), rank)
+        document = ServeStages(
+            source="bundle" if parts else "weights" if load else "modules", number=job.number,
+            ranks=tuple(Rotation(ranks.items, ranks.order) for ranks in job.ranks), sizes=dict(job.sizes),
+            depth=job.depth, threads=job.threads, device_names=job.device_names, programs=texts,
+            order=tuple(parts.order if parts else programs[0].order), plan=parts.plan if parts else "",
+            device=parts.devices[rank] if parts else "", computes_on=job.computes_on, trace=job.trace,
+            trace_units=job.trace_units, trace_profile=job.trace_profile,
+        )  # fmt: skip
+        send_bytes(transport, write_document(document), rank)
         if load is not None:
             for index in indices:
                 send_state(transport, states_of(programs[index].items), load, rank)
@@ -126,7 +129,7 @@ def receive_state(transport: Transport, states: Iterable[State], device: torch.d
         receive_tensor(transport, tensor, FEEDER)
         tensors[state.value.name] = moved(tensor, device)
         checksum = _add_up(checksum, tensor)
-    if receive_bytes(transport, FEEDER) != checksum.to_bytes(8, "little"):
+    if receive_bytes(transport, FEEDER, limit=WORD_BYTES) != checksum.to_bytes(8, "little"):
         raise TransportError("weights arrived damaged: their checksum does not fit; check the network and try again")
     return tensors
 
@@ -142,50 +145,50 @@ def _add_up(checksum: int, tensor: Tensor) -> int:
     return (checksum * 31 + words + rest) % 2**64
 
 
-def receive_job(transport: Transport) -> dict[str, Any]:
-    """Wait for the next job's document."""
-    document: dict[str, Any] = json.loads(receive_bytes(transport, FEEDER))
+def receive_job(transport: Transport) -> Document:
+    """Wait for the next job's document; raises `ProgramError` as `read_document` does."""
+    return read_document(receive_bytes(transport, FEEDER, limit=JOB_BYTES), transport.size)
+
+
+def receive_stages(transport: Transport) -> ServeStages:
+    """Wait for the document of a job that serves stages; raises `ProgramError` for another one."""
+    document = receive_job(transport)
+    if not isinstance(document, ServeStages):
+        raise ProgramError(
+            "a Pipeline's processes serve stages, but this one was asked for something else; run the same script in all"
+        )
     return document
 
 
 def read_stages(
-    world: World, document: Mapping[str, Any], make: MakeRuntime | None = None, bundle: Path | None = None
+    world: World, document: ServeStages, make: MakeRuntime | None = None, bundle: Path | None = None
 ) -> tuple[StagesJob, dict[int, Turns[StageRuntime]]]:
-    """Read a stages job and receive its weights, make its stages where they are modules, or read them from a bundle.
+    """Receive the weights of a job's stages, make its stages where they are modules, or read them from a bundle.
 
     Raises `UsageError` for a job of modules or parts in a process that has none, and as `find_device` does.
     """
     job = StagesJob(
-        number=int(document["number"]),
-        ranks=tuple(
-            Turns([int(rank) for rank in ranks], [int(t) for t in order]) for ranks, order in document["ranks"]
-        ),
-        sizes={str(name): int(size) for name, size in document["sizes"].items()},
-        depth=int(document["depth"]),
-        threads=int(document["threads"]),
-        device_names=tuple(str(name) for name in document["device_names"]),
-        computes_on=str(document["computes_on"]),
-        trace=bool(document["trace"]),
-        trace_units=bool(document["trace_units"]),
-        trace_profile=bool(document["trace_profile"]),
-    )
+        number=document.number, ranks=tuple(Turns(each.ranks, each.order) for each in document.ranks),
+        sizes=document.sizes, depth=document.depth, threads=document.threads, device_names=document.device_names,
+        computes_on=document.computes_on, trace=document.trace, trace_units=document.trace_units,
+        trace_profile=document.trace_profile,
+    )  # fmt: skip
     device = find_device(job.computes_on, world.position)
-    order = [int(turn) for turn in document["turns"]]
     runtimes: dict[int, Turns[StageRuntime]] = {}
-    for index, texts in document["programs"].items():
-        if document["kind"] == "parts":
+    for index, texts in document.programs.items():
+        if document.source == "bundle":
             if bundle is None:
                 raise UsageError("the stages come from a bundle, which this process has not; give it the folder")
-            runtimes[int(index)] = load_part(bundle / document["device"], document["plan"], order, device)
-        elif document["kind"] == "stages":
+            runtimes[index] = load_part(bundle / document.device, document.plan, document.order, device)
+        elif document.source == "weights":
             programs = [read_program(text) for text in texts]
             tensors = receive_state(world.transport, states_of(programs), device)
-            runtimes[int(index)] = Turns([Runtime(program, tensors, device) for program in programs], order)
+            runtimes[index] = Turns([Runtime(program, tensors, device) for program in programs], document.order)
         elif make is None:
             raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
         else:
-            runtimes[int(index)] = Turns([make(int(index), read_interface(text)) for text in texts], order)
-    if device != HOST and document["kind"] != "modules":
+            runtimes[index] = Turns([make(index, read_interface(text)) for text in texts], document.order)
+    if device != HOST and document.source != "modules":
         job = replace(job, direct=go_direct(world, job.holders, device))
     return job, runtimes
 

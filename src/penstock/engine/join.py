@@ -105,7 +105,7 @@ class Meeting:
             for rank in set(range(self._size)) - found.keys():
                 data = store.call(partial(_read, key=self._key(rank)))
                 if data is not None:
-                    found[rank] = self._checked(rank, data)
+                    found[rank] = check_hello(data, self._own, rank)
             if len(found) == self._size:
                 return [found[rank] for rank in range(self._size)]
             watch()
@@ -130,28 +130,28 @@ class Meeting:
                 "that is left from before, or give this run another port"
             )
 
-    def _checked(self, rank: int, data: bytes) -> Hello:
-        """Read what another process said, and hold it against what this one is."""
-        try:
-            hello = msgspec.json.decode(data, type=Hello)
-        except (msgspec.MsgspecError, UnicodeError):
+
+def check_hello(data: bytes, own: Hello, rank: int) -> Hello:
+    """Read what the process of a rank said, and hold it against what this one is; raises `RunError`."""
+    try:
+        hello = msgspec.json.decode(data, type=Hello)
+    except (msgspec.MsgspecError, UnicodeError):
+        raise RunError(
+            f"rank {rank} speaks another version of penstock than {__version__} here; install the same everywhere"
+        ) from None
+    for what, theirs, ours, mend in (
+        ("runs penstock", hello.penstock, own.penstock, "install the same everywhere"),
+        ("runs torch", hello.torch, own.torch, "install the same everywhere"),
+        ("counts processes", hello.size, own.size, "start all of them for the same number"),
+        ("is of the run", hello.run, own.run, "give all of them the same --rdzv-id"),
+        ("calls itself rank", hello.rank, rank, "start again"),
+    ):
+        if theirs != ours:
             raise RunError(
-                f"rank {rank} speaks another version of penstock than {__version__} here; install the same everywhere"
-            ) from None
-        own = self._own
-        for what, theirs, ours, mend in (
-            ("runs penstock", hello.penstock, own.penstock, "install the same everywhere"),
-            ("runs torch", hello.torch, own.torch, "install the same everywhere"),
-            ("counts processes", hello.size, own.size, "start all of them for the same number"),
-            ("is of the run", hello.run, own.run, "give all of them the same --rdzv-id"),
-            ("calls itself rank", hello.rank, rank, "start again"),
-        ):
-            if theirs != ours:
-                raise RunError(
-                    f"processes of a run are alike, but rank {rank} on {hello.host} {what} {theirs!s} and rank "
-                    f"{own.rank} on {own.host} {ours!s}; {mend}"
-                )
-        return hello
+                f"processes of a run are alike, but rank {rank} on {hello.host} {what} {theirs!s} and rank "
+                f"{own.rank} on {own.host} {ours!s}; {mend}"
+            )
+    return hello
 
 
 def _read(store: Store, key: str) -> bytes | None:

@@ -5,6 +5,7 @@ it left with. A tensor that covers its memory without gaps (any order of dimensi
 repeated by `expand` counted once) travels as it lies; one with gaps is packed and spread out again.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -43,6 +44,21 @@ def num_payload_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: in
     for size in stored_shape(shape, strides):
         elements *= size
     return elements
+
+
+def num_spread_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the bytes that are allocated to unpack a tensor of this layout; one without gaps is a view.
+
+    >>> num_spread_bytes((2, 3), (3, 1), 4), num_spread_bytes((2, 3), (300, 1), 4)
+    (0, 1212)
+    """
+    stored = stored_shape(shape, strides)
+    if 0 in stored or is_dense(stored, strides):
+        return 0
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(stored, strides, strict=True))
+    # where elements share memory their places are listed too, as int64: once for the memory, once for the elements
+    places = 8 * (reach + math.prod(stored)) if _overlaps(stored, strides) else 0
+    return reach * itemsize + places
 
 
 def place(tensor: Tensor, target: Tensor) -> tuple[Tensor, list[int] | None]:

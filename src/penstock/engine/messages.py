@@ -19,7 +19,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from penstock.engine.layout import aligned, is_dense, num_payload_bytes, place, stored_shape, unpack
+from penstock.engine.claims import Layout, check_layouts
+from penstock.engine.layout import ALIGNMENT, aligned, num_payload_bytes, place, unpack
 from penstock.engine.turns import Turns
 from penstock.errors import TransportError
 from penstock.graph.ops import Value
@@ -35,6 +36,7 @@ BODY_BYTES = 64 * 1024
 _KEPT_LAYOUTS = 16
 
 _T = TypeVar("_T")
+_Key = TypeVar("_Key")
 
 DATA, END, CLOSE = 1, 2, 3
 _KINDS = {DATA: "data", END: "end", CLOSE: "close"}
@@ -74,17 +76,21 @@ class Format:
     """How messages across one cut lie in memory.
 
     Example:
-        format = Format(cut.crossing, symbols=("batch",))
+        format = Format(cut.crossing, symbols=("batch",), sizes={"batch": 4})
         buffer = torch.empty(format.largest({"batch": 4}), dtype=torch.uint8)
+
+    `sizes` are those of the job's largest microbatch; a message that claims larger ones is refused.
     """
 
-    def __init__(self, values: Sequence[Value], symbols: Sequence[str]) -> None:
+    def __init__(self, values: Sequence[Value], symbols: Sequence[str], sizes: Mapping[str, int]) -> None:
         self.values = tuple(values)
         self.symbols = tuple(symbols)
+        self._sizes = tuple(sizes[symbol] for symbol in symbols)
         self._num_strides = sum(len(value.shape) for value in values)
         self._numbers = struct.Struct(f"<{len(symbols) + self._num_strides}q")
         self._body_at = aligned(_LAYOUTS_AT + self._numbers.size)
-        self._shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self._largest_apart = self.largest_apart(sizes)[1]
+        self._checked: dict[bytes, list[Layout]] = {}
         self._laid: dict[tuple[int, int, bytes], _Laid] = {}
         self._arrived: dict[tuple[int, int, bytes], list[Tensor]] = {}
 
@@ -167,7 +173,8 @@ class Format:
         """
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         magic, kind, num_tensors, index, total, num_body, num_apart, sum_apart, checksum = _HEADER.unpack_from(view, 0)
-        if magic != _MAGIC or kind not in _KINDS or not self._body_at <= total <= buffer.numel() or total % 64:
+        known = magic == _MAGIC and kind in _KINDS
+        if not known or not self._body_at + num_body <= total <= buffer.numel() or total % ALIGNMENT:
             raise TransportError("a message is damaged: its header makes no sense; check the network and try again")
         _CHECKSUM.pack_into(view, _CHECKSUM_AT, 0)
         if _checksum(buffer, total) != checksum:
@@ -179,6 +186,7 @@ class Format:
         if kind == DATA:
             there, begin, end = buffer, aligned(self._body_at + num_body), total
             if num_apart and fetch is not None:
+                self._check_apart(index, num_apart)
                 there, begin, end = fetch(num_apart), 0, num_apart
                 if _checksum(there, num_apart) != sum_apart:
                     raise TransportError(f"the tensors of message {index} are damaged: their checksum does not fit")
@@ -194,34 +202,34 @@ class Format:
         if num_tensors != len(self.values):
             raise TransportError(f"message {message.index} has {num_tensors} tensors, {len(self.values)} were expected")
         raw = bytes(view[_LAYOUTS_AT : _LAYOUTS_AT + self._numbers.size])
-        numbers = self._numbers.unpack(raw)
-        message.sizes = numbers[: len(self.symbols)]
+        message.sizes = self._numbers.unpack(raw)[: len(self.symbols)]
         key = (buffer.data_ptr(), total, raw)
         known = self._arrived.get(key)
         if known is not None:
             # a new view each time: an operation may change a tensor's shape in place
             message.tensors = [tensor.detach() for tensor in known]
             return
-        position = len(self.symbols)
+        layouts = self._checked.get(raw)
+        if layouts is None:
+            numbers = self._numbers.unpack(raw)
+            layouts = check_layouts(message.index, self.values, self.symbols, self._sizes, numbers)
+            _keep(self._checked, raw, layouts)
         lies_there = True
-        for value, shape in zip(self.values, self._evaluate(message.sizes), strict=True):
-            strides = numbers[position : position + len(shape)]
-            position += len(shape)
-            num_bytes = num_payload_bytes(shape, strides, value.dtype.itemsize)
+        for value, (shape, strides, num_bytes, in_place) in zip(self.values, layouts, strict=True):
             if offset + num_bytes > total:
-                raise TransportError(f"message {message.index} is too short for {value.name}")
+                raise TransportError(f"message {message.index} is too short for {value.name}; start again")
             message.tensors.append(unpack(buffer[offset : offset + num_bytes], value.dtype, shape, strides))
-            lies_there &= is_dense(stored_shape(shape, strides), strides)
+            lies_there &= in_place
             offset += aligned(num_bytes)
         if lies_there:
             _keep(self._arrived, key, [tensor.detach() for tensor in message.tensors])
 
-    def _evaluate(self, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        shapes = self._shapes.get(sizes)
-        if shapes is None:
-            named = dict(zip(self.symbols, sizes, strict=True))
-            shapes = self._shapes[sizes] = [value.evaluate(named) for value in self.values]
-        return shapes
+    def _check_apart(self, index: int, num_apart: int) -> None:
+        if num_apart > self._largest_apart or num_apart % ALIGNMENT:
+            raise TransportError(
+                f"message {index} announces {num_apart} bytes of tensors, the job has at most {self._largest_apart}; "
+                "start again with the same version everywhere"
+            )
 
     def _fits(self, end: int, buffer: Tensor) -> None:
         if end > buffer.numel():
@@ -268,7 +276,7 @@ def apart_of(buffer: Tensor) -> int:
     return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_APART])  # type: ignore[arg-type]
 
 
-def _keep(kept: dict[tuple[int, int, bytes], _T], key: tuple[int, int, bytes], item: _T) -> None:
+def _keep(kept: dict[_Key, _T], key: _Key, item: _T) -> None:
     """Keep an item for the next message like this one, and let go of the oldest."""
     if len(kept) >= _KEPT_LAYOUTS:
         kept.pop(next(iter(kept)))

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.engine.devices import settle
-from penstock.engine.transport import Pending, Transport, receive_bytes, send_bytes
+from penstock.engine.transport import WORD_BYTES, Pending, Transport, receive_bytes, send_bytes
 from penstock.engine.world import FEEDER, World
 from penstock.errors import ConnectionBroken, UsageError
 
@@ -203,7 +203,7 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
     mine = _describe(device) if world.rank in ranks else {}
     others = sorted(set(ranks) - {FEEDER})
     if world.rank == FEEDER:
-        told = {rank: json.loads(receive_bytes(world.transport, rank)) for rank in others}
+        told = {rank: json.loads(receive_bytes(world.transport, rank, limit=WORD_BYTES)) for rank in others}
         told |= {FEEDER: mine} if mine else {}
         problem = why_not({world.names[rank]: one for rank, one in sorted(told.items())})
         wanted = world.between_gpus != "gloo" and len(told) > 1
@@ -216,7 +216,7 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
             send_bytes(world.transport, json.dumps(decision).encode(), rank)
     else:
         send_bytes(world.transport, json.dumps(mine).encode(), FEEDER)
-        decision = json.loads(receive_bytes(world.transport, FEEDER))
+        decision = json.loads(receive_bytes(world.transport, FEEDER, limit=WORD_BYTES))
     if decision["problem"]:
         raise UsageError(decision["problem"])
     if decision["name"] and not isinstance(world.transport, NcclTransport):

@@ -12,8 +12,16 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from penstock.errors import TransportError
 
 STALL_S = 60.0
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+# the job, the rank, and for each of its stages what `Progress` counts
+_Said = tuple[_Count, _Count, list[tuple[_Count, _Count, _Count, _Count, Annotated[float, msgspec.Meta(ge=0)]]]]
 
 
 @dataclass(slots=True)
@@ -33,10 +41,15 @@ def write_progress(job: int, rank: int, stages: Mapping[int, Progress]) -> str:
 
 
 def read_progress(job: int, told: Iterable[str]) -> dict[tuple[int, int], Progress]:
-    """Read what processes said of a job's stages, by stage and rank."""
+    """Read what processes said of a job's stages, by stage and rank; raises `TransportError` for anything else."""
     stages: dict[tuple[int, int], Progress] = {}
     for text in told:
-        said, rank, counted = json.loads(text) if text else (None, 0, [])
+        if not text:
+            continue
+        try:
+            said, rank, counted = msgspec.json.decode(text, type=_Said)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise TransportError(f"a heartbeat does not say how far stages are: {error}; start again") from None
         if said == job:
             stages.update({(index, rank): Progress(*counts) for index, *counts in counted})
     return stages

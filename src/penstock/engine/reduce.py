@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.transport import Transport, receive_bytes, send_bytes
+from penstock.engine.transport import DOCUMENT_BYTES, Transport, receive_bytes, send_bytes
 from penstock.engine.world import FEEDER
 
 # channels behind those of inference
@@ -55,10 +55,13 @@ def exchange(transport: Transport, document: dict[str, Any]) -> list[dict[str, A
         return [document]
     if transport.rank != FEEDER:
         send_bytes(transport, json.dumps(document).encode(), FEEDER, _DOCUMENTS)
-        told: list[dict[str, Any]] = json.loads(receive_bytes(transport, FEEDER, _DOCUMENTS))
+        told: list[dict[str, Any]] = json.loads(receive_bytes(transport, FEEDER, _DOCUMENTS, limit=DOCUMENT_BYTES))
         return told
     told = [document]
-    told += [json.loads(receive_bytes(transport, rank, _DOCUMENTS)) for rank in range(1, transport.size)]
+    told += [
+        json.loads(receive_bytes(transport, rank, _DOCUMENTS, limit=DOCUMENT_BYTES))
+        for rank in range(1, transport.size)
+    ]
     data = json.dumps(told).encode()
     for rank in range(1, transport.size):
         send_bytes(transport, data, rank, _DOCUMENTS)

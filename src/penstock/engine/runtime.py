@@ -10,7 +10,8 @@ from torch import Tensor
 
 from penstock.engine.devices import HOST, moved
 from penstock.engine.layout import copy_exactly
-from penstock.errors import OutOfMemory, ProgramError, RunError
+from penstock.engine.results import check_result
+from penstock.errors import OutOfMemory, PenstockError, ProgramError, RunError
 from penstock.graph.calls import check_amounts
 from penstock.graph.encoding import StageDevice
 from penstock.graph.expressions import Size
@@ -20,6 +21,19 @@ from penstock.memory import is_out_of_memory
 
 # Programs bound to so many different microbatch sizes are kept; a stream has two, the last one ragged.
 _KEPT_SIZES = 8
+
+
+def _zeros(size: Sequence[int], *, memory_format: torch.memory_format | None = None, **keywords: Any) -> Tensor:
+    made: Tensor = torch.ops.aten.zeros.default(size, **keywords)
+    return made if memory_format is None else made.contiguous(memory_format=memory_format)
+
+
+# A program may be a stranger's: it gets no memory as this process left it.
+_FILLED: Mapping[str, Callable[..., Tensor]] = {
+    "aten.empty.memory_format": _zeros,
+    "aten.empty_like.default": torch.ops.aten.zeros_like.default,
+    "aten.new_empty.default": torch.ops.aten.new_zeros.default,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +55,13 @@ class _Register:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Bound:
     """A program for one microbatch size: sizes are numbers, the prelude is computed."""
 
     registers: list[Any]
     steps: list[_Step]
+    watched: bool = False  # whether a run has shown what every operation makes
 
 
 class StageRuntime(Protocol):
@@ -85,6 +100,9 @@ class Runtime:
         registers = bound.registers.copy()
         for index, tensor in zip(self._inputs, inputs, strict=True):
             registers[index] = tensor
+        if not bound.watched:
+            self._run_first(bound, sizes, registers)
+            return [registers[index] for index in self._outputs]
         for step in bound.steps:
             _run(step, registers)
         return [registers[index] for index in self._outputs]
@@ -120,11 +138,14 @@ class Runtime:
             registers[index] = tensor
         seconds = []
         before = clock()
-        for step in bound.steps:
+        for op, step in zip(self.program.ops, bound.steps, strict=True):
+            if not bound.watched:
+                self._check_result(op, sizes, registers)
             _run(step, registers)
             after = clock()
             seconds.append(after - before)
             before = after
+        bound.watched = True
         return [registers[index] for index in self._outputs], seconds
 
     def bind(self, sizes: Mapping[str, int]) -> _Bound:
@@ -160,7 +181,9 @@ class Runtime:
         registers: list[Any] = [None] * len(self._indices)
         registers[: len(self._state)] = self._state
         for op in self.program.prelude:
-            _run(self._step(op, sizes, ()), registers)
+            step = self._step(op, sizes, ())
+            self._check_result(op, sizes, registers)
+            _run(step, registers)
         # a result that nobody reads, as of an in-place operation, ends where it is made
         last = {op.name: index for index, op in enumerate(self.program.ops)}
         last |= {name: index for index, op in enumerate(self.program.ops) for name in op.uses()}
@@ -178,7 +201,7 @@ class Runtime:
         if op.target == GETITEM:
             function: Callable[..., Any] = operator.getitem
         else:
-            function = resolve_operator(op.target)
+            function = _FILLED.get(op.target) or resolve_operator(op.target)
         keywords = {key: self._settle(argument, sizes) for key, argument in op.keywords.items()}
         if self.device != HOST and keywords.get("device") is None and is_factory(op):
             keywords["device"] = self.device  # what an operator makes of nothing is made on the CPU otherwise
@@ -190,6 +213,32 @@ class Runtime:
             (i, a) for i, a in enumerate(arguments) if isinstance(a, list) and any(isinstance(x, _Register) for x in a)
         )
         return _Step(op.name, function, arguments, slots, lists, keywords, self._indices[op.name], ends)
+
+    def _run_first(self, bound: _Bound, sizes: Mapping[str, int], registers: list[Any]) -> None:
+        """Run, and hold what every operation makes against the memory that is left, before it is made."""
+        for op, step in zip(self.program.ops, bound.steps, strict=True):
+            self._check_result(op, sizes, registers)
+            _run(step, registers)
+        bound.watched = True
+
+    def _check_result(self, op: Op, sizes: Mapping[str, int], registers: list[Any]) -> None:
+        if op.target == GETITEM:
+            return
+
+        def given(argument: Any) -> Any:
+            if isinstance(argument, _Register):
+                return registers[argument.index]
+            return [given(item) for item in argument] if isinstance(argument, list) else argument
+
+        arguments = [given(self._settle(argument, sizes)) for argument in op.arguments]
+        keywords = {key: given(self._settle(argument, sizes)) for key, argument in op.keywords.items()}
+        try:
+            check_result(op.name, op.target, arguments, keywords)
+        except PenstockError:
+            raise
+        # a rule, or torch without memory, fails on arguments that do not fit the operator
+        except Exception as error:
+            raise RunError(f"operation {op.name} failed: {one_line(error)}") from error
 
     def _settle(self, argument: Any, sizes: Mapping[str, int]) -> Any:
         if isinstance(argument, Ref):
@@ -217,6 +266,11 @@ def _positional(
     return call, [*arguments, *(keywords[name] for name in names)], rest
 
 
+def one_line(error: Exception) -> str:
+    """Return the first line of what an operator's error says."""
+    return next(iter(str(error).splitlines()), "") or repr(error)
+
+
 def _run(step: _Step, registers: list[Any]) -> None:
     arguments = step.arguments.copy()
     for position, register in step.slots:
@@ -228,6 +282,6 @@ def _run(step: _Step, registers: list[Any]) -> None:
     # whatever an operator raises, the reader needs to know which one it was
     except Exception as error:
         kind = OutOfMemory if is_out_of_memory(error) else RunError
-        raise kind(f"operation {step.name} failed: {str(error).splitlines()[0] if str(error) else error!r}") from error
+        raise kind(f"operation {step.name} failed: {one_line(error)}") from error
     for register in step.ends:
         registers[register] = None

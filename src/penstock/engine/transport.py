@@ -158,6 +158,9 @@ def device_channel(channel: int) -> int:
 
 
 CONTROL_CHANNEL = 0
+WORD_BYTES = 64 * 2**10  # of a signal, a number, a name or an error
+DOCUMENT_BYTES = 16 * 2**20  # of what ranks tell each other, an entry for each of them
+JOB_BYTES = 256 * 2**20  # of a job, with the programs of a rank's stages as text
 _BYTES_HEADER = struct.Struct("<QQ")  # length, checksum
 
 
@@ -169,8 +172,11 @@ def send_bytes(transport: Transport, data: bytes, to: int, channel: int = CONTRO
         transport.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, channel).wait()
 
 
-def receive_bytes(transport: Transport, source: int, channel: int = CONTROL_CHANNEL, limit: int = 2**31) -> bytes:
-    """Wait for the bytes of `send_bytes`; raises `TransportError` for more than `limit` and for damaged ones."""
+def receive_bytes(transport: Transport, source: int, channel: int = CONTROL_CHANNEL, *, limit: int) -> bytes:
+    """Wait for the bytes of `send_bytes`; raises `TransportError` for more than `limit` and for damaged ones.
+
+    `limit` is what the bytes are at most: nothing is allocated for an announcement of more.
+    """
     header = torch.zeros(_BYTES_HEADER.size, dtype=torch.uint8)
     transport.receive(header, source, channel).wait()
     size, checksum = _BYTES_HEADER.unpack(header.numpy().tobytes())

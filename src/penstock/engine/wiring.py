@@ -36,8 +36,8 @@ def build_slots(
     for index, turns in sorted(runtimes.items()):
         programs = turns.map(lambda runtime: runtime.program)
         inlet, outlet = (
-            wiring.inlet(index, _input_formats(programs)),
-            wiring.outlet(index + 1, _output_formats(programs)),
+            wiring.inlet(index, _input_formats(programs, job)),
+            wiring.outlet(index + 1, _output_formats(programs, job)),
         )
         report = StageReport(stage=index, device=job.device_names[transport.rank])
         slots[index] = StageSlot(index, turns, inlet, outlet, report, others=len(job.ranks) - 1)
@@ -53,7 +53,7 @@ def feeder_edges(
 ) -> tuple[Outlet, Inlet]:
     """Give the feeder's ends of the pipeline: where microbatches go in, where results come out."""
     wiring = _Wiring(transport, job, dict(local))
-    return wiring.outlet(0, _input_formats(first)), wiring.inlet(len(job.ranks), _output_formats(last))
+    return wiring.outlet(0, _input_formats(first, job)), wiring.inlet(len(job.ranks), _output_formats(last, job))
 
 
 def tell_progress(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) -> None:
@@ -105,9 +105,9 @@ class _Wiring:
         return remote(self.transport, rank, channel, layout, num_bytes, job.depth, pinned=self.pinned)
 
 
-def _input_formats(programs: Turns[StageProgram]) -> Formats:
-    return Formats(programs.map(lambda program: Format(program.inputs, program.symbols)))
+def _input_formats(programs: Turns[StageProgram], job: StagesJob) -> Formats:
+    return Formats(programs.map(lambda program: Format(program.inputs, program.symbols, job.sizes)))
 
 
-def _output_formats(programs: Turns[StageProgram]) -> Formats:
-    return Formats(programs.map(lambda program: Format(program.outputs, program.symbols)))
+def _output_formats(programs: Turns[StageProgram], job: StagesJob) -> Formats:
+    return Formats(programs.map(lambda program: Format(program.outputs, program.symbols, job.sizes)))

@@ -14,17 +14,18 @@ import torch
 
 from penstock.cluster.launch import leave_with_parent
 from penstock.engine.alone import do_alone
+from penstock.engine.documents import DoMore, Leave, RunAlone, ServeStages
 from penstock.engine.executor import serve
-from penstock.engine.jobs import STAGE_JOBS, MakeRuntime, read_stages, receive_job
+from penstock.engine.jobs import MakeRuntime, read_stages, receive_job
 from penstock.engine.traces import follow_stages
 from penstock.engine.transport import send_bytes
 from penstock.engine.wiring import build_slots, tell_progress
-from penstock.engine.world import FEEDER, LEAVE, World, join_local
-from penstock.errors import PenstockError, RunError, TransportError
+from penstock.engine.world import FEEDER, World, join_local
+from penstock.errors import PenstockError, ProgramError, TransportError
 
 # where workers that a process on this machine starts find their parts of a bundle
 BUNDLE = "PENSTOCK_BUNDLE"
-# what a process does for a document, and answers as JSON can
+# what a process does for a document's settings, and answers as JSON can
 Job = Callable[[World, Mapping[str, Any]], Any]
 # adds arguments to a worker's command line, and returns what makes jobs of what was given
 Prepare = Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], Mapping[str, Job]]]
@@ -35,18 +36,19 @@ def work(
 ) -> str:
     """Do jobs until told to leave; gives the last word. What goes wrong is reported to the whole world, then raised.
 
-    `more` are jobs by kind that whoever started this process lets it do beside serving stages.
+    `more` are jobs by name that whoever started this process lets it do beside serving stages.
     """
     try:
-        while (document := receive_job(world.transport))["kind"] != LEAVE:
-            if (job := (more or {}).get(document["kind"])) is not None:
-                send_bytes(world.transport, json.dumps(job(world, document)).encode(), FEEDER)
+        while not isinstance(document := receive_job(world.transport), Leave):
+            if isinstance(document, DoMore):
+                answer = _find_job(more or {}, document.name)(world, document.settings)
+                send_bytes(world.transport, json.dumps(answer).encode(), FEEDER)
             else:
                 do_job(world, document, make, bundle)
         with contextlib.suppress(TransportError):  # the work is done, whatever has become of who asked for it
             send_bytes(world.transport, b"left", FEEDER)
         world.health.close()  # from here on nobody's end is a failure
-        return str(document.get("message", ""))
+        return document.message
     except TransportError as error:
         raise world.explain(error) from error
     except Exception as error:
@@ -62,18 +64,22 @@ def follow(world: World, more: Mapping[str, Job] | None = None) -> str:
         world.close()
 
 
+def _find_job(more: Mapping[str, Job], name: str) -> Job:
+    if name not in more:
+        raise ProgramError(
+            f"a worker does what it was started for, and {name[:40]!r} is not among that; start every process with the "
+            "same command"
+        )
+    return more[name]
+
+
 def do_job(
-    world: World, document: Mapping[str, Any], make: MakeRuntime | None = None, bundle: Path | None = None
+    world: World, document: ServeStages | RunAlone, make: MakeRuntime | None = None, bundle: Path | None = None
 ) -> None:
     """Do one job: run a model alone, or serve stages until they are closed."""
-    if document["kind"] == "alone":
+    if isinstance(document, RunAlone):
         do_alone(world, document)
         return
-    if document["kind"] not in STAGE_JOBS:
-        raise RunError(
-            f"a worker serves stages and runs programs, but was asked for {str(document['kind'])[:40]!r}; start every "
-            "process with the same command"
-        )
     job, runtimes = read_stages(world, document, make, bundle)
     torch.set_num_threads(job.threads)
     slots, _ = build_slots(world.transport, job, runtimes)

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import errno
 import itertools
-import json
 import os
 import threading
 import time
@@ -27,11 +26,12 @@ from penstock.engine.board import (
     wait_for_server,
 )
 from penstock.engine.cores import keep_to_share
+from penstock.engine.documents import Leave, write_document
 from penstock.engine.faulty import wrap_if_faulty
 from penstock.engine.gloo import GlooTransport
 from penstock.engine.health import Health, Verdict
 from penstock.engine.join import JOIN_S, Meeting, host_name
-from penstock.engine.transport import Transport, receive_bytes, send_bytes
+from penstock.engine.transport import WORD_BYTES, Transport, receive_bytes, send_bytes
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
 from penstock.tracing.record import Clock
 
@@ -47,7 +47,6 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 _REASON_S = 9.0
 # in which every other process hears that it may leave: a verdict on one that does not comes sooner
 DISMISS_S = 10.0
-LEAVE = "leave"
 
 
 class Workers(Protocol):
@@ -170,9 +169,9 @@ class World:
 def _say_leave(transport: Transport, message: str) -> None:
     others = [rank for rank in range(transport.size) if rank != transport.rank]
     for rank in others:
-        send_bytes(transport, json.dumps({"kind": LEAVE, "message": message}).encode(), rank)
+        send_bytes(transport, write_document(Leave(message=message)), rank)
     for rank in others:
-        receive_bytes(transport, rank)
+        receive_bytes(transport, rank, limit=WORD_BYTES)
 
 
 def under_torchrun() -> bool:

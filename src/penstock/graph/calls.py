@@ -3,13 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from penstock.errors import ProgramError
+from penstock.graph.encoding import StageDevice
 from penstock.graph.expressions import Number
 from penstock.graph.ops import GETITEM, Op, resolve_operator
 
 FORGED = "the program file is damaged or forged; split the model again"
 _LARGEST_ELEMENTS = 2**36
 _OPEN_END = 2**63 - 1  # how a slice says "to the end"
+# types of schemas that a program has constants for
+_CONSTANTS: Mapping[str, type] = {
+    "ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format, "Device": StageDevice,
+}  # fmt: skip
 # Integers that say how much is made: what a call makes is at most their product.
 _AMOUNTS = {
     "size", "shape", "output_size", "repeats", "pad", "padding", "steps", "n", "m", "row", "col",
@@ -40,7 +47,22 @@ def check_call(op: Op) -> None:
     for parameter in schema.arguments:
         if parameter.name not in given and parameter.name not in op.keywords and not parameter.has_default_value():
             raise ProgramError(f"{op.name}: {op.target} lacks the argument {parameter.name!r}; {FORGED}")
+    _check_constants(op, schema)
     check_amounts(op, op.arguments, op.keywords)
+
+
+def _check_constants(op: Op, schema: torch.FunctionSchema) -> None:
+    """Refuse numbers and text for dtypes, layouts and devices: torch takes any integer for one, and then crashes."""
+    given = dict(zip((parameter.name for parameter in schema.arguments), op.arguments, strict=False)) | dict(
+        op.keywords
+    )
+    for parameter in schema.arguments:
+        value = given.get(parameter.name)
+        kinds = [kind for word, kind in _CONSTANTS.items() if word in str(parameter.real_type)]
+        if value is not None and kinds and not isinstance(value, kinds[0]):
+            raise ProgramError(
+                f"{op.name}: {parameter.name} of {op.target} is a {kinds[0].__name__}, not {repr(value)[:80]}; {FORGED}"
+            )
 
 
 def check_amounts(op: Op, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:

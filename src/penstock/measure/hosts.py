@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import torch
 
 from penstock.engine.calibrate import calibrate
-from penstock.engine.transport import Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.engine.transport import WORD_BYTES, Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.worker import work
 from penstock.engine.world import FEEDER, World
 from penstock.measure.messages import measure_messages
@@ -77,7 +77,7 @@ def _measure_link(transport: Transport, source: int, target: int) -> tuple[float
     """Give bytes per second and seconds of latency, on the sending side."""
     if transport.rank == target:
         for _ in range(_PINGS):
-            receive_bytes(transport, source)
+            receive_bytes(transport, source, limit=WORD_BYTES)
             send_bytes(transport, b"", source)
         for num_bytes in (_LINK_BYTES // 8, _LINK_BYTES):
             receive_tensor(transport, torch.empty(num_bytes, dtype=torch.uint8), source)
@@ -87,13 +87,13 @@ def _measure_link(transport: Transport, source: int, target: int) -> tuple[float
     for _ in range(_PINGS):
         begin = time.perf_counter()
         send_bytes(transport, b"", target)
-        receive_bytes(transport, target)
+        receive_bytes(transport, target, limit=WORD_BYTES)
         trips.append(time.perf_counter() - begin)
     taken = []
     for num_bytes in (_LINK_BYTES // 8, _LINK_BYTES):
         begin = time.perf_counter()
         send_tensor(transport, torch.zeros(num_bytes, dtype=torch.uint8), target)
-        receive_bytes(transport, target)
+        receive_bytes(transport, target, limit=WORD_BYTES)
         taken.append(time.perf_counter() - begin)
     # the difference leaves out what every message costs, and what a link lets through at once
     return (_LINK_BYTES - _LINK_BYTES // 8) / max(1e-9, taken[1] - taken[0]), statistics.median(trips) / 2
@@ -108,9 +108,12 @@ def _gather(transport: Transport, value: object) -> list[str]:
     """Give every rank's value as text to the one that feeds; the others wait until it has them all."""
     if transport.rank != FEEDER:
         send_bytes(transport, str(value).encode(), FEEDER)
-        receive_bytes(transport, FEEDER)
+        receive_bytes(transport, FEEDER, limit=WORD_BYTES)
         return []
-    values = [str(value), *(receive_bytes(transport, rank).decode() for rank in range(1, transport.size))]
+    values = [
+        str(value),
+        *(receive_bytes(transport, rank, limit=WORD_BYTES).decode() for rank in range(1, transport.size)),
+    ]
     for rank in range(1, transport.size):
         send_bytes(transport, b"", rank)
     return values

@@ -8,6 +8,7 @@ from itertools import pairwise
 from penstock.errors import PlanError
 from penstock.spec.cluster import Cluster
 from penstock.spec.files import fingerprint
+from penstock.spec.names import NAME_RULE, is_name
 from penstock.spec.plan import Pipeline, Plan, Stage, load_plan
 from penstock.spec.profile import Profile
 
@@ -44,8 +45,7 @@ def check_plan(plan: Plan) -> None:
             _refuse(field, "is at least 1", getattr(plan, field))
     _check_schedule(plan)
     for field in ("loader", "writer"):
-        if not getattr(plan, field):
-            _refuse(field, "is a device's name", repr(getattr(plan, field)))
+        _check_name(field, getattr(plan, field))
     if not plan.pipelines:
         _refuse("pipelines", "has at least one pipeline", [])
     _check_parts("pipelines[*].share", [pipeline.share for pipeline in plan.pipelines])
@@ -167,6 +167,8 @@ def _check_pipeline(where: str, pipeline: Pipeline, plan: Plan) -> None:
 def _check_stage(where: str, stage: Stage, plan: Plan) -> None:
     if not stage.devices:
         _refuse(f"{where}.devices", "has at least one device", [])
+    for name in stage.devices:
+        _check_name(f"{where}.devices", name)
     if len(stage.shares) != len(stage.devices):
         _refuse(f"{where}.shares", f"has a share for each of {len(stage.devices)} devices", len(stage.shares))
     _check_parts(f"{where}.shares", stage.shares)
@@ -207,6 +209,11 @@ def _device_places(plan: Plan) -> Iterator[tuple[str, str]]:
         for number, stage in enumerate(pipeline.stages):
             for name in stage.devices:
                 yield f"pipelines[{index}].stages[{number}].devices", name
+
+
+def _check_name(field: str, name: str) -> None:
+    if not is_name(name):
+        _refuse(field, NAME_RULE, repr(name)[:80])
 
 
 def _refuse(field: str, rule: str, value: object) -> None:

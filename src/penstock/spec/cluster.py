@@ -31,6 +31,7 @@ import msgspec
 
 from penstock.errors import ClusterError, UsageError
 from penstock.spec.fields import nearest, read_text
+from penstock.spec.names import check_name
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
@@ -58,8 +59,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ClusterError('a device has a name, but one has none; write it like name = "desk"')
+        check_name("a device's name", self.name, ClusterError)
         if not 0 < self.speed < math.inf:
             raise ClusterError(f"speed is above 0, but {self.name} has {self.speed:g}; write it like speed = 0.5")
         if self.memory_bytes < 1:
@@ -284,7 +284,10 @@ def _tables(table: Mapping[str, object], field: str) -> list[Mapping[str, object
 
 
 def _named(table: Mapping[str, object]) -> str:
-    return f"device {table['name']}" if "name" in table else "a device without a name"
+    if "name" not in table:
+        return "a device without a name"
+    check_name("a device's name", table["name"], ClusterError)
+    return f"device {table['name']}"
 
 
 def _needed(where: str, table: Mapping[str, object], field: str) -> object:

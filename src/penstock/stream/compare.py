@@ -13,11 +13,12 @@ from torch import Tensor
 from penstock.cluster.launch import available_cores
 from penstock.engine.deployment import Deployment, Replicas
 from penstock.engine.divide import divide_in_turns
+from penstock.engine.documents import write_document
 from penstock.engine.placing import place, ranks_of
 from penstock.engine.split import best_blocks, choose_cuts, load_state
 from penstock.engine.streaming import StreamReport
 from penstock.engine.traces import FeederTracer
-from penstock.engine.transport import receive_bytes, send_bytes
+from penstock.engine.transport import WORD_BYTES, receive_bytes, send_bytes
 from penstock.engine.world import World, check_world
 from penstock.errors import RunError
 from penstock.graph.capture import capture
@@ -29,7 +30,7 @@ from penstock.plan.partition import stage_sums
 from penstock.spec.plan import Plan
 from penstock.stream.ceiling import Alone, Ceilings, WholeModel
 from penstock.stream.facts import stream_facts
-from penstock.stream.peer import do_peer, peer_document
+from penstock.stream.peer import PeerSettings, do_peer
 from penstock.stream.samples import Difference, Samples
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -180,14 +181,17 @@ class Comparison:
         ranks = self._world.devices[:stages]
         self._number += 1
         count = self._num_microbatches
-        document = peer_document(modules, ranks, count, self._threads, self._number)
+        settings = PeerSettings(
+            modules=tuple(modules), ranks=tuple(ranks), num_microbatches=count, threads=self._threads,
+            number=self._number,
+        )  # fmt: skip
         transport = self._world.transport
         others = [rank for rank in ranks if rank != self._world.rank]
         for rank in others:
-            send_bytes(transport, json.dumps(document).encode(), rank)
-        seconds = do_peer(self._world, document, self._zoo.name, self._seed)
+            send_bytes(transport, write_document(settings.document()), rank)
+        seconds = do_peer(self._world, settings, self._zoo.name, self._seed)
         for rank in others:
-            seconds = float(json.loads(receive_bytes(transport, rank)))
+            seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES)))
         if seconds is None:
             raise RunError("no device took part in the peer's run")
         self._ceilings.forget()

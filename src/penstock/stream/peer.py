@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.engine.documents import DoMore, check_settings
 from penstock.engine.worker import Job, main
 from penstock.engine.world import World, start_local
 from penstock.zoo.models import load_model
@@ -74,33 +76,35 @@ def _step(schedule: Any, inputs: Tensor) -> None:
         schedule.step()
 
 
-def peer_document(
-    modules: Sequence[str], ranks: Sequence[int], num_microbatches: int, threads: int, number: int
-) -> dict[str, Any]:
-    """Describe the run as a job for the other processes, which know the model by the command that started them."""
-    return {
-        "kind": PEER, "modules": list(modules), "ranks": list(ranks), "num_microbatches": num_microbatches,
-        "threads": threads, "number": number,
-    }  # fmt: skip
+class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of the peer: where stages begin, on which ranks, how many microbatches."""
+
+    modules: tuple[str, ...]
+    ranks: tuple[int, ...]
+    num_microbatches: int
+    threads: int
+    number: int
+
+    def document(self) -> DoMore:
+        """Return the job for the other processes, which know the model by the command that started them."""
+        return DoMore(name=PEER, settings=msgspec.to_builtins(self))
 
 
-def do_peer(world: World, document: Mapping[str, Any], model: str, seed: int) -> float | None:
-    """Take part in the run that a document describes, of a model that this process's own command line names."""
-    if world.rank not in document["ranks"]:
+def do_peer(world: World, settings: PeerSettings, model: str, seed: int) -> float | None:
+    """Take part in a run of a model that this process's own command line names."""
+    if world.rank not in settings.ranks:
         return None
     zoo = load_model(model, seed=seed, whole=True)
     inputs = [x for x in [*zoo.example_args, *zoo.example_kwargs.values()] if isinstance(x, Tensor)]
     return run_peer(
-        world, zoo.module, inputs[0][:1],
-        modules=[str(name) for name in document["modules"]], ranks=[int(rank) for rank in document["ranks"]],
-        num_microbatches=int(document["num_microbatches"]), threads=int(document["threads"]),
-        number=int(document["number"]),
+        world, zoo.module, inputs[0][:1], modules=settings.modules, ranks=settings.ranks,
+        num_microbatches=settings.num_microbatches, threads=settings.threads, number=settings.number,
     )  # fmt: skip
 
 
 def peer_job(model: str, seed: int) -> dict[str, Job]:
     """Return the job that lets a process of `penstock bench --peer` take part; see `engine.worker.work`."""
-    return {PEER: lambda world, document: do_peer(world, document, model, seed)}
+    return {PEER: lambda world, settings: do_peer(world, check_settings(settings, PeerSettings), model, seed)}
 
 
 def start_peers(num_workers: int, model: str, seed: int) -> World:

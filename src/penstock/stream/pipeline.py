@@ -16,7 +16,7 @@ from penstock.cluster.launch import available_cores
 from penstock.engine.deployment import DEPTH, Deployment, Replicas
 from penstock.engine.devices import find_device
 from penstock.engine.executor import execute
-from penstock.engine.jobs import MakeRuntime, read_stages, receive_job
+from penstock.engine.jobs import MakeRuntime, read_stages, receive_stages
 from penstock.engine.messages import CLOSE
 from penstock.engine.modules import runtime_maker
 from penstock.engine.nccl import check_way
@@ -182,7 +182,7 @@ class Pipeline(TrainingMethods):
     def _join_stages(self, make: MakeRuntime | None) -> None:
         """In a process that does not feed: receive stages and weights, or take the modules that it has."""
         try:
-            job, runtimes = read_stages(self._world, receive_job(self._world.transport), make)
+            job, runtimes = read_stages(self._world, receive_stages(self._world.transport), make)
             torch.set_num_threads(job.threads)
             self._slots, _ = build_slots(self._world.transport, job, runtimes)
             self._schedule = partial(job.schedule, self._world.rank)

@@ -83,7 +83,7 @@ class Lines:
         rank = self._replica.stages[source]
         if rank == self._transport.rank:
             return self._local.setdefault((source, to), LocalEdge(None))
-        layout = Formats(Turns([Format(values, self._parts[to].program.symbols)]))
+        layout = Formats(Turns([Format(values, self._parts[to].program.symbols, self._sizes)]))
         num_bytes, apart = self._room(layout)
         channel = self._channel(min(source, to), lane)
         return RemoteInlet(self._transport, rank, channel, layout, num_bytes, DEPTH, apart=apart)
@@ -92,7 +92,7 @@ class Lines:
         rank = self._replica.stages[to]
         if rank == self._transport.rank:
             return self._local.setdefault((source, to), LocalEdge(None))
-        layout = Formats(Turns([Format(values, self._parts[source].program.symbols)]))
+        layout = Formats(Turns([Format(values, self._parts[source].program.symbols, self._sizes)]))
         num_bytes, apart = self._room(layout)
         channel = self._channel(min(source, to), lane)
         return RemoteOutlet(self._transport, rank, channel, layout, num_bytes, DEPTH, apart=apart)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.reduce import TRAINING_CHANNELS, exchange
-from penstock.engine.transport import receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.engine.transport import WORD_BYTES, receive_bytes, receive_tensor, send_bytes, send_tensor
 from penstock.engine.world import FEEDER
 from penstock.errors import ModelError, PenstockError
 from penstock.train.tensors import holding
@@ -83,7 +83,9 @@ def save_model(trainer: Trainer, path: Path) -> None:
             for rank in range(1, transport.size):
                 send_bytes(transport, b"{}", rank, _SAVE_CHANNEL)
         else:
-            while (name := json.loads(receive_bytes(transport, FEEDER, _SAVE_CHANNEL)).get("name")) is not None:
+            while (
+                name := json.loads(receive_bytes(transport, FEEDER, _SAVE_CHANNEL, limit=WORD_BYTES)).get("name")
+            ) is not None:
                 send_tensor(transport, held(trainer, name), FEEDER, _SAVE_CHANNEL)
         told = exchange(transport, {"failed": message})
     if told[FEEDER]["failed"]:

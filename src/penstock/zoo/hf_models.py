@@ -83,7 +83,7 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
         if directory is None:
             known = transformers.CONFIG_MAPPING[name]()
         else:
-            known = transformers.AutoConfig.from_pretrained(directory)
+            known = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as problem:  # a strange config.json fails in any way
         raise ModelError(f"transformers cannot read the configuration of {name} ({one_line(problem)})") from problem
     for key in options:

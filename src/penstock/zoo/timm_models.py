@@ -15,6 +15,8 @@ from penstock.zoo.names import nearest, one_line, optional_import
 from penstock.zoo.weight_files import FileWeights
 from penstock.zoo.weights import TensorWeights, Weights
 
+# options of timm that read files, pickled ones among them, or fetch them
+_FILES = frozenset({"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"})
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -31,6 +33,8 @@ def build_timm(name: str, options: Mapping[str, object], seed: int) -> nn.Module
     base = name.partition(".")[0]
     if not timm.is_model(base):
         raise ModelError(f"timm has no model {name}{nearest(base, timm.list_models())}")
+    for option in _FILES.intersection(options):
+        raise ModelError(f"a timm model's weights come from --weights or --pretrained, not {option}; leave it out")
     try:
         return build_on_meta(lambda: timm.create_model(name, pretrained=False, **options), seed)
     except Exception as problem:  # timm's builders fail in any way on options that do not fit

@@ -1,0 +1,1 @@
+"""Whether every reader refuses what is damaged or forged, in one line."""

@@ -1,0 +1,59 @@
+"""The operators that a stage program may call: a list of overloads, since a program may come from a stranger.
+
+`operators.txt` has PyTorch's core ATen operators, what capture emits over the covered architectures, and their
+neighbours; `scripts/list_operators.py` makes it and has the reasons. What is not on it is refused by name. Where an
+operator that is missing can be trusted, whoever starts a process allows it there, and nowhere else:
+
+    PENSTOCK_ALLOW_OPERATORS=aten.nonzero.default,aten.bincount.default penstock infer ...
+
+Neither a file nor a message can do so. What such an operator makes is not bounded (see `engine/results.py`).
+"""
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+from penstock.errors import ProgramError, UsageError
+
+ALLOW = "PENSTOCK_ALLOW_OPERATORS"
+_LIST = Path(__file__).with_name("operators.txt")
+_TARGET = re.compile(r"aten\.[A-Za-z0-9_]+\.[A-Za-z0-9_]+", re.ASCII)
+
+
+@cache
+def listed_operators() -> frozenset[str]:
+    """Return the overloads on the list.
+
+    >>> "aten.linear.default" in listed_operators(), "aten.from_file.default" in listed_operators()
+    (True, False)
+    """
+    rows = [line.split() for line in _LIST.read_text(encoding="ascii").splitlines() if not line.startswith("#")]
+    return frozenset(f"{packet}.{overload}" for packet, *overloads in filter(None, rows) for overload in overloads)
+
+
+def check_operator(target: object) -> None:
+    """Refuse an operator that is neither on the list nor allowed to this process.
+
+    Raises `ProgramError`, and `UsageError` where the process was told to allow what is no operator's name.
+    """
+    if isinstance(target, str) and (target in listed_operators() or is_allowed_here(target)):
+        return
+    if isinstance(target, str) and _TARGET.fullmatch(target):
+        raise ProgramError(
+            f"the operator {target[:80]!r} is not allowed in a stage program; if you know what it does and where the "
+            f"program is from, start the process that runs it with {ALLOW}={target[:80]}"
+        )
+    raise ProgramError(
+        f"the operator {repr(target)[:80]} is not allowed in a stage program; "
+        "the program file is damaged or forged; split the model again"
+    )
+
+
+def is_allowed_here(target: str) -> bool:
+    """Tell whether this process was started with an operator beyond the list, whose results are not bounded either."""
+    names = [name.strip() for name in os.environ.get(ALLOW, "").split(",")]
+    for name in filter(None, names):
+        if not _TARGET.fullmatch(name):
+            raise UsageError(f"{ALLOW} names operators such as aten.nonzero.default, not {name[:80]!r}; correct it")
+    return target in filter(None, names)

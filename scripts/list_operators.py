@@ -46,7 +46,7 @@ special_ndtr special_ndtri special_polygamma special_psi special_round special_s
 special_softmax special_xlog1py special_xlogy special_zeta square std std_mean stft subtract swapaxes swapdims take
 take_along_dim tensor_split tensordot tile trace trapezoid trapz tril tril_indices triu triu_indices true_divide unfold
 vander var_mean vdot view_as view_as_complex view_as_real vsplit vstack xlogy normal uniform exponential bernoulli
-log_normal cauchy geometric random
+log_normal cauchy geometric
 """
 
 # Names with a leading underscore are PyTorch's own and may do without checks. These have them, and no other name:
@@ -67,6 +67,7 @@ LEFT_OUT = {
     "nonzero": "its size depends on values", "masked_select": "its size depends on values",
     "lstm.data": "packed sequences: lengths of rows are not checked", "gru.data": "as before",
     "rnn_tanh.data": "as before", "rnn_relu.data": "as before",
+    "random_": "does not end for some bounds", "random": "as before",
     "where.default": "its size depends on values",
     "repeat_interleave.Tensor": "its size depends on values", "repeat_interleave.self_Tensor": "as before",
     "sym_size": "sizes are expressions of the program", "sym_numel": "as before", "sym_stride": "as before",

@@ -260,7 +260,7 @@ def _recurrent(
     given = [tuple(tensor.shape) for tensor in (*states, *params)]
     if given != wanted + shapes or len({tensor.dtype for tensor in (x, *states, *params)}) > 1:
         raise ProgramError("a recurrent layer's weights and states do not fit its input; split the model again")
-    return _count([*x.shape[:2], wide, places]) + sum(int(state.numel()) for state in states)
+    return int(_count([*x.shape[:2], wide, places]) + sum(state.numel() for state in states))
 
 
 def _each(value: Any, rank: int) -> list[int]:

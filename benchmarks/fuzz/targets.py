@@ -34,7 +34,7 @@ from penstock.engine.join import Hello, check_hello
 from penstock.engine.messages import DATA, Format, Message
 from penstock.engine.progress import read_progress
 from penstock.engine.runtime import Runtime
-from penstock.errors import ClusterError, ProgramError
+from penstock.errors import ClusterError, ProgramError, RunError
 from penstock.graph.capture import capture
 from penstock.graph.expressions import Size
 from penstock.graph.ops import Value
@@ -249,6 +249,8 @@ def _read_verdict(data: bytes) -> None:
     verdict = read_verdict(data.decode(errors="replace"))
     if "\n" in verdict.message:
         raise ValueError("a verdict is one line")
+    if "cannot be read" in verdict.message:  # which is how it is refused
+        raise RunError(verdict.message)
 
 
 def _hello() -> Hello:

@@ -123,3 +123,51 @@ def check(told: dict[str, Any], stopped_s: float, moment: str, name: str) -> Non
         )
     else:  # all the work is done: nobody fails
         assert "kind" not in told, told
+
+
+BUSY = """
+import ctypes, os, sys, time
+from penstock.engine import worker, world as worlds
+from penstock.engine.runtime import Runtime
+from penstock.stream.pipeline import Pipeline
+from tests.worlds import tower, tower_inputs
+
+rank, busy = int(os.environ["RANK"]), int(sys.argv[1])
+calls, run = [], Runtime.__call__
+
+
+def hold():
+    ctypes.PyDLL(None).usleep(7_500_000)  # as a C extension that computes and keeps the interpreter's lock
+
+
+def held(*given):
+    calls.append(0)
+    if rank == busy and len(calls) == 3:
+        hold()
+    return run(*given)
+
+
+def feed():
+    for index, given in enumerate(tower_inputs(8)):
+        if not busy and not rank and index == 4:
+            hold()
+        yield given
+
+
+Runtime.__call__ = held
+world = worlds.join_torchrun()
+if rank:
+    worker.follow(world)
+else:
+    with world.taking_part():
+        with Pipeline(tower(), tower_inputs(1)[0], stages=3, world=world, threads=1) as pipe:
+            assert len(list(pipe.stream(feed()))) == 8
+        world.dismiss()
+"""
+
+
+def test_who_is_busy_is_not_lost(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BUSY)
+    ended = run_forked(script, [(3, [str(busy)]) for busy in range(3)], 120.0)
+    assert all(end.status == 0 for group in ended for end in group)

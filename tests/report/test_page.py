@@ -67,6 +67,9 @@ def opened(browser: Any, file: Path) -> Any:
     """Open a page and wait until it is drawn."""
     from selenium.webdriver.support.ui import WebDriverWait
 
+    browser.get("about:blank")
+    for kind in ("performance", "browser"):  # of pages before this one
+        browser.get_log(kind)
     browser.get(file.as_uri())
     WebDriverWait(browser, 60).until(lambda b: b.find_element("css selector", "body").get_attribute("data-drawn"))
     return browser

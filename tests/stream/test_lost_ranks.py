@@ -58,8 +58,8 @@ if rank == victim:
         if rank:
             worker.send_bytes = stop_here
         else:
-            worlds.receive_bytes = lambda *given: stop_here() if sys._getframe(1).f_code.co_name == "_say_leave" else (
-                said(*given))
+            worlds.receive_bytes = lambda *given, **named: (
+                stop_here() if sys._getframe(1).f_code.co_name == "_say_leave" else said(*given, **named))
 
 
 def feed(count):

@@ -11,6 +11,7 @@ from penstock.plan.request import Request
 from penstock.report.account import Account, stream_costs
 from penstock.report.measured import MeasuredStream, share
 from penstock.spec.cluster import Cluster, Device
+from penstock.spec.names import as_name
 from penstock.spec.profile import Boundary, Profile, Unit
 from penstock.tracing.trace import Run
 
@@ -86,7 +87,7 @@ def observed_cluster(run: Run, stream: MeasuredStream) -> Cluster:
     for stage in stream.stages:
         slowed = min(1.0, stage.alone_s / stage.mean("compute_s")) if stage.mean("compute_s") else 1.0
         known = run.facts.bandwidths[stage.rank] if stage.rank < len(run.facts.bandwidths) else None
-        name = f"stage {stage.index} on {stage.device}" if _shares_name(stream, stage.device) else stage.device
+        name = as_name(f"stage {stage.index} on {stage.device}" if _shares_name(stream, stage.device) else stage.device)
         devices.append(
             Device(name=name, speed=share(stage.machine) * slowed, memory_bytes=_ANY_MEMORY,
                    bandwidth_bytes_per_s=known)
@@ -95,7 +96,7 @@ def observed_cluster(run: Run, stream: MeasuredStream) -> Cluster:
 
 
 def _shares_name(stream: MeasuredStream, device: str) -> bool:
-    return sum(stage.device == device for stage in stream.stages) > 1
+    return sum(as_name(stage.device) == as_name(device) for stage in stream.stages) > 1
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -22,3 +22,13 @@ def check_name(what: str, name: object, error: type[PenstockError]) -> None:
     """Raise `error` unless this can be the name of a device, a host or a file."""
     if not is_name(name):
         raise error(f"{what} {NAME_RULE}, not {repr(name)[:80]}; rename it")
+
+
+def as_name(text: str) -> str:
+    """Make a name of what people call a process: what a name may not have becomes a dash.
+
+    >>> as_name("worker 1"), as_name("stage 0 on board")
+    ('worker-1', 'stage-0-on-board')
+    """
+    name = re.sub(r"[^A-Za-z0-9._:+@-]+", "-", text).lstrip(".:+@-")[:128]
+    return name or "device"

@@ -157,6 +157,25 @@ def test_a_process_that_does_nothing_but_answer_is_alive(pair: Pair) -> None:
     assert pair.healths[0].watching
 
 
+@pytest.mark.parametrize("delay_s", [0.1, 0.28])
+def test_a_slow_link_is_not_silence(delay_s: float) -> None:
+    """One question may take nearly as long as a silence: there is one on the way at a time, and it needs one answer."""
+
+    class Far(HashStore):
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            time.sleep(delay_s)
+            found: list[bytes] = super().multi_get(keys)
+            return found
+
+    far, failed = Far(), threading.Event()
+    prepare_board(far, 1)
+    health = Health(Boards(HashStore(), {1: lambda: far}), 0, NAMES[:2], failed.set, silence_s=0.3, beat_s=0.01)
+    try:
+        assert not failed.wait(2.0)
+    finally:
+        health.close()
+
+
 def test_a_board_with_nonsense_is_a_verdict_and_no_silence(pair: Pair) -> None:
     pair.boards[0].set("verdict", "{")
     for health, failed in zip(pair.healths, pair.failed, strict=True):

@@ -1,6 +1,7 @@
 """The caller's memory is the caller's: inputs may be used again, and outputs changed, once a call has returned."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.engine.bundle import write_bundle
+from penstock.engine.split import load_state
 from penstock.engine.world import World, start_local
+from penstock.graph.capture import capture
+from penstock.graph.graph import Graph
+from penstock.graph.stages import fingerprint
+from penstock.spec.plan import CutSet, DeviceLoad, Plan, Prediction, Stage
+from penstock.spec.plan import Pipeline as PlannedPipeline
 from penstock.stream.pipeline import Pipeline
+from penstock.zoo.weights import ModuleWeights
 from tests.forks import run_forked
 
 NUM, WIDTH = 12, 64
@@ -42,7 +51,7 @@ def different(num: int = NUM) -> list[Tensor]:
     return [torch.randn(2, WIDTH, generator=generator) for _ in range(num)]
 
 
-def check(pipe: Pipeline, model: nn.Module) -> None:
+def check(pipe: Pipeline | penstock.BundledPipeline, model: nn.Module) -> None:
     """Stream from one buffer that is filled again and again, and write into every output."""
     inputs = different()
     with torch.no_grad():
@@ -126,6 +135,47 @@ with penstock.Pipeline(model, (different(1)[0],), stages=int(sys.argv[1]), threa
         for _ in range(2):
             list(pipe.stream([]))
 """
+
+
+def planned(model: nn.Module, devices: int, pipelines: int) -> tuple[Graph, Plan]:
+    """A plan of several pipelines side by side whose cut sets take turns."""
+    graph = capture(model, (different(1)[0],))
+    names = [f"layers.{index}:after" for index in range(3)]
+    places = [tuple(f"d{index}" for index in range(p * devices, (p + 1) * devices)) for p in range(pipelines)]
+    sets = [names[shift : shift + devices - 1] for shift in (0, 1)] if devices > 1 else [[]]
+    plan = Plan(
+        model="Passing", graph=fingerprint(graph), profile="0" * 16, cluster="0" * 16, microbatch_rows=2,
+        pipelines=tuple(
+            PlannedPipeline(
+                stages=tuple(Stage(devices=(name,)) for name in each),
+                cut_sets=tuple(CutSet(cuts=tuple(cuts), weight=1 / len(sets)) for cuts in sets),
+                share=1 / pipelines,
+            )
+            for each in places
+        ),
+        loader="d0", writer="d0",
+        prediction=Prediction(
+            rows_per_s=1.0, bound_rows_per_s=1.0, latency_s=1.0, num_rows=1, total_s=1.0, limit="d0",
+            devices=tuple(DeviceLoad(device=name, load_s=1.0, memory_bytes=1.0) for each in places for name in each),
+        ),
+    )  # fmt: skip
+    return graph, plan
+
+
+@pytest.mark.parametrize(("devices", "pipelines"), [(1, 3), (2, 1), (3, 1)])
+def test_with_a_plan(world: World, devices: int, pipelines: int) -> None:
+    model = passing()
+    _, plan = planned(model, devices, pipelines)
+    with Pipeline(model, (different(1)[0],), plan=plan, world=world, threads=1) as pipe:
+        check(pipe, model)
+
+
+def test_from_a_bundle(tmp_path: Path) -> None:
+    model = passing()
+    graph, plan = planned(model, 2, 1)
+    write_bundle(tmp_path, graph, plan, partial(load_state, graph, weights=ModuleWeights(model)))
+    with penstock.BundledPipeline(tmp_path, threads=1) as pipe:
+        check(pipe, model)
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ import time
 import torch
 from torch.nn import functional
 
-_BLOCKS, _ROWS, _WIDTH = 12, 197, 384
+BLOCKS, _ROWS, _WIDTH = 12, 197, 384
 
 
-def calibrate(seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False, rounds: int = 3) -> float:
+def calibrate(
+    seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False, rounds: int = 3, blocks: int = BLOCKS
+) -> float:
     """Give the seconds that one round of a small transformer's matrix products takes here.
 
-    The weights do not fit in most caches, as a model's do not. Rounds are repeated for at least `seconds`, so a CPU
+    The weights, 4.7 MB for each of its `blocks`, do not fit in most caches, as a model's do not. Rounds are repeated for at least `seconds`, so a CPU
     quota that comes in short slices evens out, and at least `rounds` times, after a quarter of that to warm up;
     `by_cpu` counts this thread's own CPU seconds.
 
@@ -22,7 +24,7 @@ def calibrate(seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False, r
     generator = torch.Generator().manual_seed(0)
     weights = [
         (torch.randn(4 * _WIDTH, _WIDTH, generator=generator), torch.randn(_WIDTH, 4 * _WIDTH, generator=generator))
-        for _ in range(_BLOCKS)
+        for _ in range(blocks)
     ]
     rows = torch.randn(_ROWS, _WIDTH, generator=generator)
     clock = time.thread_time if by_cpu else time.perf_counter

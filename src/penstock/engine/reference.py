@@ -22,6 +22,8 @@ from penstock.tracing.trace import Alone, Machine
 # long enough for CPU quotas, which come in slices of some milliseconds, to even out
 _ALONE_S = 0.6
 _LEAST_ROUNDS = 3
+# of reference work: 19 MB, which is in what recording may take
+_BLOCKS = 4
 _BYTES = 2**20
 _BYTE_ROUNDS = 8
 
@@ -85,7 +87,7 @@ def measure_machine() -> Machine:
     """Measure how fast this device is, how many CPUs it may use, and what a byte costs it to send."""
     threads = torch.get_num_threads()
     try:
-        seconds = calibrate(0.0, by_cpu=True, rounds=2)
+        seconds = calibrate(0.0, by_cpu=True, rounds=6, blocks=_BLOCKS)
     finally:
         torch.set_num_threads(threads)
     return Machine(seconds, usable_cpus(), byte_seconds(), float(limit_bytes() or 0))

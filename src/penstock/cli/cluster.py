@@ -1,7 +1,6 @@
 """`--cluster FILE`: a verb that starts itself on the machines of a cluster."""
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ import typer
 
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.lab.run import OutputLine, print_line
+from penstock.cluster.launch import module_command, module_path
 from penstock.errors import UsageError
 from penstock.terminal.notes import say
 
@@ -53,10 +53,10 @@ def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
         elif line.stream == "stderr" and "hostname of the client socket" not in line.text:
             print_line(line)
 
-    command = [sys.executable, "-m", "penstock", *arguments]
+    command = module_command("penstock", *arguments)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(lab_session(spec))
-        run = stack.enter_context(lab.start(command, output=show))
+        run = stack.enter_context(lab.start(command, env={"PYTHONPATH": module_path()}, output=show))
         run.wait()
     codes = [code for code in run.exit_codes.values() if code]
     return 0 if not codes else (2 if codes[0] == 2 else 1)

@@ -8,9 +8,56 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import UsageError
+
+# the folder that the package lies in
+_SOURCE = Path(__file__).resolve().parents[2]
+# what -P does, for Python 3.10; `sys` is built in, so nothing is looked for before the current folder is off the path
+_LEAVE_OUT_CURRENT_FOLDER = "import sys; del sys.path[0]\n"
+_RUN_MODULE = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of ours, which must not import what lies in the current folder by chance.
+
+    `python -m` would look there first, so that a `torch.py` among downloaded files would run.
+
+    >>> module_command("penstock", "demo")[-2:]
+    ['penstock', 'demo']
+    """
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-m", module, *arguments]
+    return [sys.executable, "-c", _LEAVE_OUT_CURRENT_FOLDER + _RUN_MODULE, module, *arguments]
+
+
+def code_command(code: str) -> list[str]:
+    """Return the command that runs a piece of code of ours, without the current folder as `module_command`."""
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-c", code]
+    return [sys.executable, "-c", _LEAVE_OUT_CURRENT_FOLDER + code]
+
+
+def module_path(module: str = "penstock") -> str:
+    """Return where a fresh process that runs a module of ours looks for others, for its `PYTHONPATH`.
+
+    An installed package is found anyway; one on `sys.path` alone, as for a notebook beside the source, is not. The
+    current folder is left out unless the module or Penstock itself lies there.
+    """
+    here = Path.cwd().resolve()
+    needed = here in (_SOURCE, *_folders_of(module))
+    return os.pathsep.join(path or str(here) for path in sys.path if needed or Path(path).resolve() != here)
+
+
+def _folders_of(module: str) -> list[Path]:
+    """Find the folders on the path that a module's outermost package lies in."""
+    found = find_spec(module.partition(".")[0])
+    if found is None:
+        return []
+    places = found.submodule_search_locations or [found.origin or ""]
+    return [Path(place).resolve().parent for place in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +101,11 @@ class LocalWorkers:
     """
 
     def __init__(self, module: str, arguments: Sequence[Sequence[str]], env: Mapping[str, str] | None = None) -> None:
-        environment = {**os.environ, **(env or {})}
-        # an installed package is found anyway; one on sys.path alone (a notebook beside the source) is not
-        paths = [path for path in sys.path if path]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        environment = {**os.environ, **(env or {}), "PYTHONPATH": module_path(module)}
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for extra in arguments:
-                command = [sys.executable, "-m", module, *extra]
+                command = module_command(module, *extra)
                 self._processes.append(
                     subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
                 )

@@ -3,7 +3,6 @@
 import json
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import msgspec
 from penstock import errors
 from penstock.cluster.lab import Lab, lab_session, read_lab
 from penstock.cluster.lab.run import OutputLine, print_line
-from penstock.cluster.launch import LocalWorkers, WorkerExit
+from penstock.cluster.launch import LocalWorkers, WorkerExit, module_command, module_path
 from penstock.engine.board import LOOPBACK
 from penstock.engine.world import under_torchrun
 from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
@@ -185,8 +184,8 @@ def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) 
         if line.stream == "stderr" and "hostname of the client socket" not in line.text:
             print_line(line)
 
-    command = [sys.executable, "-m", WORKER, str(file.resolve())]
-    with lab.start(command, on=hosts[:count] if plan is None else plan.devices, output=show) as run:
+    command, env = module_command(WORKER, str(file.resolve())), {"PYTHONPATH": module_path()}
+    with lab.start(command, on=hosts[:count] if plan is None else plan.devices, env=env, output=show) as run:
         try:
             codes = run.wait()
         except RunError as error:

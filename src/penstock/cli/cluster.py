@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.options import bind_to
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.lab.run import OutputLine, print_line
 from penstock.cluster.launch import module_command, module_path
@@ -44,6 +45,8 @@ def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
 
     What the first host prints is printed as it is; everything on standard error has the host in front.
     """
+    bind = next((argument for argument in arguments if argument.partition("=")[0] == "--bind"), None)
+    bind_to(bind, path)
     spec = read_lab(path)
     first = spec.hosts[0].name
 

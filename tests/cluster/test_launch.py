@@ -7,8 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from penstock.cluster import launch
 from penstock.cluster.launch import LocalWorkers, WorkerExit, available_cores, code_command, module_command
 from tests.processes import ROOT, lay_trap, run_python
 
@@ -47,6 +49,24 @@ def test_those_that_do_not_are_killed_even_when_stopped(module: Path) -> None:
     begin = time.perf_counter()
     workers.stop(0.2)
     assert time.perf_counter() - begin < 5.0
+
+
+def test_a_process_that_not_even_a_kill_ends_is_named_and_not_waited_for(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module.write_text(SLEEP)
+    workers = LocalWorkers("some_worker", [[], []])
+    (pid, other), process = workers.pids, workers._processes[0]
+    monkeypatch.setattr(launch, "_KILLED_S", 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "kill", lambda: None)  # as if it waited for a disk
+        begin = time.perf_counter()
+        with pytest.warns(UserWarning, match=f"but worker process {pid} did not; see what it waits for"):
+            workers.stop(0.2)
+        assert time.perf_counter() - begin < 5.0
+    assert not psutil.pid_exists(other)
+    process.kill()
+    process.wait()
 
 
 def test_exits_are_named(module: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from penstock.errors import UsageError
 
+_KILLED_S = 10.0  # in which a process that was killed ends
 # the folder that the package lies in
 _SOURCE = Path(__file__).resolve().parents[2]
 # what -P does, for Python 3.10; `sys` is built in, so nothing is looked for before the current folder is off the path
@@ -128,19 +130,36 @@ class LocalWorkers:
         return next(iter(self.exits()), None)
 
     def stop(self, grace_s: float) -> None:
-        """Wait for the workers to end by themselves, then end those that have not."""
+        """Wait for the workers to end by themselves, then end those that have not.
+
+        One that not even that ends, as it waits in the kernel, is named in a warning and left behind.
+        """
         for process in self._processes:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-        deadline = time.monotonic() + grace_s
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()  # also ends a stopped process
-                process.wait()
+        killed = _running(self._processes, grace_s)
+        for process in killed:
+            process.kill()  # also ends a stopped process
+        stuck = ", ".join(str(process.pid) for process in _running(killed, _KILLED_S))
         self._processes = []
+        if stuck:
+            warnings.warn(
+                f"a killed process ends within {_KILLED_S:g} s, but worker process {stuck} did not; see what it waits "
+                "for with ps -o pid,stat,wchan,args, as for a disk that does not answer",
+                stacklevel=2,
+            )
+
+
+def _running(processes: Sequence["subprocess.Popen[bytes]"], timeout_s: float) -> list["subprocess.Popen[bytes]"]:
+    """Wait for processes to end, and return those that have not in time."""
+    deadline, running = time.monotonic() + timeout_s, []
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            running.append(process)
+    return running
 
 
 def available_cores() -> int:

@@ -96,6 +96,15 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def lay_trap(folder: Path) -> Path:
+    """Put modules into a folder that leave a mark when they are imported in place of the real ones."""
+    mark = folder / "mark"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("torch", "numpy", "msgspec", "json"):
+        (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write('{name} ')\n")
+    return mark
+
+
 def run_python(*arguments: str, deadline_s: float, stdin: str = "", env: Mapping[str, str] | None = None) -> Finished:
     """Run `python ARGUMENTS` to its end."""
     with Running([sys.executable, *arguments], deadline_s=deadline_s, stdin=stdin, env=env) as running:

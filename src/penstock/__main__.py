@@ -1,7 +1,21 @@
 """`python -m penstock`, which is also what torchrun starts: `torchrun ... -m penstock bench ...`."""
 
+import os
 import sys
 
-from penstock.cli.main import main
 
-sys.exit(main())
+def run() -> int:
+    """Run the command line without the current folder, which `-m` has put first on the path.
+
+    What lies there by chance must not be imported in place of what is meant; see `module_command`.
+    """
+    here, source = os.path.realpath(os.getcwd()), os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    if not getattr(sys.flags, "safe_path", False) and os.path.realpath(sys.path[0]) == here != source:
+        del sys.path[0]
+    from penstock.cli.main import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

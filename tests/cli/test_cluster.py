@@ -11,6 +11,7 @@ import pytest
 from penstock.cli.cluster import take_cluster
 from penstock.errors import UsageError
 from tests.cli.conftest import SMALL
+from tests.processes import lay_trap
 
 
 @pytest.mark.parametrize("given", [["bench", "m", "--cluster", "a.toml"], ["bench", "--cluster=a.toml", "m"]])
@@ -26,15 +27,17 @@ def test_without_the_option_nothing_changes() -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="a lab needs root")
-def test_bench_runs_on_the_hosts_of_a_lab(tmp_path: Path) -> None:
+def test_bench_runs_on_the_hosts_of_a_lab_without_what_lies_in_the_current_folder(tmp_path: Path) -> None:
+    mark = lay_trap(tmp_path)
     hosts = "".join(f'[[hosts]]\nname = "h{i}"\ncpu = 0.9\nmemory = "4 GiB"\n' for i in range(2))
     (tmp_path / "lab.toml").write_text(f'name = "clitest"\nbandwidth = "1 Gbit/s"\n{hosts}')
     file = tmp_path / "bench.json"
     done = subprocess.run(
         [sys.executable, "-m", "penstock", "bench", SMALL, "--stages", "2", "--num-images", "8",
          "--json", str(file), "--cluster", str(tmp_path / "lab.toml")],
-        capture_output=True, text=True, timeout=240, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
+    assert not mark.exists(), mark.read_text()
     assert done.returncode == 0, done.stderr
     said = json.loads(file.read_text())
     assert said["settings"]["devices"] == ["rank 0 on h0", "rank 1 on h1"]

@@ -322,6 +322,36 @@ def test_two_labs_at_once(lab: Lab) -> None:
     assert lab.is_up()
 
 
+@pytest.mark.parametrize(
+    ("verb", "number"),
+    [("bench", signal.SIGTERM), ("infer", signal.SIGHUP), ("train", signal.SIGTERM)],
+)
+def test_a_verb_on_a_cluster_ended_in_the_middle(
+    verb: str, number: signal.Signals, tmp_path: Path, cgroups: Cgroups
+) -> None:
+    name = f"{NAME}c"
+    file = tmp_path / "lab.toml"
+    file.write_text(write_lab(make_spec(name, memory_bytes=2048 * MIB)))
+    before = traces()
+    data = {"bench": [], "infer": ["--images", "digits"], "train": ["--data", "digits"]}[verb]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", verb, "timm:resnet18", *data, "--cluster", str(file)],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        until(lambda: len(cgroups.processes(name)) == 2, 60)
+        process.send_signal(number)
+        time.sleep(0.05)
+        process.send_signal(number)  # a closing terminal sends several
+        assert process.wait(30) == 128 + number
+        assert traces() == before
+        assert not list(tmp_path.glob("runs/train/asked.json"))
+    finally:
+        process.kill()
+        process.communicate()
+        take_down(name)
+
+
 def start_verb(*arguments: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([*VERB, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

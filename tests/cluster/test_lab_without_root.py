@@ -12,12 +12,14 @@ import psutil
 import pytest
 
 from penstock.cluster.lab import Lab, LabSpec, lab_session
+from penstock.cluster.lab import run as run_module
 from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, quota
 from penstock.cluster.lab.machine import Machine, find_cgroups, this_machine
 from penstock.cluster.lab.memory import MemoryWatch, explain
 from penstock.cluster.lab.network import up_commands
 from penstock.cluster.lab.processes import Awake, Target, choose_cores, command_line, environment
 from penstock.cluster.lab.shell import RecordingShell, SystemShell
+from penstock.cluster.lab.signals import ended_by_signals
 from penstock.errors import ClusterError, RunError
 from tests.cluster.labs import make_spec, until
 
@@ -400,6 +402,67 @@ def test_cores_are_kept_awake_by_what_gives_way() -> None:
     finally:
         awake.release()
     assert not spinner.is_running()
+
+
+class Stuck(subprocess.Popen[str]):
+    """A process that a kill does not end, as one that waits for a disk."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is None:
+            return super().wait()
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+def test_a_run_lets_go_of_its_helpers_when_a_process_does_not_end(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    helpers: list[str] = []
+
+    class Helper:
+        def __init__(self, _what: object) -> None:
+            helpers.append("made")
+
+        def release(self) -> None:
+            helpers.append("released")
+
+    started: list[Stuck] = []
+
+    def start(*_: object) -> Stuck:
+        pipe = subprocess.PIPE
+        started.append(Stuck(["sleep", "60"], stdout=pipe, stderr=pipe, text=True, start_new_session=True))
+        return started[-1]
+
+    monkeypatch.setattr(run_module, "Guard", Helper)
+    monkeypatch.setattr(run_module, "Awake", Helper)
+    monkeypatch.setattr(run_module, "_DRAIN_S", 0.2)
+    monkeypatch.setattr(run_module, "start_process", start)
+    lab = Lab(make_spec("lab", 1), machine)
+    lab.up()
+    shell_of(machine).answers["ip netns list"] = "penstock.lab (id: 0)\npenstock.lab.host0\n"
+    (tmp_path / "cgroup/penstock.lab/host0/memory.events").write_text("oom_kill 0\n")
+    run = lab.start(["sleep", "60"], grace_s=0.1)
+    run.terminate()
+    assert helpers == ["made", "made", "released", "released"]
+    with pytest.raises(RunError, match=rf"but {started[0].pid} of host0 did not; see what it waits for"):
+        run.wait(timeout_s=5.0)
+    started[0].wait()
+
+
+def asked_to_end() -> None:
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.raise_signal(number)
+
+
+def test_a_program_keeps_its_own_signals() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with pytest.raises(SystemExit) as left, ended_by_signals():
+            asked_to_end()
+        assert left.value.code == 143
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 ORPHANS = """

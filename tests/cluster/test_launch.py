@@ -2,12 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from penstock.cluster.launch import LocalWorkers, WorkerExit, available_cores
+from penstock.cluster import launch
+from penstock.cluster.launch import LocalWorkers, WorkerExit, available_cores, code_command, module_command
+from tests.processes import ROOT, lay_trap, run_python
 
 SLEEP = "import sys, time; time.sleep(60)"
 UNTIL_END = "import sys; sys.stdin.buffer.read()"
@@ -46,6 +51,24 @@ def test_those_that_do_not_are_killed_even_when_stopped(module: Path) -> None:
     assert time.perf_counter() - begin < 5.0
 
 
+def test_a_process_that_not_even_a_kill_ends_is_named_and_not_waited_for(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module.write_text(SLEEP)
+    workers = LocalWorkers("some_worker", [[], []])
+    (pid, other), process = workers.pids, workers._processes[0]
+    monkeypatch.setattr(launch, "_KILLED_S", 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "kill", lambda: None)  # as if it waited for a disk
+        begin = time.perf_counter()
+        with pytest.warns(UserWarning, match=f"but worker process {pid} did not; see what it waits for"):
+            workers.stop(0.2)
+        assert time.perf_counter() - begin < 5.0
+    assert not psutil.pid_exists(other)
+    process.kill()
+    process.wait()
+
+
 def test_exits_are_named(module: Path) -> None:
     module.write_text("import sys; sys.exit(int(sys.argv[1]))")
     workers = LocalWorkers("some_worker", [["7"]])
@@ -70,3 +93,50 @@ def test_the_environment_and_the_process_group(module: Path, tmp_path: Path) -> 
 
 def test_cores() -> None:
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
+
+
+WORLD = """
+import os, sys
+sys.path.insert(0, sys.argv[1])  # a script that has the package on its path
+from penstock.engine.world import start_local
+os.chdir(sys.argv[2])
+sys.path.insert(0, "")  # as in a notebook
+world = start_local(1)
+world.dismiss()
+world.close()
+print("fine")
+"""
+
+
+def test_workers_do_not_import_what_lies_in_the_current_folder(tmp_path: Path) -> None:
+    mark = lay_trap(tmp_path / "downloaded")
+    found = run_python("-c", WORLD, str(ROOT / "src"), str(mark.parent), deadline_s=60.0, env={"PYTHONPATH": ""})
+    assert not mark.exists(), mark.read_text()
+    assert (found.status, found.stdout) == (0, "fine\n"), found.stderr
+
+
+def test_a_worker_in_the_current_folder_is_found(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module.write_text("import some_neighbour, sys; sys.exit(some_neighbour.STATUS)")
+    module.with_name("some_neighbour.py").write_text("STATUS = 5")
+    monkeypatch.chdir(module.parent)
+    monkeypatch.setattr(sys, "path", ["", *sys.path[1:]])
+    workers = LocalWorkers("some_worker", [[]])
+    assert wait_for_exit(workers).status == 5
+    workers.stop(0.0)
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 11)])
+def test_commands_leave_the_current_folder_out(
+    version: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form for Python 3.10 works with any."""
+    if version == (3, 11) > sys.version_info:
+        pytest.skip("-P came with Python 3.11")
+    mark = lay_trap(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "version_info", version)
+    commands = module_command("json.tool", "--help"), code_command("import json; print(json.dumps([1]))")
+    found = [subprocess.run(command, capture_output=True, text=True, timeout=60, check=True) for command in commands]
+    assert "usage" in found[0].stdout
+    assert found[1].stdout == "[1]\n"
+    assert not mark.exists()

@@ -1,5 +1,6 @@
 """How processes find each other, and what they say when they do not."""
 
+import gc
 import socket
 import threading
 import time
@@ -58,6 +59,18 @@ def join_twice(rank: int, _store: Store, port: int) -> dict[str, Any]:
 def test_processes_join_again_without_torchrun(tmp_path: Path) -> None:
     results = run_ranks(join_twice, 2, 60.0, tmp_path, free_port())
     assert [len(names) for result in results for names in result["names"]] == [2] * 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+def test_joining_again_and_again_leaves_no_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "_serving", {})
+    torchrun_variables(monkeypatch, free_port())
+    counts = []
+    for _ in range(20):
+        join_torchrun().close()
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert max(counts[10:]) <= max(counts[:10]) + 1, counts  # a connection may still be closing
 
 
 def test_a_broken_connection_is_explained_by_the_verdict() -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from penstock.cli.cluster import Cluster
 from penstock.cli.options import (
+    Bind,
     ComputesOn,
     JsonFile,
     MicrobatchSize,
@@ -18,6 +19,7 @@ from penstock.cli.options import (
     Seed,
     Threads,
     WeightsFile,
+    bind_to,
     make_console,
     parse_numbers,
     write_json,
@@ -63,11 +65,12 @@ def bench(
     seed: Seed = 0,
     threads: Threads = None,
     device: ComputesOn = "cpu",
+    bind: Bind = None,
     cluster: Cluster = None,
     json: JsonFile = None,
 ) -> None:
     """Measure a model serially and as pipelines: images per second, speed-up, equality, where the time goes."""
-    del cluster  # main() starts the verb again on its hosts
+    bind_to(bind, cluster)
     counts = parse_numbers(stages, "--stages")
     policies = policy.split(",")
     for name in policies:

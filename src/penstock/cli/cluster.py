@@ -1,15 +1,16 @@
 """`--cluster FILE`: a verb that starts itself on the machines of a cluster."""
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from penstock.cli.options import bind_to
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.lab.run import OutputLine, print_line
+from penstock.cluster.launch import module_command, module_path
 from penstock.errors import UsageError
 from penstock.terminal.notes import say
 
@@ -44,6 +45,8 @@ def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
 
     What the first host prints is printed as it is; everything on standard error has the host in front.
     """
+    bind = next((argument for argument in arguments if argument.partition("=")[0] == "--bind"), None)
+    bind_to(bind, path)
     spec = read_lab(path)
     first = spec.hosts[0].name
 
@@ -53,10 +56,10 @@ def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
         elif line.stream == "stderr" and "hostname of the client socket" not in line.text:
             print_line(line)
 
-    command = [sys.executable, "-m", "penstock", *arguments]
+    command = module_command("penstock", *arguments)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(lab_session(spec))
-        run = stack.enter_context(lab.start(command, output=show))
+        run = stack.enter_context(lab.start(command, env={"PYTHONPATH": module_path()}, output=show))
         run.wait()
     codes = [code for code in run.exit_codes.values() if code]
     return 0 if not codes else (2 if codes[0] == 2 else 1)

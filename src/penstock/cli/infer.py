@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.cli.cluster import Cluster
 from penstock.cli.options import (
+    Bind,
     ComputesOn,
     CutNames,
     JsonFile,
@@ -23,6 +24,7 @@ from penstock.cli.options import (
     Threads,
     Trace,
     WeightsFile,
+    bind_to,
     check_profiled,
     write_json,
 )
@@ -65,12 +67,13 @@ def infer(
     seed: Seed = 0,
     threads: Threads = None,
     device: ComputesOn = "cpu",
+    bind: Bind = None,
     cluster: Cluster = None,
     json: JsonFile = None,
 ) -> None:
     """Classify images through a pipeline: predictions in order, throughput, and accuracy where there are labels."""
     check_profiled(profile=profile, trace=trace)
-    del cluster  # main() starts the verb again on its hosts
+    bind_to(bind, cluster)
     world = join_torchrun() if under_torchrun() else None
     if world is not None and world.rank != FEEDER:
         follow(world)

@@ -1,10 +1,8 @@
 """`penstock lab`: an emulated cluster on this Linux machine."""
 
 import contextlib
-import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
@@ -12,6 +10,7 @@ import typer
 
 from penstock.cluster.lab import DEFAULT_PORT, PRESETS, Lab, LabStatus, preset, read_lab, take_down, write_lab
 from penstock.cluster.lab.machine import num_cores
+from penstock.cluster.lab.signals import ended_by_signals
 from penstock.errors import ClusterError, RunError, UsageError
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
@@ -64,7 +63,7 @@ def init(
 def up(lab: Annotated[Path, typer.Argument(help="The lab file.")], json: JsonFile = None) -> None:
     """Put a lab up: namespaces, links, CPU shares and memory limits."""
     target = Lab.from_file(lab)
-    with _ended_by_signals():
+    with ended_by_signals():
         with working(f"putting up {len(target.spec.hosts)} hosts"):
             warnings = target.up()
         _warn(warnings)
@@ -99,7 +98,7 @@ def run(
     """Run a command on the lab's hosts with torchrun's environment; the first failure ends all."""
     target = _find(lab)
     with (
-        _ended_by_signals(),
+        ended_by_signals(),
         _session(target),
         target.start(command, on=on, nproc_per_host=nproc_per_host, port=port) as started,
     ):
@@ -202,18 +201,3 @@ def _session(lab: Lab) -> Iterator[None]:
         yield
     finally:
         lab.down()
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let a polite signal end a verb as Ctrl-C does: with everything cleaned up."""
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

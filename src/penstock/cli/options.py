@@ -1,12 +1,15 @@
 """Options that several verbs share."""
 
 import json as json_module
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from penstock.engine.board import is_everywhere, listen
+from penstock.engine.world import BIND
 from penstock.errors import UsageError
 from penstock.terminal.console import PlainConsole
 
@@ -28,6 +31,13 @@ Profiled = Annotated[
     bool, typer.Option("--profile", help="Also torch.profiler's operations of a few microbatches, into --trace DIR.")
 ]
 Live = Annotated[bool, typer.Option("--live", help="Show the stages at work while it runs.")]
+Bind = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Listen on this address of this machine; loopback, or the one towards the first host, if not given.",
+    ),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")]
 
 
@@ -50,6 +60,28 @@ def check_profiled(*, profile: bool, trace: Path | None) -> None:
     """What the profiler sees goes into a trace; raises `UsageError` without one."""
     if profile and trace is None:
         raise UsageError("--profile writes into the run's trace; give --trace DIR too")
+
+
+def bind_to(address: str | None, cluster: Path | None = None) -> None:
+    """Have this process and those that it starts listen on this address alone, if one was given.
+
+    Raises `UsageError` for an address that is not this machine's, and for the hosts of a lab.
+    """
+    if address is None:
+        return
+    if cluster is not None:
+        raise UsageError("--bind is for processes of this machine, and a lab's hosts have their own; leave it out")
+    try:
+        with listen(address) as listener:
+            found = str(listener.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"--bind takes an address of this machine, not {address!r} ({reason}); see `ip address`"
+        ) from None
+    if is_everywhere(found):
+        raise UsageError(f"--bind takes one address, and {address!r} means all of this machine; see `ip address`")
+    os.environ[BIND] = found
 
 
 def parse_numbers(text: str, option: str) -> list[int]:

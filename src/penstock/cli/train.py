@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from penstock.cli.options import (
+    Bind,
     ComputesOn,
     CutNames,
     JsonFile,
@@ -20,6 +21,7 @@ from penstock.cli.options import (
     Threads,
     Trace,
     WeightsFile,
+    bind_to,
     check_profiled,
     make_console,
     write_json,
@@ -70,6 +72,7 @@ def train(
     pretrained: Pretrained = False,
     threads: Threads = None,
     device: ComputesOn = "cpu",
+    bind: Bind = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row of text; of a sentence at most.")] = 128,
     num_rows: Annotated[int | None, typer.Option(min=1, help="Only so many rows of the data.")] = None,
     num_workers: Annotated[int, typer.Option(min=0, help="Processes that load data for each one that trains.")] = 0,
@@ -88,6 +91,7 @@ def train(
 ) -> None:
     """Train a model: alone, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
     check_profiled(profile=profile, trace=trace)
+    bind_to(bind, cluster)
     if batch_size is None:
         batch_size = 32 if plan is None else read_plan(plan).batch_rows or 32
     settings = make_settings({

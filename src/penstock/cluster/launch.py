@@ -6,11 +6,60 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import UsageError
+
+_KILLED_S = 10.0  # in which a process that was killed ends
+# the folder that the package lies in
+_SOURCE = Path(__file__).resolve().parents[2]
+# what -P does, for Python 3.10; `sys` is built in, so nothing is looked for before the current folder is off the path
+_LEAVE_OUT_CURRENT_FOLDER = "import sys; del sys.path[0]\n"
+_RUN_MODULE = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of ours, which must not import what lies in the current folder by chance.
+
+    `python -m` would look there first, so that a `torch.py` among downloaded files would run.
+
+    >>> module_command("penstock", "demo")[-2:]
+    ['penstock', 'demo']
+    """
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-m", module, *arguments]
+    return [sys.executable, "-c", _LEAVE_OUT_CURRENT_FOLDER + _RUN_MODULE, module, *arguments]
+
+
+def code_command(code: str) -> list[str]:
+    """Return the command that runs a piece of code of ours, without the current folder as `module_command`."""
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-c", code]
+    return [sys.executable, "-c", _LEAVE_OUT_CURRENT_FOLDER + code]
+
+
+def module_path(module: str = "penstock") -> str:
+    """Return where a fresh process that runs a module of ours looks for others, for its `PYTHONPATH`.
+
+    An installed package is found anyway; one on `sys.path` alone, as for a notebook beside the source, is not. The
+    current folder is left out unless the module or Penstock itself lies there.
+    """
+    here = Path.cwd().resolve()
+    needed = here in (_SOURCE, *_folders_of(module))
+    return os.pathsep.join(path or str(here) for path in sys.path if needed or Path(path).resolve() != here)
+
+
+def _folders_of(module: str) -> list[Path]:
+    """Find the folders on the path that a module's outermost package lies in."""
+    found = find_spec(module.partition(".")[0])
+    if found is None:
+        return []
+    places = found.submodule_search_locations or [found.origin or ""]
+    return [Path(place).resolve().parent for place in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +103,11 @@ class LocalWorkers:
     """
 
     def __init__(self, module: str, arguments: Sequence[Sequence[str]], env: Mapping[str, str] | None = None) -> None:
-        environment = {**os.environ, **(env or {})}
-        # an installed package is found anyway; one on sys.path alone (a notebook beside the source) is not
-        paths = [path for path in sys.path if path]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        environment = {**os.environ, **(env or {}), "PYTHONPATH": module_path(module)}
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for extra in arguments:
-                command = [sys.executable, "-m", module, *extra]
+                command = module_command(module, *extra)
                 self._processes.append(
                     subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
                 )
@@ -84,19 +130,36 @@ class LocalWorkers:
         return next(iter(self.exits()), None)
 
     def stop(self, grace_s: float) -> None:
-        """Wait for the workers to end by themselves, then end those that have not."""
+        """Wait for the workers to end by themselves, then end those that have not.
+
+        One that not even that ends, as it waits in the kernel, is named in a warning and left behind.
+        """
         for process in self._processes:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-        deadline = time.monotonic() + grace_s
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()  # also ends a stopped process
-                process.wait()
+        killed = _running(self._processes, grace_s)
+        for process in killed:
+            process.kill()  # also ends a stopped process
+        stuck = ", ".join(str(process.pid) for process in _running(killed, _KILLED_S))
         self._processes = []
+        if stuck:
+            warnings.warn(
+                f"a killed process ends within {_KILLED_S:g} s, but worker process {stuck} did not; see what it waits "
+                "for with ps -o pid,stat,wchan,args, as for a disk that does not answer",
+                stacklevel=2,
+            )
+
+
+def _running(processes: Sequence["subprocess.Popen[bytes]"], timeout_s: float) -> list["subprocess.Popen[bytes]"]:
+    """Wait for processes to end, and return those that have not in time."""
+    deadline, running = time.monotonic() + timeout_s, []
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            running.append(process)
+    return running
 
 
 def available_cores() -> int:

@@ -121,6 +121,15 @@ def _means_loopback(host: str) -> bool:
     return all(_is_loopback(address) for address in found)
 
 
+def is_everywhere(address: str) -> bool:
+    """Say whether an address means all those of a machine.
+
+    >>> is_everywhere("0.0.0.0"), is_everywhere("127.0.0.1")
+    (True, False)
+    """
+    return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
+
+
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback

@@ -14,6 +14,7 @@ from penstock.engine.edges import LocalEdge
 from penstock.engine.ends import JOIN_S, Ends
 from penstock.engine.executor import StageReport, StageSlot, serve
 from penstock.engine.jobs import Parts, StagesJob, load_programs, send_stages
+from penstock.engine.messages import CLOSE, Message
 from penstock.engine.nccl import go_direct
 from penstock.engine.progress import STALL_S, Progress, StallWatch, read_progress
 from penstock.engine.runtime import StageRuntime
@@ -193,6 +194,16 @@ class Deployment:
                 self._give_up()
             self._join()
 
+    def leave(self) -> None:
+        """Do what `close` does when the program ends: from Python 3.12 on, no thread can be started then."""
+        self.world.health.call_instead(self._give_up)
+        self.finish()
+        if self.world.health.failure is None:
+            self._outlet.put(Message(CLOSE))
+            while self._inlet.take().kind != CLOSE:
+                pass
+        self._join()
+
     def _join(self) -> None:
         if self._executor is not None:
             self._executor.join(JOIN_S)
@@ -256,6 +267,11 @@ class Replicas:
         """Tell all stages to stop serving; the world stays."""
         for deployment in self.deployments:
             deployment.close()
+
+    def leave(self) -> None:
+        """Do what `close` does when the program ends, as `Deployment.leave`."""
+        for deployment in self.deployments:
+            deployment.leave()
 
 
 def _check_shared(job: StagesJob) -> None:

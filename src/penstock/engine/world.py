@@ -41,6 +41,7 @@ _joins = itertools.count()
 # where they meet if torchrun gives no place: kept, since others may join again before this process does
 _serving: dict[tuple[str, int], TCPStore] = {}
 WORKER = "penstock.engine.worker"
+BIND = "PENSTOCK_BIND"  # the address that this process and those that it starts listen on
 # what gloo waits for while it connects
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 # after a broken connection, the time in which a verdict must come: silence, two beats, and a store that hangs
@@ -179,14 +180,21 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def own_address() -> str:
+    """Return where processes of this machine alone meet: loopback, unless another address was chosen."""
+    return os.environ.get(BIND) or LOOPBACK
+
+
 def join_torchrun() -> World:
     """Join the processes that torchrun started; raises `RunError` when they do not all come."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     cores = keep_to_share(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    first = first_address(host, all_here=os.environ.get("LOCAL_WORLD_SIZE") == str(size))
-    address = os.environ.get("PENSTOCK_BIND") or local_address(first)
+    all_here, chosen = os.environ.get("LOCAL_WORLD_SIZE") == str(size), os.environ.get(BIND)
+    # processes of one machine have been given one address, and the first of them serves the store there
+    first = chosen if chosen and all_here and not hosted else first_address(host, all_here=all_here)
+    address = chosen or local_address(first)
     if rank == FEEDER and not hosted:
         first = address
         if (host, port) not in _serving:
@@ -210,7 +218,8 @@ def start_local(
 
     `module` is the program that they run, which ends as `penstock.engine.worker` does, with `arguments` of its own.
     """
-    store = serve_store(LOOPBACK)
+    address = own_address()
+    store = serve_store(address)
     size, port = num_workers + 1, store.port
     own = [["--port", str(port), "--rank", str(rank), "--size", str(size), *arguments] for rank in range(1, size)]
     workers = LocalWorkers(module, own, {"OMP_NUM_THREADS": "1", **(env or {})})
@@ -222,7 +231,7 @@ def start_local(
 
     try:
         world = _join(
-            lambda: store, FEEDER, size, LOOPBACK, "run", "the feeding process", list(range(1, size)), watch_workers
+            lambda: store, FEEDER, size, address, "run", "the feeding process", list(range(1, size)), watch_workers
         )
     except BaseException:
         workers.stop(0.0)
@@ -234,8 +243,9 @@ def start_local(
 
 def join_local(port: int, rank: int, size: int) -> World:
     """Join, as a worker, the process that started this one."""
+    address = own_address()
     world = _join(
-        lambda: connect_store(LOOPBACK, port), rank, size, LOOPBACK, "run", f"worker {rank}", list(range(1, size))
+        lambda: connect_store(address, port), rank, size, address, "run", f"worker {rank}", list(range(1, size))
     )
     world.position = rank - 1  # the feeding process computes nothing
     return world

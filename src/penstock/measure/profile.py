@@ -1,14 +1,15 @@
 """Make a profile: what a model costs on this kind of device."""
 
+import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 from torch import Tensor
 
+from penstock.cluster.launch import code_command, module_path
 from penstock.errors import RunError
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
@@ -189,7 +190,8 @@ def worker_bytes() -> float:
 
     Raises `RunError` on systems that do not say.
     """
-    done = subprocess.run([sys.executable, "-c", _MEASURE_BASE], capture_output=True, text=True, timeout=120)
+    env = {**os.environ, "PYTHONPATH": module_path()}
+    done = subprocess.run(code_command(_MEASURE_BASE), env=env, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise RunError(f"a worker's memory could not be measured: {(done.stderr.splitlines() or ['no reason'])[-1]}")
     if done.stdout.strip() == "None":

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import socket
-import sys
 import time
 from pathlib import Path
 
@@ -12,9 +10,9 @@ import msgspec
 from penstock import errors
 from penstock.cluster.lab import Lab, lab_session, read_lab
 from penstock.cluster.lab.run import OutputLine, print_line
-from penstock.cluster.launch import LocalWorkers, WorkerExit
-from penstock.engine.board import LOOPBACK
-from penstock.engine.world import under_torchrun
+from penstock.cluster.launch import LocalWorkers, WorkerExit, module_command, module_path
+from penstock.engine.board import listen
+from penstock.engine.world import own_address, under_torchrun
 from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
 from penstock.files import written_whole
 from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
@@ -117,10 +115,10 @@ def _read_result(path: Path, problem: RunError | None) -> FitResult:
 def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_bytes: int | None) -> RunError | None:
     """Run on this machine; gives what went wrong as seen from here."""
     count = num_processes(settings, plan)
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+    address = own_address()
+    with listen(address) as probe:
         port = probe.getsockname()[1]
-    env = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    env = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     if count > 1:
         env["OMP_NUM_THREADS"] = "1"
     arguments = [[str(file), "--rank", str(rank)] for rank in range(count)]
@@ -185,8 +183,8 @@ def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) 
         if line.stream == "stderr" and "hostname of the client socket" not in line.text:
             print_line(line)
 
-    command = [sys.executable, "-m", WORKER, str(file.resolve())]
-    with lab.start(command, on=hosts[:count] if plan is None else plan.devices, output=show) as run:
+    command, env = module_command(WORKER, str(file.resolve())), {"PYTHONPATH": module_path()}
+    with lab.start(command, on=hosts[:count] if plan is None else plan.devices, env=env, output=show) as run:
         try:
             codes = run.wait()
         except RunError as error:

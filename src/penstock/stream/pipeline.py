@@ -1,6 +1,8 @@
 """What users import: a model as a pipeline over processes, fed from an ordinary loop."""
 
+import atexit
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +19,7 @@ from penstock.engine.deployment import DEPTH, Deployment, Replicas
 from penstock.engine.devices import find_device
 from penstock.engine.executor import execute
 from penstock.engine.jobs import MakeRuntime, read_stages, receive_stages
+from penstock.engine.leaving import end_when_dropped, failed
 from penstock.engine.messages import CLOSE
 from penstock.engine.modules import runtime_maker
 from penstock.engine.nccl import check_way
@@ -26,7 +29,7 @@ from penstock.engine.traces import FeederTracer, follow_stages
 from penstock.engine.tree import bind_inputs, build_output
 from penstock.engine.wiring import build_slots, tell_progress
 from penstock.engine.world import FEEDER, World, join_torchrun, under_torchrun
-from penstock.errors import TransportError, UsageError
+from penstock.errors import PenstockError, TransportError, UsageError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.spec.check import check_purpose
@@ -34,6 +37,7 @@ from penstock.spec.plan import Plan
 from penstock.stream.division import Wanted, divide_model
 from penstock.stream.facts import stream_facts, units_of
 from penstock.terminal.live import StageState
+from penstock.terminal.notes import note
 from penstock.tracing.trace import write_run
 from penstock.train.batches import Call, as_call
 from penstock.train.methods import TrainingMethods, trains
@@ -127,6 +131,7 @@ class Pipeline(TrainingMethods):
         self.model_name = type(model).__name__
         self._deployment: Deployment | Replicas
         self._owns_world = world is None
+        self._dropped: weakref.finalize[..., object] | None = None
         self._closed = False
         self._plan: Plan | None = None
         self._between_gpus = between_gpus
@@ -164,6 +169,7 @@ class Pipeline(TrainingMethods):
         if world is not None and not self._feeds:
             self._world = world
             self._join_stages(None if model is None or isinstance(model, nn.Module) else runtime_maker(model, None))
+            self._look_after_end()
             return
         try:
             division = divide_model(model, args, kwargs, wanted, world)
@@ -178,6 +184,39 @@ class Pipeline(TrainingMethods):
                 world.health.report(error)  # the other processes wait for their stages
                 world.close(0.0)
             raise
+        self._look_after_end()
+
+    def _look_after_end(self) -> None:
+        """See that a stream that is left open ends as one that is meant: it has given what was asked of it."""
+        if not self._owns_world:
+            return
+        if self._world.workers is not None:
+            self._dropped = end_when_dropped(self, self._world, self._deployment)
+        else:
+            atexit.register(self._end_at_exit)  # the other processes wait for this one, so it cannot just be dropped
+
+    def _forget_end(self) -> None:
+        atexit.unregister(self._end_at_exit)
+        if self._dropped is not None:
+            self._dropped.detach()
+
+    def _end_at_exit(self) -> None:
+        if self._end_training(wait=False) or self._closed:
+            return
+        problem = failed()
+        try:
+            if problem is not None:
+                self._world.health.report(problem)  # the other processes would wait for the next stream
+                self.abandon()
+            elif self._feeds:
+                self._deployment.leave()
+            else:
+                self._serve_to_end()
+        except PenstockError as error:
+            note(f"the pipeline was left open at the end of the program, and then {error}")
+        finally:
+            self._closed = True
+            self._world.close()
 
     def _join_stages(self, make: MakeRuntime | None) -> None:
         """In a process that does not feed: receive stages and weights, or take the modules that it has."""
@@ -284,6 +323,10 @@ class Pipeline(TrainingMethods):
             self._world.health.report(error)
             raise
 
+    def _serve_to_end(self) -> None:
+        while not self._closed:
+            self._serve()
+
     def _tracer(self) -> FeederTracer | None:
         if self._trace is None:
             return None
@@ -322,13 +365,14 @@ class Pipeline(TrainingMethods):
             return
         if self._closed and self._feeds:
             return
+        self._forget_end()
         try:
             if self._feeds:
                 self._deployment.close()
                 if self._owns_world and self._world.workers is not None:
                     self._world.dismiss()
-            while not self._feeds and not self._closed:
-                self._serve()
+            else:
+                self._serve_to_end()
         finally:
             self._closed = True
             if self._owns_world:
@@ -360,6 +404,7 @@ class Pipeline(TrainingMethods):
         if self._end_training(wait=False):
             return
         self._closed = True
+        self._forget_end()
         if self._feeds:
             self._deployment.abandon()
         if self._owns_world:

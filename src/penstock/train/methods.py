@@ -118,8 +118,11 @@ class TrainingMethods:
                     self._world.close(0.0)
                 raise
             self._streaming = None
-            atexit.register(self._end_training, wait=False)  # so that the others take this end for one that is meant
+            atexit.register(self._end_at_exit)  # so that the others take this end for one that is meant
         return self._trainer
+
+    def _end_at_exit(self) -> None:
+        self._end_training(wait=False)
 
     def _end_training(self, *, wait: bool) -> bool:
         """Let go of a training, begun or not; tells whether there was one."""
@@ -127,7 +130,7 @@ class TrainingMethods:
             return False
         if not self._closed:
             self._closed = True
-            atexit.unregister(self._end_training)
+            atexit.unregister(self._end_at_exit)
             try:
                 if self._trainer is not None and self._trace is not None and wait and self._world.health.watching:
                     self._trainer.write_trace(self._trace, self.model_name)

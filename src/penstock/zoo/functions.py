@@ -3,7 +3,10 @@
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -15,7 +18,7 @@ Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 def find_function(name: str) -> Callable[[], object]:
-    """Import the function that `package.module:function` names, the current directory first.
+    """Import the function that `package.module:function` names, from the current directory first.
 
     >>> find_function("collections:Counter")()
     Counter()
@@ -24,11 +27,8 @@ def find_function(name: str) -> Callable[[], object]:
     """
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path[:1]:
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()
     try:
-        module = importlib.import_module(module_name)
+        module = _import_from(here, module_name)
     except ModuleNotFoundError as problem:
         if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
             raise ModelError(f"{module_name} cannot be imported ({one_line(problem)})") from problem
@@ -45,6 +45,28 @@ def find_function(name: str) -> Callable[[], object]:
         raise ModelError(f"{module_name} has no function {attribute}{nearest(attribute, vars(module))}")
     found: Callable[[], object] = function
     return found
+
+
+def _import_from(folder: str, module_name: str) -> ModuleType:
+    """Import a module, from this folder if it lies there.
+
+    Only the module that was named comes first from there. What it imports itself may lie beside it, also when it is
+    called later, so the folder stays on the path; but as the last one, where a `torch.py` or `json.py` in it never
+    takes the place of what anybody else means by that name.
+    """
+    if folder not in sys.path:
+        sys.path.append(folder)
+    importlib.invalidate_caches()
+    package = module_name.partition(".")[0]
+    spec = PathFinder.find_spec(package, [folder])
+    if package not in sys.modules and spec is not None and spec.loader is not None:
+        module = sys.modules[package] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[package]
+            raise
+    return importlib.import_module(module_name)
 
 
 def call_function(name: str, function: Callable[[], object]) -> Made:

@@ -14,6 +14,7 @@ from penstock.cluster.lab import network, presence
 from penstock.cluster.lab.machine import Machine, this_machine
 from penstock.cluster.lab.processes import Target, choose_cores
 from penstock.cluster.lab.run import GRACE_S, LabRun, Output, print_line
+from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.lab.spec import LabSpec, check_bandwidth, check_cpu, check_fit, read_lab
 from penstock.errors import ClusterError, PenstockError
 
@@ -266,7 +267,7 @@ class Lab:
 
 @contextlib.contextmanager
 def lab_session(spec: LabSpec, machine: Machine | None = None) -> Iterator[Lab]:
-    """Use a lab for a while: put it up unless it is, and take down what was put up.
+    """Use a lab for a while: put it up unless it is, and take down what was put up, also when asked to end.
 
     with lab_session(read_lab("lab.toml")) as lab:
         ...
@@ -274,14 +275,15 @@ def lab_session(spec: LabSpec, machine: Machine | None = None) -> Iterator[Lab]:
     Raises what `Lab.up` raises.
     """
     lab = Lab(spec, machine)
-    if lab.is_up():
-        yield lab
-        return
-    lab.up()
-    try:
-        yield lab
-    finally:
-        lab.down()
+    with ended_by_signals():
+        if lab.is_up():
+            yield lab
+            return
+        lab.up()
+        try:
+            yield lab
+        finally:
+            lab.down()
 
 
 def take_down(name: str, machine: Machine | None = None) -> None:

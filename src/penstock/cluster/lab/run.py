@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from subprocess import Popen
+from subprocess import Popen, TimeoutExpired
 from types import TracebackType
 from typing import IO, Literal
 
@@ -103,9 +103,11 @@ class LabRun:
         self._first_failure: str | None = None
         self._failure: BaseException | None = None
         self._ending, self._done = threading.Event(), threading.Event()
-        self._guard = Guard(targets)
-        self._awake = Awake(target.core for target in targets if target.core is not None)
+        # released in the end whatever happens, the guard first
+        self._helpers = contextlib.ExitStack()
         try:
+            self._helpers.callback(Awake(target.core for target in targets if target.core is not None).release)
+            self._helpers.callback(Guard(targets).release)
             for node_rank, target in enumerate(targets):
                 for local_rank in range(nproc_per_host):
                     own = environment(targets, node_rank, local_rank, nproc_per_host, port)
@@ -241,17 +243,30 @@ class LabRun:
             signal_group(member.process, number)
 
     def _end_all_now(self) -> None:
-        self._signal_all(signal.SIGKILL)
-        for member in self._members:
-            member.process.wait(timeout=_DRAIN_S)
-        kill_processes([path for target in self._targets for path in target.directories])
-        # the last process may have ended, or run out of memory, since the last look; a host whose lab
-        # is being taken down has no memory to look at
-        with contextlib.suppress(ClusterError, OSError):
-            self._look()
-            self._look_at_memory()
-        for member in self._members:
-            for pump in member.pumps:
-                pump.join(timeout=_DRAIN_S)
-        self._guard.release()
-        self._awake.release()
+        with self._helpers:
+            self._signal_all(signal.SIGKILL)
+            deadline = time.monotonic() + _DRAIN_S
+            stuck = [member for member in self._members if not _ends(member.process, deadline)]
+            kill_processes([path for target in self._targets for path in target.directories])
+            # the last process may have ended, or run out of memory, since the last look; a host whose lab
+            # is being taken down has no memory to look at
+            with contextlib.suppress(ClusterError, OSError):
+                self._look()
+                self._look_at_memory()
+            for member in self._members:
+                for pump in member.pumps:
+                    pump.join(timeout=_DRAIN_S)
+            if stuck:
+                named = ", ".join(f"{member.process.pid} of {member.target.host}" for member in stuck)
+                raise RunError(
+                    f"a killed process ends within {_DRAIN_S:g} s, but {named} did not; "
+                    "see what it waits for with ps -o pid,stat,wchan,args, then run penstock lab down"
+                )
+
+
+def _ends(process: "Popen[str]", deadline: float) -> bool:
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except TimeoutExpired:
+        return False
+    return True

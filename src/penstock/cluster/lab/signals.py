@@ -1,0 +1,42 @@
+"""Signals that ask this process to end, taken as Ctrl-C is: with everything cleaned up behind it."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let a polite signal leave the block by `SystemExit` with the status of a process that it ended, as 143.
+
+    A second one does not cut short the cleaning up that the first one began; a closing terminal sends several. Signals
+    that the program handles itself, or that it was told to ignore as by `nohup`, stay as they are; and only a main
+    thread receives any.
+
+    Example:
+        with ended_by_signals():
+            lab.up()
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ending = False
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        nonlocal ending
+        if not ending:
+            ending = True
+            raise SystemExit(128 + number)
+
+    taken = [number for number in _ENDINGS if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in taken:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)

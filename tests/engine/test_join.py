@@ -20,6 +20,7 @@ from penstock.engine.board import (
     connect_store,
     first_address,
     listen,
+    run_watched,
     serve_store,
     wait_for_server,
 )
@@ -150,6 +151,22 @@ def test_a_patient_store_says_what_its_calls_say() -> None:
     with pytest.raises(RuntimeError, match="no paper"):
         store.call(lambda _s: (_ for _ in ()).throw(RuntimeError("no paper")))
     store.close()
+
+
+def test_what_a_thread_raises_reaches_its_caller() -> None:
+    def fail() -> None:
+        raise MemoryError("no more")
+
+    with pytest.raises(MemoryError):
+        run_watched(fail, lambda: None, 5.0)
+    store = PatientStore(HashStore, 5.0)
+    with pytest.raises(MemoryError):
+        store.call(lambda _s: fail())
+    store.close()
+    release = threading.Event()
+    with pytest.raises(StoreSilent, match=r"no answer for 0\.2 s"):
+        run_watched(lambda: release.wait(5.0), lambda: None, 0.2)
+    release.set()
 
 
 def test_a_silent_store_is_asked_no_more() -> None:

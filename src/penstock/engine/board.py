@@ -194,11 +194,12 @@ class PatientStore:
             self._thread.join(self._deadline_s)
 
     def _work(self, connect: Callable[[], Store]) -> None:
-        store, problem = None, None
+        store: Store | None = None
+        problem: BaseException | None = None
         try:
             store = connect()
             self._connected = True
-        except RuntimeError as error:
+        except BaseException as error:
             problem = error
         while (task := self._calls.get()) is not None:
             function, reply = task
@@ -207,21 +208,23 @@ class PatientStore:
                 continue
             try:
                 reply.put((function(store), None))
-            except RuntimeError as error:
+            except BaseException as error:
                 reply.put((None, error))
 
 
-def run_watched(function: Callable[[], T], watch: Callable[[], None]) -> T:
+def run_watched(function: Callable[[], T], watch: Callable[[], None], deadline_s: float) -> T:
     """Call a function that may wait for long on a thread of its own, and `watch` meanwhile, which may raise sooner.
 
-    Raises what the function raises, unless `watch` knows a better reason; then the thread is left to its end.
+    Raises what the function raises, unless `watch` knows a better reason, and `StoreSilent` where it has not ended by
+    the deadline; then the thread is left to its end.
     """
-    ended: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    ends_s = time.monotonic() + deadline_s
 
     def run() -> None:
         try:
             ended.put((function(), None))
-        except RuntimeError as error:
+        except BaseException as error:
             ended.put((None, error))
 
     threading.Thread(target=run, name="penstock-connect", daemon=True).start()
@@ -230,10 +233,12 @@ def run_watched(function: Callable[[], T], watch: Callable[[], None]) -> T:
             result, error = ended.get(timeout=_POLL_S)
         except queue.Empty:
             watch()
+            if time.monotonic() > ends_s:
+                raise StoreSilent(f"no answer for {deadline_s:g} s") from None
             continue
         if error is not None:
             deadline = time.monotonic() + _REASON_S
-            while time.monotonic() < deadline:
+            while isinstance(error, RuntimeError) and time.monotonic() < deadline:
                 watch()
                 time.sleep(_POLL_S)
             raise error

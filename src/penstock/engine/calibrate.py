@@ -13,9 +13,9 @@ def calibrate(
 ) -> float:
     """Give the seconds that one round of a small transformer's matrix products takes here.
 
-    The weights, 4.7 MB for each of its `blocks`, do not fit in most caches, as a model's do not. Rounds are repeated for at least `seconds`, so a CPU
-    quota that comes in short slices evens out, and at least `rounds` times, after a quarter of that to warm up;
-    `by_cpu` counts this thread's own CPU seconds.
+    The weights, 4.7 MB for each of its `blocks`, do not fit in most caches, as a model's do not. Rounds are repeated
+    for at least `seconds`, so a CPU quota that comes in short slices evens out, and at least `rounds` times, after a
+    quarter of that to warm up; `by_cpu` counts this thread's own CPU seconds.
 
     Example:
         speed = profile.calibration_s / calibrate()

@@ -249,7 +249,7 @@ class LocalEdge:
             return False
         room_s = self._giving.now() if self._giving else 0.0
         # whoever handed it over may change it as soon as this returns
-        copies = [copy_exactly(tensor) for tensor in message.tensors]
+        copies = [copy_exactly(tensor.detach()) for tensor in message.tensors]
         self._messages.put(Message(message.kind, message.index, message.sizes, copies, message.body))
         if self._giving:
             self._giving.gave(message.index, begin_s, room_s, 0)

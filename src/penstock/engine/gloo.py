@@ -44,7 +44,7 @@ class GlooTransport:
         prefixed = PrefixStore(f"penstock/{name}", store)
         try:
             self._group: ProcessGroupGloo | None = run_watched(
-                lambda: ProcessGroupGloo(prefixed, rank, size, options), watch
+                lambda: ProcessGroupGloo(prefixed, rank, size, options), watch, 2 * join_s
             )
         except RuntimeError as error:
             raise RunError(

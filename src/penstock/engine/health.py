@@ -12,7 +12,6 @@ verdict per group, the first one that stands on the first process's board.
 """
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ _FIRST_BEAT = 6  # times the silence, where beats must be seen: processes that h
 # after a connection broke: the time in which whoever ended says why, or its parent does
 _LAST_WORD_S = 1.0
 _CONNECT_S = 7.5  # longer than one question that a name server leaves open
+_LOOKUP_S = 60.0  # until which a name server is waited for
 _TELL_S = 2.0  # in which another board takes what it is told
 _VERDICT = "verdict"
 _MAX_MESSAGE = 2000  # characters of a verdict
@@ -191,8 +191,8 @@ class Health:
 
     def _tell(self, peers: list[_Peer], key: str, value: str) -> None:
         """Have the threads that ask boards write on them, those that answer."""
-        silent_s = time.monotonic() - 2 * self.beat_s - _LAST_WORD_S
-        asked = [peer for peer in peers if peer.broken_s is None and (peer.answered_s > silent_s or not peer.beat)]
+        # also those that have not answered for a while: that may have been this process's own standing still
+        asked = [peer for peer in peers if peer.broken_s is None]
         for peer in asked:
             peer.told.clear()
             peer.tell.append((key, value))
@@ -286,7 +286,7 @@ class Health:
     def _connect(self, peer: _Peer) -> Store:
         """Connect, with a patience that knows how long looking up a name takes here."""
         if peer.rank in self._boards.addresses:
-            peer.connect_s = math.inf
+            peer.connect_s = _LOOKUP_S
             peer.connect_s = _CONNECT_S + 3 * lookup_s(self._boards.addresses[peer.rank])
             peer.answered_s = time.monotonic()
         store = peer.connect()

@@ -1,5 +1,6 @@
 """What becomes of a pipeline that nobody closes: one that a script has dropped, or leaves open when it ends."""
 
+import os
 import sys
 import threading
 import weakref
@@ -20,7 +21,7 @@ def end_when_dropped(owner: object, world: World, stages: Streams) -> "weakref.f
 
     Whoever closes the owner in order calls `detach()` on what this returns.
     """
-    return weakref.finalize(owner, _end, world, stages)
+    return weakref.finalize(owner, _end, world, stages, os.getpid())
 
 
 def failed() -> BaseException | None:
@@ -29,7 +30,10 @@ def failed() -> BaseException | None:
     return problem
 
 
-def _end(world: World, stages: Streams) -> None:
+def _end(world: World, stages: Streams, process: int) -> None:
+    if os.getpid() != process:
+        return  # a fork of the process that has them: their connections are its own
+
     def end() -> None:
         stages.abandon()
         world.transport.abort()

@@ -21,6 +21,8 @@ from penstock.memory import is_out_of_memory
 
 # Programs bound to so many different microbatch sizes are kept; a stream has two, the last one ragged.
 _KEPT_SIZES = 8
+# texts come in many lengths
+_WATCHED_SIZES = 4096
 
 
 def _zeros(size: Sequence[int], *, memory_format: torch.memory_format | None = None, **keywords: Any) -> Tensor:
@@ -93,6 +95,7 @@ class Runtime:
         self._inputs = [self._indices[value.name] for value in program.inputs]
         self._outputs = [self._indices[value.name] for value in program.outputs]
         self._bound: dict[tuple[int, ...], _Bound] = {}
+        self._watched_sizes: set[tuple[int, ...]] = set()
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on one microbatch; `sizes` gives every symbol of the program its value."""
@@ -145,7 +148,7 @@ class Runtime:
             after = clock()
             seconds.append(after - before)
             before = after
-        bound.watched = True
+        self._seen(bound, sizes)
         return [registers[index] for index in self._outputs], seconds
 
     def bind(self, sizes: Mapping[str, int]) -> _Bound:
@@ -156,6 +159,7 @@ class Runtime:
             if len(self._bound) >= _KEPT_SIZES:
                 self._bound.pop(next(iter(self._bound)))
             bound = self._bound[key] = self._bind(sizes)
+            bound.watched = key in self._watched_sizes
         return bound
 
     def _number(self) -> dict[str, int]:
@@ -219,7 +223,13 @@ class Runtime:
         for op, step in zip(self.program.ops, bound.steps, strict=True):
             self._check_result(op, sizes, registers)
             _run(step, registers)
+        self._seen(bound, sizes)
+
+    def _seen(self, bound: _Bound, sizes: Mapping[str, int]) -> None:
+        """Remember that every operation was bounded at these sizes, also once they are bound anew."""
         bound.watched = True
+        if len(self._watched_sizes) < _WATCHED_SIZES:
+            self._watched_sizes.add(tuple(sizes[symbol] for symbol in self.program.symbols))
 
     def _check_result(self, op: Op, sizes: Mapping[str, int], registers: list[Any]) -> None:
         if op.target == GETITEM:

@@ -264,9 +264,10 @@ def _join(
         health.check()
 
     try:
-        store = PrefixStore(f"penstock/{meeting.name}", run_watched(connect, watch))
+        store = PrefixStore(f"penstock/{meeting.name}", run_watched(connect, watch, JOIN_S))
         transport = wrap_if_faulty(GlooTransport(store, rank, size, address, watch=watch))
-    except BaseException:
+    except BaseException as error:
+        health.report(error)  # who leaves without a word seems to leave in order
         health.close()
         raise
     health.call_instead(transport.abort)
@@ -277,10 +278,9 @@ def _join(
     )  # fmt: skip
 
 
-def _why_ended(workers: Workers, rank: int) -> str | None:
+def _why_ended(workers: LocalWorkers, rank: int) -> str | None:
     """Say how the process of a rank has ended, where this one started it."""
-    gone = workers.exited()
-    return str(gone) if gone is not None and gone.index + 1 == rank else None
+    return next((str(gone) for gone in workers.exits() if gone.index + 1 == rank), None)
 
 
 def _serve(address: str, host: str, port: int) -> TCPStore:

@@ -80,10 +80,15 @@ class BundledPipeline:
 
     def close(self) -> None:
         """Stop the stages and let go of the processes."""
-        if self._feeds and self._world.health.failure is None:
-            self._pipelines.close()
-            self._world.dismiss()
-        self._world.close()
+        try:
+            if self._feeds and self._world.health.failure is None:
+                self._pipelines.close()
+                self._world.dismiss()
+        except BaseException as error:
+            self._world.health.report(error)  # the other processes would wait for their next job
+            raise
+        finally:
+            self._world.close()
 
     def __enter__(self) -> "BundledPipeline":
         return self

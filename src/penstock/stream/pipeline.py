@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -193,6 +194,7 @@ class Pipeline(TrainingMethods):
         if self._world.workers is not None:
             self._dropped = end_when_dropped(self, self._world, self._deployment)
         else:
+            self._process = os.getpid()
             atexit.register(self._end_at_exit)  # the other processes wait for this one, so it cannot just be dropped
 
     def _forget_end(self) -> None:
@@ -201,6 +203,8 @@ class Pipeline(TrainingMethods):
             self._dropped.detach()
 
     def _end_at_exit(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork of the process that has the pipeline
         if self._end_training(wait=False) or self._closed:
             return
         problem = failed()

@@ -38,5 +38,6 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, end)
         yield
     finally:
-        for number in taken:
+        # a late one must not change the status of a process that is on its way to its end
+        for number in () if ending else taken:
             signal.signal(number, signal.SIG_DFL)

@@ -12,7 +12,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
-    """Give the memory that a process holds now, this one where none is named; None where the system does not say."""
+    """Return the memory that a process holds now, this one where none is named; None where the system does not say."""
     try:
         pages = int(Path(f"/proc/{pid or 'self'}/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
@@ -21,13 +21,13 @@ def resident_bytes(pid: int | None = None) -> int | None:
 
 
 def peak_bytes() -> int:
-    """Give the most memory that this process has held at once."""
+    """Return the most memory that this process has held at once."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def anonymous_bytes(process: int | str = "self") -> int | None:
-    """Give the bytes of a process that no file stands behind: what it holds itself, without programs and libraries.
+    """Return the bytes of a process that no file stands behind: what it holds itself, without programs and libraries.
 
     None on systems that do not say, and for a process that has ended.
     """
@@ -35,7 +35,7 @@ def anonymous_bytes(process: int | str = "self") -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Give the memory that is free on this machine; None where the system does not say."""
+    """Return the memory that is free on this machine; None where the system does not say."""
     return _kilobytes("/proc/meminfo", "MemAvailable")
 
 
@@ -51,7 +51,7 @@ def allowed_bytes() -> int:
 
 
 def limit_bytes() -> int | None:
-    """Give the most memory that this process may hold: this machine's, or less where a cgroup says so."""
+    """Return the most memory that this process may hold: this machine's, or less where a cgroup says so."""
     limits = [_kilobytes("/proc/meminfo", "MemTotal")]
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -83,7 +83,7 @@ def num_killed() -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error, or one behind it, is that memory could not be had.
+    """Return whether an error, or one behind it, is that memory could not be had.
 
     torch has a kind of its own for GPUs; of its CPU allocator the words are the only sign.
     """

@@ -128,7 +128,7 @@ def bench(
 def _measurements(
     comparison: Comparison, counts: list[int], policies: list[str], cuts: list[str], plans: list[Plan], *, peer: bool
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Give the rows to measure, in order: how each is called, and what measures it."""
+    """Return the rows to measure, in order: how each is called, and what measures it."""
     yield "serial", comparison.serial
     for count in counts if peer else []:
         if count > 1:

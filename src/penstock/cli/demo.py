@@ -58,7 +58,7 @@ def demo(
 
 
 def _digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Give training and test images as tensors, one grey channel of 8 by 8, with their labels."""
+    """Return training and test images as tensors, one grey channel of 8 by 8, with their labels."""
     images = open_images("digits")
     pixels = torch.stack([_pixels(images.read(index)) for index in range(len(images))])
     labels = torch.tensor([images.label(index) for index in range(len(images))])

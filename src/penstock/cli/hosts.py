@@ -70,7 +70,7 @@ def measure(
 
 
 def _as_measured(cluster: Cluster, world: World, measured: MeasuredHosts, profile: Profile | None) -> Cluster:
-    """Give the cluster with measured speeds and links; raises `ClusterError` for a host that the file lacks."""
+    """Return the cluster with measured speeds and links; raises `ClusterError` for a host that the file lacks."""
     known = {device.name for device in cluster.devices}
     missing = [name for name in world.hosts if name not in known]
     if missing:

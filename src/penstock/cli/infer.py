@@ -188,7 +188,7 @@ class _Tally:
             self._right += self._classes[prediction.label] == prediction.prediction
 
     def summary(self, pipe: Pipeline) -> dict[str, Any]:
-        """Give the counts and the stream's times."""
+        """Return the counts and the stream's times."""
         report = pipe.last_report
         return {
             "num_images": self.num_rows,

@@ -121,12 +121,12 @@ class LocalWorkers:
         return [process.pid for process in self._processes]
 
     def exits(self) -> list[WorkerExit]:
-        """Give every worker that has ended."""
+        """Return every worker that has ended."""
         found = [(index, process.poll()) for index, process in enumerate(self._processes)]
         return [WorkerExit(index, status) for index, status in found if status is not None]
 
     def exited(self) -> WorkerExit | None:
-        """Give the first worker that has ended, or None while all are running."""
+        """Return the first worker that has ended, or None while all are running."""
         return next(iter(self.exits()), None)
 
     def stop(self, grace_s: float) -> None:
@@ -170,7 +170,7 @@ def available_cores() -> int:
 
 
 def quota_cores(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Give the smallest CPU quota of this process's cgroup and its ancestors, in cores; None without any.
+    """Return the smallest CPU quota of this process's cgroup and its ancestors, in cores; None without any.
 
     Reads version 1 (`cpu.cfs_quota_us`) and version 2 (`cpu.max`).
     """

@@ -70,7 +70,7 @@ def run_alone(
 def time_alone(
     runtime: Runtime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int
 ) -> float:
-    """Give the seconds of so many microbatches, which take the inputs in turn and lie where the runtime computes."""
+    """Return the seconds of so many microbatches, which take the inputs in turn and lie where the runtime computes."""
     begin = time.perf_counter()
     for index in range(num_microbatches):
         runtime(sizes, inputs[index % len(inputs)])
@@ -89,7 +89,7 @@ def release_alone(transport: Transport, ranks: Sequence[int]) -> None:
 def collect_alone(
     transport: Transport, rank: int, program: StageProgram, sizes: Mapping[str, int], num_inputs: int
 ) -> tuple[list[list[Tensor]], float]:
-    """Give what came of `send_alone`: the outputs for each input, and the seconds."""
+    """Return what came of `send_alone`: the outputs for each input, and the seconds."""
     seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES))["seconds"])
     outputs = []
     for _ in range(num_inputs):

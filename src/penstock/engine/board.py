@@ -122,7 +122,7 @@ def _means_loopback(host: str) -> bool:
 
 
 def is_everywhere(address: str) -> bool:
-    """Say whether an address means all those of a machine.
+    """Return whether an address means all those of a machine.
 
     >>> is_everywhere("0.0.0.0"), is_everywhere("127.0.0.1")
     (True, False)

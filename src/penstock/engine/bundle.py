@@ -121,7 +121,7 @@ def read_bundle(folder: Path) -> tuple[Plan, StageProgram]:
 
 
 def interfaces(interface: StageProgram, num_stages: int) -> list[Turns[StageProgram]]:
-    """Give programs that have only the outer ends of a pipeline: all that its feeder needs."""
+    """Return programs that have only the outer ends of a pipeline: all that its feeder needs."""
     first, last = replace(interface, outputs=()), replace(interface, inputs=())
     between = replace(interface, inputs=(), outputs=())
     if num_stages == 1:
@@ -130,7 +130,7 @@ def interfaces(interface: StageProgram, num_stages: int) -> list[Turns[StageProg
 
 
 def hash_file(path: Path) -> str:
-    """Give a file's SHA-256; raises `ProgramError` where it cannot be read."""
+    """Return a file's SHA-256; raises `ProgramError` where it cannot be read."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:

@@ -11,7 +11,7 @@ BLOCKS, _ROWS, _WIDTH = 12, 197, 384
 def calibrate(
     seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False, rounds: int = 3, blocks: int = BLOCKS
 ) -> float:
-    """Give the seconds that one round of a small transformer's matrix products takes here.
+    """Return the seconds that one round of a small transformer's matrix products takes here.
 
     The weights, 4.7 MB for each of its `blocks`, do not fit in most caches, as a model's do not. Rounds are repeated
     for at least `seconds`, so a CPU quota that comes in short slices evens out, and at least `rounds` times, after a

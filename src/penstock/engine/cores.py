@@ -29,7 +29,7 @@ def keep_to_share(position: int, num_processes: int) -> int:
 
 
 def share(cores: Sequence[int], position: int, num_processes: int) -> set[int]:
-    """Give one of several processes its share of the cores; all of them unless they divide evenly.
+    """Return one of several processes its share of the cores; all of them unless they divide evenly.
 
     >>> share([0, 1, 2, 3], position=1, num_processes=2)
     {2, 3}

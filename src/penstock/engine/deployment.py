@@ -130,7 +130,7 @@ class Deployment:
         return Replicas([self]).stream(microbatches)
 
     def progress(self) -> dict[tuple[int, int], Progress]:
-        """Give what the stages have counted, by stage and rank, as the last heartbeats said it."""
+        """Return what the stages have counted, by stage and rank, as the last heartbeats said it."""
         return read_progress(self.job.number, self.world.health.statuses())
 
     @property

@@ -23,7 +23,7 @@ KINDS = ["cpu", "cuda"]
 
 
 def find_device(name: str | torch.device, position: int = 0) -> torch.device:
-    """Give the device that a name means in one process; `position` is its number among those of its machine.
+    """Return the device that a name means in one process; `position` is its number among those of its machine.
 
     `cuda` is one GPU for each process, shared where there are fewer; `cuda:1` is that one for all of them.
 
@@ -51,7 +51,7 @@ def find_device(name: str | torch.device, position: int = 0) -> torch.device:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Give a tensor on a device, with the strides that it has: itself where it is there, or has no values at all."""
+    """Return a tensor on a device, with the strides that it has: itself where it is there, or has no values at all."""
     return tensor if tensor.device == device or tensor.device.type == "meta" else copy_exactly(tensor, device)
 
 
@@ -63,12 +63,12 @@ def settle(device: torch.device) -> None:
 
 
 def held_bytes(device: torch.device) -> int | None:
-    """Give the bytes that this process holds where it computes; None where the system does not say."""
+    """Return the bytes that this process holds where it computes; None where the system does not say."""
     return anonymous_bytes() if device.type == HOST.type else int(_memory(device).memory_allocated(device))
 
 
 def most_bytes(device: torch.device) -> int:
-    """Give the most bytes that this process has held at once where it computes."""
+    """Return the most bytes that this process has held at once where it computes."""
     return peak_bytes() if device.type == HOST.type else int(_memory(device).max_memory_allocated(device))
 
 

@@ -19,7 +19,7 @@ from penstock.spec.plan import Pipeline, Plan
 def divide_in_turns(
     graph: Graph, cut_sets: Sequence[Sequence[Cut]], order: Sequence[int] = (0,)
 ) -> list[Turns[StageProgram]]:
-    """Give for every stage its programs, one for each set of cuts, which take turns in this order.
+    """Return for every stage its programs, one for each set of cuts, which take turns in this order.
 
     Example:
         divide_in_turns(graph, [cuts.find_all(["blocks.5:after"])])
@@ -29,7 +29,7 @@ def divide_in_turns(
 
 
 def divide_plan(graph: Graph, plan: Plan) -> list[list[Turns[StageProgram]]]:
-    """Give for every pipeline of a plan its stages' programs.
+    """Return for every pipeline of a plan its stages' programs.
 
     Raises `PlanError` where the plan is of another model, or contradicts itself.
     """
@@ -42,7 +42,7 @@ def divide_plan(graph: Graph, plan: Plan) -> list[list[Turns[StageProgram]]]:
 
 
 def cuts_of_plan(graph: Graph, plan: Plan) -> Cuts:
-    """Give the possible cuts of a graph, which the plan's are among; raises `PlanError` as `divide_plan` does."""
+    """Return the possible cuts of a graph, which the plan's are among; raises `PlanError` as `divide_plan` does."""
     check_plan(plan)
     if plan.graph != fingerprint(graph):
         raise PlanError(
@@ -55,5 +55,5 @@ def cuts_of_plan(graph: Graph, plan: Plan) -> Cuts:
 
 
 def order_of(pipeline: Pipeline) -> tuple[int, ...]:
-    """Give the order in which a pipeline's cut sets take turns."""
+    """Return the order in which a pipeline's cut sets take turns."""
     return turns([cut_set.weight for cut_set in pipeline.cut_sets])

@@ -56,7 +56,7 @@ def read_faults(text: str) -> list[Fault]:
 
 
 def wrap_if_faulty(transport: Transport) -> Transport:
-    """Give a transport with the faults that the environment asks for, or the same one, as nearly always."""
+    """Return a transport with the faults that the environment asks for, or the same one, as nearly always."""
     text = os.environ.get(FAULTS_VARIABLE)
     return FaultyTransport(transport, read_faults(text)) if text else transport
 

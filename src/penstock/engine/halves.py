@@ -46,7 +46,7 @@ class WeightHalf:
 def backward_inputs(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightHalf]:
-    """Give the gradients of the inputs, None for one that has none, and what `backward_weights` needs.
+    """Return the gradients of the inputs, None for one that has none, and what `backward_weights` needs.
 
     Example:
         (grad,), rest = backward_inputs([output], [grad_output], [input])
@@ -83,7 +83,7 @@ def backward_inputs(
 
 
 def backward_weights(half: WeightHalf, weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """Give the gradients of the weights, None for one that has none; to be called once."""
+    """Return the gradients of the weights, None for one that has none; to be called once."""
     edges, gradients = list(half.edges), list(half.gradients)
     for arrivals, given, branches in half.starts:
         results = torch.autograd.grad(arrivals, branches, given, retain_graph=True, allow_unused=True)
@@ -123,7 +123,7 @@ def _explore(edges: Iterable[_Key], inputs: set[int]) -> tuple[set[Node], dict[_
 
 
 def _arrivals(edges: Sequence[_Key], chain: set[Node], parents: dict[_Key, list[Node]]) -> dict[Node, list[_Key]]:
-    """Give for each node of the chain the edges on which gradients arrive."""
+    """Return for each node of the chain the edges on which gradients arrive."""
     arrived: dict[Node, list[_Key]] = defaultdict(list)
     for key in dict.fromkeys([*edges, *parents]):
         if key[0] in chain:

@@ -29,7 +29,7 @@ def stored_shape(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether elements fill their memory without gaps or overlaps, in some order of dimensions."""
+    """Return whether elements fill their memory without gaps or overlaps, in some order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride != expected:
@@ -39,7 +39,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def num_payload_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Give the bytes that a tensor of this layout takes in a message."""
+    """Return the bytes that a tensor of this layout takes in a message."""
     elements = itemsize
     for size in stored_shape(shape, strides):
         elements *= size
@@ -116,7 +116,7 @@ def _spread(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether elements may share memory; sometimes says so where they do not."""
+    """Return whether elements may share memory; sometimes says so where they do not."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
         if stride <= reach:

@@ -95,12 +95,12 @@ class Format:
         self._arrived: dict[tuple[int, int, bytes], list[Tensor]] = {}
 
     def largest(self, sizes: Mapping[str, int]) -> int:
-        """Give the bytes of the largest message for microbatches up to these sizes."""
+        """Return the bytes of the largest message for microbatches up to these sizes."""
         payload = sum(aligned(value.num_bytes(sizes)) for value in self.values)
         return self._body_at + max(payload, BODY_BYTES)
 
     def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Give the bytes of the largest message without its tensors, and those of its tensors."""
+        """Return the bytes of the largest message without its tensors, and those of its tensors."""
         return self._body_at + BODY_BYTES, sum(aligned(value.num_bytes(sizes)) for value in self.values)
 
     def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
@@ -246,11 +246,11 @@ class Formats:
         self._turns = turns
 
     def largest(self, sizes: Mapping[str, int]) -> int:
-        """Give the bytes of the largest message for microbatches up to these sizes."""
+        """Return the bytes of the largest message for microbatches up to these sizes."""
         return max(layout.largest(sizes) for layout in self._turns.items)
 
     def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Give the bytes of the largest message without its tensors, and those of its tensors."""
+        """Return the bytes of the largest message without its tensors, and those of its tensors."""
         rooms = [layout.largest_apart(sizes) for layout in self._turns.items]
         return max(host for host, _ in rooms), max(apart for _, apart in rooms)
 
@@ -266,13 +266,13 @@ class Formats:
 
 
 def size_of(buffer: Tensor) -> int:
-    """Give the bytes of the message that lies in a buffer, and apart from it."""
+    """Return the bytes of the message that lies in a buffer, and apart from it."""
     header = _HEADER.unpack_from(memoryview(buffer.numpy()))  # type: ignore[arg-type]
     return int(header[_TOTAL]) + int(header[_APART])
 
 
 def apart_of(buffer: Tensor) -> int:
-    """Give the bytes of a message that lie apart from the buffer with its header."""
+    """Return the bytes of a message that lie apart from the buffer with its header."""
     return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_APART])  # type: ignore[arg-type]
 
 

@@ -121,7 +121,7 @@ class ModuleRuntime:
 
 
 def runtime_maker(modules: Sequence[nn.Module], graph: Graph | None) -> MakeRuntime:
-    """Give what makes a stage's runtime in a process that has the modules.
+    """Return what makes a stage's runtime in a process that has the modules.
 
     The first stage, always with the process that feeds, is called as the `graph`'s example was.
     """

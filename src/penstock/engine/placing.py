@@ -79,7 +79,7 @@ def place_bundle(
 
 
 def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[Turns[int]]:
-    """Give the ranks that take turns on each stage, in the order of their shares; none whose turn never comes."""
+    """Return the ranks that take turns on each stage, in the order of their shares; none whose turn never comes."""
     places = []
     for stage in pipeline.stages:
         order = turns(stage.shares)

@@ -46,7 +46,7 @@ def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], channel
 
 
 def exchange(transport: Transport, document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Give every rank the documents of all ranks, in the order of ranks.
+    """Return to every rank the documents of all ranks, in the order of ranks.
 
     Example:
         losses = [told["loss"] for told in exchange(transport, {"loss": 0.5})]

@@ -45,7 +45,7 @@ def measure_alone(stage: int, runtimes: Turns[StageRuntime], kept: Sequence[Mess
 
 
 def _measure(runtime: StageRuntime, message: Message, others: int, least_s: float) -> tuple[float, float]:
-    """Give the seconds and the CPU seconds of one run, as it is when the `others` have filled the caches.
+    """Return the seconds and the CPU seconds of one run, as it is when the `others` have filled the caches.
 
     A device that runs the whole model comes back to a stage after all others. Copies of the stage stand in for them,
     where there is room, and memory that is read for the rest: the same stage over and over would be quicker than any
@@ -94,14 +94,14 @@ def measure_machine() -> Machine:
 
 
 def usable_cpus() -> float:
-    """Give how many CPUs this process may use, a fraction where a quota says so."""
+    """Return how many CPUs this process may use, a fraction where a quota says so."""
     quota = float(os.environ["PENSTOCK_CPU"]) if "PENSTOCK_CPU" in os.environ else quota_cores()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(float(cores), quota or float(cores))
 
 
 def byte_seconds() -> float:
-    """Give the CPU seconds that one side of a message takes per byte: copied, added up, and through a socket."""
+    """Return the CPU seconds that one side of a message takes per byte: copied, added up, and through a socket."""
     source, target = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(_BYTES, dtype=torch.uint8)
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())

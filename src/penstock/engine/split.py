@@ -117,7 +117,7 @@ def _equal_size(graph: Graph, cuts: Cuts, work: Sequence[float], stages: int) ->
 
 
 def _nearest_cut(cuts: Cuts, position: int) -> Cut:
-    """Give the cut at a position, or the nearest where that one is not allowed."""
+    """Return the cut at a position, or the nearest where that one is not allowed."""
     return min(cuts, key=lambda cut: abs(cut.position - position))
 
 

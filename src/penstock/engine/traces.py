@@ -54,7 +54,7 @@ class StageTracer:
             slot.outlet.trace_giving(Track(self.recorder, index) if on else None)
 
     def trace(self) -> ProcessTrace:
-        """Give what was recorded since the last time, on this process's own clock."""
+        """Return what was recorded since the last time, on this process's own clock."""
         trace = make_trace(self._world, self.recorder, self._machine)
         alone = tuple(slot.alone for slot in self._slots.values() if slot.alone is not None)
         for slot in self._slots.values():
@@ -94,7 +94,7 @@ class FeederTracer:
         return self._clocks.take(_others(ranks))
 
     def own(self) -> ProcessTrace:
-        """Give what this process recorded: feeding, and the stages that it holds."""
+        """Return what this process recorded: feeding, and the stages that it holds."""
         mine = make_trace(self._world, self.recorder, Machine())
         if self._own is None:
             return mine
@@ -153,7 +153,7 @@ def give_trace(world: World, trace: ProcessTrace) -> None:
 
 
 def make_trace(world: World, recorder: Recorder, machine: Machine) -> ProcessTrace:
-    """Give what a recorder holds, and let it begin anew."""
+    """Return what a recorder holds, and let it begin anew."""
     trace = ProcessTrace(
         rank=world.rank, device=world.names[world.rank], machine=machine, num_dropped=recorder.num_dropped,
         spans=tuple(Span(*span) for span in recorder.spans),

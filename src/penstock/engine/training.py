@@ -185,7 +185,7 @@ class TrainingStage:
                 self.first_odd = microbatch
 
     def _roots(self, microbatch: int) -> tuple[_Kept, list[Tensor], list[Tensor | None]]:
-        """Give what a backward starts from, and its gradients, which cross from the stage behind."""
+        """Return what a backward starts from, and its gradients, which cross from the stage behind."""
         kept = self._kept[microbatch]
         if self.again is not None:
             kept = self._compute(self.again, microbatch, kept.inputs, grad=True)

@@ -149,7 +149,7 @@ class _Lane:
 
 
 def device_channel(channel: int) -> int:
-    """Give the channel of the tensors whose headers have this one.
+    """Return the channel of the tensors whose headers have this one.
 
     >>> device_channel(7)
     -7

@@ -89,7 +89,7 @@ def _leaf(output: Any, by_name: Mapping[str, Tensor], sizes: Mapping[str, int]) 
 
 
 def _keyword_order(graph: Graph) -> list[str]:
-    """Give the keyword names in the order of the capture; a dict's order is part of its structure."""
+    """Return the keyword names in the order of the capture; a dict's order is part of its structure."""
     keyword_spec = graph.input_spec.child(1)
     return list(keyword_spec.context or [])
 

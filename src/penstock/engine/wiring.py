@@ -51,7 +51,7 @@ def feeder_edges(
     last: Turns[StageProgram],
     local: Mapping[int, LocalEdge],
 ) -> tuple[Outlet, Inlet]:
-    """Give the feeder's ends of the pipeline: where microbatches go in, where results come out."""
+    """Return the feeder's ends of the pipeline: where microbatches go in, where results come out."""
     wiring = _Wiring(transport, job, dict(local))
     return wiring.outlet(0, _input_formats(first, job)), wiring.inlet(len(job.ranks), _output_formats(last, job))
 
@@ -92,7 +92,7 @@ class _Wiring:
         return outlets.items[0] if len(outlets.items) == 1 else SharedOutlet(outlets)
 
     def _end(self, remote: Callable[..., _Remote], rank: int, edge: int, layout: Formats) -> _Remote | LocalEdge:
-        """Give this rank's end of an edge whose other end a rank has, perhaps this one."""
+        """Return this rank's end of an edge whose other end a rank has, perhaps this one."""
         job = self.job
         if rank == self.transport.rank:
             return self.local.setdefault(edge, LocalEdge(job.depth))

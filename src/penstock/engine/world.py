@@ -58,7 +58,7 @@ class Workers(Protocol):
         """The ids of the processes; none where they are threads."""
 
     def exited(self) -> WorkerExit | None:
-        """Give the first one that has ended by itself, or None."""
+        """Return the first one that has ended by itself, or None."""
 
     def stop(self, grace_s: float) -> None:
         """Wait for their end, and bring it about where it does not come."""
@@ -103,7 +103,7 @@ class World:
         self.health.check()
 
     def explain(self, error: TransportError) -> PenstockError:
-        """Give the reason behind an error and tell it to everybody.
+        """Return the reason behind an error and tell it to everybody.
 
         A broken connection is only a symptom: the reason is the verdict of the group, which may take
         a moment, or the error itself if there is none.
@@ -176,7 +176,7 @@ def _say_leave(transport: Transport, message: str) -> None:
 
 
 def under_torchrun() -> bool:
-    """Tell whether torchrun, or something that sets the same variables, started this process."""
+    """Return whether torchrun, or something that sets the same variables, started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 

@@ -12,7 +12,7 @@ _INDEXED = re.compile(r"(?:.*\.)?\d+(?:@\d+)?|.*@\d+")
 
 
 def find_blocks(graph: Graph, work: Sequence[float]) -> list[Span]:
-    """Give the repeated blocks in order: the most numerous class of numbered modules that does half the work.
+    """Return the repeated blocks in order: the most numerous class of numbered modules that does half the work.
 
     For DeiT the twelve of `blocks.0` to `blocks.11`, for T5 those of encoder and decoder, for Swin the
     24 of all four levels. Raises `CutError` where a model has no such class.
@@ -44,7 +44,7 @@ def _outermost(group: list[Span]) -> list[Span]:
 
 
 def parameter_pieces(graph: Graph, blocks: Sequence[Span]) -> tuple[list[int], list[int]]:
-    """Give the pieces that hold parameters, as start positions and bytes, in order.
+    """Return the pieces that hold parameters, as start positions and bytes, in order.
 
     A piece is a child of a repeated block (norm, attention, MLP), or any other operation with
     parameters. A parameter counts where it is first used.

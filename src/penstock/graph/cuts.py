@@ -29,7 +29,7 @@ class Cut:
     crossing: tuple[Value, ...]
 
     def num_bytes(self, sizes: Mapping[str, int]) -> int:
-        """Give the bytes that cross for one microbatch of these sizes."""
+        """Return the bytes that cross for one microbatch of these sizes."""
         return sum(value.num_bytes(sizes) for value in self.crossing)
 
 
@@ -63,11 +63,11 @@ class Cuts(Sequence[Cut]):
         return self._cuts[index]
 
     def at(self, position: int) -> Cut:
-        """Give the cut at a position of the graph."""
+        """Return the cut at a position of the graph."""
         return self._by_position[position]
 
     def find(self, name: str) -> Cut:
-        """Give the cut of a name; raises `CutError` with the nearest names where there is none."""
+        """Return the cut of a name; raises `CutError` with the nearest names where there is none."""
         position = self._positions.get(name)
         if position is None:
             raise CutError(f"there is no cut {name!r} in {self.graph.model}; {self._nearest(name)}")
@@ -80,7 +80,7 @@ class Cuts(Sequence[Cut]):
         raise CutError(f"the cut {name!r} would {self.graph.forbidden[position]}; {advice}")
 
     def find_all(self, names: Sequence[str]) -> list[Cut]:
-        """Give the cuts of several names in the order of the model; raises `CutError` for repeats."""
+        """Return the cuts of several names in the order of the model; raises `CutError` for repeats."""
         found = sorted((self.find(name) for name in names), key=lambda cut: cut.position)
         for first, second in pairwise(found):
             if first.position == second.position:
@@ -106,7 +106,7 @@ class Span:
 
 
 def module_spans(graph: Graph) -> dict[str, Span]:
-    """Give the span of every module call by its path, outer modules before inner ones."""
+    """Return the span of every module call by its path, outer modules before inner ones."""
     spans: dict[str, Span] = {}
     for visit in graph.visits:
         stop = visit.position + (visit.op is not None)
@@ -119,7 +119,7 @@ def module_spans(graph: Graph) -> dict[str, Span]:
 
 
 def _names(graph: Graph, spans: Mapping[str, Span]) -> dict[int, list[str]]:
-    """Give every position its names, the best first: outer modules, `:after` before `:before`."""
+    """Map every position to its names, the best first: outer modules, `:after` before `:before`."""
     ranked: dict[int, list[tuple[tuple[int, int, int], str]]] = defaultdict(list)
     for path, span in spans.items():
         ranked[span.stop].append(((0, span.depth, 0), path + AFTER))
@@ -146,7 +146,7 @@ def _operation_names(graph: Graph) -> dict[int, str]:
 
 
 def crossing_values(graph: Graph) -> list[tuple[Value, ...]]:
-    """Give for every position the values made before it and used after it, in the order of their making."""
+    """Return for every position the values made before it and used after it, in the order of their making."""
     last = last_uses(graph.ops, references(graph.outputs))
     num_positions = len(graph.ops) + 1
     crossing: list[list[Value]] = [[] for _ in range(num_positions)]

@@ -53,7 +53,7 @@ class Size:
     expression: Expression
 
     def evaluate(self, sizes: Mapping[str, int]) -> Number:
-        """Give the number for these sizes; raises `ProgramError` for unknown symbols and absurd results."""
+        """Return the number for these sizes; raises `ProgramError` for unknown symbols and absurd results."""
         return _evaluate(self.expression, sizes)
 
 

@@ -76,11 +76,11 @@ class Graph:
         return tuple(position for position in range(1, len(self.ops)) if position not in self.forbidden)
 
     def tensor_inputs(self) -> tuple[Value, ...]:
-        """Give the inputs that are tensors, in the order of the call."""
+        """Return the inputs that are tensors, in the order of the call."""
         return tuple(value for value in self.inputs if value is not None)
 
     def sizes(self, batch: int, **further: int) -> dict[str, int]:
-        """Give every symbol a value: the batch size, and 1 for others that are not named.
+        """Assign every symbol a value: the batch size, and 1 for others that are not named.
 
         Example:
             graph.sizes(3, sequence=128)

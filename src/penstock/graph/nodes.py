@@ -9,7 +9,7 @@ from penstock.graph.graph import Call
 
 
 def is_idle(target: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-    """Tell whether a call hands back its input: dropout in evaluation."""
+    """Return whether a call hands back its input: dropout in evaluation."""
     if target.split(".")[1] not in {"dropout", "feature_dropout", "alpha_dropout"}:
         return False
     given = [*arguments, *keywords.values()]

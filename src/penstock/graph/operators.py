@@ -51,7 +51,7 @@ def check_operator(target: object) -> None:
 
 
 def is_allowed_here(target: str) -> bool:
-    """Tell whether this process was started with an operator beyond the list, whose results are not bounded either."""
+    """Return whether this process was started with an operator beyond the list, whose results are not bounded."""
     names = [name.strip() for name in os.environ.get(ALLOW, "").split(",")]
     for name in filter(None, names):
         if not _TARGET.fullmatch(name):

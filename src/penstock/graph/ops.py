@@ -31,11 +31,11 @@ class Value:
     shape: tuple[Dimension, ...]
 
     def evaluate(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Give the shape for the sizes of one microbatch."""
+        """Return the shape for the sizes of one microbatch."""
         return tuple(int(d.evaluate(sizes)) if isinstance(d, Size) else d for d in self.shape)
 
     def num_bytes(self, sizes: Mapping[str, int]) -> int:
-        """Give the bytes of the elements for the sizes of one microbatch."""
+        """Return the bytes of the elements for the sizes of one microbatch."""
         return math.prod(self.evaluate(sizes)) * self.dtype.itemsize
 
 
@@ -58,13 +58,13 @@ class Op:
     keywords: Mapping[str, Argument]
 
     def uses(self) -> Iterator[str]:
-        """Give the name of every value that this operation reads or writes."""
+        """Return the name of every value that this operation reads or writes."""
         yield from references(self.arguments)
         yield from references(tuple(self.keywords.values()))
 
 
 def references(argument: Argument) -> Iterator[str]:
-    """Give the names of the values inside an argument, however nested."""
+    """Return the names of the values inside an argument, however nested."""
     if isinstance(argument, Ref):
         yield argument.name
     elif isinstance(argument, (list, tuple)):
@@ -135,7 +135,7 @@ def _undeclared_effect(op: Op) -> Effect:
 
 
 def is_factory(op: Op) -> bool:
-    """Tell whether an operation makes a tensor of no other, on a device that it can be told."""
+    """Return whether an operation makes a tensor of no other, on a device that it can be told."""
     if op.target == GETITEM:
         return False
     arguments = resolve_operator(op.target)._schema.arguments
@@ -143,5 +143,5 @@ def is_factory(op: Op) -> bool:
 
 
 def is_random(op: Op) -> bool:
-    """Tell whether an operation draws random numbers."""
+    """Return whether an operation draws random numbers."""
     return op.target != GETITEM and torch.Tag.nondeterministic_seeded in resolve_operator(op.target).tags

@@ -69,13 +69,13 @@ class Storage:
         self.written = {self.root(name) for result in self.effects.values() for name in result.writes}
 
     def root(self, name: str) -> str:
-        """Give the name that stands for all values sharing this one's memory."""
+        """Return the name that stands for all values sharing this one's memory."""
         while (parent := self._parent.get(name, name)) != name:
             name = parent
         return name
 
     def is_written(self, name: str) -> bool:
-        """Tell whether any operation writes to this value's memory."""
+        """Return whether any operation writes to this value's memory."""
         return self.root(name) in self.written
 
 
@@ -123,7 +123,7 @@ def _move_visits(visits: Sequence[Visit], ops: Sequence[Op], kept: set[str]) -> 
 
 
 def last_uses(ops: Sequence[Op], outputs: Iterable[str]) -> dict[str, int]:
-    """Give for every value the index of the last operation that reads it; outputs are read at the end."""
+    """Return for every value the index of the last operation that reads it; outputs are read at the end."""
     last = {name: index for index, op in enumerate(ops) for name in op.uses()}
     return last | dict.fromkeys(outputs, len(ops))
 
@@ -163,12 +163,12 @@ def _forbidden(
 
 
 def _final_writes(ops: Sequence[Op], storage: Storage) -> dict[str, int]:
-    """Give for every memory that is written the index of the last operation that writes it."""
+    """Return for every memory that is written the index of the last operation that writes it."""
     return {storage.root(name): index for index, op in enumerate(ops) for name in storage.effects[op.name].writes}
 
 
 def _written_state(ops: Sequence[Op], storage: Storage) -> list[tuple[int, int]]:
-    """Give the first and last use of each piece of state that is written to."""
+    """Return the first and last use of each piece of state that is written to."""
     uses: dict[str, list[int]] = defaultdict(list)
     state_roots = {storage.root(name) for name in storage.states if storage.is_written(name)}
     for index, op in enumerate(ops):

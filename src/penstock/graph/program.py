@@ -45,12 +45,12 @@ class StageProgram:
         return tuple(state for state in self.states if state.kind == "parameter")
 
     def state_bytes(self) -> int:
-        """Give the bytes of parameters, buffers and constants."""
+        """Return the bytes of parameters, buffers and constants."""
         return sum(state.value.num_bytes({}) for state in self.states)
 
 
 def states_of(programs: Iterable[StageProgram]) -> list[State]:
-    """Give the state of programs that take turns; what several of them use is there once."""
+    """Return the state of programs that take turns; what several of them use is there once."""
     return list({state.value.name: state for program in programs for state in program.states}.values())
 
 

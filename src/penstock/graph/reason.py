@@ -50,7 +50,7 @@ def _shorten(text: str) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Give the deepest line outside of torch: that of the model, not that of the capture."""
+    """Return the deepest line outside of torch: that of the model, not that of the capture."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, "<"))]
     inside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
     if not inside:

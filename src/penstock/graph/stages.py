@@ -32,7 +32,7 @@ def divide(graph: Graph, cuts: Sequence[Cut]) -> list[StageProgram]:
 
 
 def output_values(graph: Graph) -> tuple[Value, ...]:
-    """Give the tensors that the model returns, each once, in order of appearance."""
+    """Return the tensors that the model returns, each once, in order of appearance."""
     names = dict.fromkeys(output.name for output in graph.outputs if isinstance(output, Ref))
     return tuple(graph.values[name] for name in names)
 

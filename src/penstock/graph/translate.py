@@ -226,7 +226,7 @@ class _Translator:
         return Ref(name)
 
     def _scalar(self, node: fx.Node) -> Any:
-        """Give a size as an expression where it follows from the inputs' sizes."""
+        """Return a size as an expression where it follows from the inputs' sizes."""
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             expression = from_sympy(value.node.expr, self.symbols)
@@ -293,7 +293,7 @@ class _Translator:
         return candidate
 
     def outputs(self) -> tuple[Output, ...]:
-        """Give what the model returns, flat: values, sizes or constants."""
+        """Return what the model returns, flat: values, sizes or constants."""
         result = next(node for node in self.exported.graph.nodes if node.op == "output").args[0]
         given = [self._argument(item, self.values) for item in result]
         specs = self.exported.graph_signature.output_specs

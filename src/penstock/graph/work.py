@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 
 
 def count_work(graph: Graph, sizes: Mapping[str, int]) -> list[float]:
-    """Give the counted work of every operation, in nominal seconds, for one microbatch.
+    """Return the counted work of every operation, in nominal seconds, for one microbatch.
 
     Example:
         sum(count_work(graph, graph.sizes(1)))
@@ -93,12 +93,12 @@ def _flops(op: Op, shapes: list[Shape], result: Shape) -> float:
 
 
 def state_bytes(graph: Graph) -> dict[str, int]:
-    """Give the bytes of every parameter, buffer and constant."""
+    """Return the bytes of every parameter, buffer and constant."""
     return {state.value.name: state.value.num_bytes({}) for state in graph.states}
 
 
 def first_uses(graph: Graph) -> list[tuple[int, str]]:
-    """Give every piece of state with the position of the first operation that uses it, in order."""
+    """Return every piece of state with the position of the first operation that uses it, in order."""
     names = {state.value.name for state in graph.states}
     seen: dict[str, int] = {}
     for position, op in enumerate(graph.ops):

@@ -70,7 +70,7 @@ class Trainable:
         return forward_s, backward_s[::-1]
 
     def kept_bytes(self, sizes: Mapping[str, int]) -> list[int]:
-        """Give what every part's forward keeps for its backward, beside parameters; each tensor counts once."""
+        """Return what every part's forward keeps for its backward, beside parameters; each tensor counts once."""
         held = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
         found: list[list[int]] = [[]]
 
@@ -89,7 +89,7 @@ class Trainable:
         return [sum(sizes_of_part) for sizes_of_part in found[:-1]]
 
     def outputs(self, sizes: Mapping[str, int]) -> list[Tensor]:
-        """Give what the model puts out for random inputs."""
+        """Return what the model puts out for random inputs."""
         *_, (_, _, outputs) = self._forward(sizes, lambda: 0.0)
         return outputs
 

@@ -45,7 +45,7 @@ class Timing:
         return time.thread_time if self.threads == 1 else time.perf_counter
 
     def repeats_for(self, rows: int) -> int:
-        """Give the passes of one round for a batch size."""
+        """Return the passes of one round for a batch size."""
         return max(3, round(self.repeats / math.sqrt(rows / self.rows[0])))
 
 
@@ -88,7 +88,7 @@ def _measure(
 
 
 def medians_scaled(passes: Sequence[Sequence[float]], wholes: Sequence[float]) -> Seconds:
-    """Give every unit's median and spread over passes, scaled so that the medians add up to that of the wholes."""
+    """Return every unit's median and spread over passes, scaled so that the medians add up to that of the wholes."""
     medians = [statistics.median(times) for times in zip(*passes, strict=True)]
     scale = statistics.median(wholes) / (sum(medians) or 1.0)
     return Seconds(
@@ -98,7 +98,7 @@ def medians_scaled(passes: Sequence[Sequence[float]], wholes: Sequence[float]) -
 
 
 def spread(values: Sequence[float]) -> float:
-    """Give the interquartile range.
+    """Return the interquartile range.
 
     >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
     2.0
@@ -110,7 +110,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[str, int], ...]]:
-    """Give names and bytes of the state that the units between neighbouring positions use, tables included."""
+    """Return names and bytes of the state that the units between neighbouring positions use, tables included."""
     sizes = {state.value.name: state.value.num_bytes({}) for state in graph.states}
     sources: dict[str, set[str]] = {}
     for op in graph.prelude:  # every stage computes the tables that it needs, from the state behind them
@@ -124,7 +124,7 @@ def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[st
 
 
 def working_bytes(graph: Graph, positions: Sequence[int], rows: int) -> list[float]:
-    """Give the most bytes that values take at any moment between neighbouring positions, for so many rows."""
+    """Return the most bytes that values take at any moment between neighbouring positions, for so many rows."""
     lives: dict[str, list[int]] = {value.name: [0, 0] for value in graph.tensor_inputs()}
     owner = {name: name for name in lives}
     for index, op in enumerate(graph.ops):
@@ -146,6 +146,6 @@ def working_bytes(graph: Graph, positions: Sequence[int], rows: int) -> list[flo
 
 
 def line_through(values: Iterable[Value], graph: Graph) -> tuple[float, float]:
-    """Give bytes per row and constant bytes of some values; exact where sizes grow evenly with rows."""
+    """Return bytes per row and constant bytes of some values; exact where sizes grow evenly with rows."""
     one, two = (sum(value.num_bytes(graph.sizes(rows)) for value in values) for rows in (1, 2))
     return float(two - one), float(2 * one - two)

@@ -74,7 +74,7 @@ def _pairs(size: int) -> list[tuple[int, int]]:
 
 
 def _measure_link(transport: Transport, source: int, target: int) -> tuple[float, float] | None:
-    """Give bytes per second and seconds of latency, on the sending side."""
+    """Return bytes per second and seconds of latency, on the sending side."""
     if transport.rank == target:
         for _ in range(_PINGS):
             receive_bytes(transport, source, limit=WORD_BYTES)
@@ -105,7 +105,7 @@ def _together(transport: Transport) -> None:
 
 
 def _gather(transport: Transport, value: object) -> list[str]:
-    """Give every rank's value as text to the one that feeds; the others wait until it has them all."""
+    """Send every rank's value as text to the one that feeds; the others wait until it has them all."""
     if transport.rank != FEEDER:
         send_bytes(transport, str(value).encode(), FEEDER)
         receive_bytes(transport, FEEDER, limit=WORD_BYTES)

@@ -12,12 +12,12 @@ _NUM_ROWS = 32
 
 
 def measure_rows(rows: Sequence[object]) -> float:
-    """Give the median CPU seconds that a row of a data set takes to be made, of up to 32 spread over the set."""
+    """Return the median CPU seconds that a row of a data set takes to be made, of up to 32 spread over the set."""
     return statistics.median(_seconds(len(rows), rows.__getitem__))
 
 
 def measure_loader(model: ZooModel, images: ImageSet) -> float:
-    """Give the median CPU seconds that one image takes to be read and prepared for a model.
+    """Return the median CPU seconds that one image takes to be read and prepared for a model.
 
     Looks at up to 32 images, spread over the set; images that cannot be read do not count.
 

@@ -61,7 +61,7 @@ def _few_rows(graph: Graph) -> int:
 
 
 def _lines(graph: Graph, measured: Callable[[int], Sequence[float]]) -> list[tuple[float, float]]:
-    """Give what grows with rows, per row, and what does not, of bytes measured for a number of rows."""
+    """Return what grows with rows, per row, and what does not, of bytes measured for a number of rows."""
     rows = _few_rows(graph)
     some = measured(rows)
     if graph.fixed_batch:

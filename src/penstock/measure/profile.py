@@ -178,7 +178,7 @@ print(penstock.memory.anonymous_bytes())
 
 
 def script_bytes(base_bytes: float) -> float:
-    """Give what this process takes beside a worker's base: call it with the model captured and no weights loaded.
+    """Return what this process takes beside a worker's base: call it with the model captured and no weights loaded.
 
     A process that feeds has the model's library and graph too, and so has every process that trains.
     """

@@ -21,7 +21,7 @@ def measure_work(
     repeats: int = 7,
     threads: int | None = None,
 ) -> list[float]:
-    """Give the median seconds of every operation over some passes, after one that is not counted.
+    """Return the median seconds of every operation over some passes, after one that is not counted.
 
     The inputs are random, which costs the same as any other. Needs the whole model in memory.
 

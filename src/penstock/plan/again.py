@@ -22,7 +22,7 @@ def plan_again(
     missing: Collection[str] = (),
     worth: float = 0.02,
 ) -> Plan:
-    """Give the plan for a cluster as it is now; the old one with new predictions where a new one gains too little.
+    """Return the plan for a cluster as it is now; the old one with new predictions where a new one gains too little.
 
     `speeds` are devices' speeds as observed, in multiples of the profiled device's; `missing` are devices that
     are gone; a device that is new stands in the cluster already. A new plan must be faster by more than `worth`
@@ -49,7 +49,7 @@ def plan_again(
 
 
 def observed(cluster: Cluster, speeds: Mapping[str, float], missing: Collection[str]) -> Cluster:
-    """Give the cluster as it is seen to be; raises `ClusterError` for unknown names, `PlanError` without the feeder.
+    """Return the cluster as it is seen to be; raises `ClusterError` for unknown names, `PlanError` without the feeder.
 
     Example:
         observed(cluster, {"board2": 0.2}, {"board3"})
@@ -63,7 +63,7 @@ def observed(cluster: Cluster, speeds: Mapping[str, float], missing: Collection[
 
 
 def request_of(plan: Plan) -> Request:
-    """Give the request that asks for a plan like this one: same microbatches, depth and schedule."""
+    """Return the request that asks for a plan like this one: same microbatches, depth and schedule."""
     return Request(
         rows=(plan.microbatch_rows,), num_rows=plan.prediction.num_rows, depth=plan.depth, schedule=plan.schedule,
         num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,

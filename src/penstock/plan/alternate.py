@@ -43,7 +43,7 @@ class Lines:
     crossing: Sequence[_Vector] = ()
 
     def load(self, stage: int, start: int, end: int) -> float:
-        """Give the seconds of a stage between two boundaries."""
+        """Return the seconds of a stage between two boundaries."""
         return float(self.starts[stage][start] + self.ends[stage][end])
 
 
@@ -178,7 +178,7 @@ class _Program:
 
 
 def _windows(bounds: Sequence[int], reaches: Sequence[int]) -> list[range]:
-    """Give each cut the boundaries nearer to it than to its neighbours, so that any mixture keeps the order."""
+    """Assign each cut the boundaries nearer to it than to its neighbours, so that any mixture keeps the order."""
     windows: list[range] = []
     for k, reach in enumerate(reaches):
         before, cut, after = bounds[k : k + 3]
@@ -189,7 +189,7 @@ def _windows(bounds: Sequence[int], reaches: Sequence[int]) -> list[range]:
 
 
 def _extent(stage: int, portions: Portions, last: int) -> tuple[int, int]:
-    """Give the first and the last boundary of all units that a stage's device holds."""
+    """Return the first and the last boundary of all units that a stage's device holds."""
     start = min(b for b, _ in portions.per_cut[stage - 1]) if stage else 0
     end = max(b for b, _ in portions.per_cut[stage]) if stage < len(portions.per_cut) else last
     return start, end

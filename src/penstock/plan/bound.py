@@ -15,7 +15,7 @@ _HEAVY = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 
 
 def pace_bound_s(problem: Problem, *, share: bool = False, numbers: Sequence[int] | None = None) -> float:
-    """Give seconds between microbatches that no plan of these devices goes below.
+    """Return seconds between microbatches that no plan of these devices goes below.
 
     Each device could at most do the stage of the most work that it can do in time, wherever in the model that
     lies; in all they must do the whole model. Memory and links are left out of account. With `share`, devices
@@ -56,7 +56,7 @@ class _Work:
     seconds: float
 
     def enough(self, budgets: Vector) -> bool:
-        """Say whether devices with so many seconds of work for each microbatch might do the whole model."""
+        """Return whether devices with so many seconds of work for each microbatch might do the whole model."""
         return float(budgets.sum()) >= self.seconds * (1 - 1e-12)
 
 
@@ -81,7 +81,7 @@ class _Stages:
         self.measures = np.array([np.concatenate([[0.0], np.cumsum(m)]) for m in (units, *heavy)])
 
     def enough(self, budgets: Vector) -> bool:
-        """Say whether devices with so many seconds of work for each microbatch might do the whole model."""
+        """Return whether devices with so many seconds of work for each microbatch might do the whole model."""
         total = np.zeros(len(self.measures))
         for budget, count in zip(*np.unique(budgets, return_counts=True), strict=True):
             last = np.searchsorted(self.least, (self.starts + budget) * (1 + 1e-12), side="right") - 1

@@ -58,7 +58,7 @@ def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
 
 
 def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
-    """Give the plans worth comparing for one microbatch size: the best pipeline for each number of devices,
+    """Return the plans worth comparing for one microbatch size: the best pipeline for each number of devices,
     stages that devices share, and whole pipelines side by side."""
     if problem.setting.schedule == "interleaved":
         return _dealt(problem, request)
@@ -108,7 +108,7 @@ def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request
 
 
 def _worth_alternating(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Give the pipelines that may gain most: the best, and for its microbatch size those with the most devices."""
+    """Return the pipelines that may gain most: the best, and for its microbatch size those with the most devices."""
     plain = [c for c in ranked if c.kind == "stages"]
     if not plain:
         return []
@@ -136,14 +136,14 @@ def _single(problem: Problem, request: Request) -> list[Candidate]:
 
 
 def _fits(candidate: Candidate) -> bool:
-    """Say whether devices have the memory: where a search had too many devices to know how many stages there will be,
-    it knew too little of what zero bubble keeps."""
+    """Return whether devices have the memory: a search that did not know how many stages there would be, for too many
+    devices, knew too little of what zero bubble keeps."""
     devices = candidate.problem.cluster
     return all(load.memory_bytes <= devices.device(load.device).memory_bytes for load in candidate.prediction.devices)
 
 
 def _dealt(problem: Problem, request: Request) -> list[Candidate]:
-    """Give pipelines with several stages for each device."""
+    """Return pipelines with several stages for each device."""
     if len(problem.devices) == 1:
         raise PlanError(
             "the schedule interleaved deals stages out to several devices, but there is one; use --schedule 1f1b"
@@ -244,7 +244,7 @@ def _pipeline(problem: Problem, division: Division, share: float) -> Pipeline:
 
 
 def _shares(problem: Problem, stage: Placed) -> tuple[float, ...]:
-    """Give devices that share a stage parts after their speed; the feeder computes in the time that feeding leaves."""
+    """Assign devices that share a stage parts after their speed; the feeder has what time feeding leaves."""
     if len(stage.devices) == 1:
         return (1.0,)
     pace = shared_load_s(problem, stage)

@@ -69,7 +69,7 @@ class Setting:
         return self.schedule != "forward-only"
 
     def in_flight(self, from_end: int) -> int:
-        """Give how many microbatches a stage keeps for their backward; the last stage is number 1 from the end."""
+        """Return how many microbatches a stage keeps for their backward; the last stage is number 1 from the end."""
         if not self.trains:
             return 0
         total = self.num_microbatches or 1
@@ -164,14 +164,14 @@ class Costs:
         return uses
 
     def _tied_bytes(self) -> Vector:
-        """Give the bytes of first gradients that wait for the last: those of weights that several units use."""
+        """Return the bytes of first gradients that wait for the last: those of weights that several units use."""
         waiting = np.zeros_like(self.parameter_bytes)
         for num_bytes, places in self._tied:
             waiting += num_bytes * self._with_both(pairwise(places))
         return waiting
 
     def _bucket_bytes(self) -> Vector:
-        """Give the bytes of a bucket while it is laid out, and of those under way half for what a neighbour sends.
+        """Return the bytes of a bucket while it is laid out, and of those under way half for what a neighbour sends.
 
         Without replicas only weights that stages share are added up.
         """
@@ -197,7 +197,7 @@ class Costs:
         return found
 
     def messages_bytes(self) -> Vector:
-        """Give the bytes of `depth` messages at each boundary, gradients included."""
+        """Return the bytes of `depth` messages at each boundary, gradients included."""
         return self.setting.depth * (self.crossing + self.returning)
 
     def _backward_s(self) -> Vector:
@@ -212,7 +212,7 @@ class Costs:
         return _running_sum(seconds)
 
     def _largest(self, needs: Sequence[float]) -> Vector:
-        """Give the largest of units `a` to `b`: `[a, b]`."""
+        """Return the largest of units `a` to `b`: `[a, b]`."""
         matrix = np.zeros((self.num_units + 1, self.num_units + 1))
         for end, need in enumerate(needs, 1):
             matrix[:end, end] = np.maximum(matrix[:end, end - 1], need)

@@ -18,7 +18,7 @@ _FEW = 12
 
 
 def dealt_divisions(problem: Problem) -> list[Division]:
-    """Give good pipelines with several stages for each device, for each number of devices, those that fit.
+    """Return good pipelines with several stages for each device, for each number of devices, those that fit.
 
     Devices go in order, the fastest ones where not all are used; of more than a dozen all are. Memory is looked at once
     the cuts are chosen.
@@ -47,7 +47,7 @@ def dealt_divisions(problem: Problem) -> list[Division]:
 
 
 def dealt_memory(problem: Problem, division: Division) -> dict[int, float]:
-    """Give the memory of each device that holds several stages.
+    """Return the memory of each device that holds several stages.
 
     One process holds them all, and works on one at a time; what they keep is counted along the schedule.
     """
@@ -67,7 +67,7 @@ def dealt_memory(problem: Problem, division: Division) -> dict[int, float]:
 
 
 def _kept_bytes(problem: Problem, division: Division, actions: tuple[Action, ...]) -> float:
-    """Give the most that a device keeps for backwards at a time."""
+    """Return the most that a device keeps for backwards at a time."""
     costs = problem.costs
     kept = most = 0.0
     for action in actions:
@@ -79,7 +79,7 @@ def _kept_bytes(problem: Problem, division: Division, actions: tuple[Action, ...
 
 
 def _costs(problem: Problem, number: int) -> Vector:
-    """Give the seconds of every possible stage on a device, infinite where it is empty."""
+    """Return the seconds of every possible stage on a device, infinite where it is empty."""
     first, last = problem.path_terms(number)
     seconds: Vector = first[:, None] + last[None, :]
     seconds[np.tril_indices(problem.num_units + 1)] = np.inf

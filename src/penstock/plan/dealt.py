@@ -96,7 +96,7 @@ class _Search:
         self.least = math.inf  # what the busiest device takes in the best division that was seen
 
     def first(self) -> Dealt | None:
-        """Give the division whose largest stage is smallest."""
+        """Return the division whose largest stage is smallest."""
         best, choices = self.costs[0][0], []
         for cost in self.costs[1:]:
             following = np.maximum(best[:, None], cost)
@@ -110,14 +110,14 @@ class _Search:
         return self._dealt(tuple(cuts[:0:-1]))
 
     def prefers(self, one: Dealt, other: Dealt) -> bool:
-        """Tell whether one division is better than another."""
+        """Return whether one division is better than another."""
         limit = self.least * (1 + self.slack) * _ROUNDING
         if max(one.busiest, other.busiest) > limit:
             return one.busiest < other.busiest
         return (one.largest, one.busiest) < (other.largest, other.busiest)
 
     def around(self, known: Dealt, reach: int) -> Dealt | None:
-        """Give the best division whose cuts lie this near to known ones."""
+        """Return the best division whose cuts lie this near to known ones."""
         windows = [np.arange(1)]
         windows += [np.arange(max(1, c - reach), min(self.last - 1, c + reach) + 1) for c in known.cuts]
         windows.append(np.array([self.last]))

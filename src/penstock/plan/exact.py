@@ -52,7 +52,7 @@ def best_divisions(
     problem: Problem, *, aim: Aim = "pace", at_most_s: float = math.inf, share: bool = False, effort: int = EFFORT,
     numbers: Sequence[int] | None = None,
 ) -> dict[int, tuple[float, Division]] | None:  # fmt: skip
-    """Give for each number of devices the best pipeline that uses so many, with its pace or latency in seconds.
+    """Return for each number of devices the best pipeline that uses so many, with its pace or latency in seconds.
 
     Pipelines slower than `at_most_s` are left out. With `share`, devices may take turns on a stage (inference
     only): any mixture of up to six devices, beyond that several of one kind. Gives None where the search would
@@ -97,13 +97,13 @@ class _Search:
         return self._results()
 
     def _least_effort(self) -> int:
-        """Give what the search costs at least: without a bound on the pace nearly every step looks at all stages."""
+        """Return what the search costs at least: without a bound on the pace nearly every step looks at all stages."""
         steps = math.prod(count + 1 for count in self.counts) * len(self.options) // 2
         bounded = self.aim == "pace" and self.at_most_s < math.inf
         return steps * (_STEP if bounded else _STEP + self.problem.num_units**2 // 2)
 
     def _options(self, share: bool) -> list[_State]:
-        """Give the groups of devices that one stage may have."""
+        """Return the groups of devices that one stage may have."""
         single = [tuple(int(k == kind) for k in range(len(self.kinds))) for kind in range(len(self.kinds))]
         if not share:
             return single
@@ -117,15 +117,15 @@ class _Search:
         return single + several
 
     def _states(self) -> list[_State]:
-        """Give every selection of devices, smaller ones first."""
+        """Return every selection of devices, smaller ones first."""
         return sorted(product(*(range(count + 1) for count in self.counts)), key=lambda state: (sum(state), state))
 
     def _lasts(self, state: _State) -> list[int]:
-        """Give which kinds may be first in a selection; it does not matter where links are alike."""
+        """Return which kinds may be first in a selection; it does not matter where links are alike."""
         return [-1] if self.uniform else [kind for kind, used in enumerate(state) if used]
 
     def _following(self, state: _State, kind: int) -> _Window | None:
-        """Give the best that can follow a stage on this kind, at each boundary where it may end."""
+        """Return the best that can follow a stage on this kind, at each boundary where it may end."""
         if not any(state):
             end = np.zeros(1)
             if self.aim == "latency":
@@ -150,12 +150,12 @@ class _Search:
         return _Window(start, best)
 
     def _two(self, kind: int, last: int) -> tuple[int, int]:
-        """Give two different devices of these kinds."""
+        """Return two different devices of these kinds."""
         first = self.kinds[kind][0]
         return first, self.kinds[last][1 if kind == last else 0]
 
     def _hop_s(self, kind: int, last: int | None, span: slice) -> Vector:
-        """Give the seconds of a message from one kind to another, or to the feeder behind the last stage."""
+        """Return the seconds of a message from one kind to another, or to the feeder behind the last stage."""
         problem = self.problem
         one, other = (self.kinds[kind][0], problem.feeder) if last is None else self._two(kind, last)
         return problem.costs.crossing[span] * problem.wire_s(one, other) + problem.latency_s(one, other)
@@ -188,7 +188,7 @@ class _Search:
         return slice(0, min(last, int(np.searchsorted(self.seconds, able, side="right"))))
 
     def _values(self, state: _State, option: _State, starts: slice, following: _Window) -> Vector:
-        """Give the value for every start (rows) and end (columns) of a stage before a selection."""
+        """Return the value for every start (rows) and end (columns) of a stage before a selection."""
         block = self._block(option, self.problem.setting.in_flight(sum(state) + 1), starts, following.span)
         if self.aim == "pace":
             return np.maximum(block, following.values)
@@ -200,7 +200,7 @@ class _Search:
         return np.where(block < np.inf, path, np.inf)
 
     def _block(self, option: _State, in_flight: int, starts: slice, ends: slice) -> Vector:
-        """Give the cost of stages for a group of devices."""
+        """Return the cost of stages for a group of devices."""
         problem = self.problem
         members = [(self.kinds[kind][0], times) for kind, times in enumerate(option) if times]
         if len(members) == 1 and members[0][1] == 1:
@@ -258,7 +258,7 @@ class _Search:
         return tuple(stages)
 
     def _next_kind(self, state: _State, device: int, end: int) -> int:
-        """Give which kind comes next where links differ: the one that gives the best value behind this device."""
+        """Return which kind comes next where links differ: the one that gives the best value behind this device."""
         if self.uniform or not any(state):
             return -1
         kind = next(k for k, numbers in enumerate(self.kinds) if device in numbers)
@@ -280,7 +280,7 @@ class _Search:
 
 
 def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice, ends: slice) -> Vector:
-    """Give the pace of stages whose devices take turns: for each device its number, and how many are like it."""
+    """Return the pace of stages whose devices take turns: for each device its number, and how many are like it."""
     rate: Vector | float = 0.0
     spent: Vector | float = 0.0
     possible: NDArray[np.bool_] = np.ones(1, dtype=np.bool_)

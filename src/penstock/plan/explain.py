@@ -30,7 +30,7 @@ class Help:
 
 
 def explain(choice: Choice, cluster: Cluster, helps: list[Help]) -> list[str]:
-    """Give the explanation of a choice as lines of text.
+    """Return the explanation of a choice as lines of text.
 
     Example:
         print("\\n".join(explain(choice, cluster, what_would_help(choice, profile, cluster, request))))
@@ -52,7 +52,7 @@ def explain(choice: Choice, cluster: Cluster, helps: list[Help]) -> list[str]:
 
 
 def summary(plan: Plan) -> str:
-    """Give a plan in one line.
+    """Return a plan in one line.
 
     Example:
         print(summary(plan))
@@ -76,7 +76,7 @@ def summary(plan: Plan) -> str:
 
 
 def load_lines(plan: Plan, cluster: Cluster) -> list[str]:
-    """Give each device's load as a bar, with its memory; the longest bars set the pace."""
+    """Return each device's load as a bar, with its memory; the longest bars set the pace."""
     prediction = plan.prediction
     pace_s = plan.microbatch_rows / prediction.rows_per_s
     longest = max(pace_s, *(load.load_s for load in prediction.devices))

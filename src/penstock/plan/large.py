@@ -108,7 +108,7 @@ class _Filler:
         self.held = costs.held_bytes
 
     def fill(self, pace_s: float) -> Division | None:
-        """Give a pipeline of this pace, if one is found."""
+        """Return a pipeline of this pace, if one is found."""
         problem = self.problem
         beam = [_Begin(problem.num_units, 0.0, self.closed, 0, None)]
         able = problem.speeds * np.maximum(pace_s - self.lost_s, 0)
@@ -152,7 +152,7 @@ class _Filler:
         return left[np.linspace(0, len(left) - 1, _CANDIDATES).astype(np.intp)]
 
     def _longest(self, begin: _Begin, devices: _Numbers, pace_s: float) -> tuple[_Numbers, Vector]:
-        """Give for each device the start of the stage that wastes least of it, and what that wastes."""
+        """Return for each device the start of the stage that wastes least of it, and what that wastes."""
         problem, costs, end = self.problem, self.problem.costs, begin.boundary
         in_flight = problem.setting.in_flight(begin.num_stages + 1)
         able = problem.speeds[devices] * np.maximum(pace_s - self.lost_s[devices], 0.0)

@@ -10,7 +10,7 @@ _KEEPING_MORE = {"gpipe", "interleaved", "zero-bubble"}
 
 
 def explain_misfit(problem: Problem) -> str:
-    """Give one line that says what is missing and how much memory per device would do.
+    """Return one line that says what is missing and how much memory per device would do.
 
     Example:
         raise PlanError(explain_misfit(problem))
@@ -45,7 +45,7 @@ def explain_misfit(problem: Problem) -> str:
 
 
 def memory_that_would_do(problem: Problem) -> float:
-    """Give the smallest memory with which equal devices, as many as there are, could hold the model."""
+    """Return the smallest memory with which equal devices, as many as there are, could hold the model."""
     low, high = 0.0, max(problem.memory_bytes(problem.feeder, 0, problem.num_units, _in_flight(problem, 1)), 1.0)
     matrices = [_needs(problem, from_end) for from_end in range(1, min(len(problem.devices), problem.num_units) + 1)]
     high = min(high, float(matrices[0][0, problem.num_units]))
@@ -59,7 +59,7 @@ def memory_that_would_do(problem: Problem) -> float:
 
 
 def _needs(problem: Problem, from_end: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Give the memory of every stage on the feeder, which needs the most, infinite where it is empty."""
+    """Return the memory of every stage on the feeder, which needs the most, infinite where it is empty."""
     costs, (first, last) = problem.costs, problem.terms(problem.feeder).memory
     need: Vector = costs.held_bytes + first[:, None] + last[None, :]
     need = need + _in_flight(problem, from_end) * (costs.kept_at_end_bytes[None, :] - costs.kept_bytes[:, None])
@@ -68,7 +68,7 @@ def _needs(problem: Problem, from_end: int) -> np.ndarray[tuple[int, int], np.dt
 
 
 def _possible(needs: list[np.ndarray[tuple[int, int], np.dtype[np.float64]]], memory_bytes: float) -> bool:
-    """Say whether so many stages of this memory reach from the model's end to its start."""
+    """Return whether so many stages of this memory reach from the model's end to its start."""
     reached = np.zeros(len(needs[0]), dtype=np.bool_)
     reached[-1] = True
     for need in needs:
@@ -89,6 +89,6 @@ def _in_flight(problem: Problem, from_end: int) -> int:
 
 
 def _round_up(num_bytes: float) -> float:
-    """Give three digits that are enough when written down."""
+    """Return three digits that are enough when written down."""
     step = 10.0 ** max(0, len(str(int(num_bytes))) - 3)
     return float(np.ceil(num_bytes / step) * step)

@@ -57,13 +57,13 @@ def smallest_crossing(
 
 
 def smallest_largest(work: Sequence[float], num_stages: int) -> float:
-    """Give the work of the largest stage in the best division; raises `CutError` for more stages than units."""
+    """Return the work of the largest stage in the best division; raises `CutError` for more stages than units."""
     check_stages(len(work), num_stages)
     return _smallest_largest(stage_costs(work, [0] * (len(work) + 1), 0.0), num_stages)
 
 
 def evenly(starts: Sequence[int], num_stages: int) -> list[int]:
-    """Give every stage the same number of blocks, the first stages one more where they do not divide.
+    """Assign every stage the same number of blocks, the first stages one more where they do not divide.
 
     `starts` are the boundaries before each block.
 
@@ -125,7 +125,7 @@ def check_stages(num_units: int, num_stages: int) -> None:
 
 
 def stage_costs(work: Sequence[float], crossing_bytes: Sequence[int], work_per_byte: float) -> _Matrix:
-    """Give the cost of every possible stage: row for its start, column for its end, infinite where it is empty."""
+    """Return the cost of every possible stage: row for its start, column for its end, infinite where it is empty."""
     prefix = np.array([0.0, *accumulate(work)])
     ends = np.array(crossing_bytes, dtype=np.float64) * work_per_byte
     costs: _Matrix = prefix[None, :] - prefix[:, None] + ends[None, :] + ends[:, None]

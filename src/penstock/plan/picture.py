@@ -49,7 +49,7 @@ def _cell(action: Action | None, several: bool) -> str:
 
 
 def bubble_formula(name: str, num_stages: int, num_microbatches: int, num_devices: int) -> tuple[str, float]:
-    """Give a schedule's bubble by its paper's formula, for stages alike with forward 1 and backward 2.
+    """Return a schedule's bubble by its paper's formula, for stages alike with forward 1 and backward 2.
 
     With p devices, m microbatches and v stages on each device. Raises `UsageError` for a name not known.
     """

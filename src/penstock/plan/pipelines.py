@@ -84,7 +84,7 @@ def _with_updates(actions: Sequence[Action], update: bool) -> Iterator[Action]:
 
 
 def spread(schedule: Schedule, stages: Sequence[int]) -> Schedule:
-    """Give each device of a schedule so many neighbouring stages in place of its one, to work through as through one.
+    """Assign each device of a schedule so many neighbouring stages in place of its one, to work through as through one.
 
     >>> from penstock.plan.schedule import text
     >>> [text(actions) for actions in spread(gpipe(2, 1), [1, 2])]
@@ -107,7 +107,7 @@ def _in_blocks(
     num_devices: int | None,
     order: Callable[[int, int], Iterator[tuple[Kind, int]]],
 ) -> Schedule:
-    """Give each device neighbouring stages, and its order to all of them."""
+    """Assign each device neighbouring stages, and its order to all of them."""
     num_devices = check_counts(num_stages, num_microbatches, num_devices)
     each, more = divmod(num_stages, num_devices)
     devices = range(num_devices)
@@ -116,7 +116,7 @@ def _in_blocks(
 
 
 def check_counts(num_stages: int, num_microbatches: int, num_devices: int | None) -> int:
-    """Give the number of devices, as many as stages where it is not given; raises `UsageError` for what cannot be."""
+    """Return the number of devices, as many as stages where it is not given; raises `UsageError` for what cannot be."""
     num_devices = num_stages if num_devices is None else num_devices
     if min(num_stages, num_microbatches, num_devices) < 1:
         raise UsageError(

@@ -33,7 +33,7 @@ class _Line:
 
 
 def problem_of(plan: Plan, profile: Profile, cluster: Cluster) -> Problem:
-    """Give the problem that a plan solves; raises `PlanError` where its cuts or devices are not these."""
+    """Return the problem that a plan solves; raises `PlanError` where its cuts or devices are not these."""
     check_cuts(plan, profile.cuts)
     check_devices(plan, cluster)
     setting = Setting(
@@ -44,7 +44,7 @@ def problem_of(plan: Plan, profile: Profile, cluster: Cluster) -> Problem:
 
 
 def predict(plan: Plan, profile: Profile, cluster: Cluster, *, num_rows: int | None = None) -> Plan:
-    """Give the plan with what it is expected to do on this cluster, for a stream of `num_rows` rows.
+    """Return the plan with what it is expected to do on this cluster, for a stream of `num_rows` rows.
 
     Any plan can be given, also one made by hand or for another cluster with the same device names.
 
@@ -103,7 +103,7 @@ def predict_pipelines(
 
 
 def divisions_of(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
-    """Give a pipeline with numbers for names: a division for each of its cut sets."""
+    """Return a pipeline with numbers for names: a division for each of its cut sets."""
     places = {name: index for index, name in enumerate(problem.profile.cuts, 1)}
     divisions = []
     for cut_set in pipeline.cut_sets:
@@ -140,7 +140,7 @@ def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageT
 
 
 def _separate_feed_s(problem: Problem, line: _Line, feeding_s: float) -> float:
-    """Give what a feeder without a stage in this pipeline needs for each of its microbatches."""
+    """Return what a feeder without a stage in this pipeline needs for each of its microbatches."""
     if any(problem.feeder in stage.devices for stage in line.divisions[0]):
         return 0.0
     return feeding_s / line.pipeline.share
@@ -149,7 +149,7 @@ def _separate_feed_s(problem: Problem, line: _Line, feeding_s: float) -> float:
 def _line_pace_s(
     problem: Problem, line: _Line, num_lines: int, times: Sequence[StageTimes], order: Sequence[int], feed_s: float
 ) -> float:
-    """Give the seconds between microbatches of one pipeline when it runs full."""
+    """Return the seconds between microbatches of one pipeline when it runs full."""
     if num_lines == 1 and len(line.divisions) == 1:
         return pace_s(problem, line.divisions[0])
     steady = steady_s(times, order, depth=problem.setting.depth, feed_s=feed_s)
@@ -170,7 +170,7 @@ def _link_pace_s(problem: Problem, division: Division) -> float:
 def _stream_s(
     problem: Problem, line: _Line, times: Sequence[StageTimes], order: Sequence[int], feed_s: float, count: int
 ) -> float:
-    """Give the seconds of one pipeline for so many microbatches, filling and draining included."""
+    """Return the seconds of one pipeline for so many microbatches, filling and draining included."""
     ends = line.divisions[0][-1].devices
     back = max(problem.transfer_s(n, problem.feeder, problem.num_units) + problem.latency_s(n, problem.feeder)
                for n in ends)  # fmt: skip
@@ -221,7 +221,7 @@ def _loads(problem: Problem, line: _Line, feeding_s: float) -> list[DeviceLoad]:
 
 
 def union_bytes(problem: Problem, number: int, placed: Sequence[Placed], in_flight: int) -> float:
-    """Give the memory of a device that holds the units of a stage for several cut sets."""
+    """Return the memory of a device that holds the units of a stage for several cut sets."""
     start, end = min(p.start for p in placed), max(p.end for p in placed)
     costs, (first, last) = problem.costs, problem.terms(number).memory
     kept = float(costs.kept_at_end_bytes[end] - costs.kept_bytes[start]) * in_flight

@@ -36,7 +36,7 @@ class Terms:
     limit_bytes: float
 
     def pairs(self) -> tuple[Pair, ...]:
-        """Give own work and feeding together."""
+        """Return own work and feeding together."""
         return tuple((a + c, b + d) for (a, b), (c, d) in zip(self.own, self.feeding, strict=True))
 
 
@@ -68,28 +68,28 @@ class Problem:
         return np.array([device.speed for device in self.devices])
 
     def for_replica(self, num_microbatches: int) -> "Problem":
-        """Give the same problem for one of several pipelines that train, with its part of a step's microbatches."""
+        """Return the same problem for one of several pipelines that train, with its part of a step's microbatches."""
         if num_microbatches not in self._replicas:
             setting = replace(self.setting, num_microbatches=num_microbatches, replicated=True)
             self._replicas[num_microbatches] = Problem(self.profile, self.cluster, setting)
         return self._replicas[num_microbatches]
 
     def for_stages(self, num_stages: int) -> "Problem":
-        """Give the same problem for pipelines of so many stages, where that says what stages keep."""
+        """Return the same problem for pipelines of so many stages, where that says what stages keep."""
         return Problem(self.profile, self.cluster, replace(self.setting, num_stages=num_stages))
 
     def in_flight(self, division: Division) -> list[int]:
-        """Give how many microbatches each stage of a pipeline keeps for their backward."""
+        """Return how many microbatches each stage of a pipeline keeps for their backward."""
         setting = replace(self.setting, num_stages=len(division))
         return [setting.in_flight(len(division) - index) for index in range(len(division))]
 
     def byte_s(self, first: int, second: int) -> float:
-        """Give the seconds per byte that only these two devices see, 0 where no link of their own is given."""
+        """Return the seconds per byte that only these two devices see, 0 where no link of their own is given."""
         link = self._pairs.get(frozenset((self.devices[first].name, self.devices[second].name)))
         return 1 / link.bandwidth_bytes_per_s if link and link.bandwidth_bytes_per_s else 0.0
 
     def latency_s(self, first: int, second: int) -> float:
-        """Give the seconds that a message between two devices takes beside its bytes."""
+        """Return the seconds that a message between two devices takes beside its bytes."""
         if first == second:
             return 0.0
         one, other = self.devices[first], self.devices[second]
@@ -97,18 +97,18 @@ class Problem:
         return link.latency_s if link else max(one.latency_s, other.latency_s)
 
     def transfer_s(self, first: int, second: int, boundary: int) -> float:
-        """Give the seconds that one message across a boundary is on the wire between two devices."""
+        """Return the seconds that one message across a boundary is on the wire between two devices."""
         return float(self.costs.crossing[boundary]) * self.wire_s(first, second)
 
     def wire_s(self, first: int, second: int) -> float:
-        """Give the seconds per byte from one device to another, at the slowest place in between."""
+        """Return the seconds per byte from one device to another, at the slowest place in between."""
         if first == second:
             return 0.0
         rates = [self.devices[n].bandwidth_bytes_per_s for n in (first, second)]
         return max([self.byte_s(first, second), *(1 / rate for rate in rates if rate)])
 
     def load_s(self, device: int, start: int, end: int) -> float:
-        """Give the seconds for which the busiest part of a device is busy per microbatch, feeding included."""
+        """Return the seconds for which the busiest part of a device is busy per microbatch, feeding included."""
         return max(float(a[start] + b[end]) for a, b in self.terms(device).pairs())
 
     def limit(self, device: int, start: int, end: int) -> str:
@@ -118,23 +118,23 @@ class Problem:
         return names[loads.index(max(loads))]
 
     def memory_bytes(self, device: int, start: int, end: int, in_flight: int) -> float:
-        """Give the memory that a device needs for a stage, with everything."""
+        """Return the memory that a device needs for a stage, with everything."""
         costs, extra = self.costs, self.terms(device).memory
         kept = float(costs.kept_at_end_bytes[end] - costs.kept_bytes[start]) * in_flight
         return float(costs.held_bytes[start, end]) + kept + float(extra[0][start] + extra[1][end])
 
     def fits(self, device: int, start: int, end: int, in_flight: int) -> bool:
-        """Say whether a device has the memory for a stage."""
+        """Return whether a device has the memory for a stage."""
         return self.memory_bytes(device, start, end, in_flight) <= self.devices[device].memory_bytes
 
     def feeding_alone_s(self) -> float:
-        """Give what the feeding device does per microbatch when it holds no stage."""
+        """Return what the feeding device does per microbatch when it holds no stage."""
         pairs = self.terms(self.feeder).feeding
         # with the first boundary not its own, nor the last: everything crosses its link
         return max(float(a[-1] + b[0]) for a, b in pairs)
 
     def feeding_s(self, division: Division) -> list[float]:
-        """Give the feeder's seconds for a microbatch of a pipeline: of its CPU, its link out and its link in.
+        """Return the feeder's seconds for a microbatch of a pipeline: of its CPU, its link out and its link in.
 
         Ends of the pipeline that are its own cross no link; where it shares a stage with others, some do.
         """
@@ -143,11 +143,11 @@ class Problem:
         return [float(a[start] + b[end]) for a, b in self.terms(self.feeder).feeding[:3]]
 
     def path_terms(self, device: int) -> Pair:
-        """Give the seconds that one microbatch spends in a stage, as parts for its two boundaries."""
+        """Return the seconds that one microbatch spends in a stage, as parts for its two boundaries."""
         return self.terms(device).own[0]
 
     def own_s(self, number: int, stage: Placed) -> float:
-        """Give the CPU seconds of a stage on one device, without feeding."""
+        """Return the CPU seconds of a stage on one device, without feeding."""
         first, last = self.path_terms(number)
         return float(first[stage.start] + last[stage.end])
 
@@ -205,7 +205,7 @@ class Problem:
         return self.cost_block(device, in_flight, slice(0, None), slice(0, None))
 
     def cost_block(self, device: int, in_flight: int, starts: slice, ends: slice) -> Vector:
-        """Give seconds for stages from every one of some boundaries to every one of others, infinite where
+        """Return seconds for stages from every one of some boundaries to every one of others, infinite where
         memory does not suffice or a stage would be empty."""
         terms, costs = self.terms(device), self.costs
         block: Vector | None = None
@@ -223,7 +223,7 @@ class Problem:
         return block
 
     def signature(self, number: int) -> tuple[object, ...]:
-        """Give what two devices have alike exactly if one may stand for the other."""
+        """Return what two devices have alike exactly if one may stand for the other."""
         device = self.devices[number]
         mine = [(link, next(n for n in link.between if n != device.name)) for link in self.cluster.links
                 if device.name in link.between]  # fmt: skip
@@ -234,7 +234,7 @@ class Problem:
 
 
 def shared_load_s(problem: Problem, stage: Placed) -> float:
-    """Give the pace of a stage: one device's load, or that of several that take turns in proportion to speed.
+    """Return the pace of a stage: one device's load, or that of several that take turns in proportion to speed.
 
     With the feeder among several, feeding comes first and it takes as many microbatches as it then can.
     """
@@ -255,7 +255,7 @@ def shared_load_s(problem: Problem, stage: Placed) -> float:
 
 
 def pace_s(problem: Problem, division: Division) -> float:
-    """Give the seconds between microbatches of a pipeline that runs full: its busiest device or link."""
+    """Return the seconds between microbatches of a pipeline that runs full: its busiest device or link."""
     pace = max(shared_load_s(problem, stage) for stage in division)
     for one, other in pairwise(division):
         if len(one.devices) == len(other.devices) == 1:
@@ -267,7 +267,7 @@ def pace_s(problem: Problem, division: Division) -> float:
 
 
 def latency_s(problem: Problem, division: Division) -> float:
-    """Give the seconds from feeding a microbatch into the empty pipeline until its result is there.
+    """Return the seconds from feeding a microbatch into the empty pipeline until its result is there.
 
     Where devices take turns on a stage, the slowest counts.
     """
@@ -288,7 +288,7 @@ def latency_s(problem: Problem, division: Division) -> float:
 
 
 def fits_all(problem: Problem, division: Division) -> bool:
-    """Say whether every device of a pipeline has the memory for its stage."""
+    """Return whether every device of a pipeline has the memory for its stage."""
     return all(
         problem.fits(number, stage.start, stage.end, in_flight)
         for stage, in_flight in zip(division, problem.in_flight(division), strict=True)

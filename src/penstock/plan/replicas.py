@@ -17,7 +17,7 @@ EFFORT = 200_000_000
 
 
 def best_replicas(problem: Problem) -> list[tuple[float, tuple[Division, ...]]]:
-    """Give good ways to run several pipelines at once, each with its microbatches per second in all.
+    """Return good ways to run several pipelines at once, each with its microbatches per second in all.
 
     Up to five devices, every grouping is tried with the best pipeline for each group; beyond that, up to eight
     groups of equal strength (four or eight beyond 64 devices), and every device by itself. Devices that cannot
@@ -40,7 +40,7 @@ def best_replicas(problem: Problem) -> list[tuple[float, tuple[Division, ...]]]:
 
 
 def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
-    """Give the microbatches per second of each of several pipelines at once.
+    """Return the microbatches per second of each of several pipelines at once.
 
     Others come first: each microbatch costs the feeder the same wherever it goes, and its own pipeline its
     computing too.
@@ -61,7 +61,7 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
 
 
 def _own_pace_s(problem: Problem, division: Division) -> float:
-    """Give the pace of a pipeline without what the feeder does for others."""
+    """Return the pace of a pipeline without what the feeder does for others."""
     pace = 0.0
     for stage in division:
         if len(stage.devices) > 1:
@@ -83,13 +83,13 @@ def _best_of(problem: Problem, group: tuple[int, ...]) -> Division | None:
 
 
 def groupings(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
-    """Give ways to divide devices into groups, each for a pipeline: every one of up to five devices, some of more."""
+    """Return ways to divide devices into groups, each for a pipeline: every one of up to five devices, some of more."""
     numbers = range(len(problem.devices))
     return _partitions(numbers) if len(numbers) <= MAX_PARTITIONED else _dealt(problem)
 
 
 def _partitions(numbers: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
-    """Give every way to divide devices into groups."""
+    """Return every way to divide devices into groups."""
     if not numbers:
         yield []
         return

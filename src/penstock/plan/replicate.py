@@ -17,7 +17,7 @@ Seconds = Callable[[int], float]
 
 
 def best_steps(problem: Problem) -> list[tuple[float, tuple[Division, ...], tuple[int, ...]]]:
-    """Give good ways to train several pipelines at once: seconds of a step, pipelines, and their microbatches.
+    """Return good ways to train several pipelines at once: seconds of a step, pipelines, and their microbatches.
 
     Groups of devices are those of `groupings`, groups that are alike tried once. A group's pipeline is the one of
     those with the best pace for each number of stages that takes least for its microbatches. The microbatches of a
@@ -74,7 +74,7 @@ def divide_microbatches(total: int, seconds: Sequence[Seconds]) -> list[int]:
 
 
 def _add(counts: list[int], seconds: Sequence[Seconds], below: float | None = None) -> int | None:
-    """Give one more microbatch to the pipeline that then ends first, if it ends below a limit."""
+    """Return one more microbatch to the pipeline that then ends first, if it ends below a limit."""
     ends = [each(count + 1) for each, count in zip(seconds, counts, strict=True)]
     first = min(range(len(ends)), key=ends.__getitem__)
     if below is not None and not ends[first] < below:
@@ -92,11 +92,11 @@ class _Groups:
         self.makespan_s = cache(self._makespan_s)
 
     def kind(self, group: tuple[int, ...]) -> tuple[str, ...]:
-        """Give what two groups have alike exactly if one may stand for the other."""
+        """Return what two groups have alike exactly if one may stand for the other."""
         return tuple(sorted(repr(self.problem.signature(number)) for number in group))
 
     def ways(self, group: tuple[int, ...], num_groups: int) -> tuple[Division, ...]:
-        """Give pipelines of a group; what fits depends on how many of a step's microbatches it takes."""
+        """Return pipelines of a group; what fits depends on how many of a step's microbatches it takes."""
         total = self.problem.setting.num_microbatches or 1
         counts = [-(-total // num_groups)]
         if len(group) <= _MAX_GROUP:
@@ -104,11 +104,11 @@ class _Groups:
         return tuple(dict.fromkeys(division for count in counts for division in self.divisions(group, count)))
 
     def seconds(self, divisions: tuple[Division, ...]) -> Seconds:
-        """Give a function from microbatches to the seconds of the best of these pipelines, infinite where none fits."""
+        """Return a function from microbatches to the seconds of the best of these pipelines, inf where none fits."""
         return lambda count: self.makespan_s(self.best(divisions, count), count) if count else 0.0
 
     def best(self, divisions: tuple[Division, ...], count: int) -> Division:
-        """Give the pipeline that takes least for so many microbatches."""
+        """Return the pipeline that takes least for so many microbatches."""
         return min(divisions, key=lambda division: self.makespan_s(division, count))
 
     def _makespan_s(self, division: Division, count: int) -> float:

@@ -56,7 +56,7 @@ class Request:
             )
 
     def settings(self, measured: tuple[int, ...]) -> list[Setting]:
-        """Give how stages may be run: a setting for each microbatch size, of those measured where none are given.
+        """Return how stages may be run: a setting for each microbatch size, of those measured where none are given.
 
         Raises `PlanError` where no size divides the batch.
         """
@@ -112,6 +112,6 @@ class Choice:
 
 
 def bound_rows_per_s(problem: Problem, *, share: bool) -> float:
-    """Give the throughput that no plan exceeds; see `pace_bound_s`."""
+    """Return the throughput that no plan exceeds; see `pace_bound_s`."""
     bound = pace_bound_s(problem, share=share)
     return problem.setting.rows / bound if bound else math.inf

@@ -60,7 +60,7 @@ def text(actions: Iterable[Action]) -> str:
 
 
 def placement(schedule: Schedule) -> dict[int, int]:
-    """Give the device of every stage.
+    """Return the device of every stage.
 
     >>> placement(((Action("F", 0, 0),), (Action("F", 0, 1),)))
     {0: 0, 1: 1}

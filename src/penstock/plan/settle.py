@@ -15,7 +15,7 @@ _ROUNDING = 1 + 1e-12
 
 
 def settle(problem: Problem, division: Division, *, reach: int | None = None) -> Division:
-    """Give every stage the units that make the busiest stage least busy, its device staying where it is.
+    """Assign every stage the units that make the busiest stage least busy, its device staying where it is.
 
     Of all that are as good it takes the one with the smallest latency. With `reach`, a cut moves by at most so
     many boundaries; without, the result is the best for this order of devices.

@@ -176,7 +176,7 @@ class _Player:
         return True
 
     def source(self, action: Action) -> _Edge | None:
-        """Give the cut that an action takes a message from."""
+        """Return the cut that an action takes a message from."""
         if action.kind == "F" and action.stage > 0:
             return action.stage - 1, action.stage
         if action.kind in {"B", "I"} and action.stage + 1 in self.devices:

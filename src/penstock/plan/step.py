@@ -74,7 +74,7 @@ def simulate_step(problem: Problem, division: Division, num_microbatches: int | 
 
 
 def devices_of(division: Division) -> list[int]:
-    """Give the devices of a pipeline that trains, each once, in the order of its schedule."""
+    """Return the devices of a pipeline that trains, each once, in the order of its schedule."""
     return list(dict.fromkeys(stage.devices[0] for stage in division))
 
 
@@ -111,7 +111,7 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
 
 
 def _update_s(problem: Problem, device: int, start: int, end: int) -> float:
-    """Give the seconds of the optimizer's step: measured for AdamW, others touch less for each weight."""
+    """Return the seconds of the optimizer's step: measured for AdamW, others touch less for each weight."""
     part = (1 + problem.setting.optimizer_state_factor) / (1 + ADAMW_STATE)
     num_bytes = float(problem.costs.parameter_bytes[start, end])
     return num_bytes * problem.profile.update_s_per_byte * part / problem.devices[device].speed

@@ -30,7 +30,7 @@ def result_times(
     stages: Sequence[StageTimes], turns: Sequence[int], num_microbatches: int, *, depth: int = 2,
     feed_s: float = 0.0, back_s: Sequence[float] = (0.0,),
 ) -> list[float]:  # fmt: skip
-    """Give the second at which each microbatch's result is back where it was fed.
+    """Return the second at which each microbatch's result is back where it was fed.
 
     `turns` says which cut set each microbatch takes, `feed_s` what a feeder that holds no stage needs for each,
     `back_s[cut_set]` the way back to it.
@@ -57,7 +57,7 @@ def result_times(
 def steady_s(
     stages: Sequence[StageTimes], turns: Sequence[int], *, depth: int = 2, feed_s: float = 0.0, rounds: int = 4
 ) -> float:
-    """Give the seconds between results once the pipeline runs full, with cut sets taking turns.
+    """Return the seconds between results once the pipeline runs full, with cut sets taking turns.
 
     Short queues do not absorb every difference between cut sets; this counts what is lost.
     """
@@ -68,7 +68,7 @@ def steady_s(
 
 
 def stage_servers(stages: Sequence[StageTimes]) -> int:
-    """Give the largest number of devices that share a stage."""
+    """Return the largest number of devices that share a stage."""
     return max(len(stage.order) for stage in stages)
 
 
@@ -83,7 +83,7 @@ class _Run:
         self.free = [0.0] * len(times.compute_s)
 
     def receive(self, ready: float, microbatch: int, depth: int, cut_set: int) -> float:
-        """Give when a message that was ready then has come over the link."""
+        """Return when a message that was ready then has come over the link."""
         begin = ready
         if self.arrived:
             begin = max(begin, self.arrived[-1])
@@ -94,7 +94,7 @@ class _Run:
         return self.arrived[-1]
 
     def compute(self, there: float, microbatch: int, depth: int, cut_set: int, *, last: bool) -> float:
-        """Give when a microbatch is computed and laid out in a free buffer."""
+        """Return when a microbatch is computed and laid out in a free buffer."""
         server = self.times.order[microbatch % len(self.times.order)]
         end = max(there, self.free[server]) + self.times.compute_s[server][cut_set]
         held = microbatch - depth * len(self.free)

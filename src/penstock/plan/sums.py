@@ -29,14 +29,14 @@ class Bucket:
     first_units: dict[int, int] = field(default_factory=dict)
 
     def cpu_s(self, problem: Problem, device: int) -> float:
-        """Give the CPU seconds that the bucket's bytes take on a device: around the ring, and before it."""
+        """Return the CPU seconds that the bucket's bytes take on a device: around the ring, and before it."""
         profile = problem.profile
         around = 2 * (len(self.devices) - 1) / len(self.devices)
         per_byte = around * (profile.send_s_per_byte + profile.receive_s_per_byte) + profile.sum_s_per_byte
         return self.num_bytes * per_byte / problem.devices[device].speed
 
     def seconds(self, problem: Problem) -> float:
-        """Give the seconds of a bucket from its start until every device has the sums."""
+        """Return the seconds of a bucket from its start until every device has the sums."""
         count = len(self.devices)
         neighbours = zip(self.devices, (*self.devices[1:], self.devices[0]), strict=True)
         each = max(
@@ -55,7 +55,7 @@ class LastBackward:
     end_s: float
 
     def final_s(self, problem: Problem, unit: int) -> float:
-        """Give when the gradients of a unit's weights are final."""
+        """Return when the gradients of a unit's weights are final."""
         backward = problem.costs.backward_s
         whole = float(backward[self.stage.end] - backward[self.stage.start])
         done = float(backward[self.stage.end] - backward[unit])
@@ -63,7 +63,7 @@ class LastBackward:
 
 
 def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket]:
-    """Give the buckets of pipelines side by side, in the order in which every device works through its own.
+    """Return the buckets of pipelines side by side, in the order in which every device works through its own.
 
     Also of one pipeline: a weight that two of its stages use is added up over both.
 
@@ -90,7 +90,7 @@ def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket
 
 
 def _first_units(divisions: Sequence[Division], units: Sequence[int]) -> dict[int, int]:
-    """Give the devices that hold a weight, in their order, with the first of its units there."""
+    """Return the devices that hold a weight, in their order, with the first of its units there."""
     found: dict[int, int] = {}
     for division in divisions:
         starts = [stage.start for stage in division]
@@ -100,7 +100,7 @@ def _first_units(divisions: Sequence[Division], units: Sequence[int]) -> dict[in
 
 
 def summed_s(problem: Problem, buckets: Sequence[Bucket], last: Mapping[int, Sequence[LastBackward]]) -> float:
-    """Give when every device has computed the last backwards of its stages and has all sums.
+    """Return when every device has computed the last backwards of its stages and has all sums.
 
     Example:
         summed_s(problem, make_buckets(problem, divisions), last)

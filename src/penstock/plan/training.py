@@ -33,7 +33,7 @@ def predict_training(
 
 
 def memory_in_training(problem: Problem, division: Division) -> dict[int, float]:
-    """Give the memory that each device of a pipeline needs, whatever its schedule."""
+    """Return the memory that each device of a pipeline needs, whatever its schedule."""
     if len(devices_of(division)) < len(division):
         return dealt_memory(problem, division)
     return {
@@ -45,7 +45,7 @@ def memory_in_training(problem: Problem, division: Division) -> dict[int, float]
 def _loads(
     problem: Problem, divisions: Sequence[Division], counts: Sequence[int], buckets: Sequence[Bucket]
 ) -> list[DeviceLoad]:
-    """Give each device's CPU seconds for a microbatch of the plan on average, sums of gradients included."""
+    """Return each device's CPU seconds for a microbatch of the plan on average, sums of gradients included."""
     total = sum(counts)
     loads = []
     for division, count in zip(divisions, counts, strict=True):

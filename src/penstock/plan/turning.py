@@ -52,7 +52,7 @@ def _lines(problem: Problem, numbers: Sequence[int]) -> Lines:
 
 
 def _union_fits(problem: Problem, number: int, starts: tuple[int, int], ends: tuple[int, int]) -> bool:
-    """Say whether a device can hold all units of a stage whose cuts move within these boundaries."""
+    """Return whether a device can hold all units of a stage whose cuts move within these boundaries."""
     first, last = problem.terms(number).memory
     need = float(problem.costs.held_bytes[min(starts), max(ends)])
     need += float(first[min(starts) : max(starts) + 1].max() + last[min(ends) : max(ends) + 1].max())

@@ -8,7 +8,7 @@ from penstock.errors import PlanError
 
 
 def turns(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:
-    """Give the order in which cut sets take turns: microbatch `m` takes `turns[m % len(turns)]`.
+    """Return the order in which cut sets take turns: microbatch `m` takes `turns[m % len(turns)]`.
 
     >>> turns([0.5, 0.25, 0.25])
     (0, 1, 2, 0)
@@ -36,7 +36,7 @@ def turns(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:
 
 
 def turn_counts(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:
-    """Give how many turns of one round each cut set takes: whole numbers near the weights, `period` at most in all.
+    """Return how many turns of one round each cut set takes: whole numbers near the weights, `period` at most in all.
 
     >>> turn_counts([1 / 3, 2 / 3])
     (1, 2)

@@ -57,7 +57,7 @@ def read_text(path: str) -> str:
 
 
 def text_config(zoo: ZooModel, name: str) -> Any:
-    """Give the configuration of a model of text; raises `UsageError` for other models."""
+    """Return the configuration of a model of text; raises `UsageError` for other models."""
     config = getattr(zoo.module, "config", None)
     if zoo.task != "text" or config is None:
         raise UsageError(f"{name} takes no text but the data is text; name a model such as hf:gpt2 or hf:bert")
@@ -65,7 +65,7 @@ def text_config(zoo: ZooModel, name: str) -> Any:
 
 
 def find_tokenizer(name: str) -> Any:
-    """Give the tokenizer that lies beside a model in a directory, or None."""
+    """Return the tokenizer that lies beside a model in a directory, or None."""
     file = Path(parse_hf(name.removeprefix("hf:"))[0]).expanduser() / "tokenizer.json"
     return read_tokenizer(file) if file.is_file() else None
 

@@ -161,7 +161,7 @@ def explain_exit(exit_: WorkerExit, killed_before: int | None) -> RunError:
 
 
 def available_memory() -> int:
-    """Give the memory that is free on this machine; raises `UsageError` where the system does not say."""
+    """Return the memory that is free on this machine; raises `UsageError` where the system does not say."""
     available = available_bytes()
     if available is None:
         raise UsageError("this system does not say how much memory is free; give --memory")

@@ -165,7 +165,7 @@ class _Fit:
         return self._finish(epoch, tally)
 
     def _batches_of_epoch(self) -> Iterator[tuple[Any, Any, float]]:
-        """Give batches until the epoch or the run is over, with the time at which each began to be loaded."""
+        """Return batches until the epoch or the run is over, with the time at which each began to be loaded."""
         if self._task.batches is not None:
             self._batches.epoch = self._loader.epoch
         begin = time.perf_counter()
@@ -222,7 +222,7 @@ class _Fit:
         return result
 
     def _validate(self) -> tuple[float, float]:
-        """Give loss and accuracy over the validation rows."""
+        """Return loss and accuracy over the validation rows."""
         given, task = self._settings, self._task
         data: Any = task.validation
         if task.batches is not None:

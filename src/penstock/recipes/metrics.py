@@ -105,7 +105,7 @@ class RunFolder:
         self._trackers: list[Tracker] = open_trackers(settings) if rank == 0 else []
 
     def _before(self, first_step: int) -> list[str]:
-        """Give the lines of the run that is continued, without the steps that will come again."""
+        """Return the lines of the run that is continued, without the steps that will come again."""
         if not self._metrics.exists():
             return []
         lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -142,7 +142,7 @@ class RunFolder:
 
 
 def checkpoint_folder(settings: FitSettings, step: int) -> Path:
-    """Give the folder of a step's checkpoint."""
+    """Return the folder of a step's checkpoint."""
     return settings.folder / "checkpoints" / f"step-{step:06}"
 
 

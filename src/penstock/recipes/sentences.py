@@ -45,7 +45,7 @@ def sentence_task(settings: FitSettings) -> Task:
 
 
 def encode(tokenizer: Any, text: str, limit: int) -> list[int]:
-    """Give a sentence's tokens, with the one that begins a sentence where the tokenizer has it."""
+    """Return a sentence's tokens, with the one that begins a sentence where the tokenizer has it."""
     first = tokenizer.token_to_id(CLS)
     ids: list[int] = ([] if first is None else [first]) + tokenizer.encode(text).ids
     return ids[:limit] or [0]
@@ -93,7 +93,7 @@ class Buckets:
         return -(-len(self._lengths) // self._batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Give the rows of each batch; a smaller one comes last."""
+        """Return the rows of each batch; a smaller one comes last."""
         chance = random.Random(self._seed * 1_000_003 + self.epoch)  # noqa: S311 -- an order, no secret
         rows = list(range(len(self._lengths)))
         if self._shuffle:

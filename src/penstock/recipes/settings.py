@@ -75,7 +75,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return Path(self.output)
 
     def replace(self, **changes: Any) -> "FitSettings":
-        """Give the same settings with some changed; raises `UsageError` for what cannot be.
+        """Return the same settings with some changed; raises `UsageError` for what cannot be.
 
         >>> FitSettings(model="timm:vit_tiny_patch16_224", data="digits").replace(stages=2).num_processes
         2

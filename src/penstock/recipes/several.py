@@ -24,7 +24,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     out_of_memory: bool = False  # why it failed
 
     def document(self) -> dict[str, Any]:
-        """Give the row for a table or a file."""
+        """Return the row for a table or a file."""
         found, last = self.result, self.result.last if self.result else None
         return {
             "name": self.name, "failed": self.failed, "out_of_memory": self.out_of_memory,
@@ -99,7 +99,7 @@ MODES = ("single", "model", "pipeline", "data", "both")
 
 
 def mode_runs(names: Sequence[str], base: FitSettings, cores: int) -> list[tuple[str, FitSettings]]:
-    """Give the settings of the modes to compare, all with the same threads for each process.
+    """Return the settings of the modes to compare, all with the same threads for each process.
 
     single: one process. model: stages that take turns, one microbatch. pipeline: stages with microbatches.
     data: replicas. both: replicas of a pipeline. Stages and replicas are the base's, two where not given.

@@ -25,7 +25,7 @@ class Batches(Protocol):
     epoch: int
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Give the rows of each batch."""
+        """Return the rows of each batch."""
 
     def __len__(self) -> int:
         """Count the batches."""

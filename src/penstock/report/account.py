@@ -65,7 +65,7 @@ class Account:
     lines: tuple[Line, ...]
 
     def times(self, key: str) -> float:
-        """Give what a cause cost."""
+        """Return what a cause cost."""
         return next((line.times for line in self.lines if line.key == key), 0.0)
 
     @property
@@ -93,13 +93,13 @@ class _Costs:
     owed: Sequence[Owed]
 
     def split(self, compute_s: float, beside_s: float) -> dict[str, float]:
-        """Give the parts of a step that computes so long and spends so much beside it."""
+        """Return the parts of a step that computes so long and spends so much beside it."""
         messages_s = beside_s * (1 - self.foreign_part) + self.inflation_s
         slower_s = compute_s - self.inflation_s - self.alone_s + beside_s * self.foreign_part
         return {"alone": self.alone_s, "slower": slower_s, **self._messages(messages_s)}
 
     def after(self, microbatch: int) -> dict[str, float]:
-        """Give the parts of what has to follow a step, for which nobody waits."""
+        """Return the parts of what has to follow a step, for which nobody waits."""
         owed = self.owed[microbatch]
         return {"slower": owed.early_s, "load": owed.load_s, **self._messages(owed.others_s)}
 
@@ -141,14 +141,14 @@ def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
 
 
 def _reference(stream: MeasuredStream, run: Run) -> tuple[list[float], float]:
-    """Give devices' speeds, and the whole model's seconds on the mean device."""
+    """Return devices' speeds, and the whole model's seconds on the mean device."""
     speed = device_speeds({stage.rank: stage.machine for stage in stream.stages}, run.facts.hosts)
     work = sum(stage.alone_s * speed[stage.rank] for stage in stream.stages)
     return list(speed.values()), work / (sum(speed.values()) / len(speed))
 
 
 def device_speeds(machines: Mapping[int, Machine], names: Sequence[str]) -> dict[int, float]:
-    """Give how fast devices are by rank, in a unit of their own; `names` are every rank's host, or nothing."""
+    """Return how fast devices are by rank, in a unit of their own; `names` are every rank's host, or nothing."""
     hosts = {rank: names[rank] if names else str(rank) for rank in machines}
     # processes of one host are equally fast, whatever a measurement says
     rounds = {
@@ -162,7 +162,7 @@ def device_speeds(machines: Mapping[int, Machine], names: Sequence[str]) -> dict
 
 
 def loads_alone(stream: MeasuredStream) -> dict[int, float]:
-    """Give each device's seconds per microbatch alone, by rank."""
+    """Return each device's seconds per microbatch alone, by rank."""
     loads: dict[int, float] = {}
     for stage in stream.stages:
         loads[stage.rank] = loads.get(stage.rank, 0.0) + stage.alone_s
@@ -265,7 +265,7 @@ def edge_name(edge: Edge) -> str:
 
 
 def imbalance_reason(stream: MeasuredStream, loads: dict[int, float], busiest: int, speeds: list[float]) -> str:
-    """Say whether the busiest device has more of the work, or is slower than the others."""
+    """Return whether the busiest device has more of the work, or is slower than the others."""
     ranks = list(dict.fromkeys(stage.rank for stage in stream.stages))
     mean_speed = sum(speeds) / len(speeds)
     speed = speeds[ranks.index(busiest)] / mean_speed

@@ -53,7 +53,7 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
 
 
 def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
-    """Give the units' seconds: counted work, in proportion, so that each stage's add up to what it takes alone."""
+    """Return the units' seconds: counted work, in proportion, so that each stage's add up to what it takes alone."""
     units = run.facts.units
     places = {name: index for index, (name, _, _) in enumerate(units)}
     bounds = [0, *(places[cut] for cut in run.facts.cuts if cut in places), len(units)]
@@ -82,7 +82,7 @@ def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
 
 
 def observed_cluster(run: Run, stream: MeasuredStream) -> Cluster:
-    """Give the devices as fast as they computed: a device that something else slowed counts as slow."""
+    """Return the devices as fast as they computed: a device that something else slowed counts as slow."""
     devices = []
     for stage in stream.stages:
         slowed = min(1.0, stage.alone_s / stage.mean("compute_s")) if stage.mean("compute_s") else 1.0

@@ -73,7 +73,7 @@ def label(span: Span) -> str:
 
 
 def _is_end(run: Run, span: Span) -> bool:
-    """Tell whether this is word of the stream's end, which has no microbatch."""
+    """Return whether this is word of the stream's end, which has no microbatch."""
     return run.facts.kind == "stream" and span.microbatch >= run.facts.num_microbatches
 
 
@@ -104,7 +104,7 @@ class _Rows:
             self.names |= {len(held) + place: name for place, name in {*_FEEDING.values(), _RESULTS}}
 
     def tid(self, rank: int, span: Span) -> int:
-        """Give the number of the row."""
+        """Return the number of the row."""
         if span.stage >= 0:
             return self._stages[rank, span.stage]
         if self._trains:

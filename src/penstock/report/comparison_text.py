@@ -123,7 +123,7 @@ def _why(best: Pipeline, other: Pipeline) -> str:
 
 
 def _like(other: Pipeline, found: Sequence[Pipeline]) -> Pipeline | None:
-    """Give a quicker pipeline with the same cuts, if there is one."""
+    """Return a quicker pipeline with the same cuts, if there is one."""
     quicker = found[: found.index(other)]
     return next((item for item in quicker if item.row["cuts"] == other.row["cuts"]), None)
 

@@ -73,7 +73,7 @@ class MeasuredStage:
     load_cpu_s: float
 
     def mean(self, field: str) -> float:
-        """Give the mean of a field over the steps."""
+        """Return the mean of a field over the steps."""
         return statistics.fmean(getattr(step, field) for step in self.steps)
 
 
@@ -163,7 +163,7 @@ def _with_alone(stage: MeasuredStage, run: Run, known: Sequence[Alone]) -> Measu
 
 
 def share(machine: Machine) -> float:
-    """Give the part of a core that one thread gets on a device."""
+    """Return the part of a core that one thread gets on a device."""
     return min(1.0, machine.cpus)
 
 

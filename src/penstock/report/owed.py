@@ -26,7 +26,7 @@ class Owed:
 
 
 def owed_in_waits(mates: Sequence[MeasuredStage], threads: int) -> dict[int, list[Owed]]:
-    """Give for each stage of one process what waits have paid behind each of its steps.
+    """Return for each stage of one process what waits have paid behind each of its steps.
 
     Example:
         owed_in_waits([stage], threads=1)[stage.index][microbatch].others_s
@@ -43,7 +43,7 @@ def owed_in_waits(mates: Sequence[MeasuredStage], threads: int) -> dict[int, lis
 
 
 def other_threads_cpu_s(mates: Sequence[MeasuredStage]) -> float:
-    """Give the CPU seconds per step of a process's threads that do not compute, loading apart."""
+    """Return the CPU seconds per step of a process's threads that do not compute, loading apart."""
     own_s = sum(mate.mean("cpu_s") + mate.mean("between_cpu_s") for mate in mates)
     return max(0.0, mates[0].cpu_s - own_s) / len(mates)
 
@@ -51,14 +51,14 @@ def other_threads_cpu_s(mates: Sequence[MeasuredStage]) -> float:
 def _lacks(
     stage: MeasuredStage, step: Step, others_cpu_s: float, num_mates: int, threads: int
 ) -> tuple[float, float, float]:
-    """Give what a step lacks, each with one more: its own computing, other threads, loading."""
+    """Return what a step lacks, each with one more: its own computing, other threads, loading."""
     without = (step.cpu_s + step.between_cpu_s + others_cpu_s) / stage.machine.cpus - step.busy_s
     early = step.cpu_s / share(stage.machine) - step.compute_s if threads == 1 else 0.0
     return min(early, without), without, without + stage.load_cpu_s / stage.machine.cpus / num_mates
 
 
 def _paid(steps: Sequence[Step], lacks: Sequence[float]) -> list[float]:
-    """Give what waits pay behind each step."""
+    """Return what waits pay behind each step."""
     paid: list[float] = []
     owed_s = 0.0
     for step, lack in zip(steps, lacks, strict=True):

@@ -36,7 +36,7 @@ class Picture:
 
 
 def stream_picture(stream: MeasuredStream) -> Picture:
-    """Give what the pictures of a stream show: the pipeline filling, and the stages' loads."""
+    """Return what the pictures of a stream show: the pipeline filling, and the stages' loads."""
     shown = min(stream.num_microbatches, 4 * len(stream.stages))
     bars = [
         Bar(stage.index, step.begin_s - stream.begin_s, step.compute_s, f"F{step.microbatch}",

@@ -63,7 +63,7 @@ class _Player:
     taken: dict[Edge, list[float]]
 
     def sent_s(self, edge: Edge, number: int) -> float | None:
-        """Give when a message is with its receiver; None while that is not known."""
+        """Return when a message is with its receiver; None while that is not known."""
         known = self.sent.setdefault(edge, [])
         made, taken = self.made.get(edge, []), self.taken.get(edge, [])
         while len(known) <= number:

@@ -106,11 +106,11 @@ class MeasuredTraining:
         return sum(step.num_rows for step in self.steps)
 
     def machine(self, rank: int) -> Machine:
-        """Give what a process's device can do."""
+        """Return what a process's device can do."""
         return self.processes[rank].machine
 
     def of_stage(self, rank: int, stage: int) -> list[Done]:
-        """Give everything that a stage did on a device."""
+        """Return everything that a stage did on a device."""
         return [done for step in self.steps for done in step.parts[rank].done if done.stage == stage]
 
 
@@ -149,14 +149,14 @@ def measure_training(run: Run) -> MeasuredTraining:
 
 
 def _rows(process: ProcessTrace) -> dict[int, int]:
-    """Give the rows of each step of a process."""
+    """Return the rows of each step of a process."""
     counted = [int(counter.value) for counter in process.counters if counter.name == "rows"]
     numbers = [span.microbatch for span in process.spans if span.kind == "step"]
     return dict(zip(numbers, counted, strict=False))
 
 
 def _parts(process: ProcessTrace) -> dict[int, Part]:
-    """Give a process's steps by number; the first one, which has none before it, is left out."""
+    """Return a process's steps by number; the first one, which has none before it, is left out."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in process.spans:
         spans[span.step].append(span)
@@ -204,7 +204,7 @@ def _actions(spans: Sequence[Span]) -> list[Done]:
 
 
 def _lines(steps: Sequence[Step], replicas: Sequence[Sequence[int]]) -> dict[Line, float]:
-    """Give how long messages between two stages are usually under way, seen where a receiver waited for one."""
+    """Return how long messages between two stages are usually under way, seen where a receiver waited for one."""
     seen: dict[Line, list[float]] = defaultdict(list)
     for step in steps:
         for replica in replicas:

@@ -135,14 +135,14 @@ def plan_table(run: Run, stream: MeasuredStream) -> Table:
 
 
 def predicted_loads(run: Run) -> dict[str, float]:
-    """Give what the plan predicted for each device, in seconds per microbatch; nothing without a plan."""
+    """Return what the plan predicted for each device, in seconds per microbatch; nothing without a plan."""
     if run.facts.plan is None:
         return {}
     return {load["device"]: float(load["load_s"]) for load in run.facts.plan["prediction"]["devices"]}
 
 
 def memory_of(run: Run, rank: int) -> str | None:
-    """Give the most memory that a process was seen to have."""
+    """Return the most memory that a process was seen to have."""
     values = [c.value for p in run.processes if p.rank == rank for c in p.counters if c.name == "memory_bytes"]
     return format_bytes(max(values)) if values else None
 

@@ -35,11 +35,11 @@ class Usual:
     seconds: Mapping[tuple[int, int, str], float]
 
     def of(self, rank: int, done: Done) -> float:
-        """Give what this one would have taken."""
+        """Return what this one would have taken."""
         return self.seconds[rank, done.stage, done.kind]
 
     def load(self, part: Part) -> float:
-        """Give what a device's part of a step takes alone, the optimizer's update included."""
+        """Return what a device's part of a step takes alone, the optimizer's update included."""
         return part.update_s + sum(self.of(part.rank, done) for done in part.done)
 
 
@@ -134,7 +134,7 @@ def _play_replica(
 
 
 def _before_s(part: Part, counted: set[str]) -> float:
-    """Give what a device does before its first action: the update comes from the step before."""
+    """Return what a device does before its first action: the update comes from the step before."""
     more = {"fixed": part.rest_s, "between": part.between_s, "load": part.load_s}
     return part.update_s + sum(seconds for name, seconds in more.items() if name in counted)
 

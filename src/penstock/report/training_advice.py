@@ -42,7 +42,7 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> l
 
 
 def _seconds(training: MeasuredTraining) -> Duration:
-    """Give what an action took on average; each half of a backward takes half of it."""
+    """Return what an action took on average; each half of a backward takes half of it."""
     replica = training.replicas[0]
     forward, backward = [], []
     for stage, rank in enumerate(replica):

@@ -27,7 +27,7 @@ def training_figures(run: Run, training: MeasuredTraining, account: Account) -> 
 
 
 def training_tables(run: Run, training: MeasuredTraining) -> list[Table]:
-    """Give the tables that belong to no figure."""
+    """Return the tables that belong to no figure."""
     return [link_table(training), clock_table(run), environment_table(run)]
 
 
@@ -145,7 +145,7 @@ def _shares(part: Part) -> tuple[float, ...]:
 
 
 def device_shares(training: MeasuredTraining, rank: int) -> list[float]:
-    """Give the mean seconds of a step that a device spends on each of the things that it does."""
+    """Return the mean seconds of a step that a device spends on each of the things that it does."""
     found = [_shares(step.parts[rank]) for step in training.steps]
     return [statistics.fmean(values) for values in zip(*found, strict=True)]
 
@@ -228,7 +228,7 @@ def link_table(training: MeasuredTraining) -> Table:
 
 
 def training_picture(run: Run, training: MeasuredTraining) -> Picture:
-    """Give what the pictures for papers show: the first step that counts."""
+    """Return what the pictures for papers show: the first step that counts."""
     step = training.steps[0]
     origin_s = min((d.asked_s for part in step.parts.values() for d in part.done), default=0.0)
     held = [(rank, stage) for replica in training.replicas for stage, rank in enumerate(replica)]

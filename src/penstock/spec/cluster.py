@@ -124,7 +124,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.device(self.feeder) if self.feeder else self.devices[0]
 
     def device(self, name: str) -> Device:
-        """Give the device of a name; raises `ClusterError` where there is none."""
+        """Return the device of a name; raises `ClusterError` where there is none."""
         for device in self.devices:
             if device.name == name:
                 return device
@@ -132,12 +132,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         raise ClusterError(f"there is no device {name!r} in {self.name}{nearest(name, names)}")
 
     def at_speeds(self, speeds: Mapping[str, float]) -> "Cluster":
-        """Give the cluster with devices of these names at other speeds."""
+        """Return the cluster with devices of these names at other speeds."""
         devices = tuple(msgspec.structs.replace(one, speed=speeds.get(one.name, one.speed)) for one in self.devices)
         return msgspec.structs.replace(self, devices=devices)
 
     def at_mean_speeds(self, speeds: Sequence[float]) -> "Cluster":
-        """Give the cluster with devices of other speeds; those that were equally fast before stay so, at their mean.
+        """Return the cluster with devices of other speeds; those that were equally fast before stay so, at their mean.
 
         Of two processes that do the same on equal devices one may be some percent faster throughout, which says
         nothing about the next process there.
@@ -153,7 +153,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.at_speeds({device.name: fmean(alike[device.speed]) for device in self.devices})
 
     def without(self, names: Collection[str]) -> "Cluster":
-        """Give the cluster without some devices; the first that is left feeds where the feeder is gone."""
+        """Return the cluster without some devices; the first that is left feeds where the feeder is gone."""
         return msgspec.structs.replace(
             self,
             devices=tuple(device for device in self.devices if device.name not in names),

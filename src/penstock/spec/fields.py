@@ -7,7 +7,7 @@ from penstock.errors import ClusterError
 
 
 def read_text(what: str, value: object) -> str:
-    """Give a field that is text; raises `ClusterError` for anything else."""
+    """Return a field that is text; raises `ClusterError` for anything else."""
     if not isinstance(value, str):
         raise ClusterError(f"{what} is text, not {value!r}; put it in quotes")
     return value

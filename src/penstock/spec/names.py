@@ -10,7 +10,7 @@ NAME_RULE = "is 1 to 128 letters, digits or . _ : + @ - and starts with a letter
 
 
 def is_name(name: object) -> bool:
-    """Tell whether this can be the name of a device, a host or a file.
+    """Return whether this can be the name of a device, a host or a file.
 
     >>> is_name("board:1"), is_name("pi-4.local"), is_name("../../x"), is_name("two words")
     (True, True, False, False)

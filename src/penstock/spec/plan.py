@@ -117,7 +117,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """Give a plan as JSON, in one line."""
+    """Return a plan as JSON, in one line."""
     return msgspec.json.encode(plan)
 
 

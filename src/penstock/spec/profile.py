@@ -23,7 +23,7 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     constant_bytes: float = 0.0
 
     def num_bytes(self, rows: float) -> float:
-        """Give the bytes that cross for one microbatch of so many rows."""
+        """Return the bytes that cross for one microbatch of so many rows."""
         return self.bytes_per_row * rows + self.constant_bytes
 
 
@@ -141,7 +141,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: int) -> float:
-    """Give the seconds at a batch size, on straight lines between those measured.
+    """Return the seconds at a batch size, on straight lines between those measured.
 
     Beyond them the nearest line goes on; with one measurement seconds are in proportion to rows.
 

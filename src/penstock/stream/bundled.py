@@ -59,7 +59,7 @@ class BundledPipeline:
             raise
 
     def stream(self, inputs: Iterable[Tensor | Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-        """Give the outputs for every microbatch, in order; raises `UsageError` for inputs of another shape."""
+        """Return the outputs for every microbatch, in order; raises `UsageError` for inputs of another shape."""
         if not self._feeds:
             return
         program = self._interface

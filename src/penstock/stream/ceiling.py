@@ -96,13 +96,13 @@ class Ceilings:
         return self._whole.beside
 
     def before(self, num_devices: int) -> list[float]:
-        """Give the rate of each of the first so many devices, measured now unless a run has just ended with it."""
+        """Return the rate of each of the first so many devices, measured now unless a run has just ended with it."""
         if num_devices not in self._last:
             self._last = {num_devices: self._measure(num_devices)}
         return self._last[num_devices]
 
     def typical(self, num_devices: int, times: int) -> list[float]:
-        """Give each device's mean rate over so many measurements: one alone may take a device for too fast."""
+        """Return each device's mean rate over so many measurements: one alone may take a device for too fast."""
         measured = [self.before(num_devices)]
         while len(measured) < times:
             self.forget()

@@ -27,7 +27,7 @@ class Prediction:
     error: str | None = None
 
     def row(self) -> dict[str, Any]:
-        """Give the prediction as a row of a prediction file, without what is empty."""
+        """Return the prediction as a row of a prediction file, without what is empty."""
         values = {
             "image": self.image,
             "label": self.label,
@@ -42,7 +42,7 @@ class Prediction:
 def classify(
     pipe: Pipeline, model: ZooModel, images: ImageSet, *, microbatch_size: int = 1, start: int = 0
 ) -> Iterator[Prediction]:
-    """Give a prediction for every image from `start` on, in order; unreadable ones come with their error.
+    """Return a prediction for every image from `start` on, in order; unreadable ones come with their error.
 
     Raises `UsageError` for a model that does not take images or gives no class scores.
     """

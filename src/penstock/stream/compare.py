@@ -86,7 +86,7 @@ class Comparison:
         return self._world
 
     def settings(self) -> dict[str, Any]:
-        """Give what all rows have in common."""
+        """Return what all rows have in common."""
         return {
             "num_images": self._num_microbatches * self._rows,
             "passes": self._passes,
@@ -151,7 +151,7 @@ class Comparison:
         )  # fmt: skip
 
     def alone(self, times: int) -> list[float]:
-        """Give the rows per second of every device with the whole model, all at once: the mean of so many tries."""
+        """Return the rows per second of every device with the whole model, all at once: the mean of so many tries."""
         return self._ceilings.typical(len(self._world.devices), times)
 
     def planned(self, plan: Plan) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class Comparison:
         rates.append(measured)
 
     def _recorded(self, deployment: Deployment | Replicas, cuts: Sequence[Cut]) -> Run:
-        """Give what the last stream left, as a run that is read."""
+        """Return what the last stream left, as a run that is read."""
         facts = stream_facts(
             deployment, deployment.last_report, model=self._zoo.name, cuts=[cut.name for cut in cuts],
             threads=self._threads,
@@ -290,12 +290,12 @@ class _Measured:
 
     @property
     def alone_rows_per_s(self) -> tuple[float, ...]:
-        """Give each device's mean."""
+        """Return each device's mean."""
         return tuple(sum(each) / len(each) for each in zip(*self.rates, strict=True))
 
 
 def block_after(cut: Cut) -> str:
-    """Give the module that begins at a cut between blocks, as the peer wants it named."""
+    """Return the module that begins at a cut between blocks, as the peer wants it named."""
     names = [name.removesuffix(":before") for name in (cut.name, *cut.aliases) if name.endswith(":before")]
     return min((name for name in names if "/" not in name), key=len)
 

@@ -35,7 +35,7 @@ def stream_facts(
 
 
 def units_of(graph: Graph, sizes: Mapping[str, int]) -> list[tuple[str, float, float]]:
-    """Give what lies between the possible cuts: the cut in front, the counted work, the bytes that cross there."""
+    """Return what lies between the possible cuts: the cut in front, the counted work, the bytes that cross there."""
     work = count_work(graph, sizes)
     cuts = list(Cuts(graph))
     bounds = [0, *(cut.position for cut in cuts), len(work)]

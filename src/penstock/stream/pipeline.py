@@ -238,7 +238,7 @@ class Pipeline(TrainingMethods):
             raise
 
     def stream(self, inputs: Iterable[Any]) -> Iterator[Any]:
-        """Give the model's output for every input, in order, while later inputs are on their way.
+        """Return the model's output for every input, in order, while later inputs are on their way.
 
         Each input is one microbatch: a tensor, a tuple of positional inputs, or a dict of keyword
         inputs. The batch size may be smaller than the example's at any time. In a process that does

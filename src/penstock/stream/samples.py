@@ -38,7 +38,7 @@ class Samples:
         self._expected = self._expected or outputs
 
     def feed(self, count: int) -> Iterator[Microbatch]:
-        """Give so many microbatches."""
+        """Return so many microbatches."""
         for index in range(count):
             yield self.inputs[index % _NUM_DISTINCT], self._sizes
 

@@ -45,7 +45,7 @@ class Alignment(msgspec.Struct, frozen=True):
     error_s: float = 0.0
 
     def align(self, seconds: float) -> float:
-        """Give a moment of the other clock on this one."""
+        """Convert a moment of the other clock to this one."""
         return seconds + self.offset_s + self.drift * (seconds - self.at_s)
 
 

@@ -80,7 +80,7 @@ class Track:
     name: str = "F"
 
     def now(self) -> float:
-        """Give the seconds on the recorder's clock."""
+        """Return the seconds on the recorder's clock."""
         return self.recorder.clock()
 
     def took(self, microbatch: int, begin_s: float, arrived_s: float, num_bytes: int) -> None:

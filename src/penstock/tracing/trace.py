@@ -78,7 +78,7 @@ class ProcessTrace(msgspec.Struct, frozen=True):
     version: int = 1
 
     def aligned(self) -> "ProcessTrace":
-        """Give the same with all moments on the feeding process's clock."""
+        """Return the same with all moments on the feeding process's clock."""
         align = self.alignment.align
         spans = tuple(msgspec.structs.replace(s, begin_s=align(s.begin_s), end_s=align(s.end_s)) for s in self.spans)
         counters = tuple(msgspec.structs.replace(c, at_s=align(c.at_s)) for c in self.counters)

@@ -72,5 +72,5 @@ def _is_batched(shape: Sequence[int | Size]) -> bool:
 
 
 def largest(microbatches: Sequence[Microbatch]) -> dict[str, int]:
-    """Give the largest size of each symbol."""
+    """Return the largest size of each symbol."""
     return {name: max(m.sizes[name] for m in microbatches) for name in microbatches[0].sizes}

@@ -172,7 +172,7 @@ def cast_crossings(
 
 
 def _first(module: nn.Module) -> dict[int, str]:
-    """Give every tensor of a module its first name."""
+    """Map every tensor of a module to its first name."""
     first: dict[int, str] = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for name, tensor in tensors(remove_duplicate=False):

@@ -142,7 +142,7 @@ def _own_tensors(
 
 
 def _saved_here(trainer: Trainer) -> dict[str, Tensor]:
-    """Give the tensors that this process saves: of the first replica, each by the first stage that has it."""
+    """Return the tensors that this process saves: of the first replica, each by the first stage that has it."""
     if trainer.replica_index:
         return {}
     buffers = {s.source for part in trainer.parts for s in part.program.states if s.kind == "buffer"}

@@ -51,14 +51,14 @@ class Evaluation:
         self._direct = direct
 
     def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
-        """Give the mean of `loss_fn` over all rows of all replicas."""
+        """Return the mean of `loss_fn` over all rows of all replicas."""
         ((total, count),) = self.totals(inputs, labels, [loss_fn])
         if not count:
             raise UsageError("there is nothing to evaluate: no row counts; give at least one that does")
         return total / count
 
     def totals(self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]) -> list[tuple[float, float]]:
-        """Give the sum and the count of each function over all rows of all replicas, of one forward."""
+        """Return the sum and the count of each function over all rows of all replicas, of one forward."""
         sums: list[list[tuple[float, float]]] = [[] for _ in functions]
 
         def head(microbatch: Microbatch, output: Any) -> None:
@@ -73,7 +73,7 @@ class Evaluation:
         return [(math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)) for pairs in found]
 
     def predict(self, inputs: Any) -> Any:
-        """Give the model's output for this replica's rows, on the host of every process of the replica."""
+        """Return the model's output for this replica's rows, on the host of every process of the replica."""
         outputs: list[list[Tensor]] = []
         with self._explained():
             made = self._forward(inputs, None, lambda _microbatch, tensors: outputs.append(tensors), raw=True)

@@ -44,7 +44,7 @@ class Lines:
         self._local: dict[tuple[int, int], LocalEdge] = {}
 
     def outgrown(self, sizes: Mapping[str, int]) -> bool:
-        """Tell whether these sizes need new lines."""
+        """Return whether these sizes need new lines."""
         return any(size > self._sizes.get(symbol, 0) for symbol, size in sizes.items())
 
     def make(self, sizes: Mapping[str, int]) -> dict[int, Edges]:

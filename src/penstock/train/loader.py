@@ -89,7 +89,7 @@ class Loader:
         return self._count()
 
     def state(self) -> dict[str, int]:
-        """Give the place in the data, to be continued from."""
+        """Return the place in the data, to be continued from."""
         return {"epoch": self.epoch, "position": self.position}
 
     def resume(self, state: dict[str, int]) -> None:
@@ -97,7 +97,7 @@ class Loader:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def __iter__(self) -> Iterator[Any]:
-        """Give the rest of an epoch, from `position` on; the next iteration is the next epoch."""
+        """Return the rest of an epoch, from `position` on; the next iteration is the next epoch."""
         trainer = self._trainer
         order = self._order()
         batches = order[self.position :]
@@ -141,7 +141,7 @@ class Loader:
                 yield pytree.tree_map(lambda x: x[:0] if isinstance(x, Tensor) and x.dim() else x, example)
 
     def _uses_data(self) -> bool:
-        """Tell whether a stage here uses inputs or labels; where lengths vary, only the data says them."""
+        """Return whether a stage here uses inputs or labels; where lengths vary, only the data says them."""
         trainer = self._trainer
         graph = trainer.captured.graph
         varying = len(graph.symbols) > 1

@@ -66,5 +66,5 @@ def take_rows(tree: Any, rows: range) -> Any:
 
 
 def as_number(value: Tensor | float) -> float:
-    """Give a scalar's value."""
+    """Return a scalar's value."""
     return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)

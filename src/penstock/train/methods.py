@@ -161,7 +161,7 @@ class TrainingMethods:
         self, data: Any, *, batch_size: int = 1, shuffle: bool = False, drop_last: bool = False,
         collate_fn: Collate | None = None, num_workers: int = 0,
     ) -> Loader:  # fmt: skip
-        """Give batches of a data set, or of what a DataLoader loads, to every process.
+        """Return batches of a data set, or of what a DataLoader loads, to every process.
 
         `batch_size` is that of all replicas together. Each process gets its replica's rows; where it uses
         neither inputs nor labels, tensors without values.
@@ -207,7 +207,7 @@ class TrainingMethods:
         return self.trainer.clip_grad_norm_(max_norm)
 
     def evaluate(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> float:
-        """Give the mean of a function over all rows, with the current weights in evaluation mode.
+        """Return the mean of a function over all rows, with the current weights in evaluation mode.
 
         `loss_fn` is as for `train_step`; any measure will do.
 
@@ -217,7 +217,7 @@ class TrainingMethods:
         return self.trainer.evaluate(inputs, labels, loss_fn)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the parameters that this process holds, by their names in the model."""
+        """Return the parameters that this process holds, by their names in the model."""
         return self.trainer.named_parameters()
 
     def save(self, path: str | Path) -> None:
@@ -261,7 +261,7 @@ class TrainingMethods:
 
 
 def trains(model: Any) -> TypeGuard[nn.Module | Callable[[], nn.Module]]:
-    """Tell whether a pipeline of this model trains: a module in training mode, or a function that makes one."""
+    """Return whether a pipeline of this model trains: a module in training mode, or a function that makes one."""
     return model.training if isinstance(model, nn.Module) else callable(model)
 
 

@@ -25,12 +25,12 @@ def tell(
 
 
 def total_count(told: Sequence[Mapping[str, Any]]) -> float:
-    """Give how much the mean loss is over."""
+    """Return how much the mean loss is over."""
     return math.fsum(pair[1] for document in told for pair in document["losses"])
 
 
 def mean_loss(told: Sequence[Mapping[str, Any]], step: int, last_stage: int) -> float:
-    """Give the mean loss, added up in the order of replicas and microbatches.
+    """Return the mean loss, added up in the order of replicas and microbatches.
 
     Raises `RunError` for what cannot be trained on; every process finds it out alike, so nobody waits and
     training can go on.

@@ -145,7 +145,7 @@ class _Context:
 
 
 def _devices(children: Sequence[nn.Module]) -> list[torch.device]:
-    """Give each child's device; those that hold nothing go with the one before, the first ones with the one behind."""
+    """Return each child's device; those that hold nothing go with the one before, the first with the one after."""
     own: list[torch.device | None] = []
     for index, child in enumerate(children):
         held = dict.fromkeys(tensor.device for tensor in [*child.parameters(), *child.buffers()])

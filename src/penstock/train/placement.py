@@ -35,16 +35,16 @@ class Grid:
     replicas: tuple[Replica, ...]
 
     def replica_of(self, rank: int) -> int:
-        """Give the replica that a rank belongs to."""
+        """Return the replica that a rank belongs to."""
         return next(index for index, replica in enumerate(self.replicas) if rank in replica.devices)
 
     def stages_of(self, rank: int) -> list[int]:
-        """Give the stages that a rank holds."""
+        """Return the stages that a rank holds."""
         replica = self.replicas[self.replica_of(rank)]
         return [stage for stage, holder in enumerate(replica.stages) if holder == rank]
 
     def holders(self, stage: int) -> list[int]:
-        """Give the rank of a stage in every replica."""
+        """Return the rank of a stage in every replica."""
         return [replica.stages[stage] for replica in self.replicas]
 
     def rows(self, num_rows: int) -> list[range]:
@@ -95,7 +95,7 @@ class ScheduleChoice:
         return self._made[key]
 
     def places(self, num_stages: int, num_devices: int) -> list[int]:
-        """Give the device of every stage."""
+        """Return the device of every stage."""
         schedule = self._own or self.make(num_stages, 1, num_devices)
         self._check_counts(schedule, num_stages, None, num_devices)
         return [device for _, device in sorted(placement(schedule).items())]

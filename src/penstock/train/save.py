@@ -62,7 +62,7 @@ class GatheredWeights:
 
 
 def held(trainer: Trainer, source: str) -> Tensor:
-    """Give a tensor of this process by its name in the model."""
+    """Return a tensor of this process by its name in the model."""
     tensors = trainer.tensors
     return (tensors.parameters[source] if source in tensors.parameters else tensors.others[source]).detach()
 

@@ -61,7 +61,7 @@ class HeldTensors:
         }
 
     def of_program(self, program: StageProgram, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Give the tensors of a program by the names that it has for them."""
+        """Return the tensors of a program by the names that it has for them."""
         return {s.value.name: leaves[s.source] if s.source in leaves else self._plain(s) for s in program.states}
 
     def _plain(self, state: State) -> Tensor:
@@ -75,7 +75,7 @@ class HeldTensors:
         return self.others[state.source]
 
     def moved_here(self, inputs: Mapping[str, Tensor], labels: Any) -> tuple[dict[str, Tensor], Any]:
-        """Give a batch's inputs and labels on the device, as far as this process's stages use them.
+        """Return a batch's inputs and labels on the device, as far as this process's stages use them.
 
         Raises `UsageError` for an input that a stage uses and that has no values here.
         """
@@ -98,7 +98,7 @@ class HeldTensors:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def norms(self) -> dict[str, float]:
-        """Give the norm of each gradient that counts here: where a weight is in several stages, the first one's."""
+        """Return the norm of each gradient that counts here: where a weight is in several stages, the first one's."""
         return {
             name: float(torch.linalg.vector_norm(parameter.grad))
             for name, parameter in self.parameters.items()
@@ -112,7 +112,7 @@ class HeldTensors:
                 parameter.grad.mul_(factor)
 
     def share_buffers(self, transport: Transport) -> None:
-        """Give the other replicas the statistics of the first one, as DistributedDataParallel does."""
+        """Return the other replicas the statistics of the first one, as DistributedDataParallel does."""
         for stage in self.stages:
             first, *others = self._grid.holders(stage)
             for name in written_buffers(self._parts[stage]) if others else []:
@@ -123,7 +123,7 @@ class HeldTensors:
                     receive_tensor(transport, self.others[name], first, _BUFFER_CHANNEL)
 
     def weights(self) -> list[Weight]:
-        """Give the trained parameters with their leaves and everybody who has them."""
+        """Return the trained parameters with their leaves and everybody who has them."""
         found = []
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
@@ -142,7 +142,7 @@ class HeldTensors:
 
 
 def holding(parts: Sequence[TrainingPart], name: str) -> list[int]:
-    """Give the stages that have a tensor; the first of them counts and saves it."""
+    """Return the stages that have a tensor; the first of them counts and saves it."""
     return [index for index, part in enumerate(parts) if any(s.source == name for s in part.program.states)]
 
 

@@ -166,7 +166,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Give errors of the network their reason, and tell the others of errors here, so that nobody waits."""
+        """Return errors of the network their reason, and tell the others of errors here, so that nobody waits."""
         try:
             yield
         except TransportError as error:
@@ -246,7 +246,7 @@ class Trainer:
         return num_rows
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Give the actions of every device of this process's replica for one step."""
+        """Return the actions of every device of this process's replica for one step."""
         return with_updates(self._schedule.of(self.replica, num_microbatches), update=False)
 
     def _run_step(self, count: int) -> None:
@@ -312,19 +312,19 @@ class Trainer:
         return optimizer
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the parameters of this process's stages by their names in the model."""
+        """Return the parameters of this process's stages by their names in the model."""
         yield from self.tensors.parameters.items()
 
     def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
-        """Give the mean of `loss_fn` over all rows of all replicas, in evaluation mode and without gradients."""
+        """Return the mean of `loss_fn` over all rows of all replicas, in evaluation mode and without gradients."""
         return self._evaluation.evaluate(inputs, labels, loss_fn)
 
     def totals(self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]) -> list[tuple[float, float]]:
-        """Give sum and count of several functions over all rows of all replicas, in evaluation mode."""
+        """Return sum and count of several functions over all rows of all replicas, in evaluation mode."""
         return self._evaluation.totals(inputs, labels, functions)
 
     def predict(self, inputs: Any) -> Any:
-        """Give the model's output for this replica's rows, in evaluation mode, on every process of the replica."""
+        """Return the model's output for this replica's rows, in evaluation mode, on every process of the replica."""
         return self._evaluation.predict(inputs)
 
     @cached_property

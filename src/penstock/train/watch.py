@@ -117,5 +117,5 @@ class TrainingWatch:
 
 
 def _stages(told: Sequence[Sequence[Any]]) -> dict[tuple[int, int], list[Any]]:
-    """Give what was counted, by rank and stage."""
+    """Return what was counted, by rank and stage."""
     return {(rank, index): counts for rank, _, _, own in told for index, *counts in own}

@@ -41,7 +41,7 @@ class RecordFile:
 
 
 def is_record_name(name: str) -> bool:
-    """Say whether a path is named like a file of CIFAR records.
+    """Return whether a path is named like a file of CIFAR records.
 
     >>> is_record_name("cifar-10-batches-bin/test_batch.bin")
     True
@@ -52,7 +52,7 @@ def is_record_name(name: str) -> bool:
 
 
 def is_names_file(name: str) -> bool:
-    """Say whether a path is named like a list of CIFAR class names.
+    """Return whether a path is named like a list of CIFAR class names.
 
     >>> is_names_file("cifar-10-batches-bin/batches.meta.txt")
     True

@@ -70,7 +70,7 @@ def _part_key(part: str) -> tuple[int, int, str]:
 
 
 def is_image_name(name: str) -> bool:
-    """Say whether a path looks like an image that is not hidden.
+    """Return whether a path looks like an image that is not hidden.
 
     >>> is_image_name("cats/1.JPG"), is_image_name("cats/._1.jpg")
     (True, False)

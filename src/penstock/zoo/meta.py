@@ -85,7 +85,7 @@ def move_to_meta(module: nn.Module) -> None:
 
 
 def materialize(module: nn.Module, weights: Weights) -> None:
-    """Give every parameter of a module its values; tied parameters stay tied.
+    """Set every parameter of a module to its values; tied parameters stay tied.
 
     >>> with meta_parameters():
     ...     layer = nn.Linear(2, 2)

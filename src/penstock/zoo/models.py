@@ -193,7 +193,7 @@ def parse_hf(text: str) -> tuple[str, dict[str, object]]:
 
 
 def _has_weights(directory: Path) -> bool:
-    """Say whether a directory holds weights, in any form; a pickled form is refused when it is read."""
+    """Return whether a directory holds weights, in any form; a pickled form is refused when it is read."""
     return any(
         True
         for pattern in ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")

@@ -23,7 +23,7 @@ class Sentences:
 
 
 def is_trees(path: Path) -> bool:
-    """Say whether a file's first line is a tree.
+    """Return whether a file's first line is a tree.
 
     >>> is_trees(Path("sst2/train.txt"))  # doctest: +SKIP
     True

@@ -149,7 +149,7 @@ def token_bucket(bytes_per_s: float) -> list[str]:
 
 
 def piece_bytes(bytes_per_s: float) -> int:
-    """Give how much a host hands to its link in one piece, as to a network card that splits it into frames itself.
+    """Return how much a host hands to its link in one piece, as to a network card that splits it into frames itself.
 
     A bucket that cannot take a piece whole splits it, and then every frame costs the cores that the hosts compute
     on a timer, a way through the switch and a wake-up, which cards and switches do without them.

@@ -21,7 +21,7 @@ State = Literal["up", "partial", "down"]
 
 
 def find_state(spec: LabSpec, machine: Machine) -> State:
-    """Tell whether all, some or nothing of a lab exists."""
+    """Return whether all, some or nothing of a lab exists."""
     name = spec.name
     namespaces = set(lab_namespaces(name, machine.shell))
     needed = {switch_namespace(name), *(host_namespace(name, host.name) for host in spec.hosts)}

@@ -65,7 +65,7 @@ def command_line(target: Target, command: Sequence[str]) -> list[str]:
 
 
 def choose_cores(shares: Sequence[float], cores: Sequence[int]) -> list[int | None]:
-    """Give each host with at most one core a core of the machine, so that no core has more than one host's worth.
+    """Assign each host with at most one core a core of the machine, so that no core has more than one host's worth.
 
     A small board cannot run two threads at once, and a quota that is used up on two cores strands a
     part of itself on the one where a thread goes to sleep. None where a host is larger, or does not fit.
@@ -86,7 +86,7 @@ def choose_cores(shares: Sequence[float], cores: Sequence[int]) -> list[int | No
 def environment(
     targets: Sequence[Target], node_rank: int, local_rank: int, nproc_per_host: int, port: int
 ) -> dict[str, str]:
-    """Give one process the variables that torchrun would give it, and the name of its host.
+    """Return one process the variables that torchrun would give it, and the name of its host.
 
     Rank 0 is on the first of the hosts that take part, so that one is everybody's master.
     """

@@ -25,7 +25,8 @@ from penstock.engine.board import (
     wait_for_server,
 )
 from penstock.engine.join import Hello, Meeting
-from penstock.errors import RunError
+from penstock.engine.world import own_address
+from penstock.errors import RunError, UsageError
 
 
 def meet(store: Store, rank: int, size: int, **settings: Any) -> Meeting:
@@ -204,3 +205,20 @@ def test_the_first_hosts_own_name_is_not_loopback_for_others(monkeypatch: pytest
     monkeypatch.setattr("penstock.engine.board.local_address", lambda _towards: "192.168.1.10")
     assert first_address("desk", all_here=False) == "192.168.1.10"
     assert first_address("desk", all_here=True) == LOOPBACK
+
+
+def test_a_first_host_that_nobody_could_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_route(_towards: str) -> str:
+        raise RunError("there is no route")
+
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("127.0.1.1", 9))])
+    monkeypatch.setattr("penstock.engine.board.local_address", no_route)
+    with pytest.raises(RunError, match=r"desk means loopback on this machine, .*; give the address itself"):
+        first_address("desk", all_here=False)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_all_addresses_are_no_choice(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("PENSTOCK_BIND", address)
+    with pytest.raises(UsageError, match=f"PENSTOCK_BIND is one address of this machine, and {address} means all"):
+        own_address()

@@ -102,7 +102,15 @@ def first_address(host: str, *, all_here: bool) -> str:
     """
     if not _means_loopback(host):
         return host
-    return LOOPBACK if all_here or host == "localhost" or _is_loopback(host) else local_address(_ANYWHERE)
+    if all_here or host == "localhost" or _is_loopback(host):
+        return LOOPBACK
+    try:
+        return local_address(_ANYWHERE)
+    except RunError:
+        raise RunError(
+            f"{host} means loopback on this machine, where no other one reaches it, and there is no way out of it "
+            "to tell its address by; give the address itself as --master-addr"
+        ) from None
 
 
 def lookup_s(address: str) -> float:

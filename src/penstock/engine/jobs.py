@@ -173,6 +173,8 @@ def read_stages(
         computes_on=document.computes_on, trace=document.trace, trace_units=document.trace_units,
         trace_profile=document.trace_profile,
     )  # fmt: skip
+    if set(document.programs) != set(job.stages_of(world.rank)):
+        raise ProgramError(f"a job has a program for each stage of a process, not for {sorted(document.programs)}")
     device = find_device(job.computes_on, world.position)
     runtimes: dict[int, Turns[StageRuntime]] = {}
     for index, texts in document.programs.items():
@@ -196,6 +198,8 @@ def read_stages(
 def load_part(folder: Path, plan: str, order: Sequence[int], device: torch.device = HOST) -> Turns[StageRuntime]:
     """Make a stage's runtimes from a device's part of a bundle."""
     programs, tensors = read_part(folder, plan)
+    if max(order) >= len(programs):
+        raise ProgramError(f"{folder} has {len(programs)} programs, but a job's order names {max(order)}; bundle again")
     there = {name: moved(tensor, device) for name, tensor in tensors.items()}
     return Turns([Runtime(program, there, device) for program in programs], order)
 

@@ -182,7 +182,15 @@ def under_torchrun() -> bool:
 
 def own_address() -> str:
     """Return where processes of this machine alone meet: loopback, unless another address was chosen."""
-    return os.environ.get(BIND) or LOOPBACK
+    return _chosen_address() or LOOPBACK
+
+
+def _chosen_address() -> str | None:
+    """Return the address that was chosen to listen on; raises `UsageError` where that is all of this machine's."""
+    chosen = os.environ.get(BIND) or None
+    if chosen in {"0.0.0.0", "::"}:  # noqa: S104 -- it is what is refused
+        raise UsageError(f"{BIND} is one address of this machine, and {chosen} means all of them; see `ip address`")
+    return chosen
 
 
 def join_torchrun() -> World:
@@ -191,7 +199,7 @@ def join_torchrun() -> World:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     cores = keep_to_share(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    all_here, chosen = os.environ.get("LOCAL_WORLD_SIZE") == str(size), os.environ.get(BIND)
+    all_here, chosen = os.environ.get("LOCAL_WORLD_SIZE") == str(size), _chosen_address()
     # processes of one machine have been given one address, and the first of them serves the store there
     first = chosen if chosen and all_here and not hosted else first_address(host, all_here=all_here)
     address = chosen or local_address(first)

@@ -1,5 +1,6 @@
 """Run cases in a child process, so that a crash, a hang or a greedy allocation is seen and has its case's name."""
 
+import faulthandler
 import json
 import os
 import resource
@@ -81,6 +82,7 @@ def _run_child(cases: Sequence[Case], targets: Mapping[str, Target], seed: int, 
     progress.write_bytes(struct.pack("<q", 0))
     process = os.fork()
     if process == 0:
+        faulthandler.disable()  # a crash is told with its case, and needs no trace
         try:
             _work(cases, targets, seed, folder)
             os._exit(0)

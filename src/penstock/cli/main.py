@@ -7,6 +7,7 @@ import typer
 
 from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, report, schedule, split, train
 from penstock.cli.cluster import run_on_cluster, take_cluster
+from penstock.cluster.lab.signals import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
 from penstock.terminal.notes import say
 from penstock.terminal.plain import plain
@@ -61,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
             return run_on_cluster(cluster, rest)
         app(arguments, standalone_mode=True)
     except SystemExit as end:
+        ignore_late_signals(end)
         return int(end.code or 0)
     except KeyboardInterrupt:
         say("interrupted", err=True)

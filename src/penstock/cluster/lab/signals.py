@@ -38,6 +38,12 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, end)
         yield
     finally:
-        # a late one must not change the status of a process that is on its way to its end
-        for number in () if ending else taken:
+        for number in taken:
             signal.signal(number, signal.SIG_DFL)
+
+
+def ignore_late_signals(end: SystemExit) -> None:
+    """In a program that such a signal ended: let no later one change its status on its way to its end."""
+    if end.code in {128 + number for number in _ENDINGS}:
+        for number in _ENDINGS:
+            signal.signal(number, signal.SIG_IGN)

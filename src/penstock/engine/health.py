@@ -32,6 +32,7 @@ _FIRST_BEAT = 6  # times the silence, where beats must be seen: processes that h
 _LAST_WORD_S = 1.0
 _CONNECT_S = 7.5  # longer than one question that a name server leaves open
 _LOOKUP_S = 60.0  # until which a name server is waited for
+_GRACE_S = 0.05
 _TELL_S = 2.0  # in which another board takes what it is told
 _VERDICT = "verdict"
 _MAX_MESSAGE = 2000  # characters of a verdict
@@ -179,6 +180,8 @@ class Health:
         # an end that is not announced would be a verdict, and hide the one that there is
         if self.failure is None:
             self._tell(list(self._peers.values()), _gone(self._rank), "gone")
+            if self._peers and not self._boards.shared:
+                time.sleep(_GRACE_S)  # a question that was on its way is answered yet
         elif self._rank == FIRST and not self._boards.shared:
             self._tell(list(self._peers.values()), _VERDICT, _write(self.failure))
         self._stop.set()
@@ -260,7 +263,8 @@ class Health:
         keys = [beat_key, _VERDICT] if peer.rank == FIRST and not self._boards.shared else [beat_key]
         try:
             store = self._connect(peer)
-            while not self._stop.is_set() or peer.tell:
+            # who has left is asked no more: its board goes, and torch prints a trace where a connection breaks
+            while (not self._stop.is_set() or peer.tell) and not self._has_left(peer):
                 while peer.tell:
                     key, value = peer.tell.pop(0)
                     store.compare_set(key, "", value)

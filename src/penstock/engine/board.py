@@ -135,7 +135,10 @@ def is_everywhere(address: str) -> bool:
     >>> is_everywhere("0.0.0.0"), is_everywhere("127.0.0.1")
     (True, False)
     """
-    return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
+    except ValueError:  # a name
+        return False
 
 
 def _is_loopback(address: str) -> bool:

@@ -20,6 +20,7 @@ from penstock.engine.board import (
     LOOPBACK,
     connect_store,
     first_address,
+    is_everywhere,
     local_address,
     run_watched,
     serve_store,
@@ -188,7 +189,7 @@ def own_address() -> str:
 def _chosen_address() -> str | None:
     """Return the address that was chosen to listen on; raises `UsageError` where that is all of this machine's."""
     chosen = os.environ.get(BIND) or None
-    if chosen in {"0.0.0.0", "::"}:  # noqa: S104 -- it is what is refused
+    if chosen is not None and is_everywhere(chosen):
         raise UsageError(f"{BIND} is one address of this machine, and {chosen} means all of them; see `ip address`")
     return chosen
 

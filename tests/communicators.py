@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from penstock.engine.nccl import RECEIVER, SENDER
+from penstock.transport.nccl import RECEIVER, SENDER
 from tests.pretend import Pretended
 
 _NOBODY_SENDS = 7

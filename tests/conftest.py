@@ -110,28 +110,29 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device that is not the CPU; messages may not lie on it."""
-    from penstock.engine import devices, transport
+    from penstock.tensors import devices
+    from penstock.transport import memory_network
     from tests import pretend
 
     monkeypatch.setattr(devices, "KINDS", [*devices.KINDS, pretend.NAME])
     for name in ("send", "receive"):
-        method = getattr(transport.MemoryTransport, name)
+        method = getattr(memory_network.MemoryTransport, name)
 
         def on_host(self: Any, buffer: Any, *rest: Any, method: Any = method, **named: Any) -> Any:
             assert buffer.device == devices.HOST
             return method(self, buffer, *rest, **named)
 
-        monkeypatch.setattr(transport.MemoryTransport, name, on_host)
+        monkeypatch.setattr(memory_network.MemoryTransport, name, on_host)
     return pretend.pretend()[0]
 
 
 @pytest.fixture
 def communicators(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Communicators between pretended devices, one for each process of a run; see `tests/communicators.py`."""
-    from penstock.engine import nccl
+    from penstock.group import direct
     from tests.communicators import Communicators
 
     made = Communicators()
-    monkeypatch.setattr(nccl, "connect_nccl", made.connect)
-    monkeypatch.setattr(nccl, "_describe", made.describe)
+    monkeypatch.setattr(direct, "connect_nccl", made.connect)
+    monkeypatch.setattr(direct, "_describe", made.describe)
     return made

@@ -9,14 +9,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.engine.messages import DATA, Format, Message
-from penstock.engine.split import SplitModel, load_state
-from penstock.engine.tree import bind_inputs, build_output
+from penstock.deploy.split import SplitModel
+from penstock.deploy.state import load_state
+from penstock.graph.call import bind_inputs, build_output
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Value
 from penstock.graph.work import count_work
-from penstock.zoo.weights import ModuleWeights
+from penstock.transport.messages import DATA, Format, Message
+from penstock.zoo.weights.weights import ModuleWeights
 
 
 def seeded(model_class: Any, *args: Any, **kwargs: Any) -> nn.Module:

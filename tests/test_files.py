@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import RunError
 from penstock.files import LineFile, written_whole
-from penstock.stream.predictions import PredictionFile
+from penstock.recipes.predictions import PredictionFile
 
 
 @pytest.fixture

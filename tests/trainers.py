@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from penstock.engine.health import Boards, Health
-from penstock.engine.transport import MemoryNetwork
-from penstock.engine.world import World
-from penstock.train.batches import as_call
+from penstock.engine.placement import Grid, Replica, shares
+from penstock.graph.call import as_call
+from penstock.group.liveness import Boards, Health
+from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.losses import loss_and_count, take_rows
-from penstock.train.placement import Grid, Replica, shares
 from penstock.train.trainer import Trainer
+from penstock.transport.memory_network import MemoryNetwork
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Batch = tuple[Any, Any]

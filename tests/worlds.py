@@ -9,21 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from penstock.engine.deployment import Deployment
-from penstock.engine.divide import divide_in_turns
-from penstock.engine.faulty import Fault, FaultyTransport
-from penstock.engine.health import Boards, Health
-from penstock.engine.split import choose_cuts, load_state
-from penstock.engine.transport import MemoryNetwork
-from penstock.engine.turns import Turns
-from penstock.engine.worker import work
-from penstock.engine.world import World
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.policies import choose_cuts
+from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.state import load_state
+from penstock.deploy.worker import work
 from penstock.errors import PenstockError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
-from penstock.zoo.weights import ModuleWeights
+from penstock.group.liveness import Boards, Health
+from penstock.group.world import World
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.transport.faulty import Fault, FaultyTransport
+from penstock.transport.memory_network import MemoryNetwork
+from penstock.zoo.weights.weights import ModuleWeights
 
 WIDTH, ROWS = 8, 4
 
@@ -73,7 +74,7 @@ class Divided:
 
     model: nn.Module
     graph: Graph
-    programs: list[Turns[StageProgram]]
+    programs: list[RoundRobin[StageProgram]]
 
     def deploy(self, world: World, *, batch: int = 2, **settings: float) -> Deployment:
         """Put the stages on a world."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.coverage import ours, peer
 from benchmarks.coverage.architectures import QUICK, Architecture, Inputs, architectures
-from penstock.engine.split import split
+from penstock.deploy.split import split
 from penstock.graph.graph import Graph
 
 BATCH_SIZES = (1, 2, 3, 5)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.engine.messages import DATA, Format, Message
-from penstock.engine.split import SplitModel
-from penstock.engine.tree import bind_inputs, build_output
+from penstock.deploy.split import SplitModel
+from penstock.graph.call import bind_inputs, build_output
 from penstock.graph.ops import Value
 from penstock.graph.program import read_program, write_program
+from penstock.transport.messages import DATA, Format, Message
 
 
 def travels(split: SplitModel) -> None:

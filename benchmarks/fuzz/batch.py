@@ -16,8 +16,9 @@ from types import FrameType
 from typing import Any
 
 from benchmarks.fuzz.targets import Target, clear
-from penstock.engine import claims, results
 from penstock.errors import OutOfMemory, PenstockError
+from penstock.runtime import results
+from penstock.transport import claims
 
 Case = tuple[str, int]
 # what readers are told that they may take, and what they can take at all

@@ -18,34 +18,26 @@ from torch import nn
 
 from benchmarks.fuzz.mutate import mutate_bytes, mutate_document, mutate_program, mutate_text
 from penstock.cluster.lab.spec import parse_lab
-from penstock.engine.bundle import read_bundle, read_part
-from penstock.engine.documents import (
-    Document,
-    DoMore,
-    Leave,
-    Rotation,
-    RunAlone,
-    ServeStages,
-    read_document,
-    write_document,
-)
-from penstock.engine.health import Verdict, read_verdict
-from penstock.engine.join import Hello, check_hello
-from penstock.engine.messages import DATA, Format, Message
-from penstock.engine.progress import read_progress
-from penstock.engine.runtime import Runtime
+from penstock.deploy.bundle import read_bundle, read_part
+from penstock.deploy.documents import Document, DoMore, Rotation, RunAlone, ServeStages, read_document, write_document
+from penstock.engine.counters import read_progress
 from penstock.errors import ClusterError, ProgramError, RunError
 from penstock.graph.capture import capture
 from penstock.graph.expressions import Size
 from penstock.graph.ops import Value
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.graph.stages import divide
+from penstock.group.join import Hello, check_hello
+from penstock.group.liveness import Verdict, read_verdict
+from penstock.group.world import Leave
+from penstock.runtime.eager import Runtime
 from penstock.spec.check import check_plan
 from penstock.spec.cluster import parse_cluster
-from penstock.spec.files import decode_json
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage, decode_plan, encode_plan
 from penstock.spec.profile import Boundary, Profile, Unit
+from penstock.spec.saving import decode_json
 from penstock.train.checkpoint_index import INDEX, CheckpointIndex, DataPosition, OptimizerGroup, read_index
+from penstock.transport.messages import DATA, Format, Message
 
 _PLAN_NAME = "0123456789abcdef"
 

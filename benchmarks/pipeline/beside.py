@@ -21,13 +21,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.alone import time_alone
-from penstock.engine.runtime import Runtime
-from penstock.engine.world import FEEDER
+from penstock.bench.ceiling import WholeModel
+from penstock.deploy.baseline import time_alone
 from penstock.graph.capture import capture
 from penstock.graph.program import read_program, write_program
-from penstock.stream.ceiling import WholeModel
-from penstock.zoo.models import load_model
+from penstock.runtime.eager import Runtime
+from penstock.transport.base import FEEDER
+from penstock.zoo.models.models import load_model
 
 _PATIENCE_S = 300.0
 

@@ -10,21 +10,22 @@ from typing import Any
 import msgspec
 
 from benchmarks.pipeline.beside import Beside, start
+from penstock.bench.compare import Comparison
+from penstock.bench.peer import peer_job
 from penstock.cluster.lab import parse_lab
 from penstock.cluster.lab.network import bandwidth_commands
 from penstock.cluster.lab.shell import SystemShell
-from penstock.engine.worker import work
-from penstock.engine.world import FEEDER, World, join_torchrun
-from penstock.measure.messages import measure_messages
+from penstock.deploy.worker import work
+from penstock.group.world import World, join_torchrun
+from penstock.measure.message_costs import measure_messages
 from penstock.plan.choose import make_plan
-from penstock.plan.predict import predict
+from penstock.plan.cost.predict import predict
 from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile, interpolate
-from penstock.stream.compare import Comparison
-from penstock.stream.peer import peer_job
+from penstock.transport.base import FEEDER
 from penstock.units import parse_rate
-from penstock.zoo.models import load_model
+from penstock.zoo.models.models import load_model
 
 _CALIBRATIONS = 4
 

@@ -19,11 +19,11 @@ from benchmarks.planning.instances import best_by_force, small, transformer, une
 from benchmarks.planning.memory import NAME as MEMORY
 from benchmarks.planning.memory import errors, memory_rows
 from benchmarks.planning.training import training_rows
-from penstock.plan.bound import pace_bound_s
-from penstock.plan.cost import Setting
-from penstock.plan.exact import best_divisions
-from penstock.plan.large import good_division
-from penstock.plan.problem import Problem, fits_all, pace_s
+from penstock.plan.cost.bound import pace_bound_s
+from penstock.plan.cost.problem import Problem, fits_all, pace_s
+from penstock.plan.cost.stage_cost import Setting
+from penstock.plan.search.exact import best_divisions
+from penstock.plan.search.large import good_division
 
 # (units, devices): 12 is where the exact search ends; the last is half a device per unit
 SIZES = ((100, 4), (100, 8), (100, 12), (2000, 16), (2000, 64), (2000, 256), (2000, 1000))

@@ -15,12 +15,12 @@ import msgspec
 from benchmarks.pipeline.__main__ import LAB, lab_of, run, standard_error
 from benchmarks.pipeline.cases import TURNS, Case, peer, pipeline
 from penstock.cluster.lab import take_down
-from penstock.engine.split import load_state
+from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
-from penstock.measure.messages import measure_messages
-from penstock.measure.profile import profile_graph, worker_bytes
+from penstock.measure.message_costs import measure_messages
+from penstock.measure.profiler import profile_graph, worker_bytes
 from penstock.spec.cluster import parse_cluster
-from penstock.zoo.models import load_model
+from penstock.zoo.models.models import load_model
 
 TINY = "timm:deit_tiny_patch16_224"
 RESNET = "timm:resnet50"

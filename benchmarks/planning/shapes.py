@@ -1,9 +1,9 @@
 """The best plan of a shape: how many stages each of the pipelines side by side has."""
 
 from penstock.plan.choose import as_candidate, candidates_of, write_down
-from penstock.plan.problem import Problem
-from penstock.plan.replicate import best_steps
+from penstock.plan.cost.problem import Problem
 from penstock.plan.request import Request
+from penstock.plan.search.training_replicas import best_steps
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan, Schedule
 from penstock.spec.profile import Profile

@@ -13,11 +13,11 @@ import torch
 from benchmarks.labs import lab_text, run_session
 from benchmarks.training.session import LENGTH, VOCABULARY, Language, next_token_loss
 from penstock.cluster.lab import take_down
-from penstock.engine.split import load_state
-from penstock.engine.tree import build_output
+from penstock.deploy.state import load_state
+from penstock.graph.call import build_output
 from penstock.graph.capture import capture
-from penstock.measure.profile import profile_graph
-from penstock.zoo.weights import ModuleWeights
+from penstock.measure.profiler import profile_graph
+from penstock.zoo.weights.weights import ModuleWeights
 
 LAB = "plan-training"
 ROWS, BATCH = 2, 32

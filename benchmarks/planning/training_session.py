@@ -15,14 +15,15 @@ import torch
 import penstock
 from benchmarks.planning.shapes import plan_of_shape
 from benchmarks.training.session import LENGTH, VOCABULARY, Language, next_token_loss
-from penstock.engine.reduce import exchange
-from penstock.engine.worker import work
-from penstock.engine.world import FEEDER, World, join_torchrun
-from penstock.measure.messages import measure_messages
-from penstock.plan.predict import predict
+from penstock.deploy.worker import work
+from penstock.group.world import World, join_torchrun
+from penstock.measure.message_costs import measure_messages
+from penstock.plan.cost.predict import predict
 from penstock.spec.cluster import Cluster, parse_cluster
 from penstock.spec.plan import decode_plan, encode_plan
 from penstock.spec.profile import Profile
+from penstock.transport.base import FEEDER
+from penstock.transport.collectives import exchange
 
 STEPS, ALONE_STEPS = 5, 6
 

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 import penstock
 from benchmarks.tracing.cases import HOSTS, shares_of_work
-from penstock.engine.split import Stage
-from penstock.engine.worker import work
-from penstock.engine.world import FEEDER, World, join_torchrun
+from penstock.deploy.split import Stage
+from penstock.deploy.worker import work
 from penstock.graph.cuts import Cuts
 from penstock.graph.work import count_work
-from penstock.report.account import make_account
+from penstock.group.world import World, join_torchrun
+from penstock.report.stream.account import make_account
 from penstock.stream.pipeline import Pipeline
 from penstock.tracing.trace import read_run
-from penstock.zoo.models import ZooModel, load_model
+from penstock.transport.base import FEEDER
+from penstock.zoo.models.models import ZooModel, load_model
 
 _BURN = "while True: pass"
 

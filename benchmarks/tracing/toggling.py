@@ -20,14 +20,15 @@ from torch.nn import functional
 
 import penstock
 from benchmarks.tracing.cases import HOSTS, TINY
-from penstock.engine.jobs import StagesJob
-from penstock.engine.traces import StageTracer
-from penstock.engine.worker import work
-from penstock.engine.world import FEEDER, World, join_torchrun
-from penstock.plan.schedule import Action
+from penstock.deploy.worker import work
+from penstock.engine.placement import StagesJob
+from penstock.engine.tracers import StageTracer
+from penstock.group.world import World, join_torchrun
+from penstock.plan.schedule.actions import Action
 from penstock.stream.pipeline import Pipeline
 from penstock.terminal.live import LiveView
-from penstock.zoo.models import load_model
+from penstock.transport.base import FEEDER
+from penstock.zoo.models.models import load_model
 
 BLOCK, LEFT_OUT = 10, 4
 _PICTURES = 200

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.version import __version__
 
 if TYPE_CHECKING:
-    from penstock.engine.split import SplitModel, split
+    from penstock.deploy.split import SplitModel, split
     from penstock.graph.capture import capture
     from penstock.stream.bundled import BundledPipeline
     from penstock.stream.pipeline import Pipeline
@@ -32,9 +32,9 @@ _HOMES = {
     "BundledPipeline": "penstock.stream.bundled",
     "Pipe": "penstock.train.pipe",
     "Pipeline": "penstock.stream.pipeline",
-    "SplitModel": "penstock.engine.split",
+    "SplitModel": "penstock.deploy.split",
     "capture": "penstock.graph.capture",
-    "split": "penstock.engine.split",
+    "split": "penstock.deploy.split",
 }
 __all__ = ["BundledPipeline", "Pipe", "Pipeline", "SplitModel", "__version__", "capture", "split"]
 

@@ -12,8 +12,8 @@ import penstock as library
 from penstock.cli.main import main
 from penstock.spec.check import read_plan
 from penstock.spec.profile import read_profile
-from penstock.zoo.images import open_images
-from penstock.zoo.models import load_model
+from penstock.zoo.data.image_names import open_images
+from penstock.zoo.models.models import load_model
 from tests.cli.conftest import SMALL
 
 Run = Callable[..., tuple[int, str, str]]

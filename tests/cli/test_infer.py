@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.zoo.images import open_images
-from penstock.zoo.models import load_model
+from penstock.zoo.data.image_names import open_images
+from penstock.zoo.models.models import load_model
 from tests.cli.conftest import SMALL
 from tests.processes import free_port, run_python
 

@@ -7,18 +7,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from penstock.deploy.jobs import load_programs
+from penstock.deploy.state import load_state
+from penstock.engine.counters import Progress
 from penstock.engine.executor import StageReport, StageSlot, execute, serve
-from penstock.engine.jobs import StagesJob, load_programs
-from penstock.engine.messages import CLOSE, DATA, END, Message
-from penstock.engine.progress import Progress
-from penstock.engine.split import load_state
-from penstock.engine.transport import MemoryNetwork
-from penstock.engine.turns import Turns
+from penstock.engine.placement import StagesJob
 from penstock.engine.wiring import build_slots, feeder_edges
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
-from penstock.plan.schedule import forward_only
+from penstock.plan.schedule.actions import forward_only
+from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tracing.record import Track
-from penstock.zoo.weights import ModuleWeights
+from penstock.transport.memory_network import MemoryNetwork
+from penstock.transport.messages import CLOSE, DATA, END, Message
+from penstock.zoo.weights.weights import ModuleWeights
 from tests.worlds import Divided, divided_tower, poison, tower_inputs
 
 
@@ -34,7 +35,7 @@ class Stages:
         self.network = MemoryNetwork(2)
         job = StagesJob(
             number=0,
-            ranks=(Turns([1]), Turns([1])),
+            ranks=(RoundRobin([1]), RoundRobin([1])),
             sizes={"batch": 2},
             depth=2,
             threads=1,
@@ -42,7 +43,7 @@ class Stages:
         )
         weights = ModuleWeights(divided.model)
         runtimes = {
-            index: Turns(load_programs(turns.items, lambda state: load_state(divided.graph, state, weights)))
+            index: RoundRobin(load_programs(turns.items, lambda state: load_state(divided.graph, state, weights)))
             for index, turns in enumerate(divided.programs)
         }
         self.slots, _ = build_slots(self.network.transports[1], job, runtimes)
@@ -163,7 +164,7 @@ def test_a_schedule_that_ends_too_early_says_so(halves: Divided) -> None:
             pass
 
     weights = ModuleWeights(halves.model)
-    runtimes = Turns(load_programs(halves.programs[0].items, lambda s: load_state(halves.graph, s, weights)))
+    runtimes = RoundRobin(load_programs(halves.programs[0].items, lambda s: load_state(halves.graph, s, weights)))
     slot = StageSlot(0, runtimes, Endless(), Endless(), StageReport(0, "here"))
     with pytest.raises(RunError, match="schedule ended before the stream"):
         execute(forward_only([0], num_microbatches=1), {0: slot})

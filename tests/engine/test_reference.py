@@ -6,14 +6,14 @@ import threading
 import pytest
 import torch
 
+from penstock.deploy.state import load_state
 from penstock.engine import reference
-from penstock.engine.messages import DATA, Message
 from penstock.engine.reference import measure_alone
-from penstock.engine.runtime import Runtime
-from penstock.engine.split import load_state
-from penstock.engine.turns import Turns
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.eager import Runtime
 from penstock.tracing.record import RECORDING_BYTES
-from penstock.zoo.weights import ModuleWeights
+from penstock.transport.messages import DATA, Message
+from penstock.zoo.weights.weights import ModuleWeights
 from tests.processes import run_python
 from tests.worlds import divided_tower, tower_inputs
 
@@ -52,7 +52,7 @@ def test_copies_stand_in_for_the_other_stages(monkeypatch: pytest.MonkeyPatch, r
         monkeypatch.setattr(reference, "SCRATCH_BYTES", room * runtime.weight_bytes)
     message = Message(DATA, 0, (2,), list(tower_inputs(1)[0]))
     with torch.inference_mode():
-        alone = measure_alone(7, Turns([runtime]), [message], others=3)
+        alone = measure_alone(7, RoundRobin([runtime]), [message], others=3)
     assert alone.stage == 7
     assert alone.seconds > 0
     assert len(set(ran)) == expected
@@ -71,7 +71,7 @@ def test_what_other_threads_compute_is_not_the_stage_s() -> None:
     try:
         message = Message(DATA, 0, (2,), list(tower_inputs(1)[0]))
         with torch.inference_mode():
-            alone = measure_alone(0, Turns([first_stage()]), [message])
+            alone = measure_alone(0, RoundRobin([first_stage()]), [message])
     finally:
         over.set()
         for other in others:
@@ -85,20 +85,20 @@ import resource, torch
 from torch import nn
 from penstock.engine import reference
 from penstock.engine.executor import StageReport, StageSlot, _keep
-from penstock.engine.messages import DATA, Message
-from penstock.engine.runtime import Runtime
-from penstock.engine.split import load_state
-from penstock.engine.turns import Turns
+from penstock.transport.messages import DATA, Message
+from penstock.runtime.eager import Runtime
+from penstock.deploy.state import load_state
+from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.graph.capture import capture
 from penstock.graph.stages import divide
-from penstock.zoo.weights import ModuleWeights
+from penstock.zoo.weights.weights import ModuleWeights
 
 model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).eval()
 graph = capture(model, (torch.zeros(2048, 512),))
 program, weights = divide(graph, [])[0], ModuleWeights(model)
 tensors = {state.value.name: load_state(graph, state, weights) for state in graph.states}
 order = [turn % 6 for turn in range(60)]
-runtimes = Turns([Runtime(program, tensors) for _ in range(6)], order)
+runtimes = RoundRobin([Runtime(program, tensors) for _ in range(6)], order)
 slot = StageSlot(0, runtimes, None, None, StageReport(0, "here"))
 reference._ALONE_S = 0.0
 with torch.inference_mode():

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.faulty import Fault
 from penstock.engine.sharing import sources_of
-from penstock.engine.turns import Turns
 from penstock.errors import PenstockError, UsageError
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.transport.faulty import Fault
 from tests.worlds import Divided, MemoryWorld, divided_tower, memory_world, tower_inputs
 
 
@@ -40,21 +40,21 @@ def streamed(divided: Divided, deployment: object, count: int) -> list[Tensor]:
 
 
 @st.composite
-def placements(draw: st.DrawFn) -> list[Turns[int]]:
+def placements(draw: st.DrawFn) -> list[RoundRobin[int]]:
     """Six workers dealt out to three stages, each with an order of turns in which all of its workers come."""
     counts = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 2), (3, 2, 1), (1, 2, 3)]))
     places, first = [], 1
     for count in counts:
         more = draw(st.lists(st.integers(0, count - 1), max_size=4))
         order = draw(st.permutations([*range(count), *more]))
-        places.append(Turns(list(range(first, first + count)), order))
+        places.append(RoundRobin(list(range(first, first + count)), order))
         first += count
     return places
 
 
 @settings(max_examples=25, deadline=None)
 @given(places=placements(), counts=st.lists(st.integers(0, 12), min_size=1, max_size=2))
-def test_every_microbatch_once_and_in_order(thirds: Divided, places: list[Turns[int]], counts: list[int]) -> None:
+def test_every_microbatch_once_and_in_order(thirds: Divided, places: list[RoundRobin[int]], counts: list[int]) -> None:
     with memory_world(6) as world:
         deployment = thirds.deploy(world.feeder, ranks=places)  # type: ignore[arg-type]
         for count in counts:
@@ -67,7 +67,7 @@ def test_every_microbatch_once_and_in_order(thirds: Divided, places: list[Turns[
 
 
 def test_each_device_reports_its_own_part(thirds: Divided, five: MemoryWorld) -> None:
-    places = [Turns([1]), Turns([2, 3, 4], (0, 1, 0, 2)), Turns([5])]
+    places = [RoundRobin([1]), RoundRobin([2, 3, 4], (0, 1, 0, 2)), RoundRobin([5])]
     deployment = thirds.deploy(five.feeder, ranks=places)  # type: ignore[arg-type]
     streamed(thirds, deployment, 7)
     reports = deployment.last_report.stages
@@ -80,7 +80,7 @@ def test_each_device_reports_its_own_part(thirds: Divided, five: MemoryWorld) ->
 
 def test_the_feeding_process_may_share_a_stage(thirds: Divided) -> None:
     with memory_world(4) as world:
-        places = [Turns([1]), Turns([0, 2], (0, 1, 1)), Turns([3, 4], (1, 0))]
+        places = [RoundRobin([1]), RoundRobin([0, 2], (0, 1, 1)), RoundRobin([3, 4], (1, 0))]
         deployment = thirds.deploy(world.feeder, ranks=places)  # type: ignore[arg-type]
         for count in (0, 3, 10):
             streamed(thirds, deployment, count)
@@ -88,13 +88,13 @@ def test_the_feeding_process_may_share_a_stage(thirds: Divided) -> None:
 
 
 def test_a_device_that_shares_a_stage_holds_no_other(thirds: Divided, five: MemoryWorld) -> None:
-    places = [Turns([1, 2], (0, 1)), Turns([3]), Turns([2])]
+    places = [RoundRobin([1, 2], (0, 1)), RoundRobin([3]), RoundRobin([2])]
     with pytest.raises(UsageError, match="shares a stage holds no other, but rank 2 would hold the stages 0, 2"):
         thirds.deploy(five.feeder, ranks=places)  # type: ignore[arg-type]
 
 
 def test_leaving_early_cancels_and_the_next_stream_is_whole(thirds: Divided, five: MemoryWorld) -> None:
-    places = [Turns([1, 2], (0, 1)), Turns([3]), Turns([4, 5], (1, 0, 0))]
+    places = [RoundRobin([1, 2], (0, 1)), RoundRobin([3]), RoundRobin([4, 5], (1, 0, 0))]
     deployment = thirds.deploy(five.feeder, ranks=places)  # type: ignore[arg-type]
     stream = deployment.stream(([x, rows], {"batch": len(x)}) for x, rows in tower_inputs(50))
     next(stream)
@@ -108,7 +108,7 @@ def test_mishaps_on_a_shared_stage_are_named(
     thirds: Divided, kind: Literal["drop", "duplicate", "corrupt", "close"]
 ) -> None:
     fault = Fault(kind=kind, rank=3, message=4)
-    places = [Turns([1]), Turns([2, 3], (0, 1)), Turns([4])]
+    places = [RoundRobin([1]), RoundRobin([2, 3], (0, 1)), RoundRobin([4])]
     with memory_world(4, [fault]) as world:
         deployment = thirds.deploy(world.feeder, ranks=places, stall_s=0.5)  # type: ignore[arg-type]
         with pytest.raises(
@@ -119,7 +119,7 @@ def test_mishaps_on_a_shared_stage_are_named(
 
 
 def test_where_microbatches_come_from() -> None:
-    one, two, three = Turns([1]), Turns([2, 3], (0, 1)), Turns([4, 5, 6], (0, 1, 2, 1))
+    one, two, three = RoundRobin([1]), RoundRobin([2, 3], (0, 1)), RoundRobin([4, 5, 6], (0, 1, 2, 1))
     assert sources_of(one, two, 3) == [0]
     assert sources_of(two, one, 1) == [0, 1]
     assert sources_of(two, three, 5) == [1, 1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.split import choose_cuts
+from penstock.deploy.policies import choose_cuts
 from penstock.errors import CutError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts

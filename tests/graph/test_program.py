@@ -9,13 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.runtime import Runtime
 from penstock.errors import ProgramError, RunError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.operators import listed_operators
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.graph.stages import divide
+from penstock.runtime.eager import Runtime
 from tests.models import UNet, deit, gpt2, seeded
 
 SMALL: dict[str, Any] = {

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engine.split import load_state
+from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.measure.backward import Trainable
-from penstock.measure.memory import loss_bytes, unit_bytes
-from penstock.measure.profile import profile_graph
-from penstock.zoo.weights import ModuleWeights
+from penstock.measure.profiler import profile_graph
+from penstock.measure.training_memory import loss_bytes, unit_bytes
+from penstock.zoo.weights.weights import ModuleWeights
 from tests.models import deit, gpt2
 
 ROW = 4 * 4

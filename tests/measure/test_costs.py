@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engine.split import load_state
+from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.stages import divide
 from penstock.measure.costs import held_by_units, spread, working_bytes
-from penstock.measure.profile import profile_graph
-from penstock.zoo.weights import ModuleWeights
+from penstock.measure.profiler import profile_graph
+from penstock.zoo.weights.weights import ModuleWeights
 from tests.models import deit, gpt2
 
 

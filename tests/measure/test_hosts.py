@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from penstock.engine.calibrate import calibrate
-from penstock.measure.messages import measure_messages
+from penstock.measure.message_costs import measure_messages
 from tests.processes import Running
 
 SCRIPT = """
 import json, sys
 from dataclasses import asdict
-from penstock.engine.world import join_torchrun
+from penstock.group.world import join_torchrun
 from penstock.measure.hosts import measure_hosts
 
 world = join_torchrun()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.alternate import Lines, Portions, alternate, best_portions, couple
-from penstock.plan.simplex import minimize
+from penstock.plan.search.alternate import Lines, Portions, alternate, best_portions, couple
+from penstock.plan.search.simplex import minimize
 
 
 def make_lines(seconds: Sequence[float], crossing: Sequence[float], num_stages: int, links: bool = False) -> Lines:

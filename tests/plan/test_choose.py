@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from penstock.errors import PlanError
-from penstock.plan.bound import pace_bound_s
 from penstock.plan.choose import choose, make_plan
-from penstock.plan.cost import Setting
+from penstock.plan.cost.bound import pace_bound_s
+from penstock.plan.cost.predict import predict
+from penstock.plan.cost.problem import Placed, Problem
+from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.misfit import memory_that_would_do
-from penstock.plan.predict import predict
-from penstock.plan.problem import Placed, Problem
-from penstock.plan.replicas import rates_of
 from penstock.plan.request import Request
+from penstock.plan.search.replicas import rates_of
 from penstock.spec.check import check_made_from, check_plan
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import decode_plan, encode_plan

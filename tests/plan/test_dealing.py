@@ -5,12 +5,12 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.plan.choose import make_plan
-from penstock.plan.cost import Setting
-from penstock.plan.dealing import dealt_divisions, dealt_memory
-from penstock.plan.predict import predict
-from penstock.plan.problem import Placed, Problem
+from penstock.plan.cost.predict import predict
+from penstock.plan.cost.problem import Placed, Problem
+from penstock.plan.cost.stage_cost import Setting
+from penstock.plan.cost.step import simulate_step
 from penstock.plan.request import Request
-from penstock.plan.step import simulate_step
+from penstock.plan.search.dealing import dealt_divisions, dealt_memory
 from penstock.spec.check import check_plan
 from penstock.spec.plan import Schedule, decode_plan, encode_plan
 from penstock.spec.profile import Profile, Unit

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CutError
-from penstock.plan.dealt import balanced_devices, deal
-from penstock.plan.partition import stage_costs
+from penstock.plan.search.dealt import balanced_devices, deal
+from penstock.plan.search.partition import stage_costs
 
 
 @st.composite

@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.plan.cost import Setting
-from penstock.plan.exact import best_divisions
-from penstock.plan.problem import Problem, fits_all, latency_s, pace_s
+from penstock.plan.cost.problem import Problem, fits_all, latency_s, pace_s
+from penstock.plan.cost.stage_cost import Setting
+from penstock.plan.search.exact import best_divisions
 from tests.plan.instances import best_by_force, random_problem
 from tests.spec.samples import make_cluster, make_profile
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from penstock.plan.bound import pace_bound_s
-from penstock.plan.cost import Setting
-from penstock.plan.exact import best_divisions
-from penstock.plan.large import good_division
-from penstock.plan.problem import Problem, fits_all, pace_s
-from penstock.plan.settle import settle
+from penstock.plan.cost.bound import pace_bound_s
+from penstock.plan.cost.problem import Problem, fits_all, pace_s
+from penstock.plan.cost.stage_cost import Setting
+from penstock.plan.search.exact import best_divisions
+from penstock.plan.search.large import good_division
+from penstock.plan.search.refine import settle
 from tests.plan.instances import every_division, random_problem
 from tests.spec.samples import make_cluster, make_profile
 

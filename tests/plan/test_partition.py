@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CutError
-from penstock.plan.partition import (
+from penstock.plan.search.partition import (
     balanced,
     check_stages,
     evenly,

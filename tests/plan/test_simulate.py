@@ -1,11 +1,11 @@
 import pytest
 
 from penstock.errors import PlanError
-from penstock.plan.picture import bubble_formula, clock_cycles, draw
-from penstock.plan.pipelines import gpipe, make_schedule, one_f_one_b
-from penstock.plan.read import read_schedule
-from penstock.plan.schedule import forward_only
-from penstock.plan.simulate import simulate, uniform
+from penstock.plan.schedule.actions import forward_only
+from penstock.plan.schedule.picture import bubble_formula, clock_cycles, draw
+from penstock.plan.schedule.schedules import gpipe, make_schedule, one_f_one_b
+from penstock.plan.schedule.simulate import simulate, uniform
+from penstock.plan.schedule.text import read_schedule
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])

@@ -1,9 +1,9 @@
 import pytest
 
 from penstock.errors import PlanError, UsageError
-from penstock.plan.read import read_schedule
-from penstock.plan.schedule import Action, text
-from penstock.plan.validate import check_schedule
+from penstock.plan.schedule.actions import Action, text
+from penstock.plan.schedule.text import read_schedule
+from penstock.plan.schedule.validate import check_schedule
 
 
 def test_reading_what_was_written() -> None:

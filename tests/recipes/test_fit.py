@@ -13,23 +13,23 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from penstock.cluster.launch import WorkerExit
 from penstock.errors import DataError, OutOfMemory, PlanError, RunError, UsageError
 from penstock.files import LineFile
-from penstock.recipes import largest, launch
-from penstock.recipes.figures import draw_comparison
+from penstock.group.launch import WorkerExit
+from penstock.recipes import largest, start
 from penstock.recipes.find import make_task
 from penstock.recipes.largest import find_largest_batch
-from penstock.recipes.launch import explain_exit, fit, fit_apart
 from penstock.recipes.metrics import EpochResult, FitResult, drop_old_checkpoints, newest_checkpoint
+from penstock.recipes.run_figures import draw_comparison
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_row
+from penstock.recipes.start import explain_exit, fit, fit_apart
 from penstock.spec.check import read_plan
 from penstock.spec.plan import write_plan
 from penstock.train.captured import Captured
-from penstock.zoo.models import load_model
+from penstock.zoo.models.models import load_model
 from tests.recipes.test_data import BERT, TREES
-from tests.train.test_planned import plan_for
+from tests.train.test_place import plan_for
 
 VIT = "timm:vit_tiny_patch16_224,img_size=8,patch_size=4,depth=2,embed_dim=24,num_heads=3"
 Run = Callable[..., tuple[int, str, str]]
@@ -119,7 +119,7 @@ def test_what_goes_wrong_apart_is_said_here(tmp_path: Path) -> None:
 
 def test_a_process_that_somebody_killed_is_not_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     killed = WorkerExit(1, -9)
-    monkeypatch.setattr(launch, "num_killed", lambda: 7)
+    monkeypatch.setattr(start, "num_killed", lambda: 7)
     assert type(explain_exit(killed, 7)) is RunError
     for before in (6, None):  # another one since, or a system that does not say
         found = explain_exit(killed, before)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.graph.stages import fingerprint
-from penstock.measure.profile import MessageCosts
+from penstock.measure.profiler import MessageCosts
 from penstock.plan.choose import make_plan
 from penstock.plan.request import Request
 from penstock.recipes import profiled
@@ -43,7 +43,7 @@ def test_a_profile_of_what_penstock_train_trains(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_the_last_unit_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.measure.profile.measure_loss", lambda *_: [(10.0, 20.0)])
+    monkeypatch.setattr("penstock.measure.profiler.measure_loss", lambda *_: [(10.0, 20.0)])
     profile = profile_task(FitSettings(model=VIT, data="digits", output=str(tmp_path)), rows=(2,), repeats=3)
     *others, last = profile.units
     assert (int(last.forward_s[0]), int((last.backward_s or (0.0,))[0])) == (10, 20)

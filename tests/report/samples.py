@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from penstock.plan.schedule import Action, Schedule
-from penstock.plan.simulate import simulate, uniform
+from penstock.plan.schedule.actions import Action, Schedule
+from penstock.plan.schedule.simulate import simulate, uniform
 from penstock.tracing.trace import Alone, Counter, Machine, ProcessTrace, Run, RunFacts, Span, StageTotals
 
 ALONE_S = 0.010

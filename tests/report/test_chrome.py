@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.plan.picture import clock_cycles
-from penstock.plan.pipelines import gpipe, one_f_one_b
-from penstock.plan.schedule import Schedule
-from penstock.report.chrome import chrome_trace
+from penstock.plan.schedule.actions import Schedule
+from penstock.plan.schedule.picture import clock_cycles
+from penstock.plan.schedule.schedules import gpipe, one_f_one_b
+from penstock.report.page.chrome import chrome_trace
 from tests.report.samples import simulated, streamed
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.bundle import write_bundle
-from penstock.engine.split import load_state
-from penstock.engine.world import World, start_local
+from penstock.deploy.bundle import write_bundle
+from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
 from penstock.graph.stages import fingerprint
+from penstock.group.world import World, start_local
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, Prediction, Stage
 from penstock.spec.plan import Pipeline as PlannedPipeline
 from penstock.stream.pipeline import Pipeline
-from penstock.zoo.weights import ModuleWeights
+from penstock.zoo.weights.weights import ModuleWeights
 from tests.forks import run_forked
 
 NUM, WIDTH = 12, 64

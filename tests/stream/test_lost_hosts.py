@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, sys, time
 sys.path[:0] = [sys.argv[1] + "/src", sys.argv[1]]
-from penstock.engine.world import join_torchrun
-from penstock.engine.worker import follow
+from penstock.group.world import join_torchrun
+from penstock.deploy.worker import follow
 from penstock.errors import DeviceLost
 from penstock.stream.pipeline import Pipeline
 from tests.worlds import tower, tower_inputs

@@ -21,8 +21,9 @@ SCRIPT = """
 import json, os, signal, sys, time, warnings
 from pathlib import Path
 import torch
-from penstock.engine import worker, world as worlds
-from penstock.engine.runtime import Runtime
+from penstock.deploy import worker
+from penstock.group import world as worlds
+from penstock.runtime.eager import Runtime
 from penstock.errors import PenstockError
 from penstock.stream.pipeline import Pipeline
 from tests.worlds import tower, tower_inputs
@@ -128,8 +129,9 @@ def check(told: dict[str, Any], stopped_s: float, moment: str, name: str) -> Non
 
 BUSY = """
 import ctypes, os, sys, time
-from penstock.engine import worker, world as worlds
-from penstock.engine.runtime import Runtime
+from penstock.deploy import worker
+from penstock.group import world as worlds
+from penstock.runtime.eager import Runtime
 from penstock.stream.pipeline import Pipeline
 from tests.worlds import tower, tower_inputs
 

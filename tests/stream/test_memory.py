@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.zoo.models import load_model
-from penstock.zoo.save import save_weights
+from penstock.zoo.models.models import load_model
+from penstock.zoo.weights.write_tensors import save_weights
 
 MODEL = "timm:vit_base_patch16_224"
 MIB = 2**20
@@ -19,7 +19,7 @@ from pathlib import Path
 import timm, torch, torch.export, torch._dynamo, sympy
 import penstock
 import penstock.stream.pipeline
-from penstock.zoo.models import load_model
+from penstock.zoo.models.models import load_model
 
 def read(pid, field):
     lines = dict(line.split(":", 1) for line in open(f"/proc/{pid}/status"))
@@ -49,7 +49,7 @@ def test_each_process_holds_its_own_share(tmp_path: Path) -> None:
     assert sum(said["stages"]) == pytest.approx(model_bytes, rel=0.01)
     worker_bytes = int(_python(
         "import sys\n"
-        "import penstock.engine.worker\n"
+        "import penstock.deploy.worker\n"
         "assert not {'sympy', 'timm', 'transformers', 'penstock.graph.capture'} & set(sys.modules)\n"
         "print([int(line.split()[1]) for line in open('/proc/self/status') if 'RssAnon' in line][0] * 1024)"
     ))  # fmt: skip

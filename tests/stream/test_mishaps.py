@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.deployment import Deployment
-from penstock.engine.faulty import FAULTS_VARIABLE, Fault, write_faults
-from penstock.engine.streaming import Microbatch
-from penstock.engine.world import start_local
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.streaming import Microbatch
 from penstock.errors import DeviceLost, PenstockError, RunError
+from penstock.group.world import start_local
+from penstock.recipes.predictions import PredictionFile
 from penstock.stream.pipeline import Pipeline
-from penstock.stream.predictions import PredictionFile
+from penstock.transport.faulty import FAULTS_VARIABLE, Fault, write_faults
 from tests.worlds import Divided, divided_tower, memory_world, poison, tower_inputs
 
 NUM_MICROBATCHES = 10

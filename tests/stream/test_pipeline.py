@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from penstock.engine.deployment import Deployment
-from penstock.engine.world import World, start_local
+from penstock.deploy.deployment import Deployment
 from penstock.errors import DeviceLost, RunError, UsageError
+from penstock.group.world import World, start_local
 from penstock.stream.pipeline import Pipeline, threads_per_stage
 from tests.processes import Running, run_python
 from tests.worlds import poison, tower, tower_inputs

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from penstock.engine.world import World
 from penstock.errors import ModelError, UsageError
+from penstock.group.world import World
 from penstock.train import checkpoint
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import penstock
-from penstock.engine.devices import HOST
-from penstock.engine.world import World
 from penstock.errors import UsageError
+from penstock.group.world import World
+from penstock.tensors.devices import HOST
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.save import save_model

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
-from penstock.engine.world import World
+from penstock.engine.placement import shares
+from penstock.group.world import World
 from penstock.train.captured import Captured
+from penstock.train.grids import ScheduleChoice, make_grid
 from penstock.train.loader import Loader
-from penstock.train.placement import ScheduleChoice, make_grid, shares
 from penstock.train.trainer import Trainer
 from tests.models import seeded
 from tests.processes import Running, free_port

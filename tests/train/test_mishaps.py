@@ -8,12 +8,12 @@ import pytest
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock.engine.faulty import Fault, FaultyTransport
-from penstock.engine.reduce import TRAINING_CHANNELS
-from penstock.engine.world import World
 from penstock.errors import RunError
+from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.trainer import Trainer
+from penstock.transport.collectives import TRAINING_CHANNELS
+from penstock.transport.faulty import Fault, FaultyTransport
 from tests.forks import run_forked
 from tests.train.test_pipeline import images, small
 from tests.trainers import in_threads

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from penstock.engine.world import World
 from penstock.errors import RunError
+from penstock.group.world import World
 from penstock.train.trainer import Trainer
 from tests.communicators import Communicators
 from tests.learners import LOSSES, batches, captured, sgd

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
-from penstock.engine.world import World
 from penstock.errors import DataError, ModelError, RunError, UsageError
+from penstock.group.world import World
 from tests.forks import run_forked
 from tests.processes import run_python
 from tests.trainers import in_threads

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.zoo.convert import Converted, convert_checkpoint
+from penstock.zoo.weights.convert import Converted, convert_checkpoint
 
 STATE = {"fc.weight": torch.arange(4.0).reshape(2, 2), "fc.bias": torch.ones(2, dtype=torch.float16)}
 

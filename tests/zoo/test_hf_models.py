@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from penstock.errors import ModelError
-from penstock.zoo.models import load_model
+from penstock.zoo.models.models import load_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.zoo.meta import (
+from penstock.zoo.models.meta import (
     build_on_meta,
     load_buffers,
     materialize,
@@ -16,7 +16,7 @@ from penstock.zoo.meta import (
     parameter_aliases,
     parameter_shapes,
 )
-from penstock.zoo.weights import RandomWeights, TensorWeights
+from penstock.zoo.weights.weights import RandomWeights, TensorWeights
 
 
 class Tied(nn.Module):

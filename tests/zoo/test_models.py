@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import ModelError
-from penstock.zoo.models import load_model
+from penstock.zoo.models.models import load_model
 
 SOURCE = """
 import torch

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from penstock.errors import ModelError
-from penstock.zoo.models import load_model
+from penstock.zoo.models.models import load_model
 
 timm = pytest.importorskip("timm")
 TINY = "timm:vit_tiny_patch16_224,depth=2,num_classes=10,img_size=32"

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.errors import ModelError
-from penstock.zoo.save import save_weights
-from penstock.zoo.weight_files import FileWeights
-from penstock.zoo.weights import RandomWeights, TensorWeights
+from penstock.zoo.weights.weight_files import FileWeights
+from penstock.zoo.weights.weights import RandomWeights, TensorWeights
+from penstock.zoo.weights.write_tensors import save_weights
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.zoo.check import check_weights
-from penstock.zoo.meta import meta_parameters
-from penstock.zoo.weights import JoinedWeights, ModuleWeights, RandomWeights, TensorWeights
+from penstock.zoo.models.meta import meta_parameters
+from penstock.zoo.weights.fit import check_weights
+from penstock.zoo.weights.weights import JoinedWeights, ModuleWeights, RandomWeights, TensorWeights
 
 F32 = torch.float32
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from penstock.bench.compare import Comparison
+from penstock.bench.peer import peer_job, start_peers
 from penstock.cli.cluster import Cluster
 from penstock.cli.options import (
     Bind,
@@ -24,20 +26,19 @@ from penstock.cli.options import (
     parse_numbers,
     write_json,
 )
-from penstock.engine.devices import find_device
-from penstock.engine.split import POLICIES
-from penstock.engine.worker import follow
-from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
+from penstock.deploy.policies import POLICIES
+from penstock.deploy.worker import follow
 from penstock.errors import UsageError
-from penstock.report.comparison import write_comparison
+from penstock.group.world import World, join_torchrun, start_local, under_torchrun
+from penstock.report.stream.comparison import write_comparison
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
-from penstock.stream.compare import Comparison
-from penstock.stream.peer import peer_job, start_peers
+from penstock.tensors.devices import find_device
 from penstock.terminal import notes
 from penstock.terminal.progress import working
 from penstock.tracing.trace import Run
-from penstock.zoo.models import load_model
+from penstock.transport.base import FEEDER
+from penstock.zoo.models.models import load_model
 
 
 def bench(

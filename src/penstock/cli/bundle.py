@@ -8,15 +8,15 @@ import typer
 from rich.table import Table
 
 from penstock.cli.options import JsonFile, Pretrained, Seed, WeightsFile, make_console, write_json
-from penstock.engine.bundle import write_bundle
-from penstock.engine.split import load_state
+from penstock.deploy.bundle import write_bundle
+from penstock.deploy.state import load_state
 from penstock.errors import UsageError
 from penstock.graph.capture import capture
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.terminal.progress import working
 from penstock.units import format_bytes
-from penstock.zoo.models import load_model
+from penstock.zoo.models.models import load_model
 
 
 def bundle(

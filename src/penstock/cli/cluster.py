@@ -10,8 +10,8 @@ import typer
 from penstock.cli.options import bind_to
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.lab.run import OutputLine, print_line
-from penstock.cluster.launch import module_command, module_path
 from penstock.errors import UsageError
+from penstock.group.launch import module_command, module_path
 from penstock.terminal.notes import say
 
 Cluster = Annotated[

@@ -9,7 +9,7 @@ from penstock.cli.options import JsonFile, write_json
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
 from penstock.units import format_bytes
-from penstock.zoo.convert import convert_checkpoint
+from penstock.zoo.weights.convert import convert_checkpoint
 
 
 def convert(

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.cli.options import JsonFile, make_console, write_json
-from penstock.engine.split import SplitModel, split
+from penstock.deploy.split import SplitModel, split
 from penstock.stream.pipeline import Pipeline
 from penstock.terminal.console import PlainConsole
 from penstock.units import format_bytes
-from penstock.zoo.images import open_images
-from penstock.zoo.names import optional_import
+from penstock.zoo.data.image_names import open_images
+from penstock.zoo.models.model_names import optional_import
 
 _EVERY = 5  # each fifth image is for testing
 _MICROBATCH = 32

@@ -11,12 +11,12 @@ from rich.table import Table
 
 from penstock.cli.cluster import run_on_cluster
 from penstock.cli.options import JsonFile, make_console, write_json
-from penstock.engine.world import World, join_torchrun, under_torchrun
 from penstock.errors import ClusterError, UsageError
+from penstock.group.world import World, join_torchrun, under_torchrun
 from penstock.measure.hosts import MeasuredHosts, measure_hosts
 from penstock.spec.cluster import Cluster, Link, read_cluster, write_cluster
-from penstock.spec.files import write_text
 from penstock.spec.profile import Profile, read_profile, write_profile
+from penstock.spec.saving import write_text
 from penstock.terminal.progress import working
 from penstock.units import format_rate, format_seconds
 

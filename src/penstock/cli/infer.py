@@ -28,20 +28,21 @@ from penstock.cli.options import (
     check_profiled,
     write_json,
 )
-from penstock.engine.worker import follow
-from penstock.engine.world import FEEDER, join_torchrun, under_torchrun
+from penstock.deploy.worker import follow
 from penstock.errors import RunError, UsageError
+from penstock.group.world import join_torchrun, under_torchrun
+from penstock.recipes.classify import Prediction, classify, labels_comparable
+from penstock.recipes.predictions import PredictionFile
 from penstock.spec.check import read_plan
-from penstock.stream.classify import Prediction, classify, labels_comparable
 from penstock.stream.pipeline import Pipeline
-from penstock.stream.predictions import PredictionFile
 from penstock.terminal.console import PlainConsole
 from penstock.terminal.live import LiveView
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
-from penstock.zoo.image_set import ImageSet
-from penstock.zoo.images import open_images
-from penstock.zoo.models import ZooModel, load_model
+from penstock.transport.base import FEEDER
+from penstock.zoo.data.image_names import open_images
+from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.models.models import ZooModel, load_model
 
 
 def infer(

@@ -10,7 +10,7 @@ from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.cluster.lab.signals import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
 from penstock.terminal.notes import say
-from penstock.terminal.plain import plain
+from penstock.text import plain
 from penstock.version import __version__
 
 app = typer.Typer(

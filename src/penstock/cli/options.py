@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.engine.board import is_everywhere, listen
-from penstock.engine.world import BIND
 from penstock.errors import UsageError
+from penstock.group.addresses import is_everywhere, listen
+from penstock.group.world import BIND
 from penstock.terminal.console import PlainConsole
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")]

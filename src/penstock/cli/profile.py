@@ -18,20 +18,20 @@ from penstock.cli.options import (
     parse_numbers,
     write_json,
 )
+from penstock.deploy.state import load_state
 from penstock.engine.calibrate import calibrate
-from penstock.engine.split import load_state
 from penstock.errors import UsageError
 from penstock.graph.capture import capture
-from penstock.measure.loader import measure_loader
-from penstock.measure.messages import measure_messages
-from penstock.measure.profile import profile_graph, script_bytes, worker_bytes
+from penstock.measure.load_costs import measure_loader
+from penstock.measure.message_costs import measure_messages
+from penstock.measure.profiler import profile_graph, script_bytes, worker_bytes
 from penstock.recipes.profiled import profile_task
 from penstock.recipes.settings import make_settings
 from penstock.spec.profile import Profile, write_profile
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds
-from penstock.zoo.images import open_images
-from penstock.zoo.models import load_model
+from penstock.zoo.data.image_names import open_images
+from penstock.zoo.models.models import load_model
 
 
 def profile(

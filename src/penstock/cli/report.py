@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import JsonFile, make_console, write_json
-from penstock.report.report import write_report
+from penstock.report.run_report import write_report
 from penstock.terminal.progress import working
 
 

@@ -7,11 +7,11 @@ import typer
 
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.errors import UsageError
-from penstock.plan.picture import bubble_formula, draw
-from penstock.plan.pipelines import SCHEDULES, make_schedule
-from penstock.plan.read import read_schedule
-from penstock.plan.schedule import Schedule, placement, text
-from penstock.plan.validate import check_schedule
+from penstock.plan.schedule.actions import Schedule, placement, text
+from penstock.plan.schedule.picture import bubble_formula, draw
+from penstock.plan.schedule.schedules import SCHEDULES, make_schedule
+from penstock.plan.schedule.text import read_schedule
+from penstock.plan.schedule.validate import check_schedule
 
 
 def schedule(

@@ -17,18 +17,19 @@ from penstock.cli.options import (
     make_console,
     write_json,
 )
-from penstock.engine.split import POLICIES, choose_cuts, load_state
+from penstock.deploy.policies import POLICIES, choose_cuts
+from penstock.deploy.state import load_state
 from penstock.errors import CutError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
-from penstock.measure.units import measure_work
-from penstock.plan.partition import stage_sums
+from penstock.measure.operation_times import measure_work
+from penstock.plan.search.partition import stage_sums
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds
-from penstock.zoo.models import load_model
+from penstock.zoo.models.models import load_model
 
 
 def split(

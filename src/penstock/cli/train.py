@@ -27,16 +27,17 @@ from penstock.cli.options import (
     write_json,
 )
 from penstock.cluster.lab import lab_session, read_lab
-from penstock.cluster.launch import available_cores
-from penstock.engine.world import FEEDER, under_torchrun
 from penstock.errors import RunError, UsageError
-from penstock.recipes.figures import draw_comparison
+from penstock.group.launch import available_cores
+from penstock.group.world import under_torchrun
 from penstock.recipes.largest import find_largest_batch
-from penstock.recipes.launch import available_memory, fit
 from penstock.recipes.metrics import FitResult
+from penstock.recipes.run_figures import draw_comparison
 from penstock.recipes.settings import FitSettings, make_settings
 from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_all
+from penstock.recipes.start import available_memory, fit
 from penstock.spec.check import read_plan
+from penstock.transport.base import FEEDER
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 _CHECKPOINTS = "Steps from checkpoint to checkpoint; each epoch has one anyway. Hosts must share the folder --output."

@@ -1,0 +1,1 @@
+"""The machines themselves: an emulated cluster on one of them."""

@@ -9,19 +9,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.devices import held_bytes, moved, settle
-from penstock.engine.edges import Inlet, Outlet
-from penstock.engine.layout import copy_exactly
-from penstock.engine.messages import CLOSE, DATA, END, Message
-from penstock.engine.profiling import ProfileWindow
-from penstock.engine.progress import Progress
+from penstock.engine.channels import Inlet, Outlet
+from penstock.engine.counters import Progress
+from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_alone
-from penstock.engine.runtime import Runtime, StageRuntime
-from penstock.engine.turns import Turns
 from penstock.errors import ConnectionBroken, RunError, TransportError
-from penstock.plan.schedule import Action
+from penstock.plan.schedule.actions import Action
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.eager import Runtime, StageRuntime
+from penstock.tensors.devices import held_bytes, moved, settle
+from penstock.tensors.layout import copy_exactly
 from penstock.tracing.record import KEPT_BYTES, Recorder
 from penstock.tracing.trace import Alone
+from penstock.transport.messages import CLOSE, DATA, END, Message
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class StageSlot:
     """A stage on this device: what it runs, where its microbatches come from and go to."""
 
     index: int
-    runtimes: Turns[StageRuntime]
+    runtimes: RoundRobin[StageRuntime]
     inlet: Inlet
     outlet: Outlet
     report: StageReport

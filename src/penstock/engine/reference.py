@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.cluster.launch import quota_cores
 from penstock.engine.calibrate import calibrate
-from penstock.engine.devices import settle
-from penstock.engine.messages import Message
-from penstock.engine.runtime import Runtime, StageRuntime
-from penstock.engine.turns import Turns
+from penstock.group.launch import quota_cores
 from penstock.memory import limit_bytes
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.eager import Runtime, StageRuntime
+from penstock.tensors.devices import settle
 from penstock.tracing.record import SCRATCH_BYTES
 from penstock.tracing.trace import Alone, Machine
+from penstock.transport.messages import Message
 
 # long enough for CPU quotas, which come in slices of some milliseconds, to even out
 _ALONE_S = 0.6
@@ -28,7 +28,7 @@ _BYTES = 2**20
 _BYTE_ROUNDS = 8
 
 
-def measure_alone(stage: int, runtimes: Turns[StageRuntime], kept: Sequence[Message], *, others: int = 0) -> Alone:
+def measure_alone(stage: int, runtimes: RoundRobin[StageRuntime], kept: Sequence[Message], *, others: int = 0) -> Alone:
     """Run a stage again on microbatches that it had, one for each of its programs, with no messages in between.
 
     Each program counts as often as its turn comes. Programs are measured one after the other, so what that takes of

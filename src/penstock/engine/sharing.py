@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import cycle
 
-from penstock.engine.edges import Inlet, Outlet
-from penstock.engine.messages import DATA, END, Message
-from penstock.engine.turns import Turns
+from penstock.engine.channels import Inlet, Outlet
+from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tracing.record import Track
+from penstock.transport.messages import DATA, END, Message
 
 
 class SharedInlet:
@@ -62,7 +62,7 @@ class SharedInlet:
 class SharedOutlet:
     """Sends each message to the device whose turn it is, and the end of a stream to all of them."""
 
-    def __init__(self, outlets: Turns[Outlet]) -> None:
+    def __init__(self, outlets: RoundRobin[Outlet]) -> None:
         self._outlets = outlets
 
     @property
@@ -85,10 +85,10 @@ class SharedOutlet:
             outlet.trace_giving(track)
 
 
-def sources_of(before: Turns[int], here: Turns[int], rank: int) -> list[int]:
+def sources_of(before: RoundRobin[int], here: RoundRobin[int], rank: int) -> list[int]:
     """Say where a rank's microbatches come from: places in `before`, one round of both orders.
 
-    >>> sources_of(Turns([5, 6], (0, 1)), Turns([7, 8], (0, 0, 1)), rank=7)
+    >>> sources_of(RoundRobin([5, 6], (0, 1)), RoundRobin([7, 8], (0, 0, 1)), rank=7)
     [0, 1, 1, 0]
     """
     period = math.lcm(len(before.order), len(here.order))

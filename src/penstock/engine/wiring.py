@@ -6,18 +6,18 @@ from typing import TypeVar
 
 import torch
 
-from penstock.engine.devices import HOST
-from penstock.engine.edges import Apart, Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
+from penstock.engine.channels import Apart, Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
+from penstock.engine.counters import write_progress
 from penstock.engine.executor import StageReport, StageSlot
-from penstock.engine.jobs import StagesJob
-from penstock.engine.messages import Format, Formats
-from penstock.engine.progress import write_progress
-from penstock.engine.runtime import StageRuntime
+from penstock.engine.placement import StagesJob
 from penstock.engine.sharing import SharedInlet, SharedOutlet, sources_of
-from penstock.engine.transport import Transport
-from penstock.engine.turns import Turns
-from penstock.engine.world import FEEDER, World
 from penstock.graph.program import StageProgram
+from penstock.group.world import World
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.eager import StageRuntime
+from penstock.tensors.devices import HOST
+from penstock.transport.base import FEEDER, Transport
+from penstock.transport.messages import Format, Formats
 
 # channel 0 carries jobs; each job's edges get channels of their own
 _CHANNELS_PER_JOB = 1024
@@ -25,7 +25,7 @@ _Remote = TypeVar("_Remote", RemoteInlet, RemoteOutlet)
 
 
 def build_slots(
-    transport: Transport, job: StagesJob, runtimes: Mapping[int, Turns[StageRuntime]]
+    transport: Transport, job: StagesJob, runtimes: Mapping[int, RoundRobin[StageRuntime]]
 ) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
     """Put a rank's stages between their edges; gives the stages and the edges within this process."""
     devices = [turns.items[0].device for turns in runtimes.values()]
@@ -47,8 +47,8 @@ def build_slots(
 def feeder_edges(
     transport: Transport,
     job: StagesJob,
-    first: Turns[StageProgram],
-    last: Turns[StageProgram],
+    first: RoundRobin[StageProgram],
+    last: RoundRobin[StageProgram],
     local: Mapping[int, LocalEdge],
 ) -> tuple[Outlet, Inlet]:
     """Return the feeder's ends of the pipeline: where microbatches go in, where results come out."""
@@ -78,7 +78,7 @@ class _Wiring:
     device: torch.device = HOST
 
     def __post_init__(self) -> None:
-        self._ends = [Turns([FEEDER]), *self.job.ranks, Turns([FEEDER])]
+        self._ends = [RoundRobin([FEEDER]), *self.job.ranks, RoundRobin([FEEDER])]
 
     def inlet(self, edge: int, layout: Formats) -> Inlet:
         before, here = self._ends[edge], self._ends[edge + 1]
@@ -105,9 +105,9 @@ class _Wiring:
         return remote(self.transport, rank, channel, layout, num_bytes, job.depth, pinned=self.pinned)
 
 
-def _input_formats(programs: Turns[StageProgram], job: StagesJob) -> Formats:
+def _input_formats(programs: RoundRobin[StageProgram], job: StagesJob) -> Formats:
     return Formats(programs.map(lambda program: Format(program.inputs, program.symbols, job.sizes)))
 
 
-def _output_formats(programs: Turns[StageProgram], job: StagesJob) -> Formats:
+def _output_formats(programs: RoundRobin[StageProgram], job: StagesJob) -> Formats:
     return Formats(programs.map(lambda program: Format(program.outputs, program.symbols, job.sizes)))

@@ -1,0 +1,1 @@
+"""A model as a list of operations: captured, cut, divided into stage programs, called."""

@@ -6,7 +6,7 @@ operator that is missing can be trusted, whoever starts a process allows it ther
 
     PENSTOCK_ALLOW_OPERATORS=aten.nonzero.default,aten.bincount.default penstock infer ...
 
-Neither a file nor a message can do so. What such an operator makes is not bounded (see `engine/results.py`).
+Neither a file nor a message can do so. What such an operator makes is not bounded (see `runtime/results.py`).
 """
 
 import os

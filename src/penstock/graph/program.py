@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ProgramError
-from penstock.graph.calls import FORGED as _FORGED
-from penstock.graph.calls import check_call, check_product
 from penstock.graph.encoding import DTYPES, decode, encode
 from penstock.graph.expressions import Size, check_expression
 from penstock.graph.operators import check_operator
 from penstock.graph.ops import GETITEM, Op, State, Value, references
+from penstock.graph.schema import FORGED as _FORGED
+from penstock.graph.schema import check_call, check_product
 
 FORMAT, VERSION = "penstock-program", 1
 

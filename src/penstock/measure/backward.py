@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.backward import TrainingRuntime
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
-from penstock.graph.training import TrainingPart, divide_for_training
+from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing, medians_scaled, spread
-from penstock.measure.units import random_input
+from penstock.measure.operation_times import random_input
+from penstock.runtime.training import TrainingRuntime
 
 _UPDATED = 2**20  # weights of a tensor
 # the model's outputs and their rows to the sum that is minimized

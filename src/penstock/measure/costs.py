@@ -10,11 +10,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from penstock.engine.runtime import Runtime
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State, Value, effect
 from penstock.graph.stages import divide
-from penstock.measure.units import random_input
+from penstock.measure.operation_times import random_input
+from penstock.runtime.eager import Runtime
 
 # passes are repeated while their totals lie further apart than this part of the median
 STEADY = 0.03

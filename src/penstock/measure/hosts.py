@@ -8,12 +8,20 @@ from itertools import combinations, pairwise
 
 import torch
 
+from penstock.deploy.worker import work
 from penstock.engine.calibrate import calibrate
-from penstock.engine.transport import WORD_BYTES, Transport, receive_bytes, receive_tensor, send_bytes, send_tensor
-from penstock.engine.worker import work
-from penstock.engine.world import FEEDER, World
-from penstock.measure.messages import measure_messages
-from penstock.measure.profile import MessageCosts
+from penstock.group.world import World
+from penstock.measure.message_costs import measure_messages
+from penstock.measure.profiler import MessageCosts
+from penstock.transport.base import (
+    FEEDER,
+    WORD_BYTES,
+    Transport,
+    receive_bytes,
+    receive_tensor,
+    send_bytes,
+    send_tensor,
+)
 
 _LINK_BYTES = 2 * 1024 * 1024
 _PINGS = 15

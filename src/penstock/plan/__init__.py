@@ -1,1 +1,1 @@
-"""Decide: which units form a stage, and in which order a stage works. No torch in this room."""
+"""Decide: which units form a stage, on which device, and in which order a stage works. No torch in this room."""

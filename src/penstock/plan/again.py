@@ -6,7 +6,7 @@ import msgspec
 
 from penstock.errors import PlanError
 from penstock.plan.choose import make_plan
-from penstock.plan.predict import predict
+from penstock.plan.cost.predict import predict
 from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan

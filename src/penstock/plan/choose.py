@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.dealing import dealt_divisions
-from penstock.plan.exact import best_divisions
-from penstock.plan.large import good_division
+from penstock.plan.cost.predict import predict_pipelines
+from penstock.plan.cost.problem import Division, Placed, Problem, pace_s, shared_load_s
 from penstock.plan.misfit import explain_misfit
-from penstock.plan.predict import predict_pipelines
-from penstock.plan.problem import Division, Placed, Problem, pace_s, shared_load_s
-from penstock.plan.replicas import best_replicas, rates_of
-from penstock.plan.replicate import best_steps
 from penstock.plan.request import EQUAL, Candidate, Choice, Kind, Request, bound_rows_per_s
-from penstock.plan.settle import settle
-from penstock.plan.turning import alternating
+from penstock.plan.search.dealing import dealt_divisions
+from penstock.plan.search.exact import best_divisions
+from penstock.plan.search.large import good_division
+from penstock.plan.search.refine import settle
+from penstock.plan.search.replicas import best_replicas, rates_of
+from penstock.plan.search.training_replicas import best_steps
+from penstock.plan.search.turning import alternating
 from penstock.spec.check import check_plan
 from penstock.spec.cluster import Cluster
-from penstock.spec.files import fingerprint
 from penstock.spec.plan import CutSet, Pipeline, Plan, Stage
 from penstock.spec.profile import Profile
+from penstock.spec.saving import fingerprint
 
 # how many pipelines beside the best are tried with alternating cuts
 _ALTERNATED = 3

@@ -7,9 +7,9 @@ import msgspec
 
 from penstock.errors import PlanError
 from penstock.plan.choose import choose
-from penstock.plan.predict import divisions_of
+from penstock.plan.cost.predict import divisions_of
+from penstock.plan.cost.step import play_step
 from penstock.plan.request import Candidate, Choice, Request
-from penstock.plan.step import play_step
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile

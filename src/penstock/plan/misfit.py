@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from penstock.plan.cost import Vector
-from penstock.plan.problem import Problem
+from penstock.plan.cost.problem import Problem
+from penstock.plan.cost.stage_cost import Vector
 from penstock.units import format_bytes
 
 _KEEPING_MORE = {"gpipe", "interleaved", "zero-bubble"}

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.bound import pace_bound_s
-from penstock.plan.cost import Setting
-from penstock.plan.problem import Problem
+from penstock.plan.cost.bound import pace_bound_s
+from penstock.plan.cost.problem import Problem
+from penstock.plan.cost.stage_cost import Setting
 from penstock.spec.plan import Pipeline, Plan, Prediction, Schedule
 
 PlanAim = Literal["throughput", "latency", "devices"]

@@ -1,1 +1,1 @@
-"""Whole training runs: a model and data by name, one loop, what it leaves behind, and runs compared."""
+"""Whole applications: train, compare runs, classify a folder of images."""

@@ -6,9 +6,9 @@ from typing import Any
 from penstock.errors import DataError, UsageError
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Rows, Task, class_accuracy, class_loss, keep_some, load_for, spread
-from penstock.zoo.image_set import ImageSet
-from penstock.zoo.images import open_images
-from penstock.zoo.preprocess import Transform
+from penstock.zoo.data.image_names import open_images
+from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.data.preprocess import Transform
 
 
 def image_task(settings: FitSettings) -> Task:

@@ -11,10 +11,10 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from penstock.engine.reduce import exchange
-from penstock.engine.world import FEEDER, World, join_torchrun, under_torchrun
 from penstock.errors import UsageError
+from penstock.group.world import World, join_torchrun, under_torchrun
 from penstock.recipes.find import make_task
+from penstock.recipes.from_plan import plan_of
 from penstock.recipes.metrics import (
     EpochResult,
     FitResult,
@@ -24,15 +24,16 @@ from penstock.recipes.metrics import (
     drop_old_checkpoints,
     newest_checkpoint,
 )
-from penstock.recipes.planned import plan_of
-from penstock.recipes.progress import FitProgress
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
+from penstock.recipes.training_bar import FitProgress
 from penstock.stream.pipeline import Pipeline
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.train.loader import Loader
-from penstock.train.report import StepReport
+from penstock.train.step_report import StepReport
+from penstock.transport.base import FEEDER
+from penstock.transport.collectives import exchange
 
 WARM_UP = 2  # the first steps make connections and buffers
 

@@ -7,16 +7,16 @@ import msgspec
 import torch
 from torch import Tensor
 
+from penstock.deploy.state import load_state
 from penstock.engine.calibrate import calibrate
-from penstock.engine.split import load_state
-from penstock.engine.tree import build_output
 from penstock.errors import UsageError
+from penstock.graph.call import build_output
 from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
 from penstock.measure.backward import Loss
-from penstock.measure.loader import measure_rows
-from penstock.measure.messages import measure_messages
-from penstock.measure.profile import profile_graph, script_bytes, worker_bytes
+from penstock.measure.load_costs import measure_rows
+from penstock.measure.message_costs import measure_messages
+from penstock.measure.profiler import profile_graph, script_bytes, worker_bytes
 from penstock.recipes.find import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 from penstock.errors import DataError, UsageError
 from penstock.recipes.settings import FitSettings
 from penstock.train.losses import LossFunction
-from penstock.zoo.models import ZooModel, load_model
-from penstock.zoo.weights import JoinedWeights, RandomWeights, TensorWeights, Weights
+from penstock.zoo.models.models import ZooModel, load_model
+from penstock.zoo.weights.weights import JoinedWeights, RandomWeights, TensorWeights, Weights
 
 SHARE_KEPT = 10  # every tenth row is for validation
 

@@ -7,16 +7,17 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from penstock.engine.devices import find_device
-from penstock.engine.nccl import check_way
-from penstock.engine.placing import place_bundle
-from penstock.engine.streaming import StreamReport
-from penstock.engine.tree import read_sizes
-from penstock.engine.worker import BUNDLE, work
-from penstock.engine.world import FEEDER, World, join_torchrun, start_local, under_torchrun
+from penstock.deploy.placing import place_bundle
+from penstock.deploy.streaming import StreamReport
+from penstock.deploy.worker import BUNDLE, work
 from penstock.errors import UsageError
+from penstock.graph.call import read_sizes
+from penstock.group.direct import check_way
+from penstock.group.world import World, join_torchrun, start_local, under_torchrun
 from penstock.spec.check import read_plan
 from penstock.stream.pipeline import threads_per_stage
+from penstock.tensors.devices import find_device
+from penstock.transport.base import FEEDER
 
 
 class BundledPipeline:

@@ -7,25 +7,25 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from penstock.engine.bundle import LoadState
-from penstock.engine.deployment import Deployment, Replicas
-from penstock.engine.divide import divide_in_turns
-from penstock.engine.modules import chain, runtime_maker, start_threads
-from penstock.engine.placing import place
-from penstock.engine.runtime import StageRuntime
-from penstock.engine.split import choose_cuts, load_state
-from penstock.engine.traces import FeederTracer
-from penstock.engine.tree import bind_inputs
-from penstock.engine.turns import Turns
-from penstock.engine.world import World, start_local
+from penstock.deploy.bundle import LoadState
+from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
+from penstock.deploy.placing import place
+from penstock.deploy.policies import choose_cuts
+from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.state import load_state
+from penstock.engine.tracers import FeederTracer
 from penstock.errors import UsageError
+from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
+from penstock.group.world import World, start_local
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.eager import StageRuntime
 from penstock.spec.plan import Plan
-from penstock.train.captured import advising
-from penstock.zoo.weights import ModuleWeights, Weights
+from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 _STAGES = 4  # where neither the caller nor a world says how many
 
@@ -162,6 +162,6 @@ class _Chained:
             stall_s=wanted.stall_s, tracer=tracer,
         )  # fmt: skip
 
-    def _make(self, index: int) -> Turns[StageRuntime]:
-        programs: Turns[StageProgram] = self._programs[index]
+    def _make(self, index: int) -> RoundRobin[StageRuntime]:
+        programs: RoundRobin[StageProgram] = self._programs[index]
         return programs.map(partial(self._make_one, index))

@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import msgspec
 
-from penstock.engine.deployment import Deployment, Replicas
-from penstock.engine.environment import environment
-from penstock.engine.streaming import StreamReport
+from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.streaming import StreamReport
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.work import count_work
 from penstock.spec.plan import Plan
+from penstock.tracing.environment import environment
 from penstock.tracing.trace import RunFacts, StageTotals
 
 

@@ -15,34 +15,34 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.cluster.launch import available_cores
-from penstock.engine.deployment import DEPTH, Deployment, Replicas
-from penstock.engine.devices import find_device
+from penstock.deploy.deployment import DEPTH, Deployment, Replicas
+from penstock.deploy.jobs import MakeRuntime, read_stages, receive_stages
+from penstock.deploy.modules import runtime_maker
+from penstock.deploy.streaming import Microbatch, StreamReport
+from penstock.engine.counters import STALL_S, Progress
 from penstock.engine.executor import execute
-from penstock.engine.jobs import MakeRuntime, read_stages, receive_stages
-from penstock.engine.leaving import end_when_dropped, failed
-from penstock.engine.messages import CLOSE
-from penstock.engine.modules import runtime_maker
-from penstock.engine.nccl import check_way
-from penstock.engine.progress import STALL_S, Progress
-from penstock.engine.streaming import Microbatch, StreamReport
-from penstock.engine.traces import FeederTracer, follow_stages
-from penstock.engine.tree import bind_inputs, build_output
+from penstock.engine.tracers import FeederTracer, follow_stages
 from penstock.engine.wiring import build_slots, tell_progress
-from penstock.engine.world import FEEDER, World, join_torchrun, under_torchrun
 from penstock.errors import PenstockError, TransportError, UsageError
+from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
+from penstock.group.direct import check_way
+from penstock.group.launch import available_cores
+from penstock.group.leaving import end_when_dropped, failed
+from penstock.group.world import World, join_torchrun, under_torchrun
 from penstock.spec.check import check_purpose
 from penstock.spec.plan import Plan
 from penstock.stream.division import Wanted, divide_model
 from penstock.stream.facts import stream_facts, units_of
+from penstock.tensors.devices import find_device
 from penstock.terminal.live import StageState
 from penstock.terminal.notes import note
 from penstock.tracing.trace import write_run
-from penstock.train.batches import Call, as_call
 from penstock.train.methods import TrainingMethods, trains
-from penstock.zoo.weights import Weights
+from penstock.transport.base import FEEDER
+from penstock.transport.messages import CLOSE
+from penstock.zoo.weights.weights import Weights
 
 
 class Pipeline(TrainingMethods):
@@ -280,7 +280,7 @@ class Pipeline(TrainingMethods):
         `UsageError` for an empty batch, and where an output has no batch dimension to put together.
         """
         if self._streaming is not None or self._trainer is not None:
-            return self.trainer.predict(Call(args, kwargs))
+            return self.trainer.predict(CallInputs(args, kwargs))
         outputs = list(self.stream(self._microbatches(args, kwargs, microbatch_size)))
         if not self._feeds:
             return None
@@ -304,7 +304,7 @@ class Pipeline(TrainingMethods):
                 leaf[start : start + size] if value is not None and value.name in batched else leaf
                 for leaf, value in zip(leaves, values, strict=True)
             ]
-            yield Call(*pytree.tree_unflatten(part, spec))
+            yield CallInputs(*pytree.tree_unflatten(part, spec))
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         for name, largest in self._deployment.sizes.items():

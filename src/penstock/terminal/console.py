@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from penstock.terminal.plain import plain
+from penstock.text import plain
 
 
 class PlainConsole(Console):

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.terminal.plain import plain
+from penstock.text import plain
 
 # rates are over so many seconds, so that they are readable
 _WINDOW_S = 5.0

@@ -2,7 +2,7 @@
 
 import sys
 
-from penstock.terminal.plain import plain
+from penstock.text import plain
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from penstock.terminal.console import PlainConsole
-from penstock.terminal.plain import plain
+from penstock.text import plain
 
 # says what is done now
 Say = Callable[[str], None]

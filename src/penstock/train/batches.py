@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.engine.tree import bind_inputs
+from penstock.engine.placement import shares
 from penstock.errors import UsageError
+from penstock.graph.call import as_call, bind_inputs
 from penstock.graph.expressions import Size
 from penstock.graph.graph import Graph
 from penstock.train.losses import take_rows
-from penstock.train.placement import shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,25 +21,6 @@ class Microbatch:
     sizes: Mapping[str, int]
     inputs: Mapping[str, Tensor]
     labels: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Inputs as a call with positional and keyword ones."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
-def as_call(item: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Read inputs as a call: a tensor, a tuple of positional inputs, a mapping of keyword inputs, or a `Call`."""
-    if isinstance(item, Call):
-        return item.args, item.kwargs
-    if isinstance(item, Mapping):
-        return (), dict(item)
-    if isinstance(item, (tuple, list)):
-        return tuple(item), {}
-    return (item,), {}
 
 
 def bind(graph: Graph, inputs: Any) -> tuple[dict[str, Tensor], dict[str, int]]:

@@ -1,9 +1,8 @@
 """A model captured twice, as it trains and as it evaluates, with cuts in the same places."""
 
-import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,32 +10,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.engine.devices import HOST
-from penstock.engine.runtime import Runtime
-from penstock.engine.split import choose_cuts
-from penstock.engine.tree import bind_inputs
-from penstock.errors import CaptureError, CutError, UsageError
+from penstock.deploy.modules import advising
+from penstock.deploy.policies import choose_cuts
+from penstock.errors import CutError, UsageError
+from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
-from penstock.graph.training import TrainingPart, divide_for_training
-from penstock.zoo.meta import build_on_meta
-from penstock.zoo.weights import ModuleWeights, RandomWeights, Weights
+from penstock.graph.training_parts import TrainingPart, divide_for_training
+from penstock.runtime.eager import Runtime
+from penstock.tensors.devices import HOST
+from penstock.zoo.models.meta import build_on_meta
+from penstock.zoo.weights.weights import ModuleWeights, RandomWeights, Weights
 
 # torch.export is not made for several threads at a time
 _CAPTURING = threading.Lock()
 _SHOWN = 5  # names of parameters
-
-
-@contextlib.contextmanager
-def advising(model: nn.Module) -> Iterator[None]:
-    """Say of a sequence that does not export how it can be streamed nevertheless."""
-    try:
-        yield
-    except CaptureError as error:
-        if not isinstance(model, nn.Sequential):
-            raise
-        raise CaptureError(f"{error}; pass list(model) to run its modules as they are, one per stage") from error
 
 
 class Captured:

@@ -16,11 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.engine.devices import HOST
-from penstock.engine.reduce import exchange
-from penstock.engine.world import FEEDER
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.graph.encoding import DTYPES
+from penstock.tensors.devices import HOST
 from penstock.train.checkpoint_index import (
     CheckpointIndex,
     DataPosition,
@@ -39,6 +37,8 @@ from penstock.train.checkpoint_stages import (
 from penstock.train.loader import Loader
 from penstock.train.tensors import holding
 from penstock.train.trainer import Trainer
+from penstock.transport.base import FEEDER
+from penstock.transport.collectives import exchange
 
 _Found = TypeVar("_Found")
 _SHOWS_S = 5.0  # after which a network's file system shows what another host has written

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from penstock.engine.devices import HOST
 from penstock.errors import ModelError
 from penstock.files import flush
+from penstock.tensors.devices import HOST
 from penstock.train.checkpoint_index import INDEX, STAGE, CheckpointIndex
 
 _STAGE_FOLDER = re.compile(STAGE)

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.backward import TrainingRuntime
 from penstock.engine.executor import carry_out
-from penstock.engine.reduce import TRAINING_CHANNELS, exchange
-from penstock.engine.training import Sizes, StepInput, TrainingStage
-from penstock.engine.transport import receive_tensor, send_tensor
-from penstock.engine.tree import build_output
-from penstock.engine.world import World
+from penstock.engine.placement import Replica
+from penstock.engine.training_stage import Sizes, StepInput, TrainingStage
+from penstock.engine.training_wiring import Lines
 from penstock.errors import UsageError
+from penstock.graph.call import build_output
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
-from penstock.graph.training import TrainingPart
-from penstock.plan.schedule import forward_only
+from penstock.graph.training_parts import TrainingPart
+from penstock.group.world import World
+from penstock.plan.schedule.actions import forward_only
+from penstock.runtime.training import TrainingRuntime
 from penstock.train.batches import Microbatch, bind, cut_rows, largest
 from penstock.train.captured import Captured
-from penstock.train.lines import Lines
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
-from penstock.train.placement import Replica
 from penstock.train.tensors import HeldTensors
+from penstock.transport.base import receive_tensor, send_tensor
+from penstock.transport.collectives import TRAINING_CHANNELS, exchange
 
 _OUTPUT_CHANNEL = TRAINING_CHANNELS - 3
 # what the last stage does with the output of a microbatch

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from penstock.engine.reduce import exchange
 from penstock.errors import DataError, UsageError
 from penstock.train.trainer import Trainer
+from penstock.transport.collectives import exchange
 
 _PARENT_POLL_S = 0.5
 Collate = Callable[[list[Any]], Any]

@@ -10,26 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from penstock.engine.devices import find_device
-from penstock.engine.divide import cuts_of_plan
-from penstock.engine.health import Boards, Health
-from penstock.engine.transport import MemoryNetwork
-from penstock.engine.world import FEEDER, World, join_torchrun, under_torchrun
+from penstock.deploy.programs import cuts_of_plan
+from penstock.engine.training_wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
+from penstock.group.liveness import Boards, Health
+from penstock.group.world import World, join_torchrun, under_torchrun
 from penstock.spec.plan import Plan
+from penstock.tensors.devices import find_device
 from penstock.terminal.notes import note
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
-from penstock.train.lines import DEPTH
+from penstock.train.grids import ScheduleChoice
 from penstock.train.loader import Collate, Loader
 from penstock.train.losses import LossFunction
-from penstock.train.placement import ScheduleChoice
-from penstock.train.planned import check_alone
-from penstock.train.report import StepReport
+from penstock.train.place import check_alone
 from penstock.train.save import save_model
+from penstock.train.step_report import StepReport
 from penstock.train.trainer import Trainer
+from penstock.transport.base import FEEDER
+from penstock.transport.memory_network import MemoryNetwork
 
 
 class TrainingMethods:

@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.reduce import TRAINING_CHANNELS, exchange
-from penstock.engine.transport import WORD_BYTES, receive_bytes, receive_tensor, send_bytes, send_tensor
-from penstock.engine.world import FEEDER
 from penstock.errors import ModelError, PenstockError
 from penstock.train.tensors import holding
 from penstock.train.trainer import Trainer
-from penstock.zoo.save import save_weights
+from penstock.transport.base import FEEDER, WORD_BYTES, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.transport.collectives import TRAINING_CHANNELS, exchange
+from penstock.zoo.weights.write_tensors import save_weights
 
 _SAVE_CHANNEL = TRAINING_CHANNELS - 4
 

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.engine.devices import HOST, moved
-from penstock.engine.jobs import receive_state, send_state
-from penstock.engine.reduce import TRAINING_CHANNELS
-from penstock.engine.split import load_state
-from penstock.engine.synchronize import Weight
-from penstock.engine.transport import Transport, receive_tensor, send_tensor
-from penstock.engine.world import FEEDER, World
+from penstock.deploy.jobs import receive_state, send_state
+from penstock.deploy.state import load_state
+from penstock.engine.gradients import Weight
+from penstock.engine.placement import Grid
 from penstock.errors import UsageError
 from penstock.graph.ops import State, effect
 from penstock.graph.program import StageProgram
-from penstock.graph.training import TrainingPart
+from penstock.graph.training_parts import TrainingPart
+from penstock.group.world import World
+from penstock.tensors.devices import HOST, moved
 from penstock.train.captured import Captured
-from penstock.train.placement import Grid
+from penstock.transport.base import FEEDER, Transport, receive_tensor, send_tensor
+from penstock.transport.collectives import TRAINING_CHANNELS
 
 _BUFFER_CHANNEL = TRAINING_CHANNELS - 2
 

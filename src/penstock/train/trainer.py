@@ -11,37 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.backward import TrainingRuntime
-from penstock.engine.devices import HOST, most_bytes
-from penstock.engine.environment import environment
+from penstock.engine.counters import STALL_S
 from penstock.engine.executor import carry_out
-from penstock.engine.metered import MeteredTransport
-from penstock.engine.nccl import go_direct
-from penstock.engine.progress import STALL_S
-from penstock.engine.reduce import exchange
-from penstock.engine.synchronize import Synchronizer
-from penstock.engine.training import Head, Sizes, StepInput, TrainingStage
-from penstock.engine.tree import build_output
-from penstock.engine.world import World
+from penstock.engine.gradients import Synchronizer
+from penstock.engine.placement import Replica
+from penstock.engine.stall import TrainingWatch
+from penstock.engine.training_stage import Head, Sizes, StepInput, TrainingStage
+from penstock.engine.training_wiring import DEPTH, Lines
 from penstock.errors import TransportError, UsageError
-from penstock.graph.training import TrainingPart
-from penstock.plan.pipelines import with_updates
-from penstock.plan.schedule import Schedule
-from penstock.spec.files import fingerprint
+from penstock.graph.call import build_output
+from penstock.graph.training_parts import TrainingPart
+from penstock.group.direct import go_direct
+from penstock.group.world import World
+from penstock.plan.schedule.actions import Schedule
+from penstock.plan.schedule.schedules import with_updates
+from penstock.runtime.training import TrainingRuntime
 from penstock.spec.plan import Plan
+from penstock.spec.saving import fingerprint
+from penstock.tensors.devices import HOST, most_bytes
+from penstock.tracing.environment import environment
 from penstock.tracing.trace import RunFacts, write_run
 from penstock.train.batches import Microbatch, bind, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
-from penstock.train.lines import DEPTH, Lines
+from penstock.train.grids import ScheduleChoice, make_grid
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
 from penstock.train.outcome import mean_loss, tell, total_count
-from penstock.train.placement import Replica, ScheduleChoice, make_grid
-from penstock.train.planned import place_training
-from penstock.train.report import StepReport
+from penstock.train.place import place_training
+from penstock.train.step_report import StepReport
 from penstock.train.tensors import HeldTensors, written_buffers
-from penstock.train.traces import TrainingTracer
-from penstock.train.watch import TrainingWatch
+from penstock.train.training_tracer import TrainingTracer
+from penstock.transport.collectives import exchange
+from penstock.transport.metered import MeteredTransport
 
 
 class Trainer:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import IO, Literal
 
 from penstock.cluster.lab.cgroups import Cgroups, kill_processes, processes_in
-from penstock.cluster.lab.memory import MemoryWatch, explain
+from penstock.cluster.lab.memory_watch import MemoryWatch, explain
 from penstock.cluster.lab.processes import (
     Awake,
     Guard,
@@ -29,7 +29,7 @@ from penstock.cluster.lab.processes import (
     start_process,
 )
 from penstock.errors import ClusterError, OutOfMemory, RunError
-from penstock.terminal.plain import plain
+from penstock.text import plain
 
 _LOOK_EVERY_S = 0.05
 # less often, since it is what costs: the hosts should have the machine to themselves

@@ -1,0 +1,129 @@
+"""What the devices do alone with the whole model: the limit that pipelines are compared with."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.deploy.baseline import collect_alone, release_alone, run_alone, send_alone
+from penstock.deploy.bundle import LoadState
+from penstock.deploy.jobs import load_program
+from penstock.graph.program import StageProgram
+from penstock.group.world import World
+from penstock.tensors.devices import find_device
+from penstock.transport.base import FEEDER
+
+
+class Alone(Protocol):
+    """Whatever runs the whole model on devices, each by itself."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether it can do so while stages are deployed."""
+
+    def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
+        """Take so many microbatches on each of these ranks, all at once; gives outputs, and everyone's seconds."""
+
+
+class WholeModel:
+    """The whole model on any devices of a world, each by itself, from memory to memory.
+
+    Example:
+        outputs, seconds = WholeModel(world, program, load, inputs=inputs, sizes=sizes, threads=1).run([0, 1], 50)
+    """
+
+    beside = False
+
+    def __init__(
+        self, world: World, program: StageProgram, load: LoadState, *,
+        inputs: Sequence[Sequence[Tensor]], sizes: Mapping[str, int], threads: int, computes_on: str = "cpu",
+    ) -> None:  # fmt: skip
+        self._world = world
+        self.program = program
+        self.load = load
+        self.inputs = inputs
+        self.sizes = sizes
+        self.threads = threads
+        self._computes_on = computes_on
+
+    def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
+        """Take so many microbatches on each of these ranks, all at once.
+
+        Gives the first rank's outputs, one list for each distinct input, and everyone's seconds.
+        """
+        others = [rank for rank in ranks if rank != FEEDER]
+        transport = self._world.transport
+        for rank in others:
+            send_alone(
+                transport, rank, self.program, self.load, inputs=self.inputs, sizes=self.sizes,
+                num_microbatches=count, threads=self.threads, computes_on=self._computes_on,
+            )  # fmt: skip
+        release_alone(transport, others)
+        results: list[tuple[list[list[Tensor]], float]] = []
+        if FEEDER in ranks:
+            torch.set_num_threads(self.threads)
+            device = find_device(self._computes_on, self._world.position)
+            runtime = load_program(self.program, self.load, device)
+            results.append(run_alone(runtime, self.sizes, self.inputs, count))
+        results += [collect_alone(transport, rank, self.program, self.sizes, len(self.inputs)) for rank in others]
+        return results[0][0], [seconds for _, seconds in results]
+
+
+class Ceilings:
+    """The rows per second that devices reach alone, all at once, measured on both sides of what is compared with them.
+
+    A machine's speed drifts by more than what is to be seen, so the limit of a run is the mean of one measurement
+    right before it and one right after. The one after a run is the one before the next.
+
+    Example:
+        ceilings = Ceilings(whole, world.devices, num_microbatches=50, rows=1)
+        with ceilings.around(4) as rates:
+            ...  # the run
+        limit = sum(rates)
+    """
+
+    def __init__(self, whole: Alone, devices: Sequence[int], *, num_microbatches: int, rows: int) -> None:
+        self._whole = whole
+        self._devices = devices
+        self._num_microbatches = num_microbatches
+        self._rows = rows
+        self._last: dict[int, list[float]] = {}
+
+    @property
+    def beside(self) -> bool:
+        """Whether they can be measured while stages are deployed."""
+        return self._whole.beside
+
+    def before(self, num_devices: int) -> list[float]:
+        """Return the rate of each of the first so many devices, measured now unless a run has just ended with it."""
+        if num_devices not in self._last:
+            self._last = {num_devices: self._measure(num_devices)}
+        return self._last[num_devices]
+
+    def typical(self, num_devices: int, times: int) -> list[float]:
+        """Return each device's mean rate over so many measurements: one alone may take a device for too fast."""
+        measured = [self.before(num_devices)]
+        while len(measured) < times:
+            self.forget()
+            measured.append(self.before(num_devices))
+        return [sum(rates) / len(rates) for rates in zip(*measured, strict=True)]
+
+    @contextmanager
+    def around(self, num_devices: int) -> Iterator[list[float]]:
+        """Measure before and after what is done inside; the list is then each device's mean rate."""
+        before = self.before(num_devices)
+        rates: list[float] = []
+        yield rates
+        after = self._measure(num_devices)
+        self._last = {num_devices: after}
+        rates += [(first + second) / 2 for first, second in zip(before, after, strict=True)]
+
+    def forget(self) -> None:
+        """Measure again where the next limit is needed, since something else has run in between."""
+        self._last.clear()
+
+    def _measure(self, num_devices: int) -> list[float]:
+        _, seconds = self._whole.run(self._devices[:num_devices], self._num_microbatches)
+        return [self._num_microbatches * self._rows / taken for taken in seconds]

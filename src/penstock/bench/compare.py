@@ -1,0 +1,327 @@
+"""Compare pipelines with one process on the same devices, in one run."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.bench.ceiling import Alone, Ceilings, WholeModel
+from penstock.bench.peer import PeerSettings, do_peer
+from penstock.bench.samples import Difference, Samples
+from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.documents import write_document
+from penstock.deploy.placing import place, ranks_of
+from penstock.deploy.policies import best_blocks, choose_cuts
+from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.state import load_state
+from penstock.deploy.streaming import StreamReport
+from penstock.engine.tracers import FeederTracer
+from penstock.errors import RunError
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.ops import State
+from penstock.graph.stages import divide
+from penstock.graph.work import count_work
+from penstock.group.launch import available_cores
+from penstock.group.world import World, check_world
+from penstock.plan.search.partition import stage_sums
+from penstock.spec.plan import Plan
+from penstock.stream.facts import stream_facts
+from penstock.tracing.trace import Run
+from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
+from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.zoo.models.models import ZooModel
+
+
+class Comparison:
+    """One model on one world; each method measures one row.
+
+    The rows share inputs and the serial run's outputs, which all others are compared with.
+    """
+
+    def __init__(
+        self, zoo: ZooModel, world: World, *, num_images: int, passes: int, microbatch_size: int,
+        threads: int | None, depth: int, max_stages: int, seed: int = 0, serial_images: int | None = None,
+        trace: bool = False, computes_on: str = "cpu",
+    ) -> None:  # fmt: skip
+        self._trace = trace
+        self._computes_on = computes_on
+        self.last_run: Run | None = None  # what the last row's last pass recorded
+        self._zoo = zoo
+        self._world = world
+        self._passes = passes
+        self._depth = depth
+        self._number = 0
+        self.graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+        self._rows = self.graph.fixed_batch or microbatch_size
+        self._sizes = self.graph.sizes(self._rows)
+        self._num_microbatches = max(1, num_images // self._rows)
+        self._threads = threads or world.cores or max(1, available_cores() // max_stages)
+        self._samples = Samples(zoo, self.graph, self._sizes)
+        self._whole = WholeModel(
+            world, divide(self.graph, [])[0], self._load, inputs=self._samples.inputs, sizes=self._sizes,
+            threads=self._threads, computes_on=computes_on,
+        )  # fmt: skip
+        self._ceilings = self._limited_by(self._whole)
+        self._serial_images_per_s = 0.0
+        self._peers: dict[int, float] = {}
+        self._seed = seed
+        self._num_serial = max(1, (serial_images or num_images * passes) // self._rows)
+
+    def take_limit_from(self, make: Callable[[WholeModel], Alone]) -> None:
+        """Let something else say what devices do alone, which is given the whole model to be run."""
+        self._ceilings = self._limited_by(make(self._whole))
+
+    def _limited_by(self, alone: Alone) -> Ceilings:
+        count = max(8, self._num_microbatches // 4)
+        return Ceilings(alone, self._world.devices, num_microbatches=count, rows=self._rows)
+
+    @property
+    def world(self) -> World:
+        """The processes that are measured."""
+        return self._world
+
+    def settings(self) -> dict[str, Any]:
+        """Return what all rows have in common."""
+        return {
+            "num_images": self._num_microbatches * self._rows,
+            "passes": self._passes,
+            "microbatch_size": self._rows,
+            "threads": self._threads,
+            "depth": self._depth,
+            "computes_on": self._computes_on,
+            "devices": [self._world.names[rank] for rank in self._world.devices],
+            "torch": torch.__version__,
+        }
+
+    def serial(self) -> dict[str, Any]:
+        """Run the whole model on one device after the other; the mean counts."""
+        # workers of this machine are alike, so one stands for all
+        devices = self._world.devices[:1] if self._world.workers else self._world.devices
+        rates = []
+        for rank in devices:
+            outputs, seconds = self._whole.run([rank], self._num_serial)
+            self._samples.expect(outputs)
+            rates.append(self._num_serial * self._rows / seconds[0])
+        self._serial_images_per_s = sum(rates) / len(rates)
+        return {
+            "mode": "serial", "stages": 1, "policy": None, "cuts": [],
+            "images_per_second": self._serial_images_per_s, "speedup": 1.0, "bit_equal": True,
+            "max_abs_difference": 0.0, "fill_s": 0.0, "efficiency": None,
+            "ceiling_images_per_second": None, "per_stage": [], "peer_images_per_second": None,
+        }  # fmt: skip
+
+    def pipeline(self, stages: int, *, policy: str | None = None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
+        """Stream through so many stages."""
+        possible = Cuts(self.graph)
+        if cuts is not None:
+            chosen = possible.find_all(cuts)
+        else:
+            chosen = choose_cuts(self.graph, possible, stages=stages, policy=policy or "balanced", sizes=self._sizes)
+        world = dataclasses.replace(self._world, devices=self._world.devices[:stages])
+        measured = self._stream(lambda: self._deploy(world, chosen), len(world.devices), stages, chosen)
+        names = [cut.name for cut in chosen]
+        row = self._row("pipeline", stages, policy or "by hand", names, measured)
+        sums = stage_sums(count_work(self.graph, self._sizes), [cut.position for cut in chosen])
+        row["shares"] = [work / sum(sums) for work in sums]
+        row["crossing_bytes"] = [cut.num_bytes(self._sizes) for cut in chosen]
+        ranks = check_world(world, stages)
+        limit = limit_of(world, ranks, row["crossing_bytes"], measured.reports)
+        return row | {"peer_images_per_second": self._peers.get(stages), "limit": limit}
+
+    def replicas(self, count: int) -> dict[str, Any]:
+        """Stream through the whole model on so many devices, which take turns."""
+        ranks = self._world.devices[:count]
+
+        def deploy() -> Replicas:
+            return Replicas([self._deploy(self._world, [], [rank]) for rank in ranks])
+
+        return self._row("replicas", 1, "replicas", [], self._stream(deploy, len(ranks), len(ranks)))
+
+    def _deploy(self, world: World, cuts: Sequence[Cut], ranks: Sequence[int] | None = None) -> Deployment:
+        self._number += 1
+        return Deployment(
+            world, divide_in_turns(self.graph, [cuts]), self._load, sizes=self._sizes, threads=self._threads,
+            ranks=ranks, number=self._number, depth=self._depth,
+            computes_on=self._computes_on, tracer=FeederTracer(world) if self._trace else None,
+        )  # fmt: skip
+
+    def alone(self, times: int) -> list[float]:
+        """Return the rows per second of every device with the whole model, all at once: the mean of so many tries."""
+        return self._ceilings.typical(len(self._world.devices), times)
+
+    def planned(self, plan: Plan) -> dict[str, Any]:
+        """Stream as a plan says, on the devices that it names."""
+        ranks = ranks_of(self._world, plan.devices)
+
+        def deploy() -> Replicas:
+            number, self._number = self._number + 1, self._number + len(plan.pipelines)
+            return place(
+                self._world, self.graph, plan, self._load, threads=self._threads, number=number,
+                computes_on=self._computes_on,
+            )  # fmt: skip
+
+        measured = self._stream(deploy, len(self._world.devices), len(ranks))
+        cuts = [", ".join(cut_set.cuts) for pipeline in plan.pipelines for cut_set in pipeline.cut_sets]
+        row = self._row("pipeline", len(ranks), "plan", cuts, measured)
+        return row | {"predicted_images_per_second": plan.prediction.rows_per_s}
+
+    def peer(self, stages: int) -> dict[str, Any]:
+        """Run torch.distributed.pipelining with the same number of stages and its best cuts between blocks.
+
+        Its pipelines measured later in this run carry the figure as `peer_images_per_second`.
+        """
+        possible = Cuts(self.graph)
+        chosen = best_blocks(self.graph, possible, stages=stages, sizes=self._sizes)
+        modules = [block_after(cut) for cut in chosen]
+        ranks = self._world.devices[:stages]
+        self._number += 1
+        count = self._num_microbatches
+        settings = PeerSettings(
+            modules=tuple(modules), ranks=tuple(ranks), num_microbatches=count, threads=self._threads,
+            number=self._number,
+        )  # fmt: skip
+        transport = self._world.transport
+        others = [rank for rank in ranks if rank != self._world.rank]
+        for rank in others:
+            send_bytes(transport, write_document(settings.document()), rank)
+        seconds = do_peer(self._world, settings, self._zoo.name, self._seed)
+        for rank in others:
+            seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES)))
+        if seconds is None:
+            raise RunError("no device took part in the peer's run")
+        self._ceilings.forget()
+        self._peers[stages] = rate = count * self._rows / seconds
+        return {
+            "mode": "peer", "stages": stages, "policy": "best blocks", "cuts": [f"{name}:before" for name in modules],
+            "images_per_second": rate, "speedup": rate / self._serial_images_per_s, "bit_equal": None,
+            "max_abs_difference": None, "fill_s": None, "efficiency": None, "ceiling_images_per_second": None,
+            "per_stage": [], "peer_images_per_second": rate,
+        }  # fmt: skip
+
+    def _stream(
+        self, deploy: Callable[[], Deployment | Replicas], num_devices: int, stages: int, cuts: Sequence[Cut] = ()
+    ) -> "_Measured":
+        """Warm up, then stream so many passes and compare every result.
+
+        The devices are measured alone on both sides of all passes, or of each where that can be done beside the stages.
+        """
+        difference = self._samples.difference()
+        reports = []
+        rates: list[Sequence[float]] = []
+        with self._limit(num_devices, rates, beside=False):
+            deployment = deploy()
+            self._pass(deployment, min(self._num_microbatches, 10 * stages), difference)
+            for _ in range(self._passes):
+                with self._limit(num_devices, rates, beside=True):
+                    self._pass(deployment, self._num_microbatches, difference)
+                reports.append(deployment.last_report)
+            self.last_run = self._recorded(deployment, cuts) if deployment.traces else None
+            deployment.close()
+        return _Measured(reports, difference, rates)
+
+    def _pass(self, deployment: Deployment | Replicas, length: int, difference: Difference) -> None:
+        for index, outputs in enumerate(deployment.stream(self._samples.feed(length))):
+            difference.add(index, outputs)
+
+    @contextlib.contextmanager
+    def _limit(self, num_devices: int, rates: list[Sequence[float]], *, beside: bool) -> Iterator[None]:
+        """Measure the limit around what is inside, where that is what the ceilings are for."""
+        if beside != self._ceilings.beside:
+            yield
+            return
+        with self._ceilings.around(num_devices) as measured:
+            yield
+        rates.append(measured)
+
+    def _recorded(self, deployment: Deployment | Replicas, cuts: Sequence[Cut]) -> Run:
+        """Return what the last stream left, as a run that is read."""
+        facts = stream_facts(
+            deployment, deployment.last_report, model=self._zoo.name, cuts=[cut.name for cut in cuts],
+            threads=self._threads,
+        )  # fmt: skip
+        return Run(facts, tuple(process.aligned() for process in deployment.traces))
+
+    def _row(self, mode: str, stages: int, policy: str, cuts: list[str], measured: "_Measured") -> dict[str, Any]:
+        reports, difference = measured.reports, measured.difference
+        seconds = sum(report.total_s for report in reports)
+        rate = sum(report.num_rows for report in reports) / seconds
+        steady = sum(report.steady_rows_per_s for report in reports) / len(reports)
+        ceiling = sum(measured.alone_rows_per_s)
+        limits = [sum(rates) for rates in measured.rates]
+        return {
+            "mode": mode, "stages": stages, "policy": policy, "cuts": cuts,
+            "images_per_second": rate, "steady_images_per_second": steady,
+            "speedup": rate / self._serial_images_per_s, "bit_equal": difference.equal,
+            "max_abs_difference": difference.largest,
+            "fill_s": sum(report.fill_s for report in reports) / len(reports),
+            "efficiency": steady / ceiling, "ceiling_images_per_second": ceiling,
+            "alone_images_per_second": measured.alone_rows_per_s,
+            "pass_efficiencies": [
+                report.steady_rows_per_s / limit for report, limit in zip(reports, limits, strict=False)
+            ] if len(limits) == len(reports) else [],
+            "per_stage": [
+                {
+                    "stage": s.stage, "device": s.device,
+                    **{
+                        name: sum(getattr(report.stages[i], name) for report in reports) / len(reports)
+                        for name in ("compute_s", "wait_s", "send_s")
+                    },
+                }
+                for i, s in enumerate(reports[0].stages)
+            ],
+        }  # fmt: skip
+
+    def _load(self, state: State) -> Tensor:
+        return load_state(self.graph, state, self._zoo.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What came of streaming: a report per pass, the comparison of results, and the devices' rates alone."""
+
+    reports: list[StreamReport]
+    difference: Difference
+    rates: Sequence[Sequence[float]]  # around all passes, or around each
+
+    @property
+    def alone_rows_per_s(self) -> tuple[float, ...]:
+        """Return each device's mean."""
+        return tuple(sum(each) / len(each) for each in zip(*self.rates, strict=True))
+
+
+def block_after(cut: Cut) -> str:
+    """Return the module that begins at a cut between blocks, as the peer wants it named."""
+    names = [name.removesuffix(":before") for name in (cut.name, *cut.aliases) if name.endswith(":before")]
+    return min((name for name in names if "/" not in name), key=len)
+
+
+def limit_of(world: World, ranks: Sequence[int], crossing_bytes: Sequence[int], reports: Sequence[StreamReport]) -> str:
+    """Say what sets the pace, with the arithmetic: the slowest stage, or a link that takes longer than it.
+
+    `crossing_bytes` is what crosses behind each stage but the last, per microbatch.
+    """
+    stages = reports[0].stages
+    compute_s = [
+        sum(r.stages[i].compute_s for r in reports) / sum(r.stages[i].num_microbatches for r in reports)
+        for i in range(len(stages))
+    ]
+    slowest = max(range(len(stages)), key=compute_s.__getitem__)
+    stage = f"stage {slowest} computes {format_seconds(compute_s[slowest])} per microbatch"
+    links = []
+    for index, num_bytes in enumerate(crossing_bytes):
+        known = [rate for rank in ranks[index : index + 2] if (rate := world.bandwidths[rank]) is not None]
+        if known and ranks[index] != ranks[index + 1]:
+            links.append((num_bytes / min(known), num_bytes, min(known), index))
+    if links and max(links)[0] > compute_s[slowest]:
+        seconds, num_bytes, rate, index = max(links)
+        return (
+            f"the link behind stage {index}: {format_bytes(num_bytes)} per microbatch at {format_rate(rate)} take "
+            f"{format_seconds(seconds)}, so at most {1 / seconds:.2f} microbatches/s; {stage}"
+        )
+    return f"{stage}, so at most {1 / compute_s[slowest]:.2f} microbatches/s"

@@ -1,0 +1,122 @@
+"""The peer to compare with: torch.distributed.pipelining on the same devices.
+
+The model is cut with `pipeline()` at the given modules, and ScheduleGPipe runs one microbatch for each
+image, all in one step. Unlike a stage of ours, every process builds the whole model by itself, from the name on its own
+command line: no process can be told over the network to load a model.
+"""
+
+import argparse
+import datetime
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.deploy.documents import DoMore, check_settings
+from penstock.deploy.worker import Job, main
+from penstock.group.world import World, start_local
+from penstock.zoo.models.models import load_model
+
+PEER = "peer"
+_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def run_peer(
+    world: World,
+    model: nn.Module,
+    example: Tensor,
+    *,
+    modules: Sequence[str],
+    ranks: Sequence[int],
+    num_microbatches: int,
+    threads: int,
+    number: int,
+) -> float | None:
+    """Run the peer's pipeline on these ranks; gives the seconds of the slowest one, on each of them.
+
+    `example` is one microbatch; `modules` are where stages begin, as in `["blocks.3", "blocks.6"]`. Ranks
+    that take no part get None. Raises what torch raises for a model that it cannot cut.
+    """
+    # loaded only where the peer runs: it brings in torch.export and a good part of a second
+    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+
+    if world.rank not in ranks:
+        return None
+    torch.set_num_threads(threads)
+    store = dist.PrefixStore(f"peer/{number}", world.store)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=ranks.index(world.rank), world_size=len(ranks), timeout=_TIMEOUT)
+    try:
+        with torch.no_grad():
+            split = dict.fromkeys(modules, SplitPoint.BEGINNING)
+            pipe = pipeline(model, mb_args=(example,), split_spec=split)
+            stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
+            inputs = torch.cat([example] * num_microbatches)
+            # the first step also sets up connections and buffers
+            _step(ScheduleGPipe(stage, n_microbatches=2), inputs[: 2 * len(example)])
+            schedule = ScheduleGPipe(stage, n_microbatches=num_microbatches)
+            dist.barrier()
+            begin = time.perf_counter()
+            _step(schedule, inputs)
+            seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            return float(seconds)
+    finally:
+        dist.destroy_process_group()
+
+
+def _step(schedule: Any, inputs: Tensor) -> None:
+    if dist.get_rank() == 0:
+        schedule.step(inputs)
+    else:
+        schedule.step()
+
+
+class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of the peer: where stages begin, on which ranks, how many microbatches."""
+
+    modules: tuple[str, ...]
+    ranks: tuple[int, ...]
+    num_microbatches: int
+    threads: int
+    number: int
+
+    def document(self) -> DoMore:
+        """Return the job for the other processes, which know the model by the command that started them."""
+        return DoMore(name=PEER, settings=msgspec.to_builtins(self))
+
+
+def do_peer(world: World, settings: PeerSettings, model: str, seed: int) -> float | None:
+    """Take part in a run of a model that this process's own command line names."""
+    if world.rank not in settings.ranks:
+        return None
+    zoo = load_model(model, seed=seed, whole=True)
+    inputs = [x for x in [*zoo.example_args, *zoo.example_kwargs.values()] if isinstance(x, Tensor)]
+    return run_peer(
+        world, zoo.module, inputs[0][:1], modules=settings.modules, ranks=settings.ranks,
+        num_microbatches=settings.num_microbatches, threads=settings.threads, number=settings.number,
+    )  # fmt: skip
+
+
+def peer_job(model: str, seed: int) -> dict[str, Job]:
+    """Return the job that lets a process of `penstock bench --peer` take part; see `engine.worker.work`."""
+    return {PEER: lambda world, settings: do_peer(world, check_settings(settings, PeerSettings), model, seed)}
+
+
+def start_peers(num_workers: int, model: str, seed: int) -> World:
+    """Start workers on this machine that can also run the peer of this model."""
+    return start_local(num_workers, module="penstock.bench.peer", arguments=["--model", model, "--seed", str(seed)])
+
+
+def _prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Mapping[str, Job]]:
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    return lambda given: peer_job(given.model, given.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(_prepare))

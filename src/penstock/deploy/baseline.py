@@ -1,0 +1,108 @@
+"""The whole model on one device by itself: what pipelines are compared with."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.deploy.bundle import LoadState
+from penstock.deploy.documents import RunAlone, write_document
+from penstock.deploy.jobs import receive_state, send_state
+from penstock.graph.program import StageProgram, read_program, write_program
+from penstock.group.world import World
+from penstock.runtime.eager import Runtime
+from penstock.tensors.devices import find_device, moved, settle
+from penstock.transport.base import (
+    FEEDER,
+    WORD_BYTES,
+    Transport,
+    receive_bytes,
+    receive_tensor,
+    send_bytes,
+    send_tensor,
+)
+
+
+def send_alone(
+    transport: Transport, rank: int, program: StageProgram, load: LoadState, *, inputs: Sequence[Sequence[Tensor]],
+    sizes: Mapping[str, int], num_microbatches: int, threads: int, computes_on: str = "cpu",
+) -> None:  # fmt: skip
+    """Ask a rank to run the whole model by itself; `collect_alone` gives what came of it."""
+    document = RunAlone(
+        program=write_program(program), sizes=dict(sizes), threads=threads, num_inputs=len(inputs),
+        num_microbatches=num_microbatches, computes_on=computes_on,
+    )  # fmt: skip
+    send_bytes(transport, write_document(document), rank)
+    send_state(transport, program.states, load, rank)
+    for microbatch in inputs:
+        for tensor in microbatch:
+            send_tensor(transport, tensor, rank)
+
+
+def do_alone(world: World, document: RunAlone) -> None:
+    """Run the whole model on this rank, from memory to memory, when everybody is ready."""
+    transport, device = world.transport, find_device(document.computes_on, world.position)
+    program = read_program(document.program)
+    sizes = document.sizes
+    runtime = Runtime(program, receive_state(transport, program.states, device), device)
+    inputs = []
+    for _ in range(document.num_inputs):
+        tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.inputs]
+        for tensor in tensors:
+            receive_tensor(transport, tensor, FEEDER)
+        inputs.append(tensors)
+    torch.set_num_threads(document.threads)
+    outputs, seconds = run_alone(runtime, sizes, inputs, document.num_microbatches, transport)
+    send_bytes(transport, json.dumps({"seconds": seconds}).encode(), FEEDER)
+    for result in outputs:
+        for tensor in result:
+            send_tensor(transport, tensor, FEEDER)
+
+
+def run_alone(
+    runtime: Runtime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int,
+    transport: Transport | None = None,
+) -> tuple[list[list[Tensor]], float]:  # fmt: skip
+    """Warm up on every input, wait for the word to start, then time so many microbatches; outputs lie on the host."""
+    with torch.inference_mode():
+        inputs = [[moved(tensor, runtime.device) for tensor in microbatch] for microbatch in inputs]
+        outputs = [[tensor.to("cpu", copy=True) for tensor in runtime(sizes, microbatch)] for microbatch in inputs]
+        if transport is not None:
+            send_bytes(transport, b"ready", FEEDER)
+            receive_bytes(transport, FEEDER, limit=WORD_BYTES)
+        return outputs, time_alone(runtime, sizes, inputs, num_microbatches)
+
+
+def time_alone(
+    runtime: Runtime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int
+) -> float:
+    """Return the seconds of so many microbatches, which take the inputs in turn and lie where the runtime computes."""
+    begin = time.perf_counter()
+    for index in range(num_microbatches):
+        runtime(sizes, inputs[index % len(inputs)])
+    settle(runtime.device)
+    return time.perf_counter() - begin
+
+
+def release_alone(transport: Transport, ranks: Sequence[int]) -> None:
+    """Wait until all of these ranks are warm, then let them start at once."""
+    for rank in ranks:
+        receive_bytes(transport, rank, limit=WORD_BYTES)
+    for rank in ranks:
+        send_bytes(transport, b"go", rank)
+
+
+def collect_alone(
+    transport: Transport, rank: int, program: StageProgram, sizes: Mapping[str, int], num_inputs: int
+) -> tuple[list[list[Tensor]], float]:
+    """Return what came of `send_alone`: the outputs for each input, and the seconds."""
+    seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES))["seconds"])
+    outputs = []
+    for _ in range(num_inputs):
+        tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.outputs]
+        for tensor in tensors:
+            receive_tensor(transport, tensor, rank)
+        outputs.append(tensors)
+    return outputs, seconds

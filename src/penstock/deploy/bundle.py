@@ -1,0 +1,165 @@
+"""A plan with each stage's programs and only that stage's weights, in a folder ready to copy to its machine.
+
+    bundle/
+      plan.json
+      interface.json          what goes in and comes out, as a program without operations
+      host0/
+        part.json             which plan and stage this is, and the SHA-256 of every file
+        program-0.json        one for each cut set
+        weights.safetensors
+
+A machine needs its own folder and nothing else: neither the model's source nor the other parts.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from penstock.deploy.programs import divide_plan
+from penstock.errors import PlanError, ProgramError
+from penstock.graph.graph import Graph
+from penstock.graph.ops import State
+from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.spec.check import read_plan
+from penstock.spec.names import check_name
+from penstock.spec.plan import Plan, write_plan
+from penstock.spec.saving import decode_json, fingerprint, read_bytes, write_json, write_text
+from penstock.zoo.weights.weight_files import FileWeights
+from penstock.zoo.weights.write_tensors import save_weights
+
+_PART, _PLAN, _INTERFACE, _WEIGHTS = "part.json", "plan.json", "interface.json", "weights.safetensors"
+_CHUNK = 1 << 20
+LoadState = Callable[[State], Tensor]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one device's folder holds: its place in a plan, named by the plan's fingerprint, and its files' hashes."""
+
+    plan: str
+    device: str
+    pipeline: int
+    stage: int
+    programs: tuple[str, ...]
+    files: dict[str, str]
+    version: int = 1
+
+
+def write_bundle(folder: Path, graph: Graph, plan: Plan, load: LoadState) -> list[Path]:
+    """Write a plan's bundle and give the folder of every device; one tensor is in memory at a time.
+
+    Example:
+        write_bundle(Path("bundle"), graph, plan, partial(load_state, graph, weights=weights))
+
+    Raises `PlanError` where the plan is of another model, `UsageError` where the folder cannot be written.
+    """
+    pipelines = divide_plan(graph, plan)
+    _check_folders(plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_plan(folder / _PLAN, plan)
+    first, last = pipelines[0][0].items[0], pipelines[0][-1].items[0]
+    write_text(folder / _INTERFACE, write_program(_interface(first, last)))
+    written = []
+    for number, (pipeline, programs) in enumerate(zip(plan.pipelines, pipelines, strict=True)):
+        for index, (stage, turns) in enumerate(zip(pipeline.stages, programs, strict=True)):
+            for device in stage.devices:
+                part = Part(plan=fingerprint(plan), device=device, pipeline=number, stage=index, programs=(), files={})
+                written.append(_write_part(folder / device, part, turns.items, load))
+    return written
+
+
+def _check_folders(plan: Plan) -> None:
+    """See that no device's folder takes the place of the bundle's own files."""
+    for name in plan.devices:
+        if name in {_PLAN, _INTERFACE}:
+            raise PlanError(f"a device's folder lies beside the bundle's file {name}; rename the device and plan again")
+
+
+def _write_part(folder: Path, part: Part, programs: Sequence[StageProgram], load: LoadState) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"program-{index}.json" for index in range(len(programs))]
+    for name, program in zip(names, programs, strict=True):
+        write_text(folder / name, write_program(program))
+    save_weights(_StateWeights(states_of(programs), load), folder / _WEIGHTS)
+    files = {name: hash_file(folder / name) for name in (*names, _WEIGHTS)}
+    write_json(folder / _PART, msgspec.structs.replace(part, programs=tuple(names), files=files))
+    return folder
+
+
+def read_part(folder: Path, plan: str) -> tuple[list[StageProgram], dict[str, Tensor]]:
+    """Read a device's part of the plan of this fingerprint: its programs and its weights.
+
+    Raises `ProgramError` for a part of another plan and for files that are not as they were written.
+    """
+    part = decode_json(read_bytes(folder / _PART, "a part", ProgramError), Part, "a part", ProgramError)
+    if part.plan != plan:
+        raise ProgramError(
+            f"{folder} is a part of the plan {part.plan}, but this run is of the plan {plan}; copy this plan's bundle"
+        )
+    for name, expected in part.files.items():
+        check_name(f"a file that {folder / _PART} names", name, ProgramError)
+        if hash_file(folder / name) != expected:
+            raise ProgramError(f"{folder / name} is not as it was bundled; copy the bundle again")
+    unlisted = set(part.programs) - part.files.keys()
+    if unlisted or not part.programs or _WEIGHTS not in part.files:
+        raise ProgramError(f"{folder / _PART} does not list all of its files; bundle again")
+    programs = [read_program(read_bytes(folder / name, "a program", ProgramError)) for name in part.programs]
+    weights = FileWeights(folder / _WEIGHTS)
+    # into memory of torch's own: in a file tensors lie wherever, and some kernels choose their path by it
+    return programs, {state.value.name: weights.load(state.value.name).clone() for state in states_of(programs)}
+
+
+def read_bundle(folder: Path) -> tuple[Plan, StageProgram]:
+    """Read what the process that feeds needs: the plan, and what goes in and comes out."""
+    plan = read_plan(folder / _PLAN)
+    return plan, read_interface(read_bytes(folder / _INTERFACE, "an interface", ProgramError))
+
+
+def interfaces(interface: StageProgram, num_stages: int) -> list[RoundRobin[StageProgram]]:
+    """Return programs that have only the outer ends of a pipeline: all that its feeder needs."""
+    first, last = replace(interface, outputs=()), replace(interface, inputs=())
+    between = replace(interface, inputs=(), outputs=())
+    if num_stages == 1:
+        return [RoundRobin([interface])]
+    return [RoundRobin([first]), *[RoundRobin([between])] * (num_stages - 2), RoundRobin([last])]
+
+
+def hash_file(path: Path) -> str:
+    """Return a file's SHA-256; raises `ProgramError` where it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be read ({error.strerror}); copy the bundle again") from None
+    return digest.hexdigest()
+
+
+def _interface(first: StageProgram, last: StageProgram) -> StageProgram:
+    return replace(first, states=(), prelude=(), ops=(), outputs=last.outputs)
+
+
+class _StateWeights:
+    """A stage's state under the names that its programs use, loaded when it is written."""
+
+    def __init__(self, states: Sequence[State], load: LoadState) -> None:
+        self._states: Mapping[str, State] = {state.value.name: state for state in states}
+        self._load = load
+
+    def names(self) -> Collection[str]:
+        return self._states.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._states[name].value.evaluate({})
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._states[name].value.dtype
+
+    def load(self, name: str) -> Tensor:
+        return self._load(self._states[name])

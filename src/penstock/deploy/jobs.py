@@ -1,0 +1,180 @@
+"""What the feeding process asks of the others, and how programs and weights reach them.
+
+A job is a document (`deploy/documents.py`) followed by tensors, one message each, in the order in which the job's
+programs list their state. Workers know no model: this is all they get.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.deploy.bundle import LoadState, read_part
+from penstock.deploy.documents import Document, Rotation, ServeStages, read_document, write_document
+from penstock.engine.placement import StagesJob
+from penstock.errors import ProgramError, TransportError, UsageError
+from penstock.graph.ops import State
+from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
+from penstock.group.direct import go_direct
+from penstock.group.world import World
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.eager import Runtime, StageRuntime
+from penstock.tensors.devices import HOST, find_device, moved
+from penstock.transport.base import (
+    FEEDER,
+    JOB_BYTES,
+    WORD_BYTES,
+    Transport,
+    receive_bytes,
+    receive_tensor,
+    send_bytes,
+    send_tensor,
+)
+
+# makes a stage's runtime in a process that has the stage's module; only its interface travels
+MakeRuntime = Callable[[int, StageProgram], StageRuntime]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which plan's bundle the ranks have, and the device that each of them is."""
+
+    plan: str
+    devices: Mapping[int, str]
+    order: tuple[int, ...]
+
+
+def send_stages(
+    transport: Transport, job: StagesJob, programs: Sequence[RoundRobin[StageProgram]], load: LoadState | None,
+    parts: Parts | None = None,
+) -> None:  # fmt: skip
+    """Send every other rank the stages that it holds, reading one weight at a time.
+
+    With `parts` every rank reads its own from its folder; with neither the stages are modules that the ranks have.
+    """
+    for rank in sorted(job.holders - {transport.rank}):
+        indices = job.stages_of(rank)
+        texts = {index: [write_program(program) for program in programs[index].items] for index in indices}
+        document = ServeStages(
+            source="bundle" if parts else "weights" if load else "modules", number=job.number,
+            ranks=tuple(Rotation(ranks.items, ranks.order) for ranks in job.ranks), sizes=dict(job.sizes),
+            depth=job.depth, threads=job.threads, device_names=job.device_names, programs=texts,
+            order=tuple(parts.order if parts else programs[0].order), plan=parts.plan if parts else "",
+            device=parts.devices[rank] if parts else "", computes_on=job.computes_on, trace=job.trace,
+            trace_units=job.trace_units, trace_profile=job.trace_profile,
+        )  # fmt: skip
+        send_bytes(transport, write_document(document), rank)
+        if load is not None:
+            for index in indices:
+                send_state(transport, states_of(programs[index].items), load, rank)
+
+
+def send_state(transport: Transport, states: Iterable[State], load: LoadState, rank: int) -> None:
+    """Send state tensor by tensor, then a checksum of all of it."""
+    checksum = 0
+    for state in states:
+        tensor = load(state)
+        send_tensor(transport, tensor, rank)
+        checksum = _add_up(checksum, tensor)
+        del tensor  # before the next one is loaded
+    send_bytes(transport, checksum.to_bytes(8, "little"), rank)
+
+
+def receive_state(transport: Transport, states: Iterable[State], device: torch.device = HOST) -> dict[str, Tensor]:
+    """Receive state tensor by tensor, on the host each straight into its place.
+
+    Raises `TransportError` when it does not arrive as it was sent.
+    """
+    tensors: dict[str, Tensor] = {}
+    checksum = 0
+    for state in states:
+        tensor = torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
+        receive_tensor(transport, tensor, FEEDER)
+        tensors[state.value.name] = moved(tensor, device)
+        checksum = _add_up(checksum, tensor)
+    if receive_bytes(transport, FEEDER, limit=WORD_BYTES) != checksum.to_bytes(8, "little"):
+        raise TransportError("weights arrived damaged: their checksum does not fit; check the network and try again")
+    return tensors
+
+
+def _add_up(checksum: int, tensor: Tensor) -> int:
+    """Go on with a checksum over another tensor's bytes: any single damaged word changes it."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()  # words cannot be read across their bounds
+    whole = data.numel() // 8 * 8
+    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
+    rest = int.from_bytes(bytes(data[whole:].tolist()), "little")
+    return (checksum * 31 + words + rest) % 2**64
+
+
+def receive_job(transport: Transport) -> Document:
+    """Wait for the next job's document; raises `ProgramError` as `read_document` does."""
+    return read_document(receive_bytes(transport, FEEDER, limit=JOB_BYTES), transport.size)
+
+
+def receive_stages(transport: Transport) -> ServeStages:
+    """Wait for the document of a job that serves stages; raises `ProgramError` for another one."""
+    document = receive_job(transport)
+    if not isinstance(document, ServeStages):
+        raise ProgramError(
+            "a Pipeline's processes serve stages, but this one was asked for something else; run the same script in all"
+        )
+    return document
+
+
+def read_stages(
+    world: World, document: ServeStages, make: MakeRuntime | None = None, bundle: Path | None = None
+) -> tuple[StagesJob, dict[int, RoundRobin[StageRuntime]]]:
+    """Receive the weights of a job's stages, make its stages where they are modules, or read them from a bundle.
+
+    Raises `UsageError` for a job of modules or parts in a process that has none, and as `find_device` does.
+    """
+    job = StagesJob(
+        number=document.number, ranks=tuple(RoundRobin(each.ranks, each.order) for each in document.ranks),
+        sizes=document.sizes, depth=document.depth, threads=document.threads, device_names=document.device_names,
+        computes_on=document.computes_on, trace=document.trace, trace_units=document.trace_units,
+        trace_profile=document.trace_profile,
+    )  # fmt: skip
+    if set(document.programs) != set(job.stages_of(world.rank)):
+        raise ProgramError(f"a job has a program for each stage of a process, not for {sorted(document.programs)}")
+    device = find_device(job.computes_on, world.position)
+    runtimes: dict[int, RoundRobin[StageRuntime]] = {}
+    for index, texts in document.programs.items():
+        if document.source == "bundle":
+            if bundle is None:
+                raise UsageError("the stages come from a bundle, which this process has not; give it the folder")
+            runtimes[index] = load_part(bundle / document.device, document.plan, document.order, device)
+        elif document.source == "weights":
+            programs = [read_program(text) for text in texts]
+            tensors = receive_state(world.transport, states_of(programs), device)
+            runtimes[index] = RoundRobin([Runtime(program, tensors, device) for program in programs], document.order)
+        elif make is None:
+            raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
+        else:
+            runtimes[index] = RoundRobin([make(index, read_interface(text)) for text in texts], document.order)
+    if device != HOST and document.source != "modules":
+        job = replace(job, direct=go_direct(world, job.holders, device))
+    return job, runtimes
+
+
+def load_part(folder: Path, plan: str, order: Sequence[int], device: torch.device = HOST) -> RoundRobin[StageRuntime]:
+    """Make a stage's runtimes from a device's part of a bundle."""
+    programs, tensors = read_part(folder, plan)
+    if max(order) >= len(programs):
+        raise ProgramError(f"{folder} has {len(programs)} programs, but a job's order names {max(order)}; bundle again")
+    there = {name: moved(tensor, device) for name, tensor in tensors.items()}
+    return RoundRobin([Runtime(program, there, device) for program in programs], order)
+
+
+def load_program(program: StageProgram, load: LoadState, device: torch.device = HOST) -> Runtime:
+    """Make a runtime in this process."""
+    return load_programs([program], load, device)[0]
+
+
+def load_programs(programs: Sequence[StageProgram], load: LoadState, device: torch.device = HOST) -> list[Runtime]:
+    """Make runtimes in this process that share what they have in common."""
+    tensors = {state.value.name: moved(load(state), device) for state in states_of(programs)}
+    return [Runtime(program, tensors, device) for program in programs]

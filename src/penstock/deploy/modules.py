@@ -1,0 +1,239 @@
+"""Stages that are modules of the caller's: the explicit way in for what torch.export does not take.
+
+Such a stage has no program that could travel, only an interface: what goes in and what comes out. So
+every process needs the modules themselves. Under torchrun each has them, since all run the same
+script; alone, the stages run as threads of this process.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.utils import _pytree as pytree
+
+from penstock.deploy.jobs import MakeRuntime
+from penstock.deploy.worker import work
+from penstock.errors import CaptureError, PenstockError, RunError, UsageError
+from penstock.graph.expressions import Expression, Size
+from penstock.graph.graph import Graph, Plain
+from penstock.graph.ops import Ref, Value
+from penstock.graph.program import StageProgram
+from penstock.group.launch import WorkerExit
+from penstock.group.liveness import Boards, Health
+from penstock.group.world import World
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.eager import StageRuntime
+from penstock.tensors.devices import HOST
+from penstock.transport.base import FEEDER
+from penstock.transport.memory_network import MemoryNetwork
+
+
+def chain(
+    modules: Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Graph, list[RoundRobin[StageProgram]]]:
+    """Learn the interfaces of modules that are called one after the other, from two runs of the example.
+
+    A tuple that a module returns becomes the positional inputs of the next one. A dimension that grows
+    with the batch between the two runs is taken to grow so always.
+
+    Example:
+        graph, programs = chain([encoder, head], (torch.randn(2, 8),), {})
+
+    Raises `UsageError` for an empty list, an example without a batch, or a module in between that
+    returns anything but tensors.
+    """
+    if not modules:
+        raise UsageError("a list of stage modules needs at least one module")
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    rows = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    if not rows:
+        raise UsageError("the example needs a tensor with at least one row; its first dimension is the batch")
+    wider = [
+        torch.cat([leaf, leaf[:1]]) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows else leaf
+        for leaf in leaves
+    ]
+    inputs = [
+        _value(f"input{index}", leaf, more, rows) if isinstance(leaf, Tensor) else None
+        for index, (leaf, more) in enumerate(zip(leaves, wider, strict=True))
+    ]
+    plain = {index: Plain(f"input{index}", leaf) for index, leaf in enumerate(leaves) if inputs[index] is None}
+    runs = [_run_all(modules, *pytree.tree_unflatten(given, spec)) for given in (leaves, wider)]
+    values = [
+        [_value(f"stage{stage}.{index}", a, b, rows) for index, (a, b) in enumerate(zip(*pair, strict=True))]
+        for stage, pair in enumerate(zip(runs[0][0], runs[1][0], strict=True))
+    ]
+    crossing = [[value for value in inputs if value is not None], *values]
+    programs = [
+        RoundRobin([StageProgram(symbols=("batch",), states=(), inputs=tuple(a), prelude=(), ops=(), outputs=tuple(b))])
+        for a, b in pairwise(crossing)
+    ]
+    graph = Graph(
+        model=f"the list of {len(modules)} modules", symbols=("batch",), inputs=tuple(inputs), plain_inputs=plain,
+        input_spec=spec, states=(), prelude=(), ops=(), visits=(),
+        values={value.name: value for group in crossing for value in group},
+        outputs=tuple(Ref(value.name) for value in values[-1]), output_spec=runs[0][1],
+        fixed_batch=None, constants={}, forbidden={},
+    )  # fmt: skip
+    return graph, programs
+
+
+class ModuleRuntime:
+    """Runs a module as a stage, where the module lies; called like `Runtime`.
+
+    Raises `RunError` when the module fails or returns tensors that do not fit its interface.
+    """
+
+    def __init__(self, module: nn.Module, program: StageProgram, plain: Mapping[int, Any], spec: Any | None) -> None:
+        self.program = program
+        lies = [tensor.device for tensor in [*module.parameters(), *module.buffers()]]
+        self.device = lies[0] if lies else HOST
+        self._module = module
+        self._plain = plain
+        self._spec = spec
+
+    def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run on one microbatch."""
+        try:
+            output = self._call(list(inputs))
+        # whatever the caller's module raises, the reader needs to know which one it was
+        except Exception as error:
+            raise RunError(f"the module {type(self._module).__name__} failed: {error}") from error
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        shapes = [(tuple(t.shape), t.dtype) for t in tensors]
+        expected = [(value.evaluate(sizes), value.dtype) for value in self.program.outputs]
+        if shapes != expected:
+            raise RunError(
+                f"the module {type(self._module).__name__} gave {shapes} where the example gave {expected}; "
+                "a stage's outputs may change with the batch size only"
+            )
+        return tensors
+
+    def _call(self, inputs: list[Tensor]) -> Any:
+        if self._spec is None:
+            return self._module(*inputs)
+        leaves = [self._plain[i] if i in self._plain else inputs.pop(0) for i in range(self._spec.num_leaves)]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return self._module(*args, **kwargs)
+
+
+def runtime_maker(modules: Sequence[nn.Module], graph: Graph | None) -> MakeRuntime:
+    """Return what makes a stage's runtime in a process that has the modules.
+
+    The first stage, always with the process that feeds, is called as the `graph`'s example was.
+    """
+
+    def make(index: int, program: StageProgram) -> StageRuntime:
+        if index >= len(modules):
+            raise UsageError(f"this process has {len(modules)} stage modules but is asked for stage {index}; "
+                             "give every process the same list")  # fmt: skip
+        if index or graph is None:
+            return ModuleRuntime(modules[index], program, {}, None)
+        plain = {position: item.value for position, item in graph.plain_inputs.items()}
+        return ModuleRuntime(modules[0], program, plain, graph.input_spec)
+
+    return make
+
+
+def _run_all(modules: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[list[list[Tensor]], Any]:
+    """Run the modules one after the other; gives every stage's tensors and the structure of the last output."""
+    stages: list[list[Tensor]] = []
+    with torch.no_grad():
+        for index, module in enumerate(modules):
+            try:
+                output = module(*args, **kwargs)
+            # whatever the caller's module raises, the reader needs to know which one it was
+            except Exception as error:
+                raise UsageError(f"stage {index} ({type(module).__name__}) fails on the example: {error}") from error
+            args, kwargs = output if isinstance(output, tuple) else (output,), {}
+            leaves = pytree.tree_leaves(output)
+            last = index == len(modules) - 1
+            if not all(isinstance(leaf, Tensor) for leaf in (leaves if last else args)):
+                raise UsageError(
+                    f"stage {index} ({type(module).__name__}) returns more than tensors; "
+                    "between stages a tensor or a tuple of tensors can pass"
+                )
+            stages.append(leaves)
+    return stages, pytree.tree_structure(output)
+
+
+def _value(name: str, tensor: Tensor, wider: Tensor, rows: int) -> Value:
+    """Describe a tensor by its shapes at two batch sizes that differ by one."""
+    shape: list[int | Size] = []
+    for length, longer in zip(tensor.shape, wider.shape, strict=True):
+        growth = longer - length
+        if not growth:
+            shape.append(length)
+            continue
+        expression: Expression = "batch" if growth == 1 else ("*", growth, "batch")
+        rest = length - growth * rows
+        shape.append(Size(expression if not rest else ("+", rest, expression)))
+    return Value(name=name, dtype=tensor.dtype, shape=tuple(shape))
+
+
+class ThreadWorkers:
+    """Workers that are threads of this process; ended like `LocalWorkers`."""
+
+    def __init__(self, worlds: Sequence[World], make: MakeRuntime) -> None:
+        self._worlds = worlds
+        self._threads = [
+            threading.Thread(target=self._work, args=(world, make), name=f"penstock-stage-{world.rank}", daemon=True)
+            for world in worlds
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """No process of their own."""
+        return []
+
+    def exited(self) -> WorkerExit | None:
+        """A thread that fails has told the others why."""
+        return None
+
+    def stop(self, grace_s: float) -> None:
+        """Wait for the threads; those that are still waiting for a message give up."""
+        for thread in self._threads:
+            thread.join(grace_s)
+        for world in self._worlds:
+            world.transport.abort()
+            world.close()
+        for thread in self._threads:
+            thread.join(grace_s)
+
+    def _work(self, world: World, make: MakeRuntime) -> None:
+        with contextlib.suppress(PenstockError):  # the feeding thread has been told
+            work(world, make)
+
+
+def start_threads(num_stages: int, make: MakeRuntime) -> World:
+    """Make a world whose devices are threads of this process, one for each stage."""
+    size = num_stages + 1
+    network, store = MemoryNetwork(size), HashStore()
+    names = ["the feeding process", *(f"thread {rank}" for rank in range(1, size))]
+    worlds = [
+        World(
+            transport=network.transports[rank], names=names, devices=list(range(1, size)), store=store,
+            health=Health(Boards.of_threads(store, rank, size), rank, names, network.transports[rank].abort),
+            bandwidths=[None] * size,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    worlds[FEEDER].workers = ThreadWorkers(worlds[1:], make)
+    return worlds[FEEDER]
+
+
+@contextlib.contextmanager
+def advising(model: nn.Module) -> Iterator[None]:
+    """Say of a sequence that does not export how it can be streamed nevertheless."""
+    try:
+        yield
+    except CaptureError as error:
+        if not isinstance(model, nn.Sequential):
+            raise
+        raise CaptureError(f"{error}; pass list(model) to run its modules as they are, one per stage") from error

@@ -1,0 +1,116 @@
+"""Put a plan in place: its stages, with their cut sets and replicas, on the devices that it names."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from penstock.deploy.bundle import LoadState, interfaces, read_bundle
+from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.jobs import Parts, load_part
+from penstock.deploy.programs import divide_plan, order_of
+from penstock.engine.counters import STALL_S
+from penstock.engine.tracers import FeederTracer
+from penstock.errors import PlanError
+from penstock.graph.graph import Graph
+from penstock.graph.program import StageProgram
+from penstock.group.world import World
+from penstock.plan.schedule.round_robin import RoundRobin, round_robin
+from penstock.runtime.eager import StageRuntime
+from penstock.spec.plan import Pipeline, Plan
+from penstock.spec.saving import fingerprint
+from penstock.tensors.devices import find_device
+from penstock.transport.base import FEEDER
+
+
+def place(
+    world: World, graph: Graph, plan: Plan, load: LoadState, *, threads: int, number: int = 0, stall_s: float = STALL_S,
+    computes_on: str = "cpu", tracer: FeederTracer | None = None,
+) -> Replicas:  # fmt: skip
+    """Send every device its stages and give what streams through them.
+
+    Pipelines take jobs from `number` on. Raises `PlanError` where the plan is of another model or names a device
+    that is not there, and where stages that devices share would be recorded.
+    """
+    shared = [stage for pipeline in plan.pipelines for stage in pipeline.stages if len(stage.devices) > 1]
+    if shared and tracer is not None:
+        raise PlanError(
+            f"a run is recorded with one device a stage, but {', '.join(shared[0].devices)} share one in this plan; "
+            "plan without --shared, or run it without a trace"
+        )
+    ranks = ranks_of(world, plan.devices)
+    sizes = graph.sizes(plan.microbatch_rows)
+    deployments = [
+        Deployment(
+            world, programs, load, sizes=sizes, threads=threads, ranks=_places(pipeline, ranks),
+            number=number + index, depth=plan.depth, stall_s=stall_s, computes_on=computes_on, tracer=tracer,
+        )
+        for index, (pipeline, programs) in enumerate(zip(plan.pipelines, divide_plan(graph, plan), strict=True))
+    ]  # fmt: skip
+    return Replicas(deployments, round_robin([pipeline.share for pipeline in plan.pipelines]))
+
+
+def place_bundle(
+    world: World, folder: Path, *, threads: int, number: int = 0, stall_s: float = STALL_S, computes_on: str = "cpu"
+) -> tuple[Replicas, StageProgram]:
+    """Have every device read its part of a bundle; gives what streams through them, and what goes in and comes out.
+
+    Raises `ProgramError` for a bundle that is damaged, and `PlanError` as `place` does.
+    """
+    plan, interface = read_bundle(folder)
+    ranks = ranks_of(world, plan.devices)
+    sizes = {symbol: plan.microbatch_rows if symbol == "batch" else 1 for symbol in interface.symbols}
+    deployments = []
+    for index, pipeline in enumerate(plan.pipelines):
+        names = {ranks[name]: name for stage in pipeline.stages for name in stage.devices}
+        parts = Parts(fingerprint(plan), names, order_of(pipeline))
+
+        def own(_stage: int, parts: Parts = parts) -> RoundRobin[StageRuntime]:
+            device = find_device(computes_on, world.position)
+            return load_part(folder / parts.devices[FEEDER], parts.plan, parts.order, device)
+
+        deployments.append(
+            Deployment(
+                world, interfaces(interface, len(pipeline.stages)), None, sizes=sizes, threads=threads,
+                ranks=_places(pipeline, ranks), make=own, parts=parts, number=number + index, depth=plan.depth,
+                stall_s=stall_s, computes_on=computes_on,
+            )
+        )  # fmt: skip
+    return Replicas(deployments, round_robin([pipeline.share for pipeline in plan.pipelines])), interface
+
+
+def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[RoundRobin[int]]:
+    """Return the ranks that take turns on each stage, in the order of their shares; none whose turn never comes."""
+    places = []
+    for stage in pipeline.stages:
+        order = round_robin(stage.shares)
+        taking_part = sorted(set(order))
+        places.append(RoundRobin([ranks[stage.devices[i]] for i in taking_part], [taking_part.index(i) for i in order]))
+    return places
+
+
+def ranks_of(world: World, devices: Sequence[str]) -> dict[str, int]:
+    """Find the rank of every device of a plan: the process on the host of that name.
+
+    Further processes of the same host are `name:1`, `name:2` and so on. Workers that this process has started, and
+    processes of no host, stand for the devices in order. Raises `PlanError` for a device that has no process.
+    """
+    if world.workers is not None or not world.hosts:
+        if len(devices) > len(world.devices):
+            raise PlanError(
+                f"the plan uses {len(devices)} devices, but there are {len(world.devices)} processes; start one for "
+                "each of them"
+            )
+        return dict(zip(devices, world.devices, strict=False))
+    places: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    for rank in world.devices:
+        host = world.hosts[rank]
+        places[f"{host}:{seen[host]}" if seen[host] else host] = rank
+        seen[host] += 1
+    missing = [name for name in devices if name not in places]
+    if missing:
+        raise PlanError(
+            f"the plan uses {', '.join(missing)}, but the run's hosts are {', '.join(places)}; "
+            "start it on the cluster that it was made for, or plan again"
+        )
+    return {name: places[name] for name in devices}

@@ -1,0 +1,110 @@
+"""Choose where a model is cut, by a policy, from counted work."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Literal, get_args
+
+from penstock.errors import CutError
+from penstock.graph.blocks import find_blocks, parameter_pieces
+from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.graph import Graph
+from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
+from penstock.plan.search import partition
+from penstock.plan.search.dealt import balanced_devices
+
+Policy = Literal["balanced", "equal-blocks", "equal-size", "smallest-crossing"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+
+def choose_cuts(
+    graph: Graph,
+    cuts: Cuts,
+    *,
+    stages: int,
+    policy: str = "balanced",
+    work: Sequence[float] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    places: Sequence[int] | None = None,
+) -> list[Cut]:
+    """Choose the cuts for a number of stages by a policy.
+
+    - `balanced`: the largest stage does as little as it can, or the busiest device where devices hold several stages;
+    - `smallest-crossing`: the fewest bytes cross among cuts that keep the largest stage within 10% of that;
+    - `equal-blocks`: the same number of repeated blocks in every stage;
+    - `equal-size`: stages filled up to an equal share of the parameters, as PiPPy does.
+
+    `work` is seconds per operation of the graph, counted from shapes where it is not given; `sizes`
+    are the microbatch's, one row where not given; `places` are the devices of the stages, each its own where
+    not given. Raises `CutError` for a policy that is not known or that this model does not allow.
+    """
+    sizes = sizes or graph.sizes(graph.fixed_batch or 1)
+    work = work if work is not None else count_work(graph, sizes)
+    if policy not in POLICIES:
+        raise CutError(f"the policy {policy!r} is not known; use one of {', '.join(POLICIES)}")
+    partition.check_stages(len(cuts) + 1, stages)
+    if stages == 1:
+        return []
+    if policy in {"balanced", "smallest-crossing"}:
+        choose: Callable[..., list[int]] = partition.smallest_crossing
+        if policy == "balanced":
+            several = places is not None and len(set(places)) < stages
+            choose = partial(balanced_devices, places=places or ()) if several else partition.balanced
+        return _choose_among(list(cuts), choose, graph, work, sizes, stages)
+    if policy == "equal-blocks":
+        return _equal_blocks(graph, cuts, work, stages)
+    return _equal_size(graph, cuts, work, stages)
+
+
+def best_blocks(graph: Graph, cuts: Cuts, *, stages: int, sizes: Mapping[str, int]) -> list[Cut]:
+    """Choose the cuts between whole blocks that make the largest stage smallest, by counted work.
+
+    Raises `CutError` where the model has no repeated blocks, or fewer than stages.
+    """
+    work = count_work(graph, sizes)
+    starts = {_nearest_cut(cuts, span.start) for span in find_blocks(graph, work)[1:]}
+    among = sorted(starts, key=lambda cut: cut.position)
+    return _choose_among(among, partition.balanced, graph, work, sizes, stages)
+
+
+def _choose_among(
+    cuts: Sequence[Cut], choose: Callable[..., list[int]], graph: Graph, work: Sequence[float],
+    sizes: Mapping[str, int], stages: int,
+) -> list[Cut]:  # fmt: skip
+    """Let a function of `plan.partition` choose among cuts; every crossing byte is work on both sides."""
+    bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
+    units = [sum(work[a:b]) for a, b in pairwise(bounds)]
+    crossing = [0, *(cut.num_bytes(sizes) for cut in cuts), 0]
+    return [cuts[b - 1] for b in choose(units, crossing, stages, work_per_byte=SECONDS_PER_CROSSING_BYTE)]
+
+
+def _equal_blocks(graph: Graph, cuts: Cuts, work: Sequence[float], stages: int) -> list[Cut]:
+    starts = [span.start for span in find_blocks(graph, work)]
+    chosen = [_nearest_cut(cuts, position) for position in partition.evenly(starts, stages)]
+    if len({cut.position for cut in chosen}) < len(chosen):
+        raise CutError(
+            f"{graph.model} allows no cut between some of its blocks, so {stages} stages of whole blocks "
+            "cannot be; use fewer stages or the policy 'balanced'"
+        )
+    return chosen
+
+
+def _equal_size(graph: Graph, cuts: Cuts, work: Sequence[float], stages: int) -> list[Cut]:
+    try:
+        blocks = find_blocks(graph, work)
+    except CutError:  # without blocks every operation with parameters is a piece
+        blocks = []
+    starts, sizes = parameter_pieces(graph, blocks)
+    chosen = [_nearest_cut(cuts, starts[boundary]) for boundary in partition.fill(sizes, stages)]
+    distinct = sorted({cut.position for cut in chosen})
+    if len(distinct) != stages - 1:
+        raise CutError(
+            f"the parameters of {graph.model} lie in pieces too large for {stages} equal sizes; "
+            "use fewer stages or the policy 'balanced'"
+        )
+    return [cuts.at(position) for position in distinct]
+
+
+def _nearest_cut(cuts: Cuts, position: int) -> Cut:
+    """Return the cut at a position, or the nearest where that one is not allowed."""
+    return min(cuts, key=lambda cut: abs(cut.position - position))

@@ -1,0 +1,58 @@
+"""A graph divided into every stage's programs: by sets of cuts that take turns, or as a plan says.
+
+Beside `split` because workers need it, and capturing, which they never do, takes long to import.
+"""
+
+from collections.abc import Sequence
+
+from penstock.errors import PlanError
+from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.graph import Graph
+from penstock.graph.program import StageProgram
+from penstock.graph.stages import divide, fingerprint
+from penstock.plan.schedule.round_robin import RoundRobin, round_robin
+from penstock.spec.check import check_cuts, check_plan, check_purpose
+from penstock.spec.plan import Pipeline, Plan
+
+
+def divide_in_turns(
+    graph: Graph, cut_sets: Sequence[Sequence[Cut]], order: Sequence[int] = (0,)
+) -> list[RoundRobin[StageProgram]]:
+    """Return for every stage its programs, one for each set of cuts, which take turns in this order.
+
+    Example:
+        divide_in_turns(graph, [cuts.find_all(["blocks.5:after"])])
+    """
+    sets = [divide(graph, cuts) for cuts in cut_sets]
+    return [RoundRobin(programs, order) for programs in zip(*sets, strict=True)]
+
+
+def divide_plan(graph: Graph, plan: Plan) -> list[list[RoundRobin[StageProgram]]]:
+    """Return for every pipeline of a plan its stages' programs.
+
+    Raises `PlanError` where the plan is of another model, or contradicts itself.
+    """
+    check_purpose(plan, trains=False)
+    cuts = cuts_of_plan(graph, plan)
+    return [
+        divide_in_turns(graph, [cuts.find_all(each.cuts) for each in pipeline.cut_sets], order_of(pipeline))
+        for pipeline in plan.pipelines
+    ]
+
+
+def cuts_of_plan(graph: Graph, plan: Plan) -> Cuts:
+    """Return the possible cuts of a graph, which the plan's are among; raises `PlanError` as `divide_plan` does."""
+    check_plan(plan)
+    if plan.graph != fingerprint(graph):
+        raise PlanError(
+            f"the plan is for the graph {plan.graph} of {plan.model}, but this model's is {fingerprint(graph)}; "
+            "profile and plan this model"
+        )
+    cuts = Cuts(graph)
+    check_cuts(plan, [cut.name for cut in cuts])
+    return cuts
+
+
+def order_of(pipeline: Pipeline) -> tuple[int, ...]:
+    """Return the order in which a pipeline's cut sets take turns."""
+    return round_robin([cut_set.weight for cut_set in pipeline.cut_sets])

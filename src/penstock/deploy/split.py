@@ -1,0 +1,115 @@
+"""Split a model into stages that run one after the other in this process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.deploy.policies import choose_cuts
+from penstock.deploy.state import load_state
+from penstock.graph.call import bind_inputs, build_output, read_sizes
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.graph import Graph
+from penstock.graph.program import StageProgram
+from penstock.graph.stages import divide
+from penstock.graph.work import count_work
+from penstock.runtime.eager import Runtime
+from penstock.zoo.weights.weights import ModuleWeights, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: its program, the cuts on both sides, and a call that runs it.
+
+    Called with its input tensors it gives its output tensors; the batch size is read from them.
+    """
+
+    index: int
+    before: Cut | None
+    after: Cut | None
+    program: StageProgram
+    runtime: Runtime
+    work: float
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The model's names of the parameters in this stage."""
+        return tuple(state.source for state in self.program.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The bytes of the parameters in this stage."""
+        return sum(state.value.num_bytes({}) for state in self.program.parameters)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        sizes = read_sizes(self.program.symbols, self.program.inputs, inputs)
+        with torch.no_grad():
+            return tuple(self.runtime(sizes, inputs))
+
+
+class SplitModel:
+    """A model as stages that are called one after the other in this process.
+
+    Called like the model, with any batch size, it gives what the model gives.
+    """
+
+    def __init__(self, graph: Graph, cuts: Sequence[Cut], tensors: Mapping[str, Tensor], work: Sequence[float]) -> None:
+        self.graph = graph
+        self.cuts = tuple(cuts)
+        programs = divide(graph, cuts)
+        bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
+        self.stages = tuple(
+            Stage(
+                index=index,
+                before=cuts[index - 1] if index else None,
+                after=cuts[index] if index < len(cuts) else None,
+                program=program,
+                runtime=Runtime(program, tensors),
+                work=sum(work[bounds[index] : bounds[index + 1]]),
+            )
+            for index, program in enumerate(programs)
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs, sizes = bind_inputs(self.graph, args, kwargs)
+        with torch.no_grad():
+            for stage in self.stages:
+                inputs = stage.runtime.own(stage.runtime(sizes, inputs), sizes)
+        return build_output(self.graph, inputs, sizes)
+
+
+def split(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    stages: int = 4,
+    policy: str = "balanced",
+    cuts: Sequence[str] | None = None,
+    dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
+    weights: Weights | None = None,
+) -> SplitModel:
+    """Split a model into stages; called, the result gives what the model gives.
+
+    `cuts` names the cuts by hand, as in `["blocks.5:after"]`, and then decides the number of stages.
+    `weights` is needed only where the model's parameters lie on the meta device.
+
+    Example:
+        halves = penstock.split(model, (images,), stages=2)
+        halves.stages[0].parameters, halves(images)
+
+    Raises `CaptureError` for a model that does not export, `CutError` for cuts that cannot be.
+    """
+    graph = capture(model, args, kwargs, dynamic=dynamic)
+    possible = Cuts(graph)
+    work = count_work(graph, graph.sizes(graph.fixed_batch or 1))
+    if cuts is not None:
+        chosen = possible.find_all(cuts)
+    else:
+        chosen = choose_cuts(graph, possible, stages=stages, policy=policy, work=work)
+    source = weights or ModuleWeights(model)
+    tensors = {state.value.name: load_state(graph, state, source) for state in graph.states}
+    return SplitModel(graph, chosen, tensors, work)

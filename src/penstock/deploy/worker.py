@@ -1,0 +1,119 @@
+"""A worker process: it joins, does one job after the other, and leaves. It knows no model."""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.deploy.baseline import do_alone
+from penstock.deploy.documents import DoMore, RunAlone, ServeStages
+from penstock.deploy.jobs import MakeRuntime, read_stages, receive_job
+from penstock.engine.executor import serve
+from penstock.engine.tracers import follow_stages
+from penstock.engine.wiring import build_slots, tell_progress
+from penstock.errors import PenstockError, ProgramError, TransportError
+from penstock.group.launch import leave_with_parent
+from penstock.group.world import Leave, World, join_local
+from penstock.transport.base import FEEDER, send_bytes
+
+# where workers that a process on this machine starts find their parts of a bundle
+BUNDLE = "PENSTOCK_BUNDLE"
+# what a process does for a document's settings, and answers as JSON can
+Job = Callable[[World, Mapping[str, Any]], Any]
+# adds arguments to a worker's command line, and returns what makes jobs of what was given
+Prepare = Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], Mapping[str, Job]]]
+
+
+def work(
+    world: World, make: MakeRuntime | None = None, bundle: Path | None = None, more: Mapping[str, Job] | None = None
+) -> str:
+    """Do jobs until told to leave; gives the last word. What goes wrong is reported to the whole world, then raised.
+
+    `more` are jobs by name that whoever started this process lets it do beside serving stages.
+    """
+    try:
+        while not isinstance(document := receive_job(world.transport), Leave):
+            if isinstance(document, DoMore):
+                answer = _find_job(more or {}, document.name)(world, document.settings)
+                send_bytes(world.transport, json.dumps(answer).encode(), FEEDER)
+            else:
+                do_job(world, document, make, bundle)
+        with contextlib.suppress(TransportError):  # the work is done, whatever has become of who asked for it
+            send_bytes(world.transport, b"left", FEEDER)
+        world.health.close()  # from here on nobody's end is a failure
+        return document.message
+    except TransportError as error:
+        raise world.explain(error) from error
+    except Exception as error:
+        world.health.report(error)
+        raise
+
+
+def follow(world: World, more: Mapping[str, Job] | None = None) -> str:
+    """Do jobs until told to leave, and let go of the world; gives the last word."""
+    try:
+        return work(world, more=more)
+    finally:
+        world.close()
+
+
+def _find_job(more: Mapping[str, Job], name: str) -> Job:
+    if name not in more:
+        raise ProgramError(
+            f"a worker does what it was started for, and {name[:40]!r} is not among that; start every process with the "
+            "same command"
+        )
+    return more[name]
+
+
+def do_job(
+    world: World, document: ServeStages | RunAlone, make: MakeRuntime | None = None, bundle: Path | None = None
+) -> None:
+    """Do one job: run a model alone, or serve stages until they are closed."""
+    if isinstance(document, RunAlone):
+        do_alone(world, document)
+        return
+    job, runtimes = read_stages(world, document, make, bundle)
+    torch.set_num_threads(job.threads)
+    slots, _ = build_slots(world.transport, job, runtimes)
+    tell_progress(world, job, slots)
+    serve(slots, lambda: job.schedule(world.rank), follow_stages(world, job, slots))
+
+
+def _nothing(_parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Mapping[str, Job]]:
+    return lambda _given: {}
+
+
+def main(prepare: Prepare = _nothing) -> int:
+    """Run a worker that a process on this machine started.
+
+    `prepare` gives it further jobs, which depend on nothing but this process's own command line.
+    """
+    parser = argparse.ArgumentParser()
+    more = prepare(parser)
+    for name in ("port", "rank", "size"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # a clean end comes as a job; give it a moment before taking the closed pipe for a death
+    leave_with_parent(grace_s=3.0)
+    world = join_local(given.port, given.rank, given.size)
+    try:
+        folder = os.environ.get(BUNDLE)
+        work(world, bundle=Path(folder) if folder else None, more=more(given))
+    except PenstockError:
+        return 1  # the feeding process has been told and prints it
+    finally:
+        world.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""The two ends of a cut: an inlet with receives posted ahead, an outlet with sends under way.
+
+Both have a fixed number of buffers, the depth, so a stage that is too fast waits: for a free send
+buffer, which is free when the next stage has posted a receive for it. Buffers lie on the host; those
+beside a GPU are pinned, which is what it copies from and to at full speed.
+
+Where a line lies between two devices the tensors have buffers there, and a channel of their own. They are received
+when the header has come, so a device never waits for what is not on its way; the sender has the buffers of both sides.
+"""
+
+import queue
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConnectionBroken
+from penstock.tensors.layout import copy_exactly
+from penstock.tracing.record import Track
+from penstock.transport.base import Pending, Transport, device_channel
+from penstock.transport.messages import CLOSE, Formats, Message, apart_of, size_of
+
+_POLL_S = 0.1
+
+
+class Inlet(Protocol):
+    """Where messages come in, in order."""
+
+    @property
+    def width(self) -> int:
+        """How many messages the end of a stream is."""
+
+    def take(self) -> Message:
+        """Wait for the next message; its tensors are good until `release`."""
+
+    def release(self) -> None:
+        """Give back the memory of the oldest message taken."""
+
+    def trace_taking(self, track: Track | None) -> None:
+        """Record on a track what comes in; on none, nothing."""
+
+
+class Outlet(Protocol):
+    """Where messages go out, in order."""
+
+    @property
+    def width(self) -> int:
+        """How many messages the end of a stream is."""
+
+    def put(self, message: Message) -> None:
+        """Send a message; the tensors are copied before this returns."""
+
+    def trace_giving(self, track: Track | None) -> None:
+        """Record on a track what goes out; on none, nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Where the tensors of a line between two devices have their buffers, and how large those are."""
+
+    device: torch.device
+    num_bytes: int
+
+    def make(self) -> Tensor:
+        """Make a buffer, of at least the one byte that connects."""
+        return torch.zeros(max(self.num_bytes, 1), dtype=torch.uint8, device=self.device)
+
+
+class RemoteInlet:
+    """Receives from another rank, with `depth` receives posted ahead."""
+
+    width = 1
+
+    def __init__(
+        self, transport: Transport, source: int, channel: int, layout: Formats, num_bytes: int, depth: int, *,
+        pinned: bool = False, apart: Apart | None = None,
+    ) -> None:  # fmt: skip
+        self._fetch: Callable[[int], Tensor] | None = None
+        if apart is not None:
+            there = apart.make()
+            transport.receive(there[:1], source, device_channel(channel)).wait()  # the first byte connects
+            self._fetch = partial(self._receive_apart, there)
+        self._transport = transport
+        self._source = source
+        self._channel = channel
+        self._format = layout
+        self._posted: deque[tuple[Pending, Tensor]] = deque()
+        self._taken: deque[Tensor] = deque()
+        self._track: Track | None = None
+        for _ in range(depth):
+            self._post(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned))
+
+    def take(self) -> Message:
+        """Wait for the next message."""
+        pending, buffer = self._posted.popleft()
+        track = self._track
+        begin_s = track.now() if track else 0.0
+        pending.wait()
+        arrived_s = track.now() if track else 0.0
+        message = self._format.read(buffer, self._fetch)
+        self._taken.append(buffer)
+        if track:
+            track.took(message.index, begin_s, arrived_s, size_of(buffer))
+        if message.kind == CLOSE:
+            self._drain()
+        return message
+
+    def release(self) -> None:
+        """Post the oldest message's buffer again."""
+        self._post(self._taken.popleft())
+
+    def _receive_apart(self, there: Tensor, num_bytes: int) -> Tensor:
+        """Receive the tensors of a message whose header has come; those of the one before have been released."""
+        tensors = there[:num_bytes]
+        self._transport.receive(tensors, self._source, device_channel(self._channel)).wait()
+        return tensors
+
+    def _post(self, buffer: Tensor) -> None:
+        self._posted.append((self._transport.receive(buffer, self._source, self._channel), buffer))
+
+    def trace_taking(self, track: Track | None) -> None:
+        """Record on a track what comes in; on none, nothing."""
+        self._track = track
+
+    def _drain(self) -> None:
+        """Nothing may stay posted on a channel that is done: the sender sends CLOSE once for each buffer."""
+        while self._posted:
+            self._posted.popleft()[0].wait()
+
+
+class RemoteOutlet:
+    """Sends to another rank, with up to `depth` sends under way."""
+
+    width = 1
+
+    def __init__(
+        self, transport: Transport, to: int, channel: int, layout: Formats, num_bytes: int, depth: int, *,
+        pinned: bool = False, apart: Apart | None = None,
+    ) -> None:  # fmt: skip
+        self._transport = transport
+        self._to = to
+        self._channel = channel
+        self._format = layout
+        # a receiver between devices posts nothing ahead, so the sender has as many buffers as both
+        self._free = deque(
+            (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned), apart.make() if apart is not None else None)
+            for _ in range(depth if apart is None else 2 * depth)
+        )
+        if apart is not None:
+            transport.send(apart.make()[:1], to, device_channel(channel)).wait()
+        self._sending: deque[tuple[list[Pending], tuple[Tensor, Tensor | None]]] = deque()
+        self._depth = depth
+        self._track: Track | None = None
+
+    def put(self, message: Message) -> None:
+        """Wait for a free buffer, lay the message out in it and send it."""
+        for _ in range(self._depth if message.kind == CLOSE else 1):
+            self._send(message)
+        if message.kind == CLOSE:
+            while self._sending:
+                self._wait_for_room()
+
+    def trace_giving(self, track: Track | None) -> None:
+        """Record on a track what goes out; on none, nothing."""
+        self._track = track
+
+    def _send(self, message: Message) -> None:
+        track = self._track
+        begin_s = track.now() if track else 0.0
+        if self._free:
+            buffer, apart = self._free.popleft()
+        else:
+            buffer, apart = self._wait_for_room()
+        room_s = track.now() if track else 0.0
+        num_bytes = self._format.write(message, buffer, apart)
+        sends = [self._transport.send(buffer[:num_bytes], self._to, self._channel)]
+        if apart is not None and (num_apart := apart_of(buffer)):
+            sends.append(self._transport.send(apart[:num_apart], self._to, device_channel(self._channel)))
+        self._sending.append((sends, (buffer, apart)))
+        if track:
+            track.gave(message.index, begin_s, room_s, size_of(buffer))
+
+    def _wait_for_room(self) -> tuple[Tensor, Tensor | None]:
+        """Wait until the oldest message under way has gone; gives its buffers."""
+        sends, buffers = self._sending.popleft()
+        for pending in sends:
+            pending.wait()
+        return buffers
+
+
+class LocalEdge:
+    """Both ends within one process; as an outlet it copies, as a remote one does. Without a depth it never waits."""
+
+    width = 1
+
+    def __init__(self, depth: int | None) -> None:
+        # SimpleQueue needs no Python while it waits or hands over; places are counted by tokens
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bounded = depth is not None
+        for _ in range(depth or 0):
+            self._places.put(None)
+        self._aborted = False
+        self._taking: Track | None = None
+        self._giving: Track | None = None
+
+    def trace_taking(self, track: Track | None) -> None:
+        """Record on a track what comes in; on none, nothing."""
+        self._taking = track
+
+    def trace_giving(self, track: Track | None) -> None:
+        """Record on a track what goes out; on none, nothing."""
+        self._giving = track
+
+    def take(self) -> Message:
+        """Wait for the next message."""
+        begin_s = self._taking.now() if self._taking else 0.0
+        while True:
+            try:
+                message = self._messages.get(timeout=_POLL_S)
+            except queue.Empty:
+                self._check()
+                continue
+            if self._bounded:
+                self._places.put(None)
+            if self._taking:
+                self._taking.took(message.index, begin_s, self._taking.now(), 0)
+            return message
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+    def put(self, message: Message) -> None:
+        """Hand over a copy, once there is room."""
+        while not self.offer(message, _POLL_S):
+            self._check()
+
+    def offer(self, message: Message, timeout_s: float) -> bool:
+        """Hand over a copy if there is room within some seconds; tells whether there was."""
+        begin_s = self._giving.now() if self._giving else 0.0
+        try:
+            if self._bounded:
+                self._places.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        room_s = self._giving.now() if self._giving else 0.0
+        # whoever handed it over may change it as soon as this returns
+        copies = [copy_exactly(tensor.detach()) for tensor in message.tensors]
+        self._messages.put(Message(message.kind, message.index, message.sizes, copies, message.body))
+        if self._giving:
+            self._giving.gave(message.index, begin_s, room_s, 0)
+        return True
+
+    def abort(self) -> None:
+        """End every wait with `ConnectionBroken`."""
+        self._aborted = True
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise ConnectionBroken("the stream was given up")

@@ -1,0 +1,221 @@
+"""Gradients added up over the replicas of a stage, and over the stages that share a weight, while backwards go on."""
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.plan.schedule.actions import BUCKET_BYTES, NUM_SUMS
+from penstock.tracing.record import FEEDER_STAGE, Recorder
+from penstock.transport.base import Transport
+from penstock.transport.collectives import TRAINING_CHANNELS, all_reduce
+
+_BUCKET_CHANNELS = TRAINING_CHANNELS + 2**20
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter that is trained here: its name, the stages here that have it and their leaves.
+
+    `ranks` and `holders` are all ranks and all stages of the model that have it, here or elsewhere.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    leaves: tuple[Tensor, ...]
+    ranks: tuple[int, ...]
+    holders: tuple[int, ...]
+
+    def take_gradient(self) -> Tensor | None:
+        """Add up what this process's stages found, in their order, and leave nothing behind; None where none did."""
+        found = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        for leaf in self.leaves:
+            leaf.grad = None
+        if not found:
+            return None
+        total = found[0]
+        for gradient in found[1:]:
+            total = total + gradient
+        return total
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Weights whose gradients travel as one; `number` is the same on all of their ranks."""
+
+    number: int
+    weights: list[Weight]
+    waiting: set[tuple[int, str]] = field(default_factory=set)
+
+    @property
+    def leaves(self) -> set[tuple[int, str]]:
+        """Every leaf of the bucket, by stage and name."""
+        return {(stage, weight.name) for weight in self.weights for stage in weight.stages}
+
+
+def make_buckets(weights: Sequence[Weight], order: Sequence[str], limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Fill buckets with weights that several ranks hold.
+
+    `order` names all weights of the model, in the same order on every rank: a bucket is numbered by
+    its first weight, and every rank works through its buckets by their numbers, so that no two ranks
+    wait for each other. Late weights come first, since their gradients are ready first.
+    """
+    place = {name: len(order) - 1 - index for index, name in enumerate(order)}
+    alike: dict[object, list[Weight]] = {}
+    for weight in sorted(weights, key=lambda w: place[w.name]):
+        if len(weight.ranks) > 1:
+            alike.setdefault((weight.ranks, weight.holders, weight.leaves[0].dtype), []).append(weight)
+    buckets: list[Bucket] = []
+    for group in alike.values():
+        room = 0
+        for weight in group:
+            if room < weight.leaves[0].nbytes:
+                buckets.append(Bucket(place[weight.name], []))
+                room = limit_bytes
+            buckets[-1].weights.append(weight)
+            room -= weight.leaves[0].nbytes
+    return sorted(buckets, key=lambda bucket: bucket.number)
+
+
+class Synchronizer:
+    """Adds gradients up in threads of its own, two buckets at a time, as soon as all of a bucket's are final.
+
+    Whoever says that a bucket's last gradient is final lays the bucket out: so that its memory comes from where the
+    gradients' goes back to. Allocators keep apart what threads hold, and gradients let go of by one thread would be
+    no room for another's.
+
+    Example:
+        synchronizer.begin()
+        ...                                  # backwards; `leaf_done` and `stage_done` say what is final
+        synchronizer.flush()                 # everything is; `unused` have no part in the loss here
+        gradients = synchronizer.finish()    # by name, sums over all ranks
+    """
+
+    def __init__(self, transport: Transport, weights: Sequence[Weight], order: Sequence[str]) -> None:
+        self._transport = transport
+        self._weights = list(weights)
+        self._buckets = make_buckets(weights, order)
+        self.recorder: Recorder | None = None
+        self.unused: list[str] = []
+        self._next = 0
+        self._alone: dict[str, Tensor] = {}  # gradients that nobody else has a part in
+        self._tasks: queue.SimpleQueue[tuple[Bucket, Tensor] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Mapping[str, Tensor] | BaseException] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def num_buckets(self) -> int:
+        """How many sums one step takes."""
+        return len(self._buckets)
+
+    def begin(self) -> None:
+        """Start another step: no gradient is there yet."""
+        self._next = 0
+        self.unused = []
+        for bucket in self._buckets:
+            bucket.waiting = bucket.leaves
+        for weight in self._weights:
+            for leaf in weight.leaves:
+                leaf.grad = None
+
+    def leaf_done(self, stage: int, name: str) -> None:
+        """Say that a leaf's gradient is final."""
+        for bucket in self._buckets:
+            bucket.waiting.discard((stage, name))
+        self._start()
+
+    def stage_done(self, stage: int) -> None:
+        """Say that all gradients of a stage are final."""
+        for bucket in self._buckets:
+            bucket.waiting = {leaf for leaf in bucket.waiting if leaf[0] != stage}
+        self._start()
+
+    def flush(self) -> None:
+        """Say that all gradients are final; what is not on its way yet starts, and nothing is waited for."""
+        for bucket in self._buckets:
+            bucket.waiting = set()
+        self._start()
+        shared = {weight.name for bucket in self._buckets for weight in bucket.weights}
+        self._alone = {weight.name: self._take(weight) for weight in self._weights if weight.name not in shared}
+
+    def finish(self, divisor: float = 1.0) -> dict[str, Tensor]:
+        """Wait for the sums, and divide each while others are on their way.
+
+        Raises `ConnectionBroken` when another process is gone, and whatever else ended a thread.
+        """
+        gradients = {name: gradient.div_(divisor) for name, gradient in self._alone.items()}
+        self._alone = {}
+        for _ in self._buckets:
+            result = self._await_sum()
+            if isinstance(result, BaseException):
+                raise result
+            # in their own memory: nobody else has it
+            gradients.update({name: total.div_(divisor) for name, total in result.items()})
+        return gradients
+
+    def _await_sum(self) -> Mapping[str, Tensor] | BaseException:
+        """Wait for a thread; each ends with a sum or with what went wrong, also where a verdict breaks its connection.
+
+        Raises `RunError` where no thread is left that could.
+        """
+        while True:
+            try:
+                return self._done.get(timeout=_POLL_S)
+            except queue.Empty:
+                if not any(thread.is_alive() for thread in self._threads) and self._done.empty():
+                    raise RunError(
+                        "no thread is left to add gradients up; start training again from a checkpoint"
+                    ) from None
+
+    def _take(self, weight: Weight) -> Tensor:
+        gradient = weight.take_gradient()
+        if gradient is None:
+            self.unused.append(weight.name)
+            return torch.zeros_like(weight.leaves[0])
+        return gradient
+
+    def close(self) -> None:
+        """End the threads."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        while self._threads:
+            self._threads.pop().join(5.0)
+
+    def _start(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            bucket = self._buckets[self._next]
+            self._next += 1
+            flat = torch.cat([self._take(weight).reshape(-1) for weight in bucket.weights])
+            self._tasks.put((bucket, flat))
+            if len(self._threads) < min(NUM_SUMS, len(self._buckets)):
+                self._threads.append(threading.Thread(target=self._work, name="penstock-gradients", daemon=True))
+                self._threads[-1].start()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            bucket, flat = task
+            try:
+                begin_s = self.recorder.clock() if self.recorder else 0.0
+                sums = self._reduce(bucket, flat)
+                if self.recorder:
+                    num_bytes = sum(total.nbytes for total in sums.values())
+                    self.recorder.span(
+                        "synchronize", FEEDER_STAGE, bucket.number, begin_s, self.recorder.clock(), "sum", num_bytes
+                    )
+                self._done.put(sums)
+            # whatever it is, `finish` waits to be told of it
+            except BaseException as error:
+                self._done.put(error)
+                return
+
+    def _reduce(self, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
+        flat = flat.cpu()  # what travels lies on the host
+        all_reduce(self._transport, flat, bucket.weights[0].ranks, _BUCKET_CHANNELS + bucket.number)
+        shapes = [weight.leaves[0].shape for weight in bucket.weights]
+        parts = flat.to(bucket.weights[0].leaves[0].device).split([shape.numel() for shape in shapes])
+        return {w.name: part.view(shape) for w, shape, part in zip(bucket.weights, shapes, parts, strict=True)}

@@ -1,0 +1,100 @@
+"""Which rank holds which stage: placements as data."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from penstock.plan.schedule.actions import Action, forward_only
+from penstock.plan.schedule.round_robin import RoundRobin
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One whole pipeline: its ranks in the order of devices, the rank of every stage, and its part of each batch.
+
+    `num_microbatches` is what a plan gives it of each step; all have the same where there is none.
+    """
+
+    devices: tuple[int, ...]
+    stages: tuple[int, ...]
+    num_microbatches: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Replicas times stages, over the ranks of a world.
+
+    replica 0   rank 0: stage 0   rank 1: stage 1
+    replica 1   rank 2: stage 0   rank 3: stage 1
+    """
+
+    replicas: tuple[Replica, ...]
+
+    def replica_of(self, rank: int) -> int:
+        """Return the replica that a rank belongs to."""
+        return next(index for index, replica in enumerate(self.replicas) if rank in replica.devices)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages that a rank holds."""
+        replica = self.replicas[self.replica_of(rank)]
+        return [stage for stage, holder in enumerate(replica.stages) if holder == rank]
+
+    def holders(self, stage: int) -> list[int]:
+        """Return the rank of a stage in every replica."""
+        return [replica.stages[stage] for replica in self.replicas]
+
+    def rows(self, num_rows: int) -> list[range]:
+        """Divide the rows of a batch among the replicas: evenly, or as a plan divides the microbatches."""
+        counts = [replica.num_microbatches for replica in self.replicas]
+        if len(set(counts)) == 1:
+            return shares(num_rows, len(counts))
+        ends = list(accumulate(count or 1 for count in counts))
+        starts = [-(-num_rows * end // ends[-1]) for end in (0, *ends)]
+        return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def shares(num_rows: int, num_parts: int) -> list[range]:
+    """Divide rows into parts that follow each other and differ by one row at most; some are empty if there are few.
+
+    >>> shares(7, 3)
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    each, more = divmod(num_rows, num_parts)
+    starts = [part * each + min(part, more) for part in range(num_parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesJob:
+    """Serve some stages of a pipeline until told to stop.
+
+    `ranks` has for every stage the ranks that take turns on it, mostly one; `computes_on` is the name of what each
+    of them finds on its own machine (see `find_device`).
+    """
+
+    number: int
+    ranks: tuple[RoundRobin[int], ...]
+    sizes: Mapping[str, int]
+    depth: int
+    threads: int
+    device_names: tuple[str, ...]
+    computes_on: str = "cpu"
+    direct: bool = False  # tensors between stages go from device to device
+    trace: bool = False
+    trace_units: bool = False
+    trace_profile: bool = False
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """All ranks that hold a stage."""
+        return frozenset(rank for ranks in self.ranks for rank in ranks.items)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in order."""
+        return [index for index, ranks in enumerate(self.ranks) if rank in ranks.items]
+
+    def schedule(self, rank: int) -> Iterator[Action]:
+        """Forwards without end: on every microbatch that has its turn on this rank, all of its stages."""
+        for action in forward_only(self.stages_of(rank)):
+            if self.ranks[action.stage][action.microbatch] == rank:
+                yield action

@@ -1,0 +1,191 @@
+"""Record what the stages of a world do, and bring it to the process that feeds, on one clock.
+
+a worker                                        the feeding process
+stages in place, the device measured
+answers ◀───────── clock questions ───────────  asks every rank
+streams, recording ...
+answers ◀───────── clock questions ───────────  asks again: offset and drift
+sends what it recorded ──────────────────────▶  writes one file for each process
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import msgspec
+import torch
+
+from penstock.engine.channels import Inlet, Outlet
+from penstock.engine.executor import StageSlot
+from penstock.engine.placement import StagesJob
+from penstock.engine.profile_window import ProfileWindow
+from penstock.engine.reference import measure_machine
+from penstock.errors import TransportError
+from penstock.group.world import World
+from penstock.tracing.clock import Exchange, Reading, fit_clock, read_clock
+from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder, Track
+from penstock.tracing.trace import Counter, Machine, PackedTrace, ProcessTrace, Span
+from penstock.transport.base import FEEDER, Transport, receive_bytes, send_bytes
+
+# beyond the channels of all edges and of training
+_CHANNEL = 2**31 - 16
+_NUM_EXCHANGES = 24
+MAX_TRACE_BYTES = 64 * 2**20
+
+
+class StageTracer:
+    """Records the stages that one process holds, stream after stream, and sends that to the one that feeds."""
+
+    def __init__(
+        self, world: World, slots: Mapping[int, StageSlot], *, units: bool = False, profile: bool = False
+    ) -> None:
+        self._world = world
+        self._slots = slots
+        self.recorder = Recorder(world.clock, units=units)
+        for slot in slots.values():
+            slot.clock = world.clock
+            slot.profile = ProfileWindow(self.recorder) if profile else None
+        self.record(True)
+        self._machine = measure_machine()
+
+    def record(self, on: bool) -> None:
+        """Record from here on; or nothing, to see what recording costs. What has gaps is no whole trace."""
+        for index, slot in self._slots.items():
+            slot.recorder = self.recorder if on else None
+            slot.inlet.trace_taking(Track(self.recorder, index) if on else None)
+            slot.outlet.trace_giving(Track(self.recorder, index) if on else None)
+
+    def trace(self) -> ProcessTrace:
+        """Return what was recorded since the last time, on this process's own clock."""
+        trace = make_trace(self._world, self.recorder, self._machine)
+        alone = tuple(slot.alone for slot in self._slots.values() if slot.alone is not None)
+        for slot in self._slots.values():
+            slot.kept, slot.alone = {}, None
+        return msgspec.structs.replace(trace, alone=alone)
+
+    def answer(self) -> None:
+        """Tell the feeding process this one's time, as often as it asks."""
+        answer_clock(self._world.transport, self._world.clock)
+
+    def give(self) -> None:
+        """At the end of a stream: tell the time again, then send what was recorded."""
+        give_trace(self._world, self.trace())
+
+
+class FeederTracer:
+    """Records the process that feeds, and gathers what the others have recorded."""
+
+    def __init__(self, world: World, *, units: bool = False, profile: bool = False) -> None:
+        self._world = world
+        self.units = units
+        self.profile = profile
+        self.recorder = Recorder(world.clock)
+        self._clocks = ClockReadings(world)
+        self._own: StageTracer | None = None
+
+    def follow(self, outlet: Outlet, inlet: Inlet, ranks: Collection[int], slots: Mapping[int, StageSlot]) -> None:
+        """Begin with the feeder's ends of a pipeline, its own stages, and the clocks of the other ranks."""
+        outlet.trace_giving(Track(self.recorder, FEEDER_STAGE))
+        inlet.trace_taking(Track(self.recorder, FEEDER_STAGE))
+        if slots:
+            self._own = StageTracer(self._world, slots, units=self.units, profile=self.profile)
+        self._clocks.begin(_others(ranks))
+
+    def gather(self, ranks: Collection[int]) -> list[PackedTrace]:
+        """At the end of a stream: take what the ranks of a pipeline have recorded."""
+        return self._clocks.take(_others(ranks))
+
+    def own(self) -> ProcessTrace:
+        """Return what this process recorded: feeding, and the stages that it holds."""
+        mine = make_trace(self._world, self.recorder, Machine())
+        if self._own is None:
+            return mine
+        stages = self._own.trace()
+        return msgspec.structs.replace(stages, spans=(*mine.spans, *stages.spans))
+
+
+def follow_stages(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) -> Callable[[], None]:
+    """Record the stages of a process that does not feed, if the job says so; gives what to call behind each stream."""
+    if not job.trace:
+        return _nothing
+    tracer = StageTracer(world, slots, units=job.trace_units, profile=job.trace_profile)
+    tracer.answer()
+    return tracer.give
+
+
+def _nothing() -> None:
+    """Nothing is recorded."""
+
+
+class ClockReadings:
+    """What the feeding process has read of other clocks, and the traces that it brings to its own."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._readings: dict[int, list[Reading]] = {}
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """Read the clocks of ranks that call `answer_clock`."""
+        for rank in ranks:
+            self._readings[rank] = [self._read(rank)]
+
+    def take(self, ranks: Sequence[int]) -> list[PackedTrace]:
+        """Take the traces of ranks that call `give_trace`."""
+        traces = []
+        for rank in ranks:
+            # from stream to stage to stream: the line goes through the latest two readings
+            self._readings[rank] = [*self._readings[rank][-1:], self._read(rank)]
+            data = receive_bytes(self._world.transport, rank, _CHANNEL, limit=MAX_TRACE_BYTES)
+            try:
+                trace = msgspec.json.decode(data, type=PackedTrace)
+            except msgspec.MsgspecError as error:
+                raise TransportError(f"{self._world.names[rank]} sent no trace: {error}; start again") from None
+            readings = tuple(self._readings[rank])
+            traces.append(msgspec.structs.replace(trace, readings=readings, alignment=fit_clock(readings)))
+        return traces
+
+    def _read(self, rank: int) -> Reading:
+        return ask_clock(self._world.transport, rank, self._world.clock)
+
+
+def give_trace(world: World, trace: ProcessTrace) -> None:
+    """Tell the feeding process the time again, then send it what was recorded here."""
+    answer_clock(world.transport, world.clock)
+    send_bytes(world.transport, msgspec.json.encode(trace), FEEDER, _CHANNEL)
+
+
+def make_trace(world: World, recorder: Recorder, machine: Machine) -> ProcessTrace:
+    """Return what a recorder holds, and let it begin anew."""
+    trace = ProcessTrace(
+        rank=world.rank, device=world.names[world.rank], machine=machine, num_dropped=recorder.num_dropped,
+        spans=tuple(Span(*span) for span in recorder.spans),
+        counters=tuple(Counter(*counter) for counter in recorder.counters),
+    )  # fmt: skip
+    recorder.clear()
+    return trace
+
+
+def ask_clock(transport: Transport, rank: int, clock: Clock) -> Reading:
+    """Read the clock of a rank that calls `answer_clock`."""
+    exchanges = []
+    answer = torch.zeros(2, dtype=torch.float64)
+    for _ in range(_NUM_EXCHANGES):
+        pending = transport.receive(answer.view(torch.uint8), rank, _CHANNEL)
+        sent_s = clock()
+        transport.send(torch.zeros(8, dtype=torch.uint8), rank, _CHANNEL).wait()
+        pending.wait()
+        exchanges.append(Exchange(sent_s, float(answer[0]), float(answer[1]), clock()))
+    return read_clock(exchanges)
+
+
+def answer_clock(transport: Transport, clock: Clock) -> None:
+    """Answer the feeding process's questions with this process's time."""
+    question = torch.zeros(8, dtype=torch.uint8)
+    answer = torch.zeros(2, dtype=torch.float64)
+    for _ in range(_NUM_EXCHANGES):
+        transport.receive(question, FEEDER, _CHANNEL).wait()
+        received_s = clock()
+        answer[0], answer[1] = received_s, clock()
+        transport.send(answer.view(torch.uint8), FEEDER, _CHANNEL).wait()
+
+
+def _others(ranks: Collection[int]) -> list[int]:
+    return sorted(set(ranks) - {FEEDER})

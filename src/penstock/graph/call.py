@@ -1,0 +1,131 @@
+"""Between a call as the user writes it and the flat tensors that stages exchange."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import UsageError
+from penstock.graph.expressions import Size, write_expression
+from penstock.graph.graph import Graph
+from penstock.graph.ops import Ref, Value
+from penstock.graph.stages import output_values
+
+
+def bind_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, int]]:
+    """Flatten a call's arguments to the graph's tensor inputs and read the sizes.
+
+    Raises `UsageError` when the arguments do not have the structure, shapes or dtypes of the capture.
+    """
+    ordered = {name: kwargs[name] for name in _keyword_order(graph) if name in kwargs}
+    leaves, spec = pytree.tree_flatten((tuple(args), ordered | dict(kwargs)))
+    if spec != graph.input_spec:
+        raise UsageError(
+            f"{graph.model} was captured with {_describe(graph.input_spec)} and called with {_describe(spec)}; "
+            "call it as in the example"
+        )
+    tensors = [leaf for leaf, value in zip(leaves, graph.inputs, strict=True) if value is not None]
+    for position, plain in graph.plain_inputs.items():
+        given = leaves[position]
+        if isinstance(given, Tensor) or type(given) is not type(plain.value) or given != plain.value:
+            raise UsageError(
+                f"{graph.model} was captured with {plain.name}={plain.value!r} and called with {_given(given)}; "
+                "capture it again with the value that you want"
+            )
+    try:
+        return tensors, read_sizes(graph.symbols, graph.tensor_inputs(), tensors)
+    except UsageError as error:
+        if graph.fixed_batch is None:
+            raise
+        raise UsageError(f"{error}; {graph.model} fixes its batch size at {graph.fixed_batch}") from None
+
+
+def read_sizes(symbols: Sequence[str], values: Sequence[Value], tensors: Sequence[Tensor]) -> dict[str, int]:
+    """Learn every symbol's value from the tensors' shapes and check all shapes and dtypes against it."""
+    sizes: dict[str, int] = {}
+    if len(values) != len(tensors):
+        raise UsageError(f"{len(values)} input tensors are expected, not {len(tensors)}")
+    for value, tensor in zip(values, tensors, strict=True):
+        if not isinstance(tensor, Tensor) or tensor.dtype != value.dtype or tensor.dim() != len(value.shape):
+            raise UsageError(f"the input {value.name!r} must be {_shape(value)}, not {_given(tensor)}")
+        for dimension, length in zip(value.shape, tensor.shape, strict=True):
+            if isinstance(dimension, Size) and isinstance(dimension.expression, str):
+                sizes.setdefault(dimension.expression, int(length))
+    # a later stage may only see a symbol inside an expression such as 197*batch
+    for symbol in symbols:
+        if symbol not in sizes:
+            sizes[symbol] = _solve(symbol, values, tensors, sizes)
+    for value, tensor in zip(values, tensors, strict=True):
+        if value.evaluate(sizes) != tuple(tensor.shape):
+            raise UsageError(f"the input {value.name!r} must be {_shape(value)}, not {_given(tensor)}")
+    return sizes
+
+
+def _solve(symbol: str, values: Sequence[Value], tensors: Sequence[Tensor], known: Mapping[str, int]) -> int:
+    """Find the size that makes an expression fit; sizes are small, so it is looked for."""
+    for value, tensor in zip(values, tensors, strict=True):
+        for dimension, length in zip(value.shape, tensor.shape, strict=True):
+            if isinstance(dimension, Size):
+                for guess in range(1, int(length) + 1):
+                    if dimension.evaluate({**known, symbol: guess}) == length:
+                        return guess
+    return 1
+
+
+def build_output(graph: Graph, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:
+    """Put the last stage's tensors back into the structure that the model returns."""
+    by_name = {value.name: tensor for value, tensor in zip(output_values(graph), tensors, strict=True)}
+    leaves = [_leaf(output, by_name, sizes) for output in graph.outputs]
+    return pytree.tree_unflatten(leaves, graph.output_spec)
+
+
+def _leaf(output: Any, by_name: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Any:
+    if isinstance(output, Ref):
+        return by_name[output.name]
+    if isinstance(output, Size):
+        return output.evaluate(sizes)
+    return output
+
+
+def _keyword_order(graph: Graph) -> list[str]:
+    """Return the keyword names in the order of the capture; a dict's order is part of its structure."""
+    keyword_spec = graph.input_spec.child(1)
+    return list(keyword_spec.context or [])
+
+
+def _shape(value: Value) -> str:
+    names = [write_expression(d.expression) if isinstance(d, Size) else str(d) for d in value.shape]
+    return f"{str(value.dtype).removeprefix('torch.')} [{', '.join(names)}]"
+
+
+def _given(tensor: object) -> str:
+    if not isinstance(tensor, Tensor):
+        return repr(tensor)[:80]
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _describe(spec: Any) -> str:
+    positional, keyword = spec.child(0), spec.child(1)
+    names = ", ".join(keyword.context or [])
+    return f"{positional.num_children} positional inputs" + (f" and {names}" if names else "")
+
+
+@dataclass(frozen=True, slots=True)
+class CallInputs:
+    """Inputs as a call with positional and keyword ones."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def as_call(item: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Read inputs as a call: a tensor, a tuple of positional inputs, a mapping of keyword inputs, or a `CallInputs`."""
+    if isinstance(item, CallInputs):
+        return item.args, item.kwargs
+    if isinstance(item, Mapping):
+        return (), dict(item)
+    if isinstance(item, (tuple, list)):
+        return tuple(item), {}
+    return (item,), {}

@@ -1,0 +1,1 @@
+"""Which processes take part: started, joined, watched, dismissed."""

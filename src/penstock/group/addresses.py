@@ -1,0 +1,90 @@
+"""Which address a process listens on, and where it finds the first host."""
+
+import ipaddress
+import socket
+
+from penstock.errors import RunError
+
+LOOPBACK = "127.0.0.1"
+# an address for documentation (RFC 5737), which nobody has: the way to it is the way out
+_ANYWHERE = "192.0.2.1"
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Listen on one address alone, on any port where none is given.
+
+    Raises `OSError` where the address is not this machine's or the port is taken.
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def local_address(towards: str) -> str:
+    """Find the address that this machine uses towards another, since its name often means loopback.
+
+    No packet is sent: a connected datagram socket only asks the routing table.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RunError(f"there is no route to {towards!r}: {error}; check the address of the first host") from None
+
+
+def first_address(host: str, *, all_here: bool) -> str:
+    """Find where the first host is reached, since on that host its own name often means loopback.
+
+    `all_here` says that no other machine takes part. Then, and where loopback itself was named, loopback is right;
+    else it is the address of this machine that leads out of it.
+
+    >>> first_address("localhost", all_here=False)
+    '127.0.0.1'
+    """
+    if not _means_loopback(host):
+        return host
+    if all_here or host == "localhost" or _is_loopback(host):
+        return LOOPBACK
+    try:
+        return local_address(_ANYWHERE)
+    except RunError:
+        raise RunError(
+            f"{host} means loopback on this machine, where no other one reaches it, and there is no way out of it "
+            "to tell its address by; give the address itself as --master-addr"
+        ) from None
+
+
+def _means_loopback(host: str) -> bool:
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False  # whoever connects to it says so
+    return all(_is_loopback(address) for address in found)
+
+
+def is_everywhere(address: str) -> bool:
+    """Return whether an address means all those of a machine.
+
+    >>> is_everywhere("0.0.0.0"), is_everywhere("127.0.0.1")
+    (True, False)
+    """
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

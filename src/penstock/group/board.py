@@ -1,0 +1,135 @@
+"""A process's board: a small store that others read to see that it lives, and calls to stores that have a deadline.
+
+The board's server is a thread of torch's that never takes the interpreter's lock, so a process answers while it
+computes, loads or imports for however long. A stopped process does not answer, and a connection to one that has
+ended breaks. A call to a store blocks for as long as the other side is silent, whatever its timeout says: whoever
+must not wait so long makes it on a thread of its own.
+"""
+
+import contextlib
+import datetime
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from penstock.errors import RunError
+from penstock.group.addresses import listen
+from penstock.transport.watched import StoreSilent
+
+# of torch's own waits, which end only where the other side answers at all
+_TIMEOUT = datetime.timedelta(seconds=60)
+# Torch looks up the name of whom it connects to, only to be able to print it. A name server that does not answer takes
+# 5 s of each connection, and 10 where it is asked again.
+CONNECT_S = 15.0
+_POLL_S = 0.1
+
+T = TypeVar("T")
+
+
+def serve_store(address: str, port: int = 0) -> TCPStore:
+    """Serve a store on one address alone; raises `OSError` as `listen` does."""
+    listener = listen(address, port)
+    port = int(listener.getsockname()[1])
+    return TCPStore(address, port, None, True, _TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def connect_store(address: str, port: int, timeout: datetime.timedelta = _TIMEOUT) -> TCPStore:
+    """Connect to a store; raises `RuntimeError` where nobody listens there."""
+    return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+
+
+def connect_board(address: str, port: int) -> TCPStore:
+    """Connect to a store that listens already: where nobody does, its process is gone, and this says so at once."""
+    try:
+        socket.create_connection((address, port), timeout=5.0).close()
+    except OSError as error:
+        raise RuntimeError(str(error)) from None
+    return connect_store(address, port)
+
+
+def lookup_s(address: str) -> float:
+    """Measure how long looking up the name of an address takes here, as torch does when it connects."""
+    begin_s = time.monotonic()
+    with contextlib.suppress(OSError):
+        socket.getnameinfo((address, 9), 0)
+    return time.monotonic() - begin_s
+
+
+def wait_for_server(address: str, port: int, timeout_s: float) -> None:
+    """Wait until something listens there, as the first host does once it was started; raises `RunError`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RunError(f"the first host {address}:{port} cannot be reached: {error}; start it first") from None
+            time.sleep(_POLL_S)
+
+
+class PatientStore:
+    """Another process's store, each call of which ends by a deadline; a thread of its own makes them.
+
+    Example:
+        store = PatientStore(lambda: connect_store("192.168.1.10", 29500), deadline_s=10.0)
+        store.call(lambda s: s.set("joined/1", "1"))
+
+    Once a call has not been answered in time, every further one raises `StoreSilent` at once. Raises what the call
+    raises, and what `connect` raises.
+    """
+
+    def __init__(self, connect: Callable[[], Store], deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._calls: queue.SimpleQueue[tuple[Callable[[Store], Any], queue.SimpleQueue[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._silent = self._connected = False
+        self._thread = threading.Thread(target=self._work, args=(connect,), name="penstock-store", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Store], T]) -> T:
+        """Call a function with the store and return what it returns."""
+        reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        deadline_s = self._deadline_s if self._connected else self._deadline_s + CONNECT_S
+        if self._silent:
+            raise StoreSilent("the store does not answer")
+        self._calls.put((function, reply))
+        try:
+            result, error = reply.get(timeout=deadline_s)
+        except queue.Empty:
+            self._silent = True
+            raise StoreSilent(f"the store has not answered for {deadline_s:g} s") from None
+        if error is not None:
+            raise error
+        found: T = result
+        return found
+
+    def close(self) -> None:
+        """Let go of the connection; a thread that waits for an answer is left to its end."""
+        self._calls.put(None)
+        if not self._silent:
+            self._thread.join(self._deadline_s)
+
+    def _work(self, connect: Callable[[], Store]) -> None:
+        store: Store | None = None
+        problem: BaseException | None = None
+        try:
+            store = connect()
+            self._connected = True
+        except BaseException as error:
+            problem = error
+        while (task := self._calls.get()) is not None:
+            function, reply = task
+            if store is None:
+                reply.put((None, problem))
+                continue
+            try:
+                reply.put((function(store), None))
+            except BaseException as error:
+                reply.put((None, error))

@@ -1,0 +1,182 @@
+"""How processes that start by themselves become one group: they meet at the first one's store.
+
+    claim my rank;  say hello: versions, size of the run, host, where my board and my data connections are
+    read everybody's hello, and refuse a group that does not fit together
+    look after each other from here on (`group/liveness.py`), then connect for data
+
+Every call to the store has a deadline, and what is said first carries the name of this run alone: a process of another
+run, or a second one with the same rank, is refused.
+"""
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+import torch
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from penstock.errors import DeviceLost, RunError
+from penstock.group.board import PatientStore, connect_board, serve_store
+from penstock.group.liveness import FIRST, Boards, prepare_board
+from penstock.text import first_line
+from penstock.transport.watched import StoreSilent
+from penstock.version import __version__
+
+JOIN_S = 120.0
+STORE_S = 10.0  # in which the first host answers
+_POLL_S = 0.05
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a process says of itself when it joins."""
+
+    rank: int
+    size: int
+    run: str  # the name of the run, where torchrun gives it one
+    nonce: str  # of this process; the first one's is that of the group
+    penstock: str
+    torch: str
+    name: str  # for people
+    host: str  # as plans name devices
+    address: str
+    board_port: int
+    bandwidth_bytes_per_s: float | None = None
+
+
+class Meeting:
+    """The processes that have met: what each said, and the boards by which they look after each other.
+
+    Raises `RunError` naming who did not come, or what does not fit, and `DeviceLost` where the first host is gone.
+
+    Example:
+        meeting = Meeting(lambda: connect_store("192.168.1.10", 29500), rank=0, size=4, address="192.168.1.10", ...)
+    """
+
+    def __init__(
+        self, connect: Callable[[], Store], rank: int, size: int, *, address: str, prefix: str, name: str,
+        watch: Callable[[], None] = lambda: None, join_s: float = JOIN_S,
+    ) -> None:  # fmt: skip
+        self._rank, self._size, self._prefix = rank, size, prefix
+        self.board = _serve_board(address, rank)
+        self._own = Hello(
+            rank=rank, size=size, run=os.environ.get("TORCHELASTIC_RUN_ID", ""), nonce=uuid.uuid4().hex,
+            penstock=__version__, torch=str(torch.__version__).partition("+")[0], name=name, host=host_name(),
+            address=address, board_port=self.board.port, bandwidth_bytes_per_s=_bandwidth(),
+        )  # fmt: skip
+        store = PatientStore(connect, STORE_S)
+        try:
+            self.hellos = self._meet(store, watch, join_s)
+        except StoreSilent as error:
+            raise DeviceLost(
+                f"the first host was lost by rank {rank} while the processes met: {error}, so it was stopped, cut off "
+                "or has lost power; start again"
+            ) from None
+        except RuntimeError as error:
+            raise DeviceLost(
+                f"the first host was lost by rank {rank} while the processes met: {first_line(error)}; start again"
+            ) from error
+        finally:
+            store.close()
+
+    @property
+    def name(self) -> str:
+        """The name of this group, which no other has."""
+        return f"{self._prefix}.{self.hellos[FIRST].nonce}"
+
+    @property
+    def boards(self) -> Boards:
+        """The boards of those that this process looks after: the first one after all, the others after the first."""
+        watched = [hello for hello in self.hellos if hello.rank != self._rank and FIRST in (hello.rank, self._rank)]
+        return Boards(
+            self.board,
+            {hello.rank: partial(connect_board, hello.address, hello.board_port) for hello in watched},
+            {hello.rank: hello.address for hello in watched},
+        )
+
+    def _meet(self, store: PatientStore, watch: Callable[[], None], join_s: float) -> list[Hello]:
+        self._claim(store)
+        deadline = time.monotonic() + join_s
+        found: dict[int, Hello] = {}
+        key, text = self._key(self._rank), msgspec.json.encode(self._own).decode()
+        store.call(lambda s: s.set(key, text))
+        while True:
+            for rank in set(range(self._size)) - found.keys():
+                data = store.call(partial(_read, key=self._key(rank)))
+                if data is not None:
+                    found[rank] = check_hello(data, self._own, rank)
+            if len(found) == self._size:
+                return [found[rank] for rank in range(self._size)]
+            watch()
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)
+                raise RunError(
+                    f"rank {missing} of {self._size} did not join within {join_s:.0f} s; "
+                    "start it, or check that it can reach the first host"
+                )
+            time.sleep(_POLL_S)
+
+    def _key(self, rank: int) -> str:
+        return f"penstock/{self._prefix}/hello/{rank}"
+
+    def _claim(self, store: PatientStore) -> None:
+        """Take the rank, which nobody else may have."""
+        key, nonce = f"penstock/{self._prefix}/rank/{self._rank}", self._own.nonce
+        holder = store.call(lambda s: s.compare_set(key, "", nonce))
+        if holder.decode() != nonce:
+            raise RunError(
+                f"a run has one process of each rank, but another rank {self._rank} has joined already; end the one "
+                "that is left from before, or give this run another port"
+            )
+
+
+def check_hello(data: bytes, own: Hello, rank: int) -> Hello:
+    """Read what the process of a rank said, and hold it against what this one is; raises `RunError`."""
+    try:
+        hello = msgspec.json.decode(data, type=Hello)
+    except (msgspec.MsgspecError, UnicodeError):
+        raise RunError(
+            f"rank {rank} speaks another version of penstock than {__version__} here; install the same everywhere"
+        ) from None
+    for what, theirs, ours, mend in (
+        ("runs penstock", hello.penstock, own.penstock, "install the same everywhere"),
+        ("runs torch", hello.torch, own.torch, "install the same everywhere"),
+        ("counts processes", hello.size, own.size, "start all of them for the same number"),
+        ("is of the run", hello.run, own.run, "give all of them the same --rdzv-id"),
+        ("calls itself rank", hello.rank, rank, "start again"),
+    ):
+        if theirs != ours:
+            raise RunError(
+                f"processes of a run are alike, but rank {rank} on {hello.host} {what} {theirs!s} and rank "
+                f"{own.rank} on {own.host} {ours!s}; {mend}"
+            )
+    return hello
+
+
+def _read(store: Store, key: str) -> bytes | None:
+    """Read what stands there, if anything does: reading alone would wait for it."""
+    return store.get(key) if store.check([key]) else None
+
+
+def host_name() -> str:
+    """Return the name of this process's machine, as plans and people know it."""
+    return os.environ.get("PENSTOCK_HOST") or socket.gethostname()
+
+
+def _serve_board(address: str, rank: int) -> TCPStore:
+    try:
+        board = serve_store(address)
+    except OSError as error:
+        raise RunError(
+            f"rank {rank} cannot listen on {address} ({error.strerror or error}); choose an address of this machine "
+            "with --bind, or PENSTOCK_BIND"
+        ) from None
+    prepare_board(board, rank)
+    return board
+
+
+def _bandwidth() -> float | None:
+    return float(os.environ.get("PENSTOCK_BANDWIDTH") or "0") or None

@@ -1,0 +1,199 @@
+"""Make a profile: what a model costs on this kind of device."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.graph.cuts import Cuts
+from penstock.graph.graph import Graph
+from penstock.graph.ops import State
+from penstock.graph.stages import fingerprint
+from penstock.group.launch import code_command, module_path
+from penstock.measure.backward import (
+    Loss,
+    measure_loss,
+    measure_sum_s_per_byte,
+    measure_training,
+    measure_update_s_per_byte,
+)
+from penstock.measure.costs import Seconds, Timing, held_by_units, line_through, measure_seconds, working_bytes
+from penstock.measure.training_memory import TrainingBytes, loss_bytes, unit_bytes
+from penstock.memory import anonymous_bytes
+from penstock.spec.profile import Boundary, Profile, Unit
+
+ROWS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCosts:
+    """CPU seconds that messages take, beside the model's own work; see `measure_messages`."""
+
+    send_s_per_byte: float = 0.0
+    receive_s_per_byte: float = 0.0
+    stage_overhead_s: float = 0.0
+    feed_s: float = 0.0
+    result_s: float = 0.0
+    own_input_s: float = 0.0
+    own_output_s: float = 0.0
+
+
+def profile_graph(
+    graph: Graph,
+    load: Callable[[State], Tensor],
+    *,
+    rows: Sequence[int] = ROWS,
+    threads: int = 1,
+    repeats: int = 7,
+    training: bool = False,
+    loss: Loss | None = None,
+    messages: MessageCosts | None = None,
+    calibration_s: float = 0.0,
+    base_bytes: float = 0.0,
+    script_bytes: float = 0.0,
+) -> Profile:
+    """Measure what every range between possible cuts takes, at several batch sizes.
+
+    Example:
+        profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages(), base_bytes=worker_bytes())
+
+    Needs the whole model in memory. Seconds are this device's with so many threads. With `training` the graph is
+    that of a model in training mode, and units get what they take backward and keep until then, the last one with
+    what `loss` takes.
+    """
+    cuts = Cuts(graph)
+    rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
+    timing = Timing(rows, threads, repeats)
+    boundaries = _boundaries(graph, cuts)
+    units = _units(graph, load, cuts, timing, training=training)
+    if training:
+        found = zip(units, unit_bytes(graph, load, list(cuts)), boundaries[1:], strict=True)
+        units = tuple(_with_bytes(unit, needs, rows[-1], behind) for unit, needs, behind in found)
+    if loss is not None:
+        last = _with_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
+        units = (*units[:-1], _with_loss(last, measure_loss(graph, load, loss, timing)))
+    costs = messages or MessageCosts()
+    return Profile(
+        model=graph.model,
+        graph=fingerprint(graph),
+        device=device_kind(),
+        threads=threads,
+        rows=rows,
+        boundaries=boundaries,
+        units=units,
+        base_bytes=base_bytes,
+        script_bytes=script_bytes,
+        feed_s=costs.feed_s,
+        result_s=costs.result_s,
+        send_s_per_byte=costs.send_s_per_byte,
+        receive_s_per_byte=costs.receive_s_per_byte,
+        stage_overhead_s=costs.stage_overhead_s,
+        own_input_s=costs.own_input_s,
+        own_output_s=costs.own_output_s,
+        update_s_per_byte=measure_update_s_per_byte(timing) if training else 0.0,
+        sum_s_per_byte=measure_sum_s_per_byte(timing) if training else 0.0,
+        calibration_s=calibration_s,
+    )
+
+
+def _units(
+    graph: Graph, load: Callable[[State], Tensor], cuts: Cuts, timing: Timing, *, training: bool
+) -> tuple[Unit, ...]:
+    positions = [0, *(cut.position for cut in cuts), len(graph.ops)]
+    backward: list[Seconds] | None = None
+    if training:
+        both = measure_training(graph, load, list(cuts), timing)
+        forward, backward = [seconds.forward for seconds in both], [seconds.backward for seconds in both]
+    else:
+        forward = measure_seconds(graph, load, positions, timing)
+    held = held_by_units(graph, positions)
+    working = [working_bytes(graph, positions, count) for count in (1, 2)]
+    return tuple(
+        Unit(
+            forward_s=tuple(seconds.median_s[index] for seconds in forward),
+            forward_spread_s=tuple(seconds.spread_s[index] for seconds in forward),
+            backward_s=tuple(seconds.median_s[index] for seconds in backward) if backward else None,
+            backward_spread_s=tuple(seconds.spread_s[index] for seconds in backward) if backward else (),
+            parameters=held[index],
+            working_bytes_per_row=working[1][index] - working[0][index],
+            working_bytes=max(0.0, 2 * working[0][index] - working[1][index]),
+        )
+        for index in range(len(positions) - 1)
+    )
+
+
+def _with_loss(unit: Unit, seconds: Sequence[tuple[float, float]]) -> Unit:
+    forward_s = tuple(own + more for own, (more, _) in zip(unit.forward_s, seconds, strict=True))
+    backward_s = tuple(own + more for own, (_, more) in zip(unit.backward_s or (), seconds, strict=True))
+    return msgspec.structs.replace(unit, forward_s=forward_s, backward_s=backward_s)
+
+
+def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, behind: Boundary | None = None) -> Unit:
+    """Add what is kept until a backward, and take its working memory where that is more, for so many rows.
+
+    The backward of a unit begins with the gradient of what crosses behind it.
+    """
+    per_row, constant = needs.working_per_row, needs.working
+    if behind is not None:
+        per_row, constant = per_row + behind.bytes_per_row, constant + behind.constant_bytes
+    if unit.working_bytes_per_row * rows + unit.working_bytes < per_row * rows + constant:
+        unit = msgspec.structs.replace(unit, working_bytes_per_row=per_row, working_bytes=constant)
+    return msgspec.structs.replace(unit, kept_bytes_per_row=unit.kept_bytes_per_row + needs.kept_per_row)
+
+
+def _boundaries(graph: Graph, cuts: Cuts) -> tuple[Boundary, ...]:
+    results = [graph.values[output.name] for output in graph.outputs if hasattr(output, "name")]
+    groups = [("input", graph.tensor_inputs()), *((cut.name, cut.crossing) for cut in cuts), ("output", results)]
+    boundaries = []
+    for name, values in groups:
+        per_row, constant = line_through(values, graph)
+        boundaries.append(Boundary(name=name, bytes_per_row=max(0.0, per_row), constant_bytes=max(0.0, constant)))
+    return tuple(boundaries)
+
+
+def device_kind() -> str:
+    """Describe this machine's processor in a few words."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# under torchrun and on hosts a worker is the verb's own process, which has more than one that a process here starts
+_MEASURE_BASE = """
+import torch
+import penstock.cli.main
+import penstock.memory
+torch.set_num_threads(1)
+torch.nn.functional.linear(torch.randn(8, 64), torch.randn(64, 64))
+print(penstock.memory.anonymous_bytes())
+"""
+
+
+def script_bytes(base_bytes: float) -> float:
+    """Return what this process takes beside a worker's base: call it with the model captured and no weights loaded.
+
+    A process that feeds has the model's library and graph too, and so has every process that trains.
+    """
+    return max(0.0, (anonymous_bytes() or 0.0) - base_bytes)
+
+
+def worker_bytes() -> float:
+    """Measure what a process that could hold a stage takes before it holds one: anonymous memory, in bytes.
+
+    Raises `RunError` on systems that do not say.
+    """
+    env = {**os.environ, "PYTHONPATH": module_path()}
+    done = subprocess.run(code_command(_MEASURE_BASE), env=env, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RunError(f"a worker's memory could not be measured: {(done.stderr.splitlines() or ['no reason'])[-1]}")
+    if done.stdout.strip() == "None":
+        raise RunError("this system does not say how much memory a process has in use, so plans cannot respect it")
+    return float(done.stdout)

@@ -1,0 +1,124 @@
+"""When gradients are added up over the devices that hold the same weights, and what that takes.
+
+What the engine does, on the cost model: weights that the same devices hold travel in buckets around a ring of these
+devices, every device works through its buckets in the order in which their weights go backward, and a bucket starts
+when the last of its devices has its gradients:
+
+    device 0   |F0|F1|B0|   B1   |            the last backward makes gradients final bit by bit
+    device 2   |F0|F1|B0| B1 |                (units of the model's end first)
+                         ──bucket 0──▶──bucket 1──▶
+
+Of a bucket of `B` bytes, each of `K` devices sends and receives 2 (K - 1) / K * B (Patarasuk and Yuan 2009). The wire
+is hidden behind the last backwards; the CPU time of the bytes is not, since the device has backwards to compute then.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.plan.cost.problem import Division, Placed, Problem
+from penstock.plan.schedule.actions import BUCKET_BYTES
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Gradients that travel as one: the devices that hold them, and for each the first unit that uses one of them."""
+
+    devices: tuple[int, ...]
+    num_bytes: float = 0.0
+    first_units: dict[int, int] = field(default_factory=dict)
+
+    def cpu_s(self, problem: Problem, device: int) -> float:
+        """Return the CPU seconds that the bucket's bytes take on a device: around the ring, and before it."""
+        profile = problem.profile
+        around = 2 * (len(self.devices) - 1) / len(self.devices)
+        per_byte = around * (profile.send_s_per_byte + profile.receive_s_per_byte) + profile.sum_s_per_byte
+        return self.num_bytes * per_byte / problem.devices[device].speed
+
+    def seconds(self, problem: Problem) -> float:
+        """Return the seconds of a bucket from its start until every device has the sums."""
+        count = len(self.devices)
+        neighbours = zip(self.devices, (*self.devices[1:], self.devices[0]), strict=True)
+        each = max(
+            self.num_bytes / count * problem.wire_s(one, other) + problem.latency_s(one, other)
+            for one, other in neighbours
+        )
+        return 2 * (count - 1) * each + max(self.cpu_s(problem, device) for device in self.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class LastBackward:
+    """The last backward of a stage: when it begins to make gradients final, and ends."""
+
+    stage: Placed
+    begin_s: float
+    end_s: float
+
+    def final_s(self, problem: Problem, unit: int) -> float:
+        """Return when the gradients of a unit's weights are final."""
+        backward = problem.costs.backward_s
+        whole = float(backward[self.stage.end] - backward[self.stage.start])
+        done = float(backward[self.stage.end] - backward[unit])
+        return self.begin_s + (self.end_s - self.begin_s) * (done / whole if whole else 1.0)
+
+
+def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket]:
+    """Return the buckets of pipelines side by side, in the order in which every device works through its own.
+
+    Also of one pipeline: a weight that two of its stages use is added up over both.
+
+    Example:
+        make_buckets(problem, [division])       # none where no stages share a weight
+    """
+    bounds = sorted({stage.start for division in divisions for stage in division})
+    filling: dict[object, Bucket] = {}
+    buckets: list[Bucket] = []
+    for num_bytes, units in reversed(problem.costs.tensors.values()):
+        first_units = _first_units(divisions, units)
+        if len(first_units) == 1:
+            continue
+        # pipelines with other cuts hold other parts of the model, so these weights never share a bucket
+        alike = tuple(first_units), tuple(sorted({bisect_right(bounds, unit) for unit in units}))
+        bucket = filling.get(alike)
+        if bucket is None or bucket.num_bytes + num_bytes > BUCKET_BYTES:
+            bucket = filling[alike] = Bucket(tuple(first_units))
+            buckets.append(bucket)
+        bucket.num_bytes += num_bytes
+        for device, unit in first_units.items():
+            bucket.first_units[device] = min(unit, bucket.first_units.get(device, unit))
+    return buckets
+
+
+def _first_units(divisions: Sequence[Division], units: Sequence[int]) -> dict[int, int]:
+    """Return the devices that hold a weight, in their order, with the first of its units there."""
+    found: dict[int, int] = {}
+    for division in divisions:
+        starts = [stage.start for stage in division]
+        for unit in units:
+            found.setdefault(division[bisect_right(starts, unit) - 1].devices[0], unit)
+    return found
+
+
+def summed_s(problem: Problem, buckets: Sequence[Bucket], last: Mapping[int, Sequence[LastBackward]]) -> float:
+    """Return when every device has computed the last backwards of its stages and has all sums.
+
+    Example:
+        summed_s(problem, make_buckets(problem, divisions), last)
+    """
+    free = dict.fromkeys(last, 0.0)
+    cpu_s = dict.fromkeys(last, 0.0)
+    for bucket in buckets:
+        ready = max(
+            max(free[device], _stage_of(unit, last[device]).final_s(problem, unit))
+            for device, unit in bucket.first_units.items()
+        )
+        done = ready + bucket.seconds(problem)
+        for device in bucket.devices:
+            free[device] = done
+            cpu_s[device] += bucket.cpu_s(problem, device)
+    ends = {device: max(backward.end_s for backward in backwards) for device, backwards in last.items()}
+    return max(max(free[device], end_s + cpu_s[device]) for device, end_s in ends.items())
+
+
+def _stage_of(unit: int, backwards: Sequence[LastBackward]) -> LastBackward:
+    return next(backward for backward in backwards if backward.stage.start <= unit < backward.stage.end)

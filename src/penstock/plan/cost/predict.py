@@ -1,0 +1,231 @@
+"""What pipelines of a plan will do: throughput, latency, a finite stream, and each device's load and memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+
+from penstock.plan.cost.finite_stream import StageTimes, result_times, steady_s
+from penstock.plan.cost.problem import Division, Placed, Problem, latency_s, pace_s
+from penstock.plan.cost.stage_cost import Setting
+from penstock.plan.cost.training_step import predict_training
+from penstock.plan.schedule.round_robin import round_robin
+from penstock.spec.check import check_cuts, check_devices
+from penstock.spec.cluster import Cluster
+from penstock.spec.plan import DeviceLoad, Pipeline, Plan, Prediction
+from penstock.spec.profile import Profile
+
+# longer streams only repeat what these have shown
+_MAX_MICROBATCHES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One pipeline with numbers for names: a division for each cut set."""
+
+    pipeline: Pipeline
+    divisions: tuple[Division, ...]
+
+    @property
+    def weights(self) -> list[float]:
+        return [cut_set.weight for cut_set in self.pipeline.cut_sets]
+
+
+def problem_of(plan: Plan, profile: Profile, cluster: Cluster) -> Problem:
+    """Return the problem that a plan solves; raises `PlanError` where its cuts or devices are not these."""
+    check_cuts(plan, profile.cuts)
+    check_devices(plan, cluster)
+    setting = Setting(
+        rows=plan.microbatch_rows, depth=plan.depth, schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,
+    )  # fmt: skip
+    return Problem(profile, cluster, setting)
+
+
+def predict(plan: Plan, profile: Profile, cluster: Cluster, *, num_rows: int | None = None) -> Plan:
+    """Return the plan with what it is expected to do on this cluster, for a stream of `num_rows` rows.
+
+    Any plan can be given, also one made by hand or for another cluster with the same device names.
+
+    Example:
+        predict(plan, profile, cluster).prediction.rows_per_s
+
+    Raises `PlanError` where its cuts or devices are not these.
+    """
+    problem = problem_of(plan, profile, cluster)
+    wanted = num_rows or plan.prediction.num_rows
+    prediction = predict_pipelines(problem, plan.pipelines, wanted, plan.prediction.bound_rows_per_s)
+    return msgspec.structs.replace(plan, prediction=prediction)
+
+
+def predict_pipelines(
+    problem: Problem, pipelines: Sequence[Pipeline], num_rows: int, bound_rows_per_s: float
+) -> Prediction:
+    """Predict pipelines that work side by side, each on its share of the microbatches."""
+    if problem.setting.trains:
+        total = problem.setting.num_microbatches or 1
+        counts = [round(pipeline.share * total) for pipeline in pipelines]
+        places = [divisions_of(problem, pipeline)[0] for pipeline in pipelines]
+        return predict_training(problem, places, counts, num_rows, bound_rows_per_s)
+    lines = [_Line(pipeline, divisions_of(problem, pipeline)) for pipeline in pipelines]
+    # the feeder's CPU, link out and link in, for an average microbatch of all pipelines
+    feeding = [
+        sum(line.pipeline.share * seconds for line, seconds in zip(lines, each, strict=True))
+        for each in zip(*(problem.feeding_s(line.divisions[0]) for line in lines), strict=True)
+    ]
+    rows = problem.setting.rows
+    # what holds the pace: seconds per microbatch of the plan, and what needs them
+    holds: list[tuple[float, str]] = []
+    total_s = 0.0
+    loads: list[DeviceLoad] = []
+    for line in lines:
+        times = _stage_times(problem, line, feeding[0])
+        order = round_robin(line.weights)
+        feed_s = _separate_feed_s(problem, line, max(feeding))
+        holds.append((line.pipeline.share * _line_pace_s(problem, line, len(lines), times, order, feed_s),
+                      _slowest(problem, line)))  # fmt: skip
+        count = max(1, round(num_rows / rows * line.pipeline.share))
+        total_s = max(total_s, _stream_s(problem, line, times, order, feed_s, count))
+        loads += _loads(problem, line, feeding[0])
+    holds.append((max(feeding), f"feeding on {problem.devices[problem.feeder].name}"))
+    slowest_s, limit = max(holds, key=lambda hold: hold[0])
+    rate = rows / slowest_s
+    return Prediction(
+        rows_per_s=rate,
+        bound_rows_per_s=max(bound_rows_per_s, rate),
+        latency_s=max(latency_s(problem, division) for line in lines for division in line.divisions),
+        num_rows=num_rows,
+        total_s=max(total_s, max(feeding) * num_rows / rows),
+        limit=limit,
+        devices=tuple(loads),
+    )
+
+
+def divisions_of(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
+    """Return a pipeline with numbers for names: a division for each of its cut sets."""
+    places = {name: index for index, name in enumerate(problem.profile.cuts, 1)}
+    divisions = []
+    for cut_set in pipeline.cut_sets:
+        bounds = [0, *(places[name] for name in cut_set.cuts), problem.num_units]
+        divisions.append(
+            tuple(
+                Placed(tuple(problem.numbers[name] for name in stage.devices), start, end)
+                for stage, (start, end) in zip(pipeline.stages, pairwise(bounds), strict=True)
+            )
+        )
+    return tuple(divisions)
+
+
+def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageTimes]:
+    found: list[StageTimes] = []
+    share = line.pipeline.share
+    for index, stage in enumerate(line.pipeline.stages):
+        placed = [division[index] for division in line.divisions]
+        servers = []
+        for number, part in zip(placed[0].devices, stage.shares, strict=True):
+            feeds = number == problem.feeder
+            # feeding the others too is spread over the microbatches that it computes itself
+            extra = feeding_s / (part * share) if feeds else 0.0
+            servers.append(tuple(problem.own_s(number, p) + extra for p in placed))
+        senders = line.divisions[0][index - 1].devices if index else (problem.feeder,)
+        pairs = [(one, other) for one in senders for other in placed[0].devices]
+        wires = [sum(problem.transfer_s(*pair, p.start) for pair in pairs) / len(pairs) for p in placed]
+        # each of several devices has a link of its own
+        wires = [wire / min(len(senders), len(placed[0].devices)) for wire in wires]
+        latency = max(problem.latency_s(*pair) for pair in pairs)
+        order = round_robin(stage.shares)
+        found.append(StageTimes(compute_s=tuple(servers), wire_s=tuple(wires), latency_s=latency, order=order))
+    return found
+
+
+def _separate_feed_s(problem: Problem, line: _Line, feeding_s: float) -> float:
+    """Return what a feeder without a stage in this pipeline needs for each of its microbatches."""
+    if any(problem.feeder in stage.devices for stage in line.divisions[0]):
+        return 0.0
+    return feeding_s / line.pipeline.share
+
+
+def _line_pace_s(
+    problem: Problem, line: _Line, num_lines: int, times: Sequence[StageTimes], order: Sequence[int], feed_s: float
+) -> float:
+    """Return the seconds between microbatches of one pipeline when it runs full."""
+    if num_lines == 1 and len(line.divisions) == 1:
+        return pace_s(problem, line.divisions[0])
+    steady = steady_s(times, order, depth=problem.setting.depth, feed_s=feed_s)
+    # links in the two directions and their share of the feeder's are in the single sets' paces
+    loads = [_link_pace_s(problem, division) for division in line.divisions]
+    return max(steady, sum(w * load for w, load in zip(line.weights, loads, strict=True)))
+
+
+def _link_pace_s(problem: Problem, division: Division) -> float:
+    return max(
+        float(first[stage.start] + last[stage.end]) / len(stage.devices)
+        for stage in division
+        for number in stage.devices
+        for first, last in problem.terms(number).pairs()[1:]
+    )
+
+
+def _stream_s(
+    problem: Problem, line: _Line, times: Sequence[StageTimes], order: Sequence[int], feed_s: float, count: int
+) -> float:
+    """Return the seconds of one pipeline for so many microbatches, filling and draining included."""
+    ends = line.divisions[0][-1].devices
+    back = max(problem.transfer_s(n, problem.feeder, problem.num_units) + problem.latency_s(n, problem.feeder)
+               for n in ends)  # fmt: skip
+    simulated = min(count, _MAX_MICROBATCHES)
+    results = result_times(times, order, simulated, depth=problem.setting.depth, feed_s=feed_s, back_s=(back,))
+    half = simulated // 2
+    rest = (results[-1] - results[half - 1]) / (simulated - half) * (count - simulated) if count > simulated else 0.0
+    return results[-1] + rest
+
+
+def _slowest(problem: Problem, line: _Line) -> str:
+    """Say what of a pipeline sets its pace."""
+    found: list[tuple[float, str]] = []
+    for index in range(len(line.pipeline.stages)):
+        for number in line.divisions[0][index].devices:
+            name = problem.devices[number].name
+            placed = [division[index] for division in line.divisions]
+            load = sum(w * problem.load_s(number, p.start, p.end) for w, p in zip(line.weights, placed, strict=True))
+            what = problem.limit(number, placed[0].start, placed[0].end)
+            found.append((load / len(placed[0].devices), f"{what} of {name} (stage {index})"))
+    for one, other in pairwise(line.divisions[0]):
+        seconds = problem.byte_s(one.devices[0], other.devices[0]) * float(problem.costs.crossing[one.end])
+        names = " and ".join(problem.devices[stage.devices[0]].name for stage in (one, other))
+        found.append((seconds, f"the link between {names}"))
+    if not any(problem.feeder in stage.devices for stage in line.divisions[0]):
+        found.append((problem.feeding_alone_s(), f"feeding on {problem.devices[problem.feeder].name}"))
+    return max(found, key=lambda item: item[0])[1]
+
+
+def _loads(problem: Problem, line: _Line, feeding_s: float) -> list[DeviceLoad]:
+    loads: list[DeviceLoad] = []
+    for index, stage in enumerate(line.pipeline.stages):
+        placed = [division[index] for division in line.divisions]
+        in_flight = problem.setting.in_flight(len(line.pipeline.stages) - index)
+        for number, part in zip(placed[0].devices, stage.shares, strict=True):
+            own = sum(w * problem.own_s(number, p) for w, p in zip(line.weights, placed, strict=True))
+            load = own * part * line.pipeline.share
+            if number == problem.feeder:
+                load += feeding_s
+            loads.append(
+                DeviceLoad(
+                    device=problem.devices[number].name,
+                    load_s=load,
+                    memory_bytes=union_bytes(problem, number, placed, in_flight),
+                )
+            )
+    return loads
+
+
+def union_bytes(problem: Problem, number: int, placed: Sequence[Placed], in_flight: int) -> float:
+    """Return the memory of a device that holds the units of a stage for several cut sets."""
+    start, end = min(p.start for p in placed), max(p.end for p in placed)
+    costs, (first, last) = problem.costs, problem.terms(number).memory
+    kept = float(costs.kept_at_end_bytes[end] - costs.kept_bytes[start]) * in_flight
+    ends = max(float(first[p.start] + last[p.end]) for p in placed)
+    # buffers have the size of the largest message of any cut set
+    ends = max(ends, max(float(first[p.start]) for p in placed) + max(float(last[p.end]) for p in placed))
+    return float(costs.held_bytes[start, end]) + kept + ends

@@ -1,0 +1,300 @@
+"""A profile on a cluster at one setting: what each device would take for each stage."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.plan.cost.stage_cost import Costs, Pair, Setting, Vector
+from penstock.spec.cluster import Cluster, Device
+from penstock.spec.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A stage in place: the numbers of its devices, and its first and last boundary."""
+
+    devices: tuple[int, ...]
+    start: int
+    end: int
+
+
+# the stages of one pipeline, in order
+Division = tuple[Placed, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a device takes, as parts for the first and the last boundary: own work on CPU, link out and link in;
+    what feeding adds to each; and bytes of memory beside what the stage itself holds."""
+
+    own: tuple[Pair, ...]
+    feeding: tuple[Pair, ...]
+    memory: Pair
+    limit_bytes: float
+
+    def pairs(self) -> tuple[Pair, ...]:
+        """Return own work and feeding together."""
+        return tuple((a + c, b + d) for (a, b), (c, d) in zip(self.own, self.feeding, strict=True))
+
+
+class Problem:
+    """A profile, a cluster and a setting, with costs by device number.
+
+    Example:
+        problem = Problem(profile, cluster, Setting(rows=1))
+        problem.load_s(0, 3, 7), problem.memory_bytes(0, 3, 7, in_flight=0)
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster, setting: Setting) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.setting = setting
+        self.costs = Costs(profile, setting)
+        self.devices = cluster.devices
+        self.num_units = self.costs.num_units
+        self.numbers = {device.name: number for number, device in enumerate(self.devices)}
+        self.feeder = self.numbers[cluster.feeding.name]
+        self._replicas: dict[int, Problem] = {}
+        self._pairs = {frozenset(link.between): link for link in cluster.links}
+        self.terms = lru_cache(maxsize=64)(self._terms)
+        self.cost_matrix = lru_cache(maxsize=32 if self.num_units <= 500 else 2)(self._cost_matrix)
+
+    @cached_property
+    def speeds(self) -> Vector:
+        """The speed of every device."""
+        return np.array([device.speed for device in self.devices])
+
+    def for_replica(self, num_microbatches: int) -> "Problem":
+        """Return the same problem for one of several pipelines that train, with its part of a step's microbatches."""
+        if num_microbatches not in self._replicas:
+            setting = replace(self.setting, num_microbatches=num_microbatches, replicated=True)
+            self._replicas[num_microbatches] = Problem(self.profile, self.cluster, setting)
+        return self._replicas[num_microbatches]
+
+    def for_stages(self, num_stages: int) -> "Problem":
+        """Return the same problem for pipelines of so many stages, where that says what stages keep."""
+        return Problem(self.profile, self.cluster, replace(self.setting, num_stages=num_stages))
+
+    def in_flight(self, division: Division) -> list[int]:
+        """Return how many microbatches each stage of a pipeline keeps for their backward."""
+        setting = replace(self.setting, num_stages=len(division))
+        return [setting.in_flight(len(division) - index) for index in range(len(division))]
+
+    def byte_s(self, first: int, second: int) -> float:
+        """Return the seconds per byte that only these two devices see, 0 where no link of their own is given."""
+        link = self._pairs.get(frozenset((self.devices[first].name, self.devices[second].name)))
+        return 1 / link.bandwidth_bytes_per_s if link and link.bandwidth_bytes_per_s else 0.0
+
+    def latency_s(self, first: int, second: int) -> float:
+        """Return the seconds that a message between two devices takes beside its bytes."""
+        if first == second:
+            return 0.0
+        one, other = self.devices[first], self.devices[second]
+        link = self._pairs.get(frozenset((one.name, other.name)))
+        return link.latency_s if link else max(one.latency_s, other.latency_s)
+
+    def transfer_s(self, first: int, second: int, boundary: int) -> float:
+        """Return the seconds that one message across a boundary is on the wire between two devices."""
+        return float(self.costs.crossing[boundary]) * self.wire_s(first, second)
+
+    def wire_s(self, first: int, second: int) -> float:
+        """Return the seconds per byte from one device to another, at the slowest place in between."""
+        if first == second:
+            return 0.0
+        rates = [self.devices[n].bandwidth_bytes_per_s for n in (first, second)]
+        return max([self.byte_s(first, second), *(1 / rate for rate in rates if rate)])
+
+    def load_s(self, device: int, start: int, end: int) -> float:
+        """Return the seconds for which the busiest part of a device is busy per microbatch, feeding included."""
+        return max(float(a[start] + b[end]) for a, b in self.terms(device).pairs())
+
+    def limit(self, device: int, start: int, end: int) -> str:
+        """Say which part of a device is busiest with a stage."""
+        loads = [float(a[start] + b[end]) for a, b in self.terms(device).pairs()]
+        names = ["compute", "link out", "link in", "link to the feeder", "link to the feeder"]
+        return names[loads.index(max(loads))]
+
+    def memory_bytes(self, device: int, start: int, end: int, in_flight: int) -> float:
+        """Return the memory that a device needs for a stage, with everything."""
+        costs, extra = self.costs, self.terms(device).memory
+        kept = float(costs.kept_at_end_bytes[end] - costs.kept_bytes[start]) * in_flight
+        return float(costs.held_bytes[start, end]) + kept + float(extra[0][start] + extra[1][end])
+
+    def fits(self, device: int, start: int, end: int, in_flight: int) -> bool:
+        """Return whether a device has the memory for a stage."""
+        return self.memory_bytes(device, start, end, in_flight) <= self.devices[device].memory_bytes
+
+    def feeding_alone_s(self) -> float:
+        """Return what the feeding device does per microbatch when it holds no stage."""
+        pairs = self.terms(self.feeder).feeding
+        # with the first boundary not its own, nor the last: everything crosses its link
+        return max(float(a[-1] + b[0]) for a, b in pairs)
+
+    def feeding_s(self, division: Division) -> list[float]:
+        """Return the feeder's seconds for a microbatch of a pipeline: of its CPU, its link out and its link in.
+
+        Ends of the pipeline that are its own cross no link; where it shares a stage with others, some do.
+        """
+        own = next((stage for stage in division if stage.devices == (self.feeder,)), None)
+        start, end = (own.start, own.end) if own is not None else (-1, 0)
+        return [float(a[start] + b[end]) for a, b in self.terms(self.feeder).feeding[:3]]
+
+    def path_terms(self, device: int) -> Pair:
+        """Return the seconds that one microbatch spends in a stage, as parts for its two boundaries."""
+        return self.terms(device).own[0]
+
+    def own_s(self, number: int, stage: Placed) -> float:
+        """Return the CPU seconds of a stage on one device, without feeding."""
+        first, last = self.path_terms(number)
+        return float(first[stage.start] + last[stage.end])
+
+    def _terms(self, number: int) -> Terms:
+        costs, device = self.costs, self.devices[number]
+        feeds = number == self.feeder and not self.setting.trains
+        before, behind = costs.before_s.copy(), costs.behind_s.copy()
+        incoming, outgoing = costs.crossing.copy(), costs.crossing.copy()
+        if feeds:  # what is its own already does not cross
+            before[0], behind[-1] = -costs.own_input_s, -costs.own_output_s
+            incoming[0] = outgoing[-1] = 0.0
+        per_byte = 1 / device.bandwidth_bytes_per_s if device.bandwidth_bytes_per_s else 0.0
+        own = [
+            ((before - costs.seconds) / device.speed, (costs.seconds + costs.overhead_s + behind) / device.speed),
+            (costs.returning * per_byte, outgoing * per_byte),
+            (incoming * per_byte, costs.returning * per_byte),
+        ]
+        feeding = self._feeding(device, per_byte) if feeds else [_zeros(costs)] * 3
+        if self._pairs and not feeds:
+            first, last = _zeros(costs)
+            first[0] = costs.crossing[0] * self.byte_s(self.feeder, number)
+            last[-1] = costs.crossing[-1] * self.byte_s(number, self.feeder)
+            own += [(first, np.zeros_like(first)), (np.zeros_like(last), last)]
+            feeding += [_zeros(costs)] * 2
+        return Terms(
+            own=tuple(own),
+            feeding=tuple(feeding),
+            memory=self._memory_terms(feeds),
+            limit_bytes=float(device.memory_bytes),
+        )
+
+    def _feeding(self, device: Device, per_byte: float) -> list[Pair]:
+        costs, profile = self.costs, self.profile
+        elsewhere_first, elsewhere_last = np.ones(self.num_units + 1), np.ones(self.num_units + 1)
+        elsewhere_first[0] = elsewhere_last[-1] = 0.0
+        fed, taken = float(costs.crossing[0]) * elsewhere_first, float(costs.crossing[-1]) * elsewhere_last
+        return [
+            ((costs.feeding_s + fed * profile.send_s_per_byte) / device.speed,
+             taken * profile.receive_s_per_byte / device.speed),
+            (fed * per_byte, np.zeros_like(fed)),
+            (np.zeros_like(taken), taken * per_byte),
+        ]  # fmt: skip
+
+    def _memory_terms(self, feeds: bool) -> Pair:
+        messages = self.costs.messages_bytes()
+        # in training every process runs the script, which has the model's library and its graph
+        script_bytes = self.profile.script_bytes if feeds or self.setting.trains else 0.0
+        first, last = messages + self.profile.base_bytes + self.setting.recording_bytes + script_bytes, messages.copy()
+        if feeds:  # where the first or the last stage is elsewhere, the feeder has its own end of those messages
+            first[1:] += messages[0]
+            last[:-1] += messages[-1]
+        return first, last
+
+    def _cost_matrix(self, device: int, in_flight: int) -> Vector:
+        return self.cost_block(device, in_flight, slice(0, None), slice(0, None))
+
+    def cost_block(self, device: int, in_flight: int, starts: slice, ends: slice) -> Vector:
+        """Return seconds for stages from every one of some boundaries to every one of others, infinite where
+        memory does not suffice or a stage would be empty."""
+        terms, costs = self.terms(device), self.costs
+        block: Vector | None = None
+        for first, last in terms.pairs():
+            outer = first[starts, None] + last[None, ends]
+            block = outer if block is None else np.maximum(block, outer, out=block)
+        if block is None:
+            raise AssertionError("a device without terms")
+        need = costs.held_bytes[starts, ends] + (terms.memory[0][starts, None] + terms.memory[1][None, ends])
+        if in_flight:
+            need += in_flight * (costs.kept_at_end_bytes[None, ends] - costs.kept_bytes[starts, None])
+        block[need > terms.limit_bytes] = np.inf
+        numbers = np.arange(self.num_units + 1)
+        block[numbers[starts, None] >= numbers[None, ends]] = np.inf
+        return block
+
+    def signature(self, number: int) -> tuple[object, ...]:
+        """Return what two devices have alike exactly if one may stand for the other."""
+        device = self.devices[number]
+        mine = [(link, next(n for n in link.between if n != device.name)) for link in self.cluster.links
+                if device.name in link.between]  # fmt: skip
+        links = tuple((other, link.bandwidth_bytes_per_s, link.latency_s) for link, other in mine)
+        speed, rate = device.speed, device.bandwidth_bytes_per_s
+        feeds = number == self.feeder and not self.setting.trains
+        return speed, device.memory_bytes, rate, device.latency_s, feeds, links
+
+
+def shared_load_s(problem: Problem, stage: Placed) -> float:
+    """Return the pace of a stage: one device's load, or that of several that take turns in proportion to speed.
+
+    With the feeder among several, feeding comes first and it takes as many microbatches as it then can.
+    """
+    if len(stage.devices) == 1:
+        return problem.load_s(stage.devices[0], stage.start, stage.end)
+    rate, spent = 0.0, 0.0
+    for number in stage.devices:
+        terms = problem.terms(number)
+        rate += 1 / max(float(a[stage.start] + b[stage.end]) for a, b in terms.own)
+        if number == problem.feeder:
+            # others take a part of its input and output, wherever this stage lies
+            own = max(float(a[stage.start] + b[stage.end]) for a, b in terms.own)
+            spent = problem.feeding_alone_s() / own
+    pace = (1 + spent) / rate
+    if spent and pace <= problem.feeding_alone_s() * (1 + 1e-9):
+        return math.inf  # feeding leaves it no time: the stage is better off without it
+    return pace
+
+
+def pace_s(problem: Problem, division: Division) -> float:
+    """Return the seconds between microbatches of a pipeline that runs full: its busiest device or link."""
+    pace = max(shared_load_s(problem, stage) for stage in division)
+    for one, other in pairwise(division):
+        if len(one.devices) == len(other.devices) == 1:
+            between = problem.byte_s(one.devices[0], other.devices[0])
+            pace = max(pace, float(problem.costs.crossing[one.end]) * between)
+    if not any(problem.feeder in stage.devices for stage in division):
+        pace = max(pace, problem.feeding_alone_s())
+    return pace
+
+
+def latency_s(problem: Problem, division: Division) -> float:
+    """Return the seconds from feeding a microbatch into the empty pipeline until its result is there.
+
+    Where devices take turns on a stage, the slowest counts.
+    """
+    costs, feeder = problem.costs, problem.feeder
+    total = costs.feeding_s / problem.devices[feeder].speed
+    places = [(feeder,), *(stage.devices for stage in division), (feeder,)]
+    bounds = [*(stage.start for stage in division), problem.num_units]
+    for (senders, receivers), boundary in zip(pairwise(places), bounds, strict=True):
+        total += max(
+            problem.transfer_s(one, other, boundary) + problem.latency_s(one, other)
+            for one in senders
+            for other in receivers
+        )
+    for stage in division:
+        paths = [problem.path_terms(number) for number in stage.devices]
+        total += max(float(a[stage.start] + b[stage.end]) for a, b in paths)
+    return total
+
+
+def fits_all(problem: Problem, division: Division) -> bool:
+    """Return whether every device of a pipeline has the memory for its stage."""
+    return all(
+        problem.fits(number, stage.start, stage.end, in_flight)
+        for stage, in_flight in zip(division, problem.in_flight(division), strict=True)
+        for number in stage.devices
+    )
+
+
+def _zeros(costs: Costs) -> Pair:
+    return np.zeros(costs.num_units + 1), np.zeros(costs.num_units + 1)

@@ -1,0 +1,223 @@
+"""What a stage costs a device: seconds per microbatch, seconds on its link, bytes of memory.
+
+A stage from boundary `a` to boundary `b` keeps three things of its device busy, and the slowest sets the pace:
+
+    CPU        (seconds of units a..b  +  overhead  +  CPU time of the bytes at a and at b  +  feeding) / speed
+               less what a feeder is spared at an end of the pipeline that is its own
+    link out   bytes that leave the device / bandwidth
+    link in    bytes that arrive / bandwidth
+
+Transfers themselves are hidden: with two buffers on each side of a cut the executor computes while the next
+message is on its way. The device that feeds also loads, hands over microbatches and takes results; where the
+first or last stage is its own, those bytes cross no link. Each of the three is a part that depends on `a`
+plus one that depends on `b`, which the search makes use of.
+
+Memory is a hard limit: what the process takes by itself, with the model's library where it feeds or trains;
+parameters, once for each tensor, with gradients and optimizer state in training; what forwards keep for backwards, and
+their outputs, for as many microbatches as the schedule has under way; the working memory of the hungriest unit, in
+training of its backward, which makes gradients beside those that are there; the first gradient of a weight that several
+units use, until the last is there; gradients that are being added up; and `depth` messages on each side of the stage.
+
+In training nobody feeds: the devices with the first and the last stage load their rows of a step themselves, and
+hold them. What a step takes beside its microbatches, `step.py` and `sums.py` say.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import PlanError
+from penstock.plan.schedule.actions import BUCKET_BYTES, NUM_SUMS
+from penstock.spec.plan import Schedule
+from penstock.spec.profile import Profile, interpolate
+
+Vector: TypeAlias = NDArray[np.float64]
+# a part that depends on the first boundary, and one that depends on the last
+Pair: TypeAlias = tuple[Vector, Vector]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How stages are run: rows per microbatch, messages that may wait at a cut, the schedule and what it needs.
+
+    `optimizer_state_factor` is the bytes of optimizer state per byte of parameters: 0 for plain SGD, 2 for AdamW.
+    Of `replicated` pipelines each has a part of a step's microbatches, and gradients are added up over them.
+    Every process keeps `recording_bytes` free, so that a run that fits also fits while it is traced.
+    `num_stages` is how many a pipeline has, where that is known: zero bubble keeps as many microbatches everywhere.
+
+    >>> Setting(rows=4).schedule
+    'forward-only'
+    """
+
+    rows: int = 1
+    depth: int = 2
+    schedule: Schedule = "forward-only"
+    num_microbatches: int | None = None
+    optimizer_state_factor: float = 0.0
+    replicated: bool = False
+    num_stages: int | None = None
+    recording_bytes: float = 0.0
+
+    @property
+    def trains(self) -> bool:
+        """Whether microbatches also go backward."""
+        return self.schedule != "forward-only"
+
+    def in_flight(self, from_end: int) -> int:
+        """Return how many microbatches a stage keeps for their backward; the last stage is number 1 from the end."""
+        if not self.trains:
+            return 0
+        total = self.num_microbatches or 1
+        if self.schedule == "zero-bubble":
+            return min(self.num_stages or from_end, total)
+        return total if self.schedule == "gpipe" else min(from_end, total)
+
+
+class Costs:
+    """A profile at one setting, as arrays over its boundaries; seconds are a device's of speed 1.
+
+    Example:
+        costs = Costs(profile, Setting(rows=1))
+        costs.seconds[5] - costs.seconds[2]         # of units 2, 3 and 4
+
+    Raises `PlanError` for a training schedule where the profile has no backward seconds or the setting no
+    number of microbatches.
+    """
+
+    def __init__(self, profile: Profile, setting: Setting) -> None:
+        if setting.trains and setting.num_microbatches is None:
+            raise PlanError(f"the schedule {setting.schedule} needs a number of microbatches; give --microbatches")
+        self.profile = profile
+        self.setting = setting
+        self.num_units = len(profile.units)
+        rows = setting.rows
+        self.forward_s = _running_sum([interpolate(profile.rows, unit.forward_s, rows) for unit in profile.units])
+        self.backward_s = self._backward_s() if setting.trains else np.zeros_like(self.forward_s)
+        self.seconds = self.forward_s + self.backward_s
+        self.crossing = np.array([boundary.num_bytes(rows) for boundary in profile.boundaries])
+        self.loaded_bytes = float(self.crossing[0]) * (setting.num_microbatches or 0)
+        if setting.trains:
+            self.crossing[[0, -1]] = 0.0
+        # in training a gradient of the same size comes back across every cut
+        self.returning = self.crossing * float(setting.trains)
+        send, receive = profile.send_s_per_byte, profile.receive_s_per_byte
+        self.before_s = self.crossing * receive + self.returning * send
+        self.behind_s = self.crossing * send + self.returning * receive
+        self.overhead_s = profile.stage_overhead_s
+        self.feeding_s = 0.0 if setting.trains else profile.loader_s_per_row * rows + profile.feed_s + profile.result_s
+        # what the feeder is spared at the ends of a pipeline that are its own
+        self.own_input_s, self.own_output_s = (
+            (0.0, 0.0) if setting.trains else (profile.own_input_s, profile.own_output_s)
+        )
+        self.kept_bytes = _running_sum([unit.kept_bytes_per_row * rows for unit in profile.units])
+        # at a stage's end its outputs are kept too, until their gradients come
+        self.kept_at_end_bytes = self.kept_bytes + self.crossing
+
+    @property
+    def total_s(self) -> float:
+        """The seconds of all units for one microbatch, at speed 1."""
+        return float(self.seconds[-1])
+
+    @cached_property
+    def held_bytes(self) -> Vector:
+        """Bytes of parameters and working memory of units `a` to `b`: `[a, b]`; in training also of gradients,
+        optimizer state, loaded rows and the buckets of gradients that are being added up."""
+        if not self.setting.trains:
+            return self.parameter_bytes + self.working_bytes
+        held = self.parameter_bytes * (2.0 + self.setting.optimizer_state_factor)
+        held += self.working_bytes + self._tied_bytes()
+        held[0, :] += self.loaded_bytes
+        held[:-1, -1] += self.loaded_bytes
+        held[0, -1] -= self.loaded_bytes
+        return held + self._bucket_bytes()
+
+    @cached_property
+    def working_bytes(self) -> Vector:
+        """Bytes that the hungriest of units `a` to `b` takes while it runs: `[a, b]`."""
+        rows = self.setting.rows
+        return self._largest([unit.working_bytes_per_row * rows + unit.working_bytes for unit in self.profile.units])
+
+    @cached_property
+    def parameter_bytes(self) -> Vector:
+        """Bytes of the parameters of units `a` to `b`, each tensor once: `[a, b]`."""
+        per_unit = [sum(dict(unit.parameters).values()) for unit in self.profile.units]
+        prefix = _running_sum(per_unit)
+        matrix: Vector = prefix[None, :] - prefix[:, None]
+        for num_bytes, places in self.tensors.values():
+            for first, second in pairwise(places):
+                # a stage that has both units holds the tensor once
+                matrix[: first + 1, second + 1 :] -= num_bytes
+        return matrix
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Every parameter's bytes and the units that use it, in the order of the model."""
+        uses: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for index, unit in enumerate(self.profile.units):
+            for name, num_bytes in dict(unit.parameters).items():
+                uses[name] = num_bytes, (*uses.get(name, (0, ()))[1], index)
+        return uses
+
+    def _tied_bytes(self) -> Vector:
+        """Return the bytes of first gradients that wait for the last: those of weights that several units use."""
+        waiting = np.zeros_like(self.parameter_bytes)
+        for num_bytes, places in self._tied:
+            waiting += num_bytes * self._with_both(pairwise(places))
+        return waiting
+
+    def _bucket_bytes(self) -> Vector:
+        """Return the bytes of a bucket while it is laid out, and of those under way half for what a neighbour sends.
+
+        Without replicas only weights that stages share are added up.
+        """
+        if self.setting.replicated:
+            largest = self._largest([max(dict(unit.parameters).values(), default=0.0) for unit in self.profile.units])
+            return (1 + NUM_SUMS / 2) * np.maximum(largest, np.minimum(self.parameter_bytes, BUCKET_BYTES))
+        bucket = np.zeros_like(self.parameter_bytes)
+        for num_bytes, places in self._tied:
+            some = self._with_both(zip(places, places, strict=True)) & ~self._with_both([(places[0], places[-1])])
+            np.maximum(bucket, 1.5 * num_bytes * some, out=bucket)
+        return bucket
+
+    @cached_property
+    def _tied(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Bytes and units of each parameter that several units use."""
+        return [(num_bytes, places) for num_bytes, places in self.tensors.values() if len(places) > 1]
+
+    def _with_both(self, pairs: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
+        """Say which units `a` to `b` have both of any pair in them: `[a, b]`."""
+        found = np.zeros(self.parameter_bytes.shape, dtype=np.bool_)
+        for first, second in pairs:
+            found[: first + 1, second + 1 :] = True
+        return found
+
+    def messages_bytes(self) -> Vector:
+        """Return the bytes of `depth` messages at each boundary, gradients included."""
+        return self.setting.depth * (self.crossing + self.returning)
+
+    def _backward_s(self) -> Vector:
+        seconds = []
+        for index, unit in enumerate(self.profile.units):
+            if unit.backward_s is None:
+                raise PlanError(
+                    f"a schedule {self.setting.schedule} needs backward seconds, but units[{index}] of the profile has "
+                    "none; profile again with --training"
+                )
+            seconds.append(interpolate(self.profile.rows, unit.backward_s, self.setting.rows))
+        return _running_sum(seconds)
+
+    def _largest(self, needs: Sequence[float]) -> Vector:
+        """Return the largest of units `a` to `b`: `[a, b]`."""
+        matrix = np.zeros((self.num_units + 1, self.num_units + 1))
+        for end, need in enumerate(needs, 1):
+            matrix[:end, end] = np.maximum(matrix[:end, end - 1], need)
+        return matrix
+
+
+def _running_sum(values: Sequence[float]) -> Vector:
+    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])

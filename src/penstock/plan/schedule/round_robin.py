@@ -1,0 +1,90 @@
+"""Round-robin: several things share the microbatches of a stream, in an order that every process knows.
+
+Which of them a microbatch meets depends on its number alone, so nobody has to be told.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Generic, TypeVar
+
+from penstock.errors import PlanError
+
+T_co = TypeVar("T_co", covariant=True)
+U = TypeVar("U")
+
+
+class RoundRobin(Generic[T_co]):
+    """Several things of which microbatch `m` takes number `order[m % len(order)]`.
+
+    >>> RoundRobin(["a", "b"], (0, 1, 0))[4]
+    'b'
+    """
+
+    def __init__(self, items: Sequence[T_co], order: Sequence[int] = (0,)) -> None:
+        self.items = tuple(items)
+        self.order = tuple(order)
+
+    def __getitem__(self, microbatch: int) -> T_co:
+        return self.items[self.order[microbatch % len(self.order)]]
+
+    def map(self, function: Callable[[T_co], U]) -> "RoundRobin[U]":
+        """Make something of each, in the same order of turns."""
+        return RoundRobin([function(item) for item in self.items], self.order)
+
+
+def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:
+    """Return the order in which cut sets take turns: microbatch `m` takes `turns[m % len(turns)]`.
+
+    >>> round_robin([0.5, 0.25, 0.25])
+    (0, 1, 2, 0)
+
+    The order is at most `period` long, and as long as it must be to come nearest to the weights. At every
+    moment each cut set is within one turn of its part, so that queues between stages absorb the difference:
+    R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980). Raises `PlanError` for
+    weights that do not add up to 1.
+    """
+    counts = round_robin_counts(weights, period=period)
+    order: list[int] = []
+    given = [0] * len(counts)
+    used = [index for index, number in enumerate(counts) if number]
+    total = sum(counts)
+    # all in multiples of 1 / (total * slack), so that no rounding decides
+    slack = max(2 * len(used) - 2, 1)
+    for turn in range(1, total + 1):
+        owed = {j: slack * (turn * counts[j] - total * given[j]) for j in used}
+        due = [j for j in used if owed[j] >= total or len(used) == 1]
+        # whose part would be missed first
+        chosen = min(due, key=lambda j: ((slack - 1) * total - owed[j]) / counts[j])
+        given[chosen] += 1
+        order.append(chosen)
+    return tuple(order)
+
+
+def round_robin_counts(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:
+    """Return how many turns of one round each cut set takes: whole numbers near the weights, `period` at most in all.
+
+    >>> round_robin_counts([1 / 3, 2 / 3])
+    (1, 2)
+
+    Raises `PlanError` for weights that are not parts of 1.
+    """
+    if not weights or min(weights) < 0 or not math.isclose(sum(weights), 1.0, abs_tol=1e-6):
+        raise PlanError(f"weights of cut sets are parts that add up to 1, not {list(weights)}; plan again")
+    best: tuple[int, ...] = ()
+    smallest = math.inf
+    for total in range(1, period + 1):
+        counts = _nearest(weights, total)
+        error = max(abs(number / total - weight) for number, weight in zip(counts, weights, strict=True))
+        if error < smallest - 1e-9:
+            best, smallest = counts, error
+    return best
+
+
+def _nearest(weights: Sequence[float], total: int) -> tuple[int, ...]:
+    """Round to whole numbers of this sum; the largest remainders are rounded up."""
+    counts = [math.floor(weight * total + 1e-9) for weight in weights]
+    remainders = sorted(range(len(weights)), key=lambda j: (counts[j] - weights[j] * total, j))
+    for _, index in zip(range(total - sum(counts)), (remainders[n % len(weights)] for n in count()), strict=False):
+        counts[index] += 1
+    return tuple(counts)

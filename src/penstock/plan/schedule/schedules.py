@@ -1,0 +1,151 @@
+"""The known training schedules, as pure functions from counts to actions.
+
+With more stages than devices, a device of `gpipe`, `one_f_one_b` and `zero_bubble` holds neighbouring
+stages and works through them as through one; `interleaved_1f1b` deals the stages out in turns.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from penstock.errors import UsageError
+from penstock.plan.schedule.actions import Action, Kind, Schedule
+from penstock.plan.schedule.interleaved import in_turns, interleaved_1f1b
+
+MakeSchedule = Callable[[int, int, int], Schedule]
+
+
+def gpipe(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019, GPipe).
+
+        device 0 of 2:  F0 F1 F2 B0 B1 B2       holds every microbatch
+
+    Backwards go in the order of the forwards, so that every schedule adds gradients up alike.
+    """
+    microbatches = range(num_microbatches)
+
+    def order(_device: int, _devices: int) -> Iterator[tuple[Kind, int]]:
+        yield from (("F", m) for m in microbatches)
+        yield from (("B", m) for m in microbatches)
+
+    return _in_blocks(num_stages, num_microbatches, num_devices, order)
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
+    """One forward, one backward in turns (Narayanan et al. 2019, PipeDream; flushed as in 2021, Megatron-LM).
+
+    device 0 of 4:  F0 F1 F2 F3 B0 F4 B1 ...   holds at most as many microbatches as there are devices
+    device 3 of 4:  F0 B0 F1 B1 F2 B2 ...      holds one
+    """
+
+    def order(device: int, num_devices: int) -> Iterator[tuple[Kind, int]]:
+        return in_turns(range(num_microbatches), range(num_microbatches), num_devices - device - 1)
+
+    return _in_blocks(num_stages, num_microbatches, num_devices, order)
+
+
+def zero_bubble(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
+    """1F1B with the backward in halves, the weights' half where a device would wait (Qi et al. 2023, ZB-H1).
+
+        device 0 of 3:  F0 F1 F2 I0 W0 F3 I1 W1 ...
+        device 2 of 3:  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 ...     weights wait for two microbatches
+
+    Gradients reach the device before it earlier, and the memory of 1F1B's first device suffices for each.
+    """
+
+    def order(device: int, num_devices: int) -> Iterator[tuple[Kind, int]]:
+        every = range(num_microbatches)
+        for kind, m in in_turns(every, every, num_devices - device - 1):
+            yield ("I" if kind == "B" else kind), m
+            if kind == "B" and m >= device:
+                yield "W", m - device
+        yield from (("W", m) for m in range(max(0, num_microbatches - device), num_microbatches))
+
+    return _in_blocks(num_stages, num_microbatches, num_devices, order)
+
+
+def with_updates(schedule: Schedule, *, update: bool = True) -> Schedule:
+    """Add the synchronization of each stage behind its last backward, and the optimizer's step at the end.
+
+    >>> from penstock.plan.schedule.actions import text
+    >>> text(with_updates(gpipe(1, 2))[0])
+    'F0.0 F1.0 B0.0 B1.0 S.0 U.0'
+    """
+    return tuple(tuple(_with_updates(actions, update)) for actions in schedule)
+
+
+def _with_updates(actions: Sequence[Action], update: bool) -> Iterator[Action]:
+    last = {action.stage: i for i, action in enumerate(actions) if action.kind in {"B", "W"}}
+    for index, action in enumerate(actions):
+        yield action
+        if last.get(action.stage) == index:
+            yield Action("S", 0, action.stage)
+    if update:
+        yield from (Action("U", 0, stage) for stage in sorted(last))
+
+
+def spread(schedule: Schedule, stages: Sequence[int]) -> Schedule:
+    """Assign each device of a schedule so many neighbouring stages in place of its one, to work through as through one.
+
+    >>> from penstock.plan.schedule.actions import text
+    >>> [text(actions) for actions in spread(gpipe(2, 1), [1, 2])]
+    ['F0.0 B0.0', 'F0.1 F0.2 B0.2 B0.1']
+    """
+    firsts = [sum(stages[:device]) for device in range(len(stages))]
+    return tuple(
+        tuple(
+            Action(action.kind, action.microbatch, stage)
+            for action in actions
+            for stage in (own if action.kind == "F" else reversed(own))
+        )
+        for actions, own in zip(schedule, map(range, firsts, accumulate(stages)), strict=True)
+    )
+
+
+def _in_blocks(
+    num_stages: int,
+    num_microbatches: int,
+    num_devices: int | None,
+    order: Callable[[int, int], Iterator[tuple[Kind, int]]],
+) -> Schedule:
+    """Assign each device neighbouring stages, and its order to all of them."""
+    num_devices = check_counts(num_stages, num_microbatches, num_devices)
+    each, more = divmod(num_stages, num_devices)
+    devices = range(num_devices)
+    one_each = tuple(tuple(Action(kind, m, device) for kind, m in order(device, num_devices)) for device in devices)
+    return spread(one_each, [each + (device < more) for device in devices])
+
+
+def check_counts(num_stages: int, num_microbatches: int, num_devices: int | None) -> int:
+    """Return the number of devices, as many as stages where it is not given; raises `UsageError` for what cannot be."""
+    num_devices = num_stages if num_devices is None else num_devices
+    if min(num_stages, num_microbatches, num_devices) < 1:
+        raise UsageError(
+            f"a schedule needs at least one stage, microbatch and device, not {num_stages}, {num_microbatches} and "
+            f"{num_devices}"
+        )
+    if num_devices > num_stages:
+        raise UsageError(f"{num_devices} devices but {num_stages} stages: use at least as many stages as devices")
+    return num_devices
+
+
+def _interleaved(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
+    return interleaved_1f1b(num_stages, num_microbatches, check_counts(num_stages, num_microbatches, num_devices))
+
+
+SCHEDULES: Mapping[str, MakeSchedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": _interleaved,
+    "zero-bubble": zero_bubble,
+}
+
+
+def make_schedule(name: str, num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
+    """Make the schedule of a name; raises `UsageError` for one that is not known.
+
+    Example:
+        make_schedule("1f1b", num_stages=4, num_microbatches=8)
+    """
+    if name not in SCHEDULES:
+        raise UsageError(f"the schedule {name!r} is not known; use one of {', '.join(SCHEDULES)}, or write your own")
+    return SCHEDULES[name](num_stages, num_microbatches, check_counts(num_stages, num_microbatches, num_devices))

@@ -1,0 +1,108 @@
+"""Whether a schedule can be run: any schedule, ours or a user's."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from penstock.errors import PlanError
+from penstock.plan.schedule.actions import NUM_BUFFERS, STAGE_KINDS, Action, Schedule, placement
+from penstock.plan.schedule.simulate import Simulation, simulate
+
+
+def check_schedule(schedule: Schedule, *, num_buffers: int | None = NUM_BUFFERS) -> Simulation:
+    """Check that a schedule can be run, and give its simulation with every action alike.
+
+    - each stage is on one device, and there is none missing between the first and the last;
+    - each stage takes each microbatch forward once, and back once or not at all, in halves or whole;
+    - a forward comes before its backward, the inputs' half before the weights';
+    - neighbours send and receive in the same order, since a channel keeps it;
+    - devices never wait for each other in a circle with so many buffers.
+
+    Example:
+        check_schedule(read_schedule(text)).peak_in_flight
+
+    Raises `PlanError` naming the action that breaks a rule.
+    """
+    _check_places(schedule)
+    for device, actions in enumerate(schedule):
+        _check_order(device, actions)
+    _check_complete(schedule)
+    _check_channels(schedule)
+    return simulate(schedule, num_buffers=num_buffers)
+
+
+def _check_places(schedule: Schedule) -> None:
+    devices = placement(schedule)
+    for device, actions in enumerate(schedule):
+        for action in actions:
+            if devices[action.stage] != device:
+                raise PlanError(
+                    f"stage {action.stage} is on device {device} and on device {devices[action.stage]}; "
+                    "a stage belongs on one device"
+                )
+    missing = set(range(max(devices, default=-1) + 1)) - set(devices)
+    if missing:
+        raise PlanError(f"stage {min(missing)} is on no device; give every stage up to {max(devices)} its actions")
+
+
+def _check_order(device: int, actions: Sequence[Action]) -> None:
+    done: set[Action] = set()
+    for action in actions:
+        needs = {"B": "F", "I": "F", "W": "I"}.get(action.kind)
+        if action in done:
+            raise PlanError(f"device {device} does {action} twice; leave one out")
+        if needs and not any(d.kind == needs and _same(d, action) for d in done):
+            raise PlanError(f"device {device} does {action} before {needs}{str(action)[1:]}; change their order")
+        if action.kind in STAGE_KINDS and any(
+            a.kind not in STAGE_KINDS and a.stage == action.stage for a in actions[len(done) :]
+        ):
+            raise PlanError(f"device {device} does {action} before the stage's last backward; move it to the end")
+        done.add(action)
+
+
+def _same(first: Action, second: Action) -> bool:
+    return (first.microbatch, first.stage) == (second.microbatch, second.stage)
+
+
+def _check_complete(schedule: Schedule) -> None:
+    forward: dict[int, set[int]] = defaultdict(set)
+    backward: Counter[tuple[int, int, str]] = Counter()
+    for actions in schedule:
+        for action in actions:
+            if action.kind == "F":
+                forward[action.stage].add(action.microbatch)
+            elif action.kind not in STAGE_KINDS:
+                backward[action.stage, action.microbatch, action.kind] += 1
+    microbatches = set().union(*forward.values())
+    if microbatches != set(range(len(microbatches))):
+        raise PlanError(f"microbatches are counted from 0 without gaps, not {sorted(microbatches)}")
+    for stage in placement(schedule):
+        for microbatch in range(len(microbatches)):
+            whole, inputs, weights = (backward[stage, microbatch, kind] for kind in "BIW")
+            wanted = [(0, 0, 0)] if not backward else [(1, 0, 0), (0, 1, 1)]
+            if microbatch not in forward[stage]:
+                raise PlanError(f"F{microbatch}.{stage} is missing; every stage takes every microbatch")
+            if (whole, inputs, weights) not in wanted:
+                raise PlanError(
+                    f"microbatch {microbatch} goes back through stage {stage} with {whole} B, {inputs} I and "
+                    f"{weights} W; give it one B, or one I and one W"
+                )
+
+
+def _check_channels(schedule: Schedule) -> None:
+    """A channel keeps its order: the receiver must take messages as the sender makes them."""
+    made: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for actions in schedule:
+        for action in actions:
+            if action.kind in {"F", "B", "I"}:
+                made[action.stage, action.kind == "F"].append(action.microbatch)
+    for earlier, later in pairwise(sorted(placement(schedule))):
+        for forward, sender, receiver in ((True, earlier, later), (False, later, earlier)):
+            sent, taken = made[sender, forward], made[receiver, forward]
+            for a, b in zip(sent, taken, strict=True):
+                if a != b:
+                    what = "activations" if forward else "gradients"
+                    raise PlanError(
+                        f"stage {sender} sends the {what} of microbatch {a} where stage {receiver} takes those of {b}; "
+                        "give both the same order"
+                    )

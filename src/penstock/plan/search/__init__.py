@@ -1,0 +1,1 @@
+"""Find the cuts and devices of a plan whose predicted time is least."""

@@ -1,0 +1,170 @@
+"""Divide a line of units where devices hold several stages: the devices are balanced, not the stages.
+
+    stages dealt out in turns      device 0: stages 0 and 2     device 1: stages 1 and 3
+
+What a device takes is the sum over its stages. Stage by stage from the start of the model, the search keeps every
+state that can still lead to something better than the best known: where the stage ends, and what each device has so
+far. Cuts move within windows around the best known ones, and windows grow until nothing becomes better. Where windows
+reach over the whole line and no states were left out, the result is the best there is; many states are thinned to the
+most promising ones.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.plan.cost.stage_cost import Vector
+from penstock.plan.search.partition import check_stages, stage_costs
+
+# devices that differ by less than this count as equally busy: then more equal stages are better
+SLACK = 0.003
+# states that are kept of one stage
+_WIDTH = 3000
+# sums of floats taken in another order differ in the last bits
+_ROUNDING = 1 + 1e-12
+_Places: TypeAlias = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Boundaries between stages, what the busiest device takes, and what the largest stage does."""
+
+    cuts: tuple[int, ...]
+    busiest: float
+    largest: float
+
+
+def deal(costs: Sequence[Vector], places: Sequence[int], *, slack: float = 0.0) -> Dealt | None:
+    """Choose where stages end so that the busiest device takes least; of those within `slack` of it, so that the
+    largest stage is smallest.
+
+    `costs[stage][a, b]` is what the units from boundary `a` to `b` take as this stage on its device, infinite where
+    that cannot be; `places[stage]` is the device. Gives None where nothing can be.
+
+    Example:
+        deal([costs] * 4, [0, 1, 0, 1]).cuts
+    """
+    search = _Search(costs, places, slack)
+    best = search.first()
+    if best is None:
+        return None
+    reach, last = 1, search.last
+    while True:
+        found = search.around(best, reach)
+        better = found is not None and found != best and search.prefers(found, best)
+        if found is not None and better:
+            best = found
+        if not better and (reach >= last or search.thinned):
+            return best
+        reach *= 1 if better else 2
+
+
+def balanced_devices(
+    work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, *, places: Sequence[int],
+    work_per_byte: float = 0.0,
+) -> list[int]:  # fmt: skip
+    """Make the busiest device as little busy as it can be, and then the largest stage small.
+
+    `places` are the devices of the stages; the other arguments and the result are those of `partition.balanced`.
+
+    >>> balanced_devices([1, 1, 1, 3, 1, 1], [0] * 7, 4, places=[0, 1, 0, 1])
+    [1, 3, 4]
+
+    Raises `CutError` for more stages than units.
+    """
+    check_stages(len(work), num_stages)
+    dealt = deal([stage_costs(work, crossing_bytes, work_per_byte)] * num_stages, places, slack=SLACK)
+    if dealt is None:
+        raise AssertionError("units enough for the stages, and no division")
+    return list(dealt.cuts)
+
+
+class _Search:
+    def __init__(self, costs: Sequence[Vector], places: Sequence[int], slack: float) -> None:
+        self.costs, self.places, self.slack = list(costs), list(places), slack
+        self.num_devices, self.last = max(places) + 1, len(costs[0]) - 1
+        # the least that the stages from one on take together, from every boundary to the end
+        self.rest = [np.where(np.arange(self.last + 1) == self.last, 0.0, math.inf)]
+        for cost in reversed(self.costs):
+            self.rest.insert(0, (cost + self.rest[0][None, :]).min(axis=1))
+        self.thinned = False  # whether states were left out of the last search
+        self.least = math.inf  # what the busiest device takes in the best division that was seen
+
+    def first(self) -> Dealt | None:
+        """Return the division whose largest stage is smallest."""
+        best, choices = self.costs[0][0], []
+        for cost in self.costs[1:]:
+            following = np.maximum(best[:, None], cost)
+            choices.append(following.argmin(axis=0))
+            best = following.min(axis=0)
+        if not best[self.last] < math.inf:
+            return None
+        cuts = [self.last]
+        for choice in reversed(choices):
+            cuts.append(int(choice[cuts[-1]]))
+        return self._dealt(tuple(cuts[:0:-1]))
+
+    def prefers(self, one: Dealt, other: Dealt) -> bool:
+        """Return whether one division is better than another."""
+        limit = self.least * (1 + self.slack) * _ROUNDING
+        if max(one.busiest, other.busiest) > limit:
+            return one.busiest < other.busiest
+        return (one.largest, one.busiest) < (other.largest, other.busiest)
+
+    def around(self, known: Dealt, reach: int) -> Dealt | None:
+        """Return the best division whose cuts lie this near to known ones."""
+        windows = [np.arange(1)]
+        windows += [np.arange(max(1, c - reach), min(self.last - 1, c + reach) + 1) for c in known.cuts]
+        windows.append(np.array([self.last]))
+        self.thinned = False
+        at, loads, largest = np.zeros(1, dtype=np.intp), np.zeros((1, self.num_devices)), np.zeros(1)
+        steps: list[tuple[_Places, _Places]] = []
+        for stage, (here, ends) in enumerate(pairwise(windows)):
+            cost = self.costs[stage][here[at]][:, ends]
+            come, end = np.nonzero(cost < math.inf)
+            taken = cost[come, end]
+            loads = loads[come]
+            loads[:, self.places[stage]] += taken
+            largest = np.maximum(largest[come], taken)
+            kept = self._promising(stage, ends[end], loads, largest)
+            at, loads, largest = end[kept], loads[kept], largest[kept]
+            steps.append((come[kept], ends[at]))
+        if not len(at):
+            return None
+        busiest = loads.max(axis=1)
+        self.least = min(self.least, float(busiest.min()))
+        within = np.flatnonzero(busiest <= max(self.least * (1 + self.slack), float(busiest.min())) * _ROUNDING)
+        state = int(within[np.lexsort((busiest[within], largest[within]))[0]])
+        cuts = []
+        for come, ends in reversed(steps):
+            cuts.append(int(ends[state]))
+            state = int(come[state])
+        return self._dealt(tuple(cuts[:0:-1]))
+
+    def _promising(self, stage: int, ends: _Places, loads: Vector, largest: Vector) -> _Places:
+        """Choose the states that may lead to something as good as the best known; of too many, those with most room."""
+        limit = self.least * (1 + self.slack) * _ROUNDING
+        room = (limit - loads).sum(axis=1)
+        rest = self.rest[stage + 1][ends]
+        kept = np.flatnonzero((loads.max(axis=1) <= limit) & (rest <= room * _ROUNDING))
+        if len(kept) <= _WIDTH:
+            return kept
+        self.thinned = True
+        done, whole = (np.bincount(self.places[:count], minlength=self.num_devices)
+                       for count in (stage + 1, len(self.places)))  # fmt: skip
+        ahead = (loads[kept] - limit * done / whole).max(axis=1) / max(limit, 1e-300)
+        tight = np.maximum(ahead, rest[kept] / np.maximum(room[kept], 1e-300) - 1)
+        return kept[np.lexsort((largest[kept], tight))[:_WIDTH]]
+
+    def _dealt(self, cuts: tuple[int, ...]) -> Dealt:
+        stages = [float(cost[a, b]) for cost, (a, b) in zip(self.costs, pairwise((0, *cuts, self.last)), strict=True)]
+        loads = [0.0] * self.num_devices
+        for place, seconds in zip(self.places, stages, strict=True):
+            loads[place] += seconds
+        self.least = min(self.least, max(loads))
+        return Dealt(cuts, max(loads), max(stages))

@@ -1,0 +1,314 @@
+"""The best pipeline by dynamic programming over sets of devices and boundaries.
+
+    best[devices S, boundary a]  =  min over the device d of S that goes first, and where its stage ends, b, of
+                                    max( cost of a..b on d,  link from d to the next,  best[S without d, b] )
+
+from the end of the model to its start, so that a stage knows how many stages follow it and thereby how many
+microbatches it keeps in training. Devices that are alike count as one kind, and S says how many of each kind:
+equal devices cost a line, not a set. Where two devices have a link of their own, S also says which device is
+first. The same recurrence with a sum instead of the max gives the smallest latency.
+
+The result is exact: every order of every selection of devices, with every division into stages, is covered.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.plan.cost.problem import Division, Placed, Problem
+from penstock.plan.cost.stage_cost import Vector
+
+# What one search may look at; a billion stages take some seconds
+EFFORT = 2_000_000_000
+# what one step of the recurrence costs beside the stages it looks at, in stages
+_STEP = 30_000
+# devices that share a stage in any mixture: the number of mixtures must stay small
+_MAX_MIXTURES = 64
+
+Aim = Literal["pace", "latency"]
+_State = tuple[int, ...]
+_Key = tuple[_State, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Values from boundary `start` on, infinite before and behind."""
+
+    start: int
+    values: Vector
+
+    @property
+    def span(self) -> slice:
+        """The boundaries that have values."""
+        return slice(self.start, self.start + len(self.values))
+
+
+def best_divisions(
+    problem: Problem, *, aim: Aim = "pace", at_most_s: float = math.inf, share: bool = False, effort: int = EFFORT,
+    numbers: Sequence[int] | None = None,
+) -> dict[int, tuple[float, Division]] | None:  # fmt: skip
+    """Return for each number of devices the best pipeline that uses so many, with its pace or latency in seconds.
+
+    Pipelines slower than `at_most_s` are left out. With `share`, devices may take turns on a stage (inference
+    only): any mixture of up to six devices, beyond that several of one kind. Gives None where the search would
+    look at more than `effort` stages. `numbers` are the devices that may be used, where not all may.
+
+    Example:
+        value_s, division = best_divisions(problem)[4]
+    """
+    search = _Search(problem, aim, at_most_s, share, range(len(problem.devices)) if numbers is None else numbers)
+    return search.run(effort)
+
+
+class _Search:
+    def __init__(self, problem: Problem, aim: Aim, at_most_s: float, share: bool, numbers: Sequence[int]) -> None:
+        self.problem = problem
+        self.aim = aim
+        self.at_most_s = at_most_s
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for number in numbers:
+            kinds.setdefault(problem.signature(number), []).append(number)
+        self.kinds = list(kinds.values())
+        self.counts = tuple(len(kind) for kind in self.kinds)
+        # without links of their own it does not matter which device a message comes from
+        self.uniform = not problem.cluster.links and aim == "pace"
+        self.options = self._options(share and self.uniform and not problem.setting.trains)
+        self.speeds = np.array([problem.devices[kind[0]].speed for kind in self.kinds])
+        self.seconds = problem.costs.seconds
+        self.table: dict[_Key, _Window] = {}
+        self.cache: dict[_State, Vector] = {}
+
+    def run(self, effort: int) -> dict[int, tuple[float, Division]] | None:
+        if self._least_effort() > effort:
+            return None
+        for state in self._states():
+            for option in self.options:
+                left = tuple(count - used - o for count, used, o in zip(self.counts, state, option, strict=True))
+                if min(left) < 0:
+                    continue
+                effort -= self._add(state, option, left)
+                if effort < 0:
+                    return None
+        return self._results()
+
+    def _least_effort(self) -> int:
+        """Return what the search costs at least: without a bound on the pace nearly every step looks at all stages."""
+        steps = math.prod(count + 1 for count in self.counts) * len(self.options) // 2
+        bounded = self.aim == "pace" and self.at_most_s < math.inf
+        return steps * (_STEP if bounded else _STEP + self.problem.num_units**2 // 2)
+
+    def _options(self, share: bool) -> list[_State]:
+        """Return the groups of devices that one stage may have."""
+        single = [tuple(int(k == kind) for k in range(len(self.kinds))) for kind in range(len(self.kinds))]
+        if not share:
+            return single
+        if math.prod(count + 1 for count in self.counts) <= _MAX_MIXTURES:
+            return [option for option in product(*(range(count + 1) for count in self.counts)) if sum(option)]
+        several = [
+            tuple(times * one for one in option)
+            for option, count in zip(single, self.counts, strict=True)
+            for times in range(2, count + 1)
+        ]
+        return single + several
+
+    def _states(self) -> list[_State]:
+        """Return every selection of devices, smaller ones first."""
+        return sorted(product(*(range(count + 1) for count in self.counts)), key=lambda state: (sum(state), state))
+
+    def _lasts(self, state: _State) -> list[int]:
+        """Return which kinds may be first in a selection; it does not matter where links are alike."""
+        return [-1] if self.uniform else [kind for kind, used in enumerate(state) if used]
+
+    def _following(self, state: _State, kind: int) -> _Window | None:
+        """Return the best that can follow a stage on this kind, at each boundary where it may end."""
+        if not any(state):
+            end = np.zeros(1)
+            if self.aim == "latency":
+                end[0] = self._hop_s(kind, None, slice(self.problem.num_units, None))[0]
+            return _Window(self.problem.num_units, end)
+        found = [(window, last) for last in self._lasts(state) if (window := self.table.get((state, last))) is not None]
+        if not found:
+            return None
+        if self.uniform:
+            return found[0][0]
+        start = min(window.start for window, _ in found)
+        stop = max(window.span.stop for window, _ in found)
+        best = np.full(stop - start, np.inf)
+        for window, last in found:
+            part = best[window.start - start : window.span.stop - start]
+            if self.aim == "latency":
+                values = window.values + self._hop_s(kind, last, window.span)
+            else:
+                byte_s = self.problem.byte_s(*self._two(kind, last))
+                values = np.maximum(window.values, self.problem.costs.crossing[window.span] * byte_s)
+            np.minimum(part, values, out=part)
+        return _Window(start, best)
+
+    def _two(self, kind: int, last: int) -> tuple[int, int]:
+        """Return two different devices of these kinds."""
+        first = self.kinds[kind][0]
+        return first, self.kinds[last][1 if kind == last else 0]
+
+    def _hop_s(self, kind: int, last: int | None, span: slice) -> Vector:
+        """Return the seconds of a message from one kind to another, or to the feeder behind the last stage."""
+        problem = self.problem
+        one, other = (self.kinds[kind][0], problem.feeder) if last is None else self._two(kind, last)
+        return problem.costs.crossing[span] * problem.wire_s(one, other) + problem.latency_s(one, other)
+
+    def _add(self, state: _State, option: _State, left: _State) -> int:
+        """Put a stage before a selection; gives how many stages that looked at."""
+        kind = option.index(max(option))
+        following = self._following(state, kind)
+        if following is None:
+            return 0
+        starts = self._possible_starts(left, following.span.stop - 1)
+        if starts.start >= starts.stop:
+            return 0
+        values = self._values(state, option, starts, following).min(axis=1)
+        values[values > self.at_most_s] = np.inf
+        finite = np.flatnonzero(values < np.inf)
+        if len(finite):
+            window = _Window(starts.start + int(finite[0]), values[finite[0] : finite[-1] + 1])
+            target = tuple(used + more for used, more in zip(state, option, strict=True))
+            key = (target, -1 if self.uniform else kind)
+            known = self.table.get(key)
+            self.table[key] = window if known is None else _merge(known, window)
+        return _STEP + int(starts.stop - starts.start) * len(following.values)
+
+    def _possible_starts(self, left: _State, last: int) -> slice:
+        """Leave out what the devices that are left could not do in time: a window around equal loads."""
+        if self.aim == "latency" or self.at_most_s == math.inf:
+            return slice(0, last)
+        able = self.at_most_s * (1 + 1e-9) * float(self.speeds @ np.array(left))
+        return slice(0, min(last, int(np.searchsorted(self.seconds, able, side="right"))))
+
+    def _values(self, state: _State, option: _State, starts: slice, following: _Window) -> Vector:
+        """Return the value for every start (rows) and end (columns) of a stage before a selection."""
+        block = self._block(option, self.problem.setting.in_flight(sum(state) + 1), starts, following.span)
+        if self.aim == "pace":
+            return np.maximum(block, following.values)
+        kind = option.index(max(option))
+        first, last = self.problem.path_terms(self.kinds[kind][0])
+        path = first[starts, None] + last[None, following.span] + following.values
+        if starts.start == 0 and starts.stop > 0:
+            path[0] += self._hop_s(kind, None, slice(0, 1))[0]  # the way from the feeder is as long as the way back
+        return np.where(block < np.inf, path, np.inf)
+
+    def _block(self, option: _State, in_flight: int, starts: slice, ends: slice) -> Vector:
+        """Return the cost of stages for a group of devices."""
+        problem = self.problem
+        members = [(self.kinds[kind][0], times) for kind, times in enumerate(option) if times]
+        if len(members) == 1 and members[0][1] == 1:
+            if problem.num_units <= 500:
+                return problem.cost_matrix(members[0][0], in_flight)[starts, ends]
+            return problem.cost_block(members[0][0], in_flight, starts, ends)
+        if problem.num_units > 500:
+            return shared_block(problem, members, starts, ends)
+        if option not in self.cache:
+            self.cache[option] = shared_block(problem, members, slice(0, None), slice(0, None))
+        return self.cache[option][starts, ends]
+
+    def _results(self) -> dict[int, tuple[float, Division]]:
+        best: dict[int, tuple[float, _State, int]] = {}
+        feeder = next((kind for kind, numbers in enumerate(self.kinds) if self.problem.feeder in numbers), None)
+        for (state, last), window in self.table.items():
+            if window.start > 0:
+                continue
+            value = float(window.values[0])
+            if self.aim == "latency":
+                value += self.problem.costs.feeding_s / self.problem.devices[self.problem.feeder].speed
+            elif feeder is None or not state[feeder]:
+                value = max(value, self.problem.feeding_alone_s())
+            size = sum(state)
+            if value <= self.at_most_s and (size not in best or value < best[size][0]):
+                best[size] = (value, state, last)
+        return {size: (value, self._trace(state, last)) for size, (value, state, last) in sorted(best.items())}
+
+    def _trace(self, state: _State, last: int) -> Division:
+        """Find again which choices gave the best value, from the model's start to its end."""
+        free = [list(kind) for kind in self.kinds]
+        stages: list[Placed] = []
+        start = 0
+        while start < self.problem.num_units:
+            best: tuple[float, _State, _State, int] | None = None
+            for option in self.options:
+                rest = tuple(used - o for used, o in zip(state, option, strict=True))
+                kind = option.index(max(option))
+                if min(rest) < 0 or (last >= 0 and kind != last):
+                    continue
+                following = self._following(rest, kind)
+                if following is None:
+                    continue
+                values = self._values(rest, option, slice(start, start + 1), following)[0]
+                place = int(values.argmin())
+                if best is None or values[place] < best[0]:
+                    best = (float(values[place]), option, rest, following.start + place)
+            if best is None:
+                raise AssertionError("a table that does not lead back to its start")
+            _, option, state, end = best
+            members = tuple(free[kind].pop(0) for kind, times in enumerate(option) for _ in range(times))
+            stages.append(Placed(members, start, end))
+            start = end
+            last = self._next_kind(state, members[0], end)
+        return tuple(stages)
+
+    def _next_kind(self, state: _State, device: int, end: int) -> int:
+        """Return which kind comes next where links differ: the one that gives the best value behind this device."""
+        if self.uniform or not any(state):
+            return -1
+        kind = next(k for k, numbers in enumerate(self.kinds) if device in numbers)
+        best, chosen = math.inf, -1
+        for last in self._lasts(state):
+            window = self.table.get((state, last))
+            if window is None or not window.start <= end < window.span.stop:
+                continue
+            value = float(window.values[end - window.start])
+            if self.aim == "latency":
+                value += float(self._hop_s(kind, last, slice(end, end + 1))[0])
+            else:
+                value = max(
+                    value, float(self.problem.costs.crossing[end]) * self.problem.byte_s(*self._two(kind, last))
+                )
+            if value < best:
+                best, chosen = value, last
+        return chosen
+
+
+def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice, ends: slice) -> Vector:
+    """Return the pace of stages whose devices take turns: for each device its number, and how many are like it."""
+    rate: Vector | float = 0.0
+    spent: Vector | float = 0.0
+    possible: NDArray[np.bool_] = np.ones(1, dtype=np.bool_)
+    for number, times in members:
+        terms = problem.terms(number)
+        own = terms.own[0][0][starts, None] + terms.own[0][1][None, ends]
+        for first, last in terms.own[1:]:
+            np.maximum(own, first[starts, None] + last[None, ends], out=own)
+        fits = problem.cost_block(number, 0, starts, ends) < np.inf
+        possible = possible & fits
+        # empty stages have no cost; they are left out by what is possible
+        own = np.where(fits, own, 1.0)
+        rate = rate + times / np.maximum(own, 1e-300)
+        if number == problem.feeder:
+            spent = problem.feeding_alone_s() / np.maximum(own, 1e-300)
+    if sum(times for _, times in members) == 1:
+        return problem.cost_block(members[0][0], 0, starts, ends)
+    pace = np.where(possible, (1 + spent) / rate, np.inf)
+    if any(number == problem.feeder for number, _ in members):
+        pace[pace <= problem.feeding_alone_s() * (1 + 1e-9)] = np.inf
+    return pace
+
+
+def _merge(one: _Window, other: _Window) -> _Window:
+    start = min(one.start, other.start)
+    stop = max(one.span.stop, other.span.stop)
+    values = np.full(stop - start, np.inf)
+    for window in (one, other):
+        part = values[window.start - start : window.span.stop - start]
+        np.minimum(part, window.values, out=part)
+    return _Window(start, values)

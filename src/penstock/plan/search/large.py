@@ -1,0 +1,202 @@
+"""A good pipeline on many unequal devices, where looking at every order is out of the question.
+
+For a given pace the model is filled with devices from its end to its start: each takes the longest stage
+that it can do in time and hold. A beam keeps the few beginnings that waste least: time that a device has
+left because units are not divisible, and CPU time for the bytes at its cut. With many devices there is
+usually one whose speed suits the units at hand. The pace is found by bisection, from the bound upwards;
+then the cuts are settled for the order found. Compare with `bound.py` for how far from the best it may be.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.plan.cost.bound import pace_bound_s
+from penstock.plan.cost.problem import Division, Placed, Problem, fits_all, pace_s
+from penstock.plan.cost.stage_cost import Vector
+from penstock.plan.search.refine import settle
+
+_Numbers: TypeAlias = NDArray[np.intp]
+_BEAM = 16
+# candidates per beginning: of a thousand devices sixty-four of all speeds suit as well
+_CANDIDATES = 64
+# how many boundaries beside the longest stage are looked at, for one with fewer bytes
+_NEAR = 12
+_KEPT = 4
+_SETTLE_REACH = 12
+_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begin:
+    """Devices placed from the end of the model down to a boundary."""
+
+    boundary: int
+    wasted: float
+    used: NDArray[np.bool_]
+    num_stages: int
+    stages: tuple[int, int, "_Begin | None"] | None  # device, end, and what follows
+
+
+def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Division | None:
+    """Find a pipeline with a pace near the best, or none where memory leaves none to be found.
+
+    `numbers` are the devices that may be used, where not all may.
+
+    Example:
+        division = good_division(problem)
+        gap = pace_s(problem, division) / pace_bound_s(problem) - 1
+    """
+    bound = max(pace_bound_s(problem, numbers=numbers), 1e-12)
+    filler = _Filler(problem, range(len(problem.devices)) if numbers is None else numbers)
+    low, found, factor = bound, None, 1.01
+    while found is None and factor < 1e6:
+        found = filler.fill(bound * factor)
+        if found is None:
+            low, factor = bound * factor, 1 + (factor - 1) * 2
+    if found is None:
+        return None
+    best = settle(problem, found, reach=_SETTLE_REACH)
+    high = min(bound * factor, pace_s(problem, best))
+    while high > low * (1 + _TOLERANCE):
+        middle = (low + high) / 2
+        found = filler.fill(middle)
+        if found is None:
+            low = middle
+            continue
+        settled = settle(problem, found, reach=_SETTLE_REACH)
+        if pace_s(problem, settled) < pace_s(problem, best):
+            best = settled
+        high = min(middle, pace_s(problem, best))
+    return _settle_on(problem, best)
+
+
+def _settle_on(problem: Problem, division: Division) -> Division:
+    """Settle the cuts until they stay where they are."""
+    best = pace_s(problem, division)
+    for _ in range(20):
+        division = settle(problem, division, reach=_SETTLE_REACH)
+        reached = pace_s(problem, division)
+        if reached >= best * (1 - 1e-9):
+            break
+        best = reached
+    return division
+
+
+class _Filler:
+    def __init__(self, problem: Problem, numbers: Sequence[int]) -> None:
+        self.problem = problem
+        self.closed = np.ones(len(problem.devices), dtype=np.bool_)
+        self.closed[list(numbers)] = False
+        costs = problem.costs
+        self.seconds = costs.seconds
+        self.by_speed = np.argsort(-problem.speeds, kind="stable")
+        rates = [device.bandwidth_bytes_per_s for device in problem.devices]
+        self.byte_s = np.array([1 / rate if rate else 0.0 for rate in rates])
+        self.memory = np.array([float(device.memory_bytes) for device in problem.devices])
+        self.memory -= problem.profile.base_bytes + problem.setting.recording_bytes
+        self.messages = costs.messages_bytes()
+        self.memory[problem.feeder] -= self.messages[0] + self.messages[-1]
+        self.memory[slice(None) if problem.setting.trains else problem.feeder] -= problem.profile.script_bytes
+        # as if neither the first nor the last stage were its own; settling looks again
+        self.lost_s = np.zeros(len(rates))
+        self.lost_s[problem.feeder] = problem.feeding_alone_s()
+        self.held = costs.held_bytes
+
+    def fill(self, pace_s: float) -> Division | None:
+        """Return a pipeline of this pace, if one is found."""
+        problem = self.problem
+        beam = [_Begin(problem.num_units, 0.0, self.closed, 0, None)]
+        able = problem.speeds * np.maximum(pace_s - self.lost_s, 0)
+        spare = float(able[~self.closed].sum()) - problem.costs.total_s
+        while beam:
+            following: dict[tuple[int, float], _Begin] = {}
+            for begin in beam:
+                for more in self._extend(begin, pace_s):
+                    if more.boundary == 0:
+                        division = self._division(more)
+                        if fits_all(problem, division):
+                            return division
+                        continue
+                    if more.wasted <= spare:
+                        following.setdefault((more.boundary, round(more.wasted, 12)), more)
+            beam = sorted(following.values(), key=lambda begin: (begin.wasted, -begin.boundary))[:_BEAM]
+        return None
+
+    def _extend(self, begin: _Begin, pace_s: float) -> list[_Begin]:
+        """Put one more device before what is placed: those that waste least."""
+        devices = self._candidates(begin)
+        if not len(devices):
+            return []
+        starts, wasted = self._longest(begin, devices, pace_s)
+        order = np.argsort(wasted, kind="stable")[:_KEPT]
+        extended: list[_Begin] = []
+        for index in order:
+            if not wasted[index] < np.inf:
+                break
+            used = begin.used.copy()
+            used[devices[index]] = True
+            stages = (int(devices[index]), begin.boundary, begin)
+            loss = begin.wasted + float(wasted[index])
+            extended.append(_Begin(int(starts[index]), loss, used, begin.num_stages + 1, stages))
+        return extended
+
+    def _candidates(self, begin: _Begin) -> _Numbers:
+        left = self.by_speed[~begin.used[self.by_speed]]
+        if len(left) <= _CANDIDATES:
+            return left
+        return left[np.linspace(0, len(left) - 1, _CANDIDATES).astype(np.intp)]
+
+    def _longest(self, begin: _Begin, devices: _Numbers, pace_s: float) -> tuple[_Numbers, Vector]:
+        """Return for each device the start of the stage that wastes least of it, and what that wastes."""
+        problem, costs, end = self.problem, self.problem.costs, begin.boundary
+        in_flight = problem.setting.in_flight(begin.num_stages + 1)
+        able = problem.speeds[devices] * np.maximum(pace_s - self.lost_s[devices], 0.0)
+        tail = self.seconds[end] + costs.overhead_s + costs.behind_s[end]
+        first = np.searchsorted(self.seconds, tail - able - 1e-12)
+        if not np.isinf(self.memory).any():
+            # what a stage holds only grows towards the start
+            need = self.held[: end + 1, end] + in_flight * (costs.kept_at_end_bytes[end] - costs.kept_bytes[: end + 1])
+            room = self.memory[devices] - self.messages[end]
+            first = np.maximum(first, end + 1 - np.searchsorted(need[::-1], room, side="right"))
+        starts = np.minimum(first[:, None] + np.arange(_NEAR), end)
+        seconds = tail - self.seconds[starts] + costs.before_s[starts]
+        possible = (starts < end) & (seconds <= able[:, None] * (1 + 1e-12))
+        possible &= self._in_time(begin, devices, starts, pace_s)
+        need = self.held[starts, end] + in_flight * (costs.kept_at_end_bytes[end] - costs.kept_bytes[starts])
+        possible &= need + self.messages[starts] + self.messages[end] <= self.memory[devices][:, None]
+        # a device's own loss, and what the next will pay for the bytes at this cut
+        wasted = able[:, None] - (self.seconds[end] - self.seconds[starts]) + costs.behind_s[starts] * (starts > 0)
+        # at the start of the model nothing is left to do, so no time is wasted
+        wasted = np.where(possible, np.where(starts == 0, -1.0, wasted), np.inf)
+        best = wasted.argmin(axis=1)
+        rows = np.arange(len(devices))
+        return starts[rows, best], wasted[rows, best]
+
+    def _in_time(self, begin: _Begin, devices: _Numbers, starts: _Numbers, pace_s: float) -> NDArray[np.bool_]:
+        """Say which stages keep links within the pace, the feeder's own messages included."""
+        costs, problem, end = self.problem.costs, self.problem, begin.boundary
+        per_byte = self.byte_s[devices][:, None]
+        feeds = (devices == problem.feeder)[:, None]
+        out = costs.crossing[end] + costs.returning[starts] + feeds * costs.crossing[0]
+        into = costs.crossing[starts] + costs.returning[end] + feeds * costs.crossing[-1]
+        in_time: NDArray[np.bool_] = np.maximum(out, into) * per_byte <= pace_s
+        if problem.cluster.links and begin.stages is not None:
+            between = np.array([problem.byte_s(int(device), begin.stages[0]) for device in devices])
+            in_time &= (between * costs.crossing[end] <= pace_s)[:, None]
+        return in_time
+
+    def _division(self, begin: _Begin) -> Division:
+        placed: list[tuple[int, int]] = []
+        at: _Begin | None = begin
+        while at is not None and at.stages is not None:
+            device, end, at = at.stages
+            placed.append((device, end))
+        bounds = [0, *(end for _, end in placed)]
+        return tuple(
+            Placed((device,), start, end) for (device, _), (start, end) in zip(placed, pairwise(bounds), strict=True)
+        )

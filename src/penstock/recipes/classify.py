@@ -1,0 +1,135 @@
+"""Classify a set of images with a streamed model, in order, whatever single images do."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import DataError, UsageError
+from penstock.stream.pipeline import Pipeline
+from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.models.models import ZooModel
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What came out for one image; `error` says why nothing did."""
+
+    index: int
+    image: str
+    label: int | None
+    prediction: int | None = None
+    class_name: str | None = None
+    confidence: float | None = None
+    error: str | None = None
+
+    def row(self) -> dict[str, Any]:
+        """Return the prediction as a row of a prediction file, without what is empty."""
+        values = {
+            "image": self.image,
+            "label": self.label,
+            "prediction": self.prediction,
+            "class": self.class_name,
+            "confidence": None if self.confidence is None else round(self.confidence, 6),
+            "error": self.error,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def classify(
+    pipe: Pipeline, model: ZooModel, images: ImageSet, *, microbatch_size: int = 1, start: int = 0
+) -> Iterator[Prediction]:
+    """Return a prediction for every image from `start` on, in order; unreadable ones come with their error.
+
+    Raises `UsageError` for a model that does not take images or gives no class scores.
+    """
+    if model.transform is None:
+        raise UsageError(f"{model.name} does not take images; use an image classification model")
+    classes = model.class_names or images.classes
+    feed = _Feed(model, images, microbatch_size, start)
+    outputs = pipe.stream(feed)
+    for output in outputs:
+        scores = class_scores(output).float().softmax(dim=-1)
+        for item in feed.groups.pop(0):
+            if isinstance(item, Prediction):
+                yield item
+                continue
+            index, row = item
+            confidence, best = scores[row].max(dim=-1)
+            name = classes[int(best)] if int(best) < len(classes) else None
+            yield Prediction(index, images.name(index), images.label(index), int(best), name, float(confidence))
+    for group in feed.groups:  # images behind the last readable one
+        for item in group:
+            if isinstance(item, Prediction):
+                yield item
+
+
+class _Feed:
+    """RoundRobin images into microbatches, and remembers which image went where and which could not be read."""
+
+    def __init__(self, model: ZooModel, images: ImageSet, microbatch_size: int, start: int) -> None:
+        self._model = model
+        self._images = images
+        self._size = microbatch_size
+        self._start = start
+        self.groups: list[list[Prediction | tuple[int, int]]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        group: list[Prediction | tuple[int, int]] = []
+        rows: list[Tensor] = []
+        for index in range(self._start, len(self._images)):
+            try:
+                rows.append(self._read(index))
+                group.append((index, len(rows) - 1))
+            except DataError as error:
+                group.append(Prediction(index, self._images.name(index), self._images.label(index), error=str(error)))
+            if len(rows) == self._size:
+                self.groups.append(group)
+                yield self._batch(rows)
+                group, rows = [], []
+        if group:
+            self.groups.append(group)
+        if rows:
+            yield self._batch(rows)
+
+    def _read(self, index: int) -> Tensor:
+        if self._model.transform is None:
+            raise UsageError("the model takes no images")
+        return self._model.transform(self._images.read(index))
+
+    def _batch(self, rows: Sequence[Tensor]) -> Any:
+        batch = torch.stack(list(rows))
+        return {"pixel_values": batch} if "pixel_values" in self._model.example_kwargs else batch
+
+
+def class_scores(output: Any) -> Tensor:
+    """Find the class scores in a model's output: its `logits`, or its first two-dimensional tensor.
+
+    Raises `UsageError` where there are none.
+    """
+    logits = getattr(output, "logits", None)
+    leaves = [logits] if isinstance(logits, Tensor) else pytree.tree_leaves(output)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.is_floating_point():
+            return leaf
+    raise UsageError("the model gives no class scores (a tensor of rows and classes); use a classification model")
+
+
+def labels_comparable(model: ZooModel, images: ImageSet, num_classes: int) -> dict[int, int] | None:
+    """Match the folders' labels with the model's classes; None where they cannot mean the same.
+
+    By name where both have names, else by number where there are as many.
+    """
+    if not images.classes:
+        return None
+    if model.class_names:
+        places = {name.lower(): index for index, name in enumerate(model.class_names)}
+        found = {label: places.get(name.lower()) for label, name in enumerate(images.classes)}
+        if all(place is not None for place in found.values()):
+            return {label: place for label, place in found.items() if place is not None}
+    if len(images.classes) == num_classes:
+        return {label: label for label in range(num_classes)}
+    return None

@@ -1,0 +1,108 @@
+"""Predictions on disk: one row per image, written as it comes, and found again to go on from."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from penstock.errors import RunError, UsageError
+from penstock.files import LineFile
+from penstock.text import guard_cell, unguard_cell
+
+COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
+
+
+class PredictionFile:
+    """A CSV (`.csv`) or JSON-lines (anything else) file that grows by one complete row at a time.
+
+    Example:
+        with PredictionFile(Path("predictions.csv")) as file:
+            file.write({"image": "cat.jpg", "prediction": 281, "confidence": 0.9})
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        self.path = path
+        self._is_csv = path.suffix.lower() == ".csv"
+        self.done: list[dict[str, Any]] = []
+        try:
+            if resume and path.exists():
+                self.done = self._keep_complete_rows()
+            self._file = LineFile(path, append=bool(self.done))
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --output") from None
+        self._num_rows = len(self.done)
+        if self._is_csv and not self.done:
+            self._write_line(_csv_line(dict(zip(COLUMNS, COLUMNS, strict=True))))
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row and hand it to the operating system, so that a crash later on loses nothing.
+
+        Raises `RunError` where it does not fit; the rows before it are kept.
+        """
+        self._write_line(_csv_line(row) if self._is_csv else json.dumps(row, ensure_ascii=False) + "\n")
+        self._num_rows += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> "PredictionFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write_line(self, line: str) -> None:
+        try:
+            self._file.write(line)
+        except OSError as error:
+            self._file.close()
+            raise RunError(
+                f"{self.path} cannot be written any further ({error.strerror}); its {self._num_rows} rows are kept: "
+                "make room and go on with --resume"
+            ) from None
+
+    def _keep_complete_rows(self) -> list[dict[str, Any]]:
+        """Read the rows of an earlier run; a last row without its end was being written and is dropped."""
+        data = self.path.read_bytes()
+        complete = data[: _end_of_rows(data, quoted=self._is_csv)]
+        # at line ends only: JSON and CSV rows may hold other characters that `splitlines` takes for one
+        lines = io.StringIO(complete.decode("utf-8", errors="surrogateescape"), newline="\n")
+        try:
+            if self._is_csv:
+                rows = [_unguarded(row) for row in csv.DictReader(lines, strict=True)]
+            else:
+                rows = [json.loads(line) for line in lines]
+        except (ValueError, csv.Error) as error:
+            raise UsageError(f"{self.path} is not a file of predictions ({error}); leave --resume out") from None
+        if not all(isinstance(row, dict) and "image" in row for row in rows):
+            raise UsageError(f"{self.path} is not a file of predictions (no column 'image'); leave --resume out")
+        if complete != data:
+            with self.path.open("r+b") as file:
+                file.truncate(len(complete))
+        return rows
+
+
+def _end_of_rows(data: bytes, *, quoted: bool) -> int:
+    """Find the end of the last complete row: a line end, in CSV one outside of quotes."""
+    end = data.rfind(b"\n") + 1
+    while quoted and data[:end].count(b'"') % 2:
+        end = data.rfind(b"\n", 0, end - 1) + 1
+    return end
+
+
+def _unguarded(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: unguard_cell(value) if isinstance(value, str) else value for key, value in row.items()}
+
+
+def _csv_line(row: dict[str, Any]) -> str:
+    buffer = io.StringIO()
+    # names of images are not to be computed by whoever opens the file in a spreadsheet
+    row = {key: guard_cell(value) if isinstance(value, str) else value for key, value in row.items()}
+    # the writer quotes what looks like its line end, so it is given the longer one
+    csv.DictWriter(buffer, COLUMNS, lineterminator="\r\n", restval="").writerow(row)
+    return buffer.getvalue().removesuffix("\r\n") + "\n"

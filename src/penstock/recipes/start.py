@@ -1,0 +1,193 @@
+"""Start a training run: in this process, in fresh ones on this machine, or on the hosts of a lab."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+from penstock import errors
+from penstock.cluster.lab import Lab, lab_session, read_lab
+from penstock.cluster.lab.run import OutputLine, print_line
+from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
+from penstock.files import written_whole
+from penstock.group.addresses import listen
+from penstock.group.launch import LocalWorkers, WorkerExit, module_command, module_path
+from penstock.group.world import own_address, under_torchrun
+from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
+from penstock.recipes.from_plan import num_processes, plan_of
+from penstock.recipes.loop import fit_here
+from penstock.recipes.metrics import FitResult
+from penstock.recipes.settings import FitSettings, write_settings
+from penstock.spec.plan import Plan
+from penstock.units import format_bytes
+
+WORKER = "penstock.recipes.training_worker"
+_POLL_S = 0.1
+_GRACE_S = 12.0  # in which the others hear that one has failed, and say why
+
+
+def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
+    """Train a model by name on data by name; gives what came out.
+
+    Under torchrun it uses the processes that it finds, and every one of them calls this. Alone it starts as
+    many processes as stages and replicas need, or with `cluster` one on each host of a lab.
+
+    Example:
+        result = fit(FitSettings(model="timm:vit_tiny_patch16_224,img_size=8,patch_size=2", data="digits", stages=2))
+        print(result.epochs[-1].accuracy)
+
+    Raises `UsageError` for settings, names and data that do not fit together, `RunError` where training
+    fails and `DeviceLost` where a process is gone.
+    """
+    if cluster is not None:
+        if under_torchrun():
+            raise UsageError("--cluster starts processes of its own; use it without torchrun")
+        with lab_session(read_lab(cluster)) as lab:
+            return fit_apart(settings, lab=lab)
+    if under_torchrun() or num_processes(settings, plan_of(settings)) == 1:
+        return fit_here(settings)
+    return fit_apart(settings)
+
+
+def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: int | None = None) -> FitResult:
+    """Train in processes apart from this one, which are gone when this returns.
+
+    A process on this machine that comes to hold more than `memory_bytes` is ended.
+
+    Raises what `fit` raises, and `OutOfMemory` naming the process or host where one ran out of memory.
+    """
+    plan = plan_of(settings)  # what is wrong with it is said before processes are started
+    folder = settings.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, result = folder / "asked.json", folder / "result.json"
+        write_settings(settings, file)
+        result.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"the folder {folder} cannot be written ({error.strerror}); choose another --output") from None
+    problem: RunError | None = None
+    try:
+        if lab is None:
+            problem = _run_local(settings, plan, file, memory_bytes)
+        else:
+            problem = _run_in_lab(settings, plan, file, lab)
+    finally:
+        file.unlink(missing_ok=True)
+    return _read_result(result, problem)
+
+
+def write_result(path: Path, found: FitResult | BaseException) -> None:
+    """Write what came out of a run, or how it failed, for the process that started it.
+
+    Raises `RunError` where the file does not fit.
+    """
+    try:
+        with written_whole(path) as file:
+            file.write(_result(found))
+    except OSError as error:
+        raise RunError(f"{path} cannot be written ({error.strerror}); make room and go on with --resume") from None
+
+
+def _result(found: FitResult | BaseException) -> bytes:
+    if isinstance(found, FitResult):
+        return msgspec.json.format(msgspec.json.encode(found)) + b"\n"
+    kind = type(found).__name__ if isinstance(found, PenstockError) else "RunError"
+    kind = OutOfMemory.__name__ if is_out_of_memory(found) else kind
+    text = str(found) if isinstance(found, PenstockError) else f"{type(found).__name__}: {found}"
+    return json.dumps({"failed": kind, "message": (text.splitlines() or [kind])[0]}).encode()
+
+
+def _read_result(path: Path, problem: RunError | None) -> FitResult:
+    """Read what the first process wrote; raises what it raised, or what is known without it."""
+    if path.exists():
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if "failed" not in document:
+            return msgspec.convert(document, FitResult)
+        path.unlink()
+        kind = getattr(errors, document["failed"])
+        # who ran out of memory is known better here than to those who only saw it go
+        raise problem if isinstance(problem, OutOfMemory) else kind(document["message"])
+    raise problem or RunError("the first process ended without a result; its own output above says why")
+
+
+def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_bytes: int | None) -> RunError | None:
+    """Run on this machine; gives what went wrong as seen from here."""
+    count = num_processes(settings, plan)
+    address = own_address()
+    with listen(address) as probe:
+        port = probe.getsockname()[1]
+    env = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    if count > 1:
+        env["OMP_NUM_THREADS"] = "1"
+    arguments = [[str(file), "--rank", str(rank)] for rank in range(count)]
+    for rank, name in enumerate(plan.devices if plan is not None else ()):
+        arguments[rank] += ["--host", name]  # processes here stand for the plan's devices, in order
+    workers = LocalWorkers(WORKER, arguments, env)
+    try:
+        return _watch(workers, memory_bytes)
+    finally:
+        workers.stop(0.0)
+
+
+def _watch(workers: LocalWorkers, memory_bytes: int | None) -> RunError | None:
+    running = dict(enumerate(workers.pids))
+    killed_before = num_killed()
+    problem: RunError | None = None
+    deadline = float("inf")
+    while running and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        for exit_ in workers.exits():
+            if running.pop(exit_.index, None) is not None and exit_.status:
+                problem = problem or explain_exit(exit_, killed_before)
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        for rank, pid in running.items():
+            used = resident_bytes(pid) or 0
+            if memory_bytes is not None and used > memory_bytes:
+                held, allowed = format_bytes(used), format_bytes(memory_bytes)
+                return OutOfMemory(f"rank {rank} is out of memory: it holds {held}, more than the {allowed} it may")
+    return problem
+
+
+def explain_exit(exit_: WorkerExit, killed_before: int | None) -> RunError:
+    """Tell a process that the system ended for want of memory from one that somebody killed."""
+    if exit_.status != -signal.SIGKILL:
+        return RunError(f"rank {exit_.index} {exit_}")
+    killed = num_killed()
+    if killed is None or killed_before is None or killed > killed_before:
+        return OutOfMemory(f"rank {exit_.index} was killed for want of memory; use a smaller batch or more stages")
+    return RunError(f"rank {exit_.index} was killed by signal {signal.SIGKILL:d}")
+
+
+def available_memory() -> int:
+    """Return the memory that is free on this machine; raises `UsageError` where the system does not say."""
+    available = available_bytes()
+    if available is None:
+        raise UsageError("this system does not say how much memory is free; give --memory")
+    return available
+
+
+def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) -> RunError | None:
+    """Run on as many hosts as there are processes; gives what went wrong as seen from here."""
+    hosts = [host.name for host in lab.spec.hosts]
+    missing = [name for name in plan.devices if name not in hosts] if plan is not None else []
+    if missing:
+        raise UsageError(f"the plan uses {', '.join(missing)}, but the lab has {', '.join(hosts)}; plan for this lab")
+    given = settings.devices or settings.stages or settings.replicas
+    count = settings.num_processes if given else len(hosts)
+    if count > len(hosts):
+        raise UsageError(f"{count} processes do not fit the {len(hosts)} hosts of the lab; use fewer, or more hosts")
+
+    def show(line: OutputLine) -> None:
+        if line.stream == "stderr" and "hostname of the client socket" not in line.text:
+            print_line(line)
+
+    command, env = module_command(WORKER, str(file.resolve())), {"PYTHONPATH": module_path()}
+    with lab.start(command, on=hosts[:count] if plan is None else plan.devices, env=env, output=show) as run:
+        try:
+            codes = run.wait()
+        except RunError as error:
+            return error
+    failed = [host for host, code in codes.items() if code]
+    return RunError(run.first_failure or f"{failed[0]} failed") if failed else None

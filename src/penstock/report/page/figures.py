@@ -1,0 +1,215 @@
+"""The page's figures as plotly's own JSON; the library itself is bundled into the page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.report.page.tables import Cell, Table
+from penstock.report.stream.account import Account
+from penstock.report.stream.measured import MeasuredStage, MeasuredStream
+from penstock.tracing.trace import Run
+from penstock.units import format_seconds
+
+# by microbatch in turn: told apart in light and in dark, and by people who see few colours (Okabe and Ito 2008)
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999933", "#7f7f7f")
+LOST, KEPT, WAIT, MOVE = "#d55e00", "#0072b2", "#b8b8b8", "#e69f00"
+# a browser draws about so many bars quickly; a longer stream only repeats what these show
+MAX_DRAWN = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure: what it shows in words for those who cannot see it, plotly's data and layout, the table behind it.
+
+    `journeys` is what a timeline tells of each microbatch.
+    """
+
+    key: str
+    title: str
+    alt: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    table: Table
+    journeys: tuple[str, ...] = ()
+
+
+def timeline(run: Run, stream: MeasuredStream) -> Figure:
+    """What every stage does when: computing by microbatch, messages, waiting."""
+    shown = min(stream.num_microbatches, MAX_DRAWN)
+    journeys = [journey(stream, m) for m in range(shown)]
+    data = [
+        _bars("waiting", stream, shown, journeys, lambda s, i: (s.steps[i].asked_s, s.steps[i].arrived_s), WAIT),
+        _bars("messages", stream, shown, journeys, lambda s, i: (s.steps[i].arrived_s, s.steps[i].end_s), MOVE),
+        _computing(stream, shown, journeys),
+    ]
+    rows: list[tuple[Cell, ...]] = [(m, text.replace("<br>", "; ")) for m, text in enumerate(journeys)]
+    more = f" The first {shown} of {stream.num_microbatches} microbatches." if shown < stream.num_microbatches else ""
+    layout = {
+        "barmode": "overlay", "bargap": 0.3, "hovermode": "closest", "dragmode": "pan",
+        "xaxis": {"title": {"text": "seconds since the first microbatch was loaded"}, "range": _first_view(stream)},
+        "yaxis": {"autorange": "reversed", "fixedrange": True, "title": {"text": ""}},
+        "height": 150 + 60 * len(stream.stages), "uniformtext": {"minsize": 8, "mode": "hide"},
+    }  # fmt: skip
+    table = Table("timeline", "Every microbatch's journey", ("microbatch", "journey"), tuple(rows))
+    return Figure(
+        "timeline", "Timeline", f"One row for each stage of {run.facts.model}, time from left to right; F and a number "
+        f"is the forward of that microbatch.{more} The table below has each microbatch's journey.", data, layout, table,
+        tuple(journeys),
+    )  # fmt: skip
+
+
+def journey(stream: MeasuredStream, microbatch: int) -> str:
+    """Tell what happened to one microbatch, stage by stage."""
+    lines = [f"microbatch {microbatch}: loaded in {format_seconds(stream.load_s[microbatch])}"]
+    for stage in stream.stages:
+        step = stage.steps[microbatch]
+        waited = step.arrived_s - step.asked_s
+        begin = step.begin_s - stream.begin_s
+        lines.append(
+            f"stage {stage.index}: computes {format_seconds(step.compute_s)} from {begin:.4f} s "
+            f"(stage waited {format_seconds(max(0.0, waited))}, sent on after {format_seconds(step.buffer_s)})"
+        )
+    return "<br>".join(lines)
+
+
+def _row(stage: MeasuredStage) -> str:
+    return f"stage {stage.index}<br>{stage.device}"
+
+
+def _bars(
+    name: str, stream: MeasuredStream, shown: int, journeys: Sequence[str], ends: Any, color: str
+) -> dict[str, Any]:
+    spans = [(stage, m, *ends(stage, m)) for stage in stream.stages for m in range(shown)]
+    return {
+        "type": "bar", "orientation": "h", "name": name, "marker": {"color": color}, "width": 0.35,
+        "y": [_row(stage) for stage, _, _, _ in spans], "base": [round(a - stream.begin_s, 6) for _, _, a, _ in spans],
+        "x": [round(max(0.0, b - a), 6) for _, _, a, b in spans], "customdata": [journeys[m] for _, m, _, _ in spans],
+        "hovertemplate": "%{customdata}<extra>" + name + "</extra>",
+    }  # fmt: skip
+
+
+def _computing(stream: MeasuredStream, shown: int, journeys: Sequence[str]) -> dict[str, Any]:
+    def ends(stage: MeasuredStage, m: int) -> tuple[float, float]:
+        step = stage.steps[m]
+        return step.begin_s, step.begin_s + step.compute_s
+
+    bars = _bars("computing", stream, shown, journeys, ends, KEPT)
+    numbers = [m for _ in stream.stages for m in range(shown)]
+    bars |= {
+        "width": 0.8, "text": [f"F{m}" for m in numbers], "textposition": "inside", "insidetextanchor": "middle",
+        "textangle": 0, "constraintext": "none", "textfont": {"color": "#ffffff"},
+        "marker": {"color": [PALETTE[m % len(PALETTE)] for m in numbers], "line": {"width": 0.5, "color": "#ffffff"}},
+    }  # fmt: skip
+    return bars
+
+
+def _first_view(stream: MeasuredStream) -> list[float]:
+    """Show the filling of the pipeline and a little more; the rest is a pan away."""
+    few = min(stream.num_microbatches - 1, 4 * len(stream.stages))
+    return [0.0, round(1.05 * (stream.stages[-1].steps[few].end_s - stream.begin_s), 4)]
+
+
+def waterfall(account: Account, table: Table) -> Figure:
+    """From n down to the measured speed-up."""
+    names = ["devices together", *(line.title for line in account.lines), "measured"]
+    values = [account.num_times, *(-line.times for line in account.lines), account.speedup]
+    data = [{
+        "type": "waterfall", "orientation": "v", "x": names, "y": [round(v, 4) for v in values],
+        "measure": ["absolute", *("relative" for _ in account.lines), "total"],
+        "text": [f"{v:+.2f}" if 0 < i < len(values) - 1 else f"{v:.2f}" for i, v in enumerate(values)],
+        "textposition": "outside", "customdata": ["", *(line.why for line in account.lines), ""],
+        "hovertemplate": "%{x}: %{text}<br>%{customdata}<extra></extra>", "cliponaxis": False,
+        "decreasing": {"marker": {"color": LOST}}, "increasing": {"marker": {"color": "#009e73"}},
+        "totals": {"marker": {"color": KEPT}}, "connector": {"line": {"width": 1, "color": "#888888"}},
+    }]  # fmt: skip
+    layout = {"yaxis": {"title": {"text": "times one device"}, "rangemode": "tozero"},
+              "xaxis": {"tickangle": 35, "automargin": True}, "showlegend": False, "height": 430}  # fmt: skip
+    alt = f"{account.num_times:.2f} times were possible, {account.speedup:.2f} were measured. " + " ".join(
+        f"{line.title}: {-line.times:+.2f}." for line in account.lines
+    )
+    return Figure("account", "The account: why not n times", alt, data, layout, table)
+
+
+def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:
+    """What each stage takes per microbatch: alone, and what comes on top; with the cuts' names."""
+    names = [
+        f"stage {s.index}" + (f"<br>{_bounds(run, s.index)}" if _bounds(run, s.index) else "") for s in stream.stages
+    ]
+    stages = stream.stages
+    alone = [s.alone_s * 1e3 for s in stages]
+    parts = (
+        ("alone", alone, KEPT),
+        ("computing longer than alone", [max(0.0, 1e3 * (s.mean("compute_s") - s.alone_s)) for s in stages], LOST),
+        ("messages", [s.mean("message_s") * 1e3 for s in stages], MOVE),
+        ("waiting", [s.mean("wait_s") * 1e3 for s in stages], WAIT),
+    )  # fmt: skip
+    data = stacked(names, parts)
+    layout = {"barmode": "stack", "height": 380, "yaxis": {"title": {"text": "ms per microbatch"}},
+              "xaxis": {"automargin": True}}  # fmt: skip
+    alt = "Seconds per microbatch of each stage: " + ", ".join(
+        f"stage {s.index} {format_seconds(s.mean('compute_s'))}" for s in stream.stages
+    )
+    return Figure("loads", "What each stage does with its time", alt + ".", data, layout, table)
+
+
+def stacked(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float], str]]) -> list[dict[str, Any]]:
+    """Draw a bar for each name, of parts on top of each other: what each is, its milliseconds, its colour."""
+    return [
+        {"type": "bar", "name": name, "x": list(names), "y": [round(v, 4) for v in values], "marker": {"color": color},
+         "hovertemplate": "%{x}: %{y:.3g} ms " + name + "<extra></extra>"}
+        for name, values, color in parts
+    ]  # fmt: skip
+
+
+def _bounds(run: Run, stage: int) -> str:
+    cuts = run.facts.cuts
+    if len(cuts) + 1 != len(run.facts.ranks):
+        return ""
+    first = f"from {cuts[stage - 1]}" if stage else "from the input"
+    return f"{first}<br>to {cuts[stage] if stage < len(cuts) else 'the output'}"
+
+
+def throughput(run: Run) -> Figure:
+    """Rows per second over time: over a window of a few results."""
+    moments = run.facts.results_s
+    rows = run.facts.num_rows / max(1, run.facts.num_microbatches)
+    window = max(1, min(len(moments) // 5, 20))
+    points = [
+        (moments[i], rows * window / (moments[i] - moments[i - window]))
+        for i in range(window, len(moments))
+        if moments[i] > moments[i - window]
+    ]
+    data = [{"type": "scatter", "mode": "lines", "x": [round(a, 4) for a, _ in points],
+             "y": [round(b, 3) for _, b in points], "line": {"color": KEPT},
+             "hovertemplate": "%{y:.4g} rows/s at %{x:.3g} s<extra></extra>"}]  # fmt: skip
+    layout = {"height": 300, "xaxis": {"title": {"text": "seconds"}}, "showlegend": False,
+              "yaxis": {"title": {"text": f"rows/s over {window} results"}, "rangemode": "tozero"}}  # fmt: skip
+    overall = run.facts.num_rows / run.facts.total_s
+    cells: tuple[tuple[Cell, ...], ...] = tuple((round(a, 3), round(b, 2)) for a, b in points)
+    table = Table("throughput", "Throughput over time", ("second", "rows/s"), cells)
+    alt = f"{overall:.4g} rows per second over the whole run, fill and drain included."
+    return Figure("throughput", "Throughput over time", alt, data, layout, table)
+
+
+def memory(run: Run) -> Figure | None:
+    """The memory of each process over time; None where it was not seen."""
+    origin = min((span.begin_s for span in run.spans), default=0.0)
+    data: list[dict[str, Any]] = []
+    rows: list[tuple[Cell, ...]] = []
+    for place, process in enumerate(run.processes):
+        seen = [c for c in process.counters if c.name == "memory_bytes"]
+        if seen:
+            rows.append((process.device, round(max(c.value for c in seen) / 1e6, 1)))
+            data.append({"type": "scatter", "mode": "lines+markers", "name": process.device,
+                         "x": [round(c.at_s - origin, 3) for c in seen], "y": [round(c.value / 1e6, 2) for c in seen],
+                         "line": {"color": PALETTE[place % len(PALETTE)]}})  # fmt: skip
+    if not data:
+        return None
+    layout = {
+        "height": 300,
+        "xaxis": {"title": {"text": "seconds"}},
+        "yaxis": {"title": {"text": "MB"}, "rangemode": "tozero"},
+    }
+    table = Table("memory", "Peak memory", ("process", "MB"), tuple(rows))
+    alt = "Memory of each process: " + ", ".join(f"{row[0]} {row[1]} MB at most" for row in rows) + "."
+    return Figure("memory", "Memory", alt, data, layout, table)

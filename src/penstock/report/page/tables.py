@@ -1,0 +1,161 @@
+"""A run's figures as tables: the account, the stages, the links, the memory; for people, papers and spreadsheets."""
+
+import csv
+import html
+import io
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.report.stream.account import Account, edge_name, loads_alone
+from penstock.report.stream.measured import MeasuredStream
+from penstock.text import plain, plain_cell
+from penstock.tracing.trace import Run
+from penstock.units import format_bytes, format_rate, format_seconds
+
+_MARKUP = re.compile(r"[\\|`\[\]]")
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table: a title that names it, column names, rows."""
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def markdown(self) -> str:
+        """Write it for a README."""
+        lines = [f"| {' | '.join(self.columns)} |", f"|{' --- |' * len(self.columns)}"]
+        lines += [f"| {' | '.join(_markdown(show(cell)) for cell in row)} |" for row in self.rows]
+        return "\n".join(lines) + "\n"
+
+    def csv(self) -> str:
+        """Write it for a spreadsheet, numbers in full."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows([[plain_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in self.rows])
+        return text.getvalue()
+
+
+def show(cell: Cell) -> str:
+    """Write a cell for people."""
+    if cell is None:
+        return ""
+    return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+
+
+def _markdown(text: str) -> str:
+    """Write a cell so that nothing in a name is markup, HTML or the end of the cell."""
+    escaped = _MARKUP.sub(r"\\\g<0>", plain(text))
+    return html.escape(escaped, quote=False)
+
+
+def account_table(account: Account) -> Table:
+    """The account, from n down to what was measured."""
+    rows: list[tuple[Cell, ...]] = [("devices together", account.num_times, "what the devices do alone, added up")]
+    rows += [(line.title, -line.times, line.why) for line in account.lines]
+    rows.append(("measured", account.speedup, "times the mean device alone"))
+    return Table("account", "The account: from n to the measured speed-up", ("cause", "times", "why"), tuple(rows))
+
+
+def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -> Table:
+    """Each stage: where its cuts are, what it takes, alone and predicted, and how busy its device is."""
+    rows: list[tuple[Cell, ...]] = []
+    bounds = ["input", *run.facts.cuts, "output"]
+    in_turns = len(bounds) != len(stream.stages) + 1
+    for stage in stream.stages:
+        busy_s = sum(step.compute_s + step.message_s for step in stage.steps)
+        compute_s = stage.mean("compute_s")
+        known = predicted.get(_host(run, stage.rank))
+        place = "in turns" if in_turns else f"{bounds[stage.index]} to {bounds[stage.index + 1]}"
+        rows.append(
+            (
+                stage.index, stage.device, place, format_seconds(compute_s), format_seconds(stage.alone_s),
+                None if known is None else format_seconds(known),
+                None if known is None else f"{compute_s / known - 1:+.1%}", f"{busy_s / stream.total_s:.1%}",
+                memory_of(run, stage.rank),
+            )
+        )  # fmt: skip
+    columns = ("stage", "device", "from, to", "computes", "alone", "predicted load", "off by", "busy", "peak memory")
+    return Table("stages", "The stages, per microbatch", columns, tuple(rows))
+
+
+def link_table(run: Run, stream: MeasuredStream) -> Table:
+    """Each cut's messages: bytes, how long under way, the rate in use, and what the link has."""
+    rows: list[tuple[Cell, ...]] = []
+    for edge, wires in stream.wires.items():
+        first = edge[0] < 0
+        stage = stream.stages[0 if first else edge[0]]
+        num_bytes = stage.mean("num_bytes_in" if first else "num_bytes_out")
+        known = [b for b in (_bandwidth(run, stream, end) for end in edge) if b is not None]
+        rate = num_bytes * stream.num_microbatches / stream.total_s
+        rows.append(
+            (
+                edge_name(edge), format_bytes(num_bytes), format_bytes(num_bytes * stream.num_microbatches),
+                format_seconds(statistics.median(wires)), format_rate(rate),
+                format_rate(min(known)) if known else None, f"{rate / min(known):.1%}" if known else None,
+            )
+        )  # fmt: skip
+    columns = ("link", "per microbatch", "in all", "under way", "rate in use", "bandwidth", "of it used")
+    return Table("links", "The links", columns, tuple(rows))
+
+
+def clock_table(run: Run) -> Table:
+    """How each process's clock stands to the feeding one's, and how well that is known."""
+    rows: list[tuple[Cell, ...]] = []
+    for process in run.processes:
+        a = process.alignment
+        rows.append((process.device, f"{a.offset_s:.6f} s", f"{a.drift * 1e6:.1f} ppm", format_seconds(a.error_s)))
+    return Table("clocks", "The clocks", ("process", "offset", "drift", "known up to"), tuple(rows))
+
+
+def environment_table(run: Run) -> Table:
+    """What the run was made on."""
+    facts = run.facts
+    rows = [("model", facts.model), ("microbatches", str(facts.num_microbatches)), ("threads", str(facts.threads)),
+            ("depth", str(facts.depth)), *facts.environment.items()]  # fmt: skip
+    return Table("environment", "The environment", ("what", "value"), tuple(rows))
+
+
+def plan_table(run: Run, stream: MeasuredStream) -> Table:
+    """Which stage ran where, with its part of the work."""
+    loads = loads_alone(stream)
+    work = sum(stage.alone_s for stage in stream.stages)
+    rows: list[tuple[Cell, ...]] = []
+    for stage in stream.stages:
+        cut = run.facts.cuts[stage.index] if stage.index < len(run.facts.cuts) else None
+        rows.append((stage.index, stage.device, cut, f"{stage.alone_s / work:.1%}", format_seconds(loads[stage.rank])))
+    columns = ("stage", "device", "cut behind it", "of the seconds alone", "its device's load")
+    return Table("plan", "The plan", columns, tuple(rows))
+
+
+def predicted_loads(run: Run) -> dict[str, float]:
+    """Return what the plan predicted for each device, in seconds per microbatch; nothing without a plan."""
+    if run.facts.plan is None:
+        return {}
+    return {load["device"]: float(load["load_s"]) for load in run.facts.plan["prediction"]["devices"]}
+
+
+def memory_of(run: Run, rank: int) -> str | None:
+    """Return the most memory that a process was seen to have."""
+    values = [c.value for p in run.processes if p.rank == rank for c in p.counters if c.name == "memory_bytes"]
+    return format_bytes(max(values)) if values else None
+
+
+def _host(run: Run, rank: int) -> str:
+    return run.facts.hosts[rank] if rank < len(run.facts.hosts) else run.facts.devices[rank]
+
+
+def _bandwidth(run: Run, stream: MeasuredStream, end: int) -> float | None:
+    rank = stream.stages[end].rank if 0 <= end < len(stream.stages) else 0
+    return run.facts.bandwidths[rank] if rank < len(run.facts.bandwidths) else None
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    """Write tables one below the other, each with its title."""
+    return "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)

@@ -1,0 +1,140 @@
+"""Everything that a run's folder gives: page, trace, tables, pictures."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import UsageError
+from penstock.report.page.chrome import write_chrome_trace
+from penstock.report.page.figures import Figure, loads, memory, throughput, timeline, waterfall
+from penstock.report.page.page import Text, make_page
+from penstock.report.page.pictures import Picture, draw_pictures, stream_picture
+from penstock.report.page.tables import (
+    Table,
+    account_table,
+    clock_table,
+    environment_table,
+    link_table,
+    markdown,
+    plan_table,
+    predicted_loads,
+    stage_table,
+)
+from penstock.report.stream.account import Account, make_account
+from penstock.report.stream.advice import advise
+from penstock.report.stream.measured import measure_stream
+from penstock.report.stream.memory_advice import advise_memory
+from penstock.report.training.steps import measure_training
+from penstock.report.training.training_account import make_training_account
+from penstock.report.training.training_advice import advise_training
+from penstock.report.training.training_figures import training_figures, training_picture, training_tables
+from penstock.tracing.trace import Run, read_run
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was written, and the account."""
+
+    account: Account
+    lead: tuple[str, ...]
+    advice: tuple[str, ...]
+    files: tuple[Path, ...]
+
+
+def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report:
+    """Read a run's folder and write its report into it.
+
+    Leaves `report.html`, `trace.json` for Perfetto, `tables.md`, a CSV file for each table, and pictures.
+
+    Example:
+        write_report("runs/one").account.speedup
+
+    Raises `DataError` for a folder that holds no whole run, `UsageError` where something is not installed.
+    """
+    place = Path(folder)
+    run = read_run(place)
+    found = stream_contents(run) if run.facts.kind == "stream" else training_contents(run)
+    figures = [figure for figure in found.figures if figure is not None]
+    files = [place / "report.html", place / "trace.json", place / "tables.md"]
+    lead = [*found.lead, *profiled_lines(run)]
+    page = make_page(found.title, lead, figures, found.tables, [Text("advice", "What to do", found.advice)])
+    tables = [account_table(found.account), *(f.table for f in figures if f.key == "loads"), *found.tables]
+    try:
+        files[0].write_text(page, encoding="utf-8")
+        write_chrome_trace(run, files[1])
+        files[2].write_text(markdown(tables), encoding="utf-8")
+        for table in tables:
+            files.append(place / f"{table.key}.csv")
+            files[-1].write_text(table.csv(), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{place} cannot be written ({error.strerror}); copy the run to another folder") from None
+    files += draw_pictures(place, found.account, found.picture) if pictures else []
+    return Report(found.account, tuple(lead), tuple(found.advice), tuple(files))
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a page says of a run; `tables` are those behind no figure."""
+
+    title: str
+    account: Account
+    lead: Sequence[str]
+    advice: Sequence[str]
+    figures: Sequence[Figure | None]
+    tables: Sequence[Table]
+    picture: Picture
+
+
+def stream_contents(run: Run) -> Contents:
+    """Say everything about a stream."""
+    stream = measure_stream(run)
+    account = make_account(run, stream)
+    facts = run.facts
+    stages = stage_table(run, stream, predicted_loads(run))
+    done = f"{facts.num_rows} rows in {facts.total_s:.2f} s, {facts.num_rows / facts.total_s:.4g} rows/s"
+    return Contents(
+        title=f"{facts.model} in {len(facts.ranks)} stages", account=account, lead=lead_lines(account, done),
+        advice=[*advise(run, stream, account), *advise_memory(run)],
+        figures=[waterfall(account, account_table(account)), timeline(run, stream), loads(run, stream, stages),
+                 throughput(run), memory(run)],
+        tables=[link_table(run, stream), plan_table(run, stream), clock_table(run), environment_table(run)],
+        picture=stream_picture(stream),
+    )  # fmt: skip
+
+
+def training_contents(run: Run) -> Contents:
+    """Say everything about a training."""
+    training = measure_training(run)
+    account = make_training_account(run, training)
+    facts, replicas = run.facts, len(training.replicas)
+    each = f"{replicas} replicas of " if replicas > 1 else ""
+    done = (
+        f"{len(training.steps)} steps in {training.seconds:.2f} s, {training.num_rows / training.seconds:.4g} rows/s, "
+        f"schedule {facts.schedule}"
+    )
+    return Contents(
+        title=f"Training {facts.model} in {each}{len(facts.cuts) + 1} stages", account=account,
+        lead=lead_lines(account, done), advice=[*advise_training(run, training, account), *advise_memory(run)],
+        figures=training_figures(run, training, account), tables=training_tables(run, training),
+        picture=training_picture(run, training),
+    )  # fmt: skip
+
+
+def profiled_lines(run: Run) -> list[str]:
+    """Say where torch.profiler slowed a run down."""
+    seen = {(span.step, span.microbatch) for span in run.spans if span.kind == "profile"}
+    if not seen:
+        return []
+    which = f"step {min(seen)[0]}" if run.facts.kind == "training" else (
+        f"microbatches {min(m for _, m in seen)} to {max(m for _, m in seen)}"
+    )  # fmt: skip
+    return [f"The profiler slowed {which} down, which counts as slower compute; without --profile it would not."]
+
+
+def lead_lines(account: Account, done: str) -> list[str]:
+    """Say in two sentences what the run reached and what it lost most to."""
+    return [
+        f"{done}: {account.speedup:.2f} times one device, of {account.num_times:.2f}.",
+        f"Most is lost to {account.largest.title} ({account.largest.times:.2f}): {account.largest.why}.",
+    ]

@@ -1,0 +1,1 @@
+"""A recorded stream: what its spans say, where its time went, what would be faster."""

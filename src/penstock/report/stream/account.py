@@ -1,0 +1,278 @@
+"""The account: n times, minus what was measured, split by cause.
+
+Each line is the difference between two replays of the same run, of which the second has one cost more; so the
+lines add up exactly. `docs/account.md` has the definition.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+from penstock.report.stream.measured import MeasuredStage, MeasuredStream, measure_stream, share
+from penstock.report.stream.replay import Edge, Job, replay
+from penstock.report.training.backlog import Owed, other_threads_cpu_s, owed_in_waits
+from penstock.tracing.record import FEEDER_STAGE
+from penstock.tracing.trace import Machine, Run
+from penstock.units import format_bytes, format_seconds
+
+TITLES = {
+    "imbalance": "imbalance",
+    "bubble": "fill and drain",
+    "slower": "slower compute than alone",
+    "communication_cpu": "CPU spent on communication",
+    "overhead": "runtime overhead",
+    "loading": "loading data",
+    "communication": "communication not hidden",
+    "between": "code between steps",
+    "synchronization": "synchronization",
+    "remainder": "not explained",
+}
+_ALIKE = 0.25
+# replays of a stream: each counts one more
+_ORDER = ("bubble", "slower", "communication_cpu", "overhead", "loading", "communication")
+_COUNTED = {
+    "bubble": {"alone"}, "slower": {"slower"}, "communication_cpu": {"bytes"}, "overhead": {"fixed"},
+    "loading": {"load"}, "communication": set(),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One cause: how many times it cost, and a sentence with the figures behind it."""
+
+    key: str
+    times: float
+    why: str
+
+    @property
+    def title(self) -> str:
+        """The cause in words."""
+        return TITLES[self.key]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """`num_times` minus the sum of the lines is `speedup`, exactly.
+
+    `alone_s` is the whole model on the mean device, seconds per microbatch.
+    """
+
+    num_times: float
+    speedup: float
+    alone_s: float
+    lines: tuple[Line, ...]
+
+    def times(self, key: str) -> float:
+        """Return what a cause cost."""
+        return next((line.times for line in self.lines if line.key == key), 0.0)
+
+    @property
+    def largest(self) -> Line:
+        """The cause that cost most, the remainder apart."""
+        return max((line for line in self.lines if line.key != "remainder"), key=lambda line: line.times)
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """A stage's mean seconds per microbatch: alone, slower, for bytes, fixed for each message, and loading.
+
+    What a step takes is split with two more: `inflation_s` is what its own process's other threads add to computing,
+    `foreign_part` the part of the time beside computing in which something else had the core. `owed` is what follows
+    each step.
+    """
+
+    alone_s: float
+    slower_s: float
+    bytes_s: float
+    fixed_s: float
+    load_s: float
+    inflation_s: float
+    foreign_part: float
+    owed: Sequence[Owed]
+
+    def split(self, compute_s: float, beside_s: float) -> dict[str, float]:
+        """Return the parts of a step that computes so long and spends so much beside it."""
+        messages_s = beside_s * (1 - self.foreign_part) + self.inflation_s
+        slower_s = compute_s - self.inflation_s - self.alone_s + beside_s * self.foreign_part
+        return {"alone": self.alone_s, "slower": slower_s, **self._messages(messages_s)}
+
+    def after(self, microbatch: int) -> dict[str, float]:
+        """Return the parts of what has to follow a step, for which nobody waits."""
+        owed = self.owed[microbatch]
+        return {"slower": owed.early_s, "load": owed.load_s, **self._messages(owed.others_s)}
+
+    def _messages(self, seconds: float) -> dict[str, float]:
+        bytes_s = seconds * self.bytes_s / max(1e-12, self.bytes_s + self.fixed_s)
+        return {"bytes": bytes_s, "fixed": seconds - bytes_s}
+
+
+def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
+    """Account for a traced run, whose spans have been put together or are here.
+
+    Example:
+        account = make_account(read_run("runs/one"))
+        account.largest.title, account.largest.times
+
+    Raises `DataError` for a run that is not whole.
+    """
+    stream = stream or measure_stream(run)
+    speeds, alone_s = _reference(stream, run)
+    costs = stream_costs(stream, run.facts.threads)
+    num = stream.num_microbatches
+    num_times = sum(speeds) / (sum(speeds) / len(speeds))
+    busiest_s = max(loads_alone(stream).values())
+    seconds = [num * alone_s / num_times, num * busiest_s]
+    devices = _jobs(stream, costs)
+    counted: set[str] = set()
+    for key in _ORDER:
+        counted |= _COUNTED[key]
+        wires = stream.wires if key == "communication" else {}
+        seconds.append(replay(devices, frozenset(counted), wires, depth=stream.depth)[1])
+    seconds.append(stream.total_s)
+    speedups = [num * alone_s / taken for taken in seconds]
+    keys = ("imbalance", *_ORDER, "remainder")
+    why = _reasons(stream, costs, speeds, speedups)
+    lines = tuple(
+        Line(key, before - after, why[key]) for key, (before, after) in zip(keys, pairwise(speedups), strict=True)
+    )
+    return Account(num_times, speedups[-1], alone_s, lines)
+
+
+def _reference(stream: MeasuredStream, run: Run) -> tuple[list[float], float]:
+    """Return devices' speeds, and the whole model's seconds on the mean device."""
+    speed = device_speeds({stage.rank: stage.machine for stage in stream.stages}, run.facts.hosts)
+    work = sum(stage.alone_s * speed[stage.rank] for stage in stream.stages)
+    return list(speed.values()), work / (sum(speed.values()) / len(speed))
+
+
+def device_speeds(machines: Mapping[int, Machine], names: Sequence[str]) -> dict[int, float]:
+    """Return how fast devices are by rank, in a unit of their own; `names` are every rank's host, or nothing."""
+    hosts = {rank: names[rank] if names else str(rank) for rank in machines}
+    # processes of one host are equally fast, whatever a measurement says
+    rounds = {
+        host: statistics.fmean(machines[rank].calibration_s for rank in machines if hosts[rank] == host)
+        for host in hosts.values()
+    }
+    usual = statistics.median(rounds.values())
+    # so short a calibration is known to a quarter: what differs by less is taken as alike
+    known = all(rounds.values()) and any(abs(seconds / usual - 1) > _ALIKE for seconds in rounds.values())
+    return {r: share(m) / (rounds[hosts[r]] if known else 1.0) for r, m in machines.items()}
+
+
+def loads_alone(stream: MeasuredStream) -> dict[int, float]:
+    """Return each device's seconds per microbatch alone, by rank."""
+    loads: dict[int, float] = {}
+    for stage in stream.stages:
+        loads[stage.rank] = loads.get(stage.rank, 0.0) + stage.alone_s
+    return loads
+
+
+def stream_costs(stream: MeasuredStream, threads: int) -> dict[int, _Costs]:
+    """Split what each stage takes per microbatch, by the stage."""
+    ranks: dict[int, list[MeasuredStage]] = {}
+    for stage in stream.stages:
+        ranks.setdefault(stage.rank, []).append(stage)
+    costs: dict[int, _Costs] = {}
+    for mates in ranks.values():
+        owed = owed_in_waits(mates, threads)
+        costs |= {stage.index: _stage_costs(stage, mates, owed[stage.index], threads) for stage in mates}
+    return costs
+
+
+def _stage_costs(stage: MeasuredStage, mates: Sequence[MeasuredStage], owed: Sequence[Owed], threads: int) -> _Costs:
+    """Split what a stage takes per microbatch.
+
+    Where it computes for longer than its CPU time explains, its process's other threads may have had the core:
+    they carry messages. The rest of what is longer than alone is something else: other processes, caches, heat.
+    """
+    part = share(stage.machine)
+    compute_s, beside_s = stage.mean("compute_s"), stage.mean("beside_s")
+    others_s = other_threads_cpu_s(mates) / part
+    off_s = compute_s - stage.mean("cpu_s") / part
+    inflation_s = min(max(0.0, off_s), others_s) if threads == 1 else 0.0
+    foreign_s = max(0.0, beside_s - stage.mean("between_cpu_s") / part - (others_s - inflation_s))
+    foreign_part = min(1.0, foreign_s / beside_s) if beside_s and threads == 1 else 0.0
+    early_s, hidden_s, load_s = (fmean(getattr(o, key) for o in owed) for key in ("early_s", "others_s", "load_s"))
+    messages_s = beside_s * (1 - foreign_part) + inflation_s + hidden_s
+    bytes_s = min(messages_s, (stage.mean("num_bytes_in") + stage.mean("num_bytes_out")) * stage.machine.byte_s / part)
+    return _Costs(
+        alone_s=stage.alone_s, bytes_s=bytes_s, fixed_s=messages_s - bytes_s, load_s=load_s,
+        slower_s=compute_s + early_s - inflation_s - stage.alone_s + beside_s * foreign_part,
+        inflation_s=inflation_s, foreign_part=foreign_part, owed=owed,
+    )  # fmt: skip
+
+
+def _jobs(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Job]]:
+    """Turn the stream into jobs: the feeding process's, then each device's."""
+    num = stream.num_microbatches
+    feeder = [
+        Job(stage=FEEDER_STAGE, kind="load", microbatch=m, source=None, target=(-1, 0),
+            parts={"load": stream.load_s[m]})
+        for m in range(num)
+    ]  # fmt: skip
+    last = len(stream.stages) - 1
+    steps: dict[int, list[Job]] = {stage.rank: [] for stage in stream.stages}
+    for m in range(num):
+        for stage in stream.stages:
+            cost, step = costs[stage.index], stage.steps[m]
+            source: Edge = (stage.index - 1, stage.index)
+            target: Edge = (stage.index, stage.index + 1 if stage.index < last else FEEDER_STAGE)
+            parts = cost.split(step.compute_s, step.beside_s)
+            job = Job(stage=stage.index, kind="F", microbatch=m, source=source, target=target, parts=parts,
+                      after=cost.after(m))  # fmt: skip
+            steps[stage.rank].append(job)
+    return [feeder, *steps.values()]
+
+
+def _reasons(
+    stream: MeasuredStream, costs: Mapping[int, _Costs], speeds: list[float], speedups: list[float]
+) -> dict[str, str]:
+    """Say for every cause what the figures behind it are."""
+    num, count = stream.num_microbatches, len(stream.stages)
+    loads = loads_alone(stream)
+    busiest = max(loads, key=lambda rank: loads[rank])
+    slowest = max(stream.stages, key=lambda s: costs[s.index].slower_s)
+    slower, talker = costs[slowest.index], max(stream.stages, key=lambda s: costs[s.index].bytes_s)
+    chatty = max(stream.stages, key=lambda s: costs[s.index].fixed_s)
+    edge, wire_s = max(((edge, sum(wire) / len(wire)) for edge, wire in stream.wires.items()), key=lambda pair: pair[1])
+    sender = next((s for s in stream.stages if s.index == edge[0]), None)
+    crossing = sender.mean("num_bytes_out") if sender else stream.stages[0].mean("num_bytes_in")
+    return {
+        "imbalance": imbalance_reason(stream, loads, busiest, speeds),
+        "bubble": f"{num} microbatches through {count} stages: while the pipeline fills and drains, devices wait",
+        "slower": f"stage {slowest.index} on {slowest.device} computes {format_seconds(slowest.mean('compute_s'))} "
+        f"per microbatch, alone {format_seconds(slower.alone_s)}",
+        "communication_cpu": f"stage {talker.index} handles "
+        f"{format_bytes(talker.mean('num_bytes_in') + talker.mean('num_bytes_out'))} per microbatch, which takes "
+        f"{format_seconds(costs[talker.index].bytes_s)} of its time",
+        "overhead": f"stage {chatty.index} spends {format_seconds(costs[chatty.index].fixed_s)} per microbatch beside "
+        f"computing, however small the message; it computes {format_seconds(chatty.mean('compute_s'))}",
+        "loading": f"a microbatch takes {format_seconds(sum(stream.load_s) / num)} to load",
+        "communication": f"a message {edge_name(edge)} of {format_bytes(crossing)} is under way for "
+        f"{format_seconds(wire_s)}; the busiest device takes {format_seconds(loads[busiest])}",
+        "remainder": f"the replay with all of these takes {abs(speedups[-2] / speedups[-1] - 1):.1%} "
+        f"{'less' if speedups[-2] > speedups[-1] else 'more'} than was measured",
+    }  # fmt: skip
+
+
+def edge_name(edge: Edge) -> str:
+    """Name a cut by the stages around it."""
+    if edge[0] < 0:
+        return "into stage 0"
+    return f"from stage {edge[0]} to stage {edge[1]}" if edge[1] >= 0 else "back to the feeding process"
+
+
+def imbalance_reason(stream: MeasuredStream, loads: dict[int, float], busiest: int, speeds: list[float]) -> str:
+    """Return whether the busiest device has more of the work, or is slower than the others."""
+    ranks = list(dict.fromkeys(stage.rank for stage in stream.stages))
+    mean_speed = sum(speeds) / len(speeds)
+    speed = speeds[ranks.index(busiest)] / mean_speed
+    work = {rank: loads[rank] * speeds[place] for place, rank in enumerate(ranks)}
+    part = work[busiest] * len(ranks) / sum(work.values())
+    name = next(stage.device for stage in stream.stages if stage.rank == busiest)
+    held = ", ".join(str(stage.index) for stage in stream.stages if stage.rank == busiest)
+    if part >= 1 / speed:
+        return f"uneven stages: {name} (stage {held}) has {part:.2f} times an equal part of the work"
+    return f"slow host: {name} (stage {held}) has {speed:.2f} times the mean device's speed"

@@ -1,0 +1,108 @@
+"""What the planner would do now, knowing what the run has shown."""
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+from penstock.errors import PenstockError
+from penstock.plan.choose import choose
+from penstock.plan.explain import what_would_help
+from penstock.plan.request import Request
+from penstock.report.stream.account import Account, stream_costs
+from penstock.report.stream.measured import MeasuredStream, share
+from penstock.spec.cluster import Cluster, Device
+from penstock.spec.names import as_name
+from penstock.spec.profile import Boundary, Profile, Unit
+from penstock.tracing.trace import Run
+
+# the run has not measured memory that is free
+_ANY_MEMORY = 2**50
+
+
+def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
+    """Plan again with what was measured and give the outcome in sentences.
+
+    Example:
+        print("\\n".join(advise(run, stream, make_account(run))))
+    """
+    lines = [f"Most is lost to {account.largest.title}: {account.largest.times:.2f} times. {account.largest.why}."]
+    if len(run.facts.units) < 2 or len(run.facts.ranks) != len(set(run.facts.ranks)):
+        return [*lines, "The planner has nothing to say: the run does not hold what lies between its cuts."]
+    profile, cluster = observed_profile(run, stream), observed_cluster(run, stream)
+    rows = max(1, run.facts.num_rows // max(1, run.facts.num_microbatches))
+    request = Request(rows=(rows,), num_rows=run.facts.num_rows, depth=run.facts.depth, replicas=False, shared=False)
+    try:
+        choice = choose(profile, cluster, request)
+        helps = what_would_help(choice, profile, cluster, request)
+    except PenstockError as error:
+        return [*lines, f"The planner finds no plan: {error}."]
+    measured = run.facts.num_rows / run.facts.total_s
+    reached = choice.plan.prediction.num_rows / choice.plan.prediction.total_s
+    pipeline = choice.plan.pipelines[0]
+    sets = len(pipeline.cut_sets)
+    cuts = ", ".join(pipeline.cut_sets[0].cuts) or "no cut"
+    turns = f" and {sets - 1} other cut sets in turn" if sets > 1 else ""
+    lines.append(
+        f"Planned for what was measured, the cuts would be {cuts}{turns}: {reached:.4g} rows/s for these "
+        f"{run.facts.num_rows} rows, where {measured:.4g} were measured ({reached / measured - 1:+.1%}); the pace "
+        f"would be set by {choice.plan.prediction.limit}."
+    )
+    useful = [item for item in helps if item.gain > 5e-3 and "memory" not in item.change][:3]
+    lines += [f"With {item.change}: {item.rows_per_s:.4g} rows/s steady ({item.gain:+.1%})." for item in useful]
+    return lines
+
+
+def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
+    """Return the units' seconds: counted work, in proportion, so that each stage's add up to what it takes alone."""
+    units = run.facts.units
+    places = {name: index for index, (name, _, _) in enumerate(units)}
+    bounds = [0, *(places[cut] for cut in run.facts.cuts if cut in places), len(units)]
+    if len(bounds) != len(stream.stages) + 1:  # cuts that take turns: one factor for all
+        bounds = [0, len(units)]
+    seconds: list[float] = []
+    stages = list(stream.stages)
+    for number, (first, last) in enumerate(pairwise(bounds)):
+        held = [stages[number]] if len(bounds) == len(stages) + 1 else stages
+        taken = sum(stage.alone_s * share(stage.machine) for stage in held)
+        work = sum(unit[1] for unit in units[first:last]) or 1.0
+        seconds += [unit[1] * taken / work for unit in units[first:last]]
+    rows = max(1, run.facts.num_rows // max(1, run.facts.num_microbatches))
+    names = _distinct([unit[0] for unit in units])
+    out = stream.stages[-1].mean("num_bytes_out")
+    boundaries = [Boundary(name=n, bytes_per_row=u[2] / rows) for n, u in zip(names, units, strict=True)]
+    costs = stream_costs(stream, run.facts.threads)
+    return Profile(
+        model=run.facts.model, graph="0" * 16, device="observed", threads=run.facts.threads, rows=(rows,),
+        boundaries=(*boundaries, Boundary(name="output", bytes_per_row=out / rows)),
+        units=tuple(Unit(forward_s=(s,)) for s in seconds),
+        send_s_per_byte=statistics.fmean(s.machine.byte_s for s in stream.stages),
+        receive_s_per_byte=statistics.fmean(s.machine.byte_s for s in stream.stages),
+        stage_overhead_s=statistics.fmean(costs[s.index].fixed_s * share(s.machine) for s in stream.stages),
+    )  # fmt: skip
+
+
+def observed_cluster(run: Run, stream: MeasuredStream) -> Cluster:
+    """Return the devices as fast as they computed: a device that something else slowed counts as slow."""
+    devices = []
+    for stage in stream.stages:
+        slowed = min(1.0, stage.alone_s / stage.mean("compute_s")) if stage.mean("compute_s") else 1.0
+        known = run.facts.bandwidths[stage.rank] if stage.rank < len(run.facts.bandwidths) else None
+        name = as_name(f"stage {stage.index} on {stage.device}" if _shares_name(stream, stage.device) else stage.device)
+        devices.append(
+            Device(name=name, speed=share(stage.machine) * slowed, memory_bytes=_ANY_MEMORY,
+                   bandwidth_bytes_per_s=known)
+        )  # fmt: skip
+    return Cluster(devices=tuple(devices))
+
+
+def _shares_name(stream: MeasuredStream, device: str) -> bool:
+    return sum(as_name(stage.device) == as_name(device) for stage in stream.stages) > 1
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found

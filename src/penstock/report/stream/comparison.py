@@ -1,0 +1,205 @@
+"""The page of `penstock bench --report`: one process and pipelines, policies and stage counts, in words."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.report.page.figures import KEPT, LOST, MOVE, PALETTE, WAIT, Figure
+from penstock.report.page.page import Text, make_page
+from penstock.report.page.tables import Cell, Table
+from penstock.report.stream.account import TITLES, Account, make_account
+from penstock.report.stream.comparison_text import compare_counts, compare_policies, name_of
+from penstock.report.stream.measured import MeasuredStream, measure_stream
+from penstock.tracing.trace import Run
+from penstock.units import format_bytes, format_seconds
+
+_COLORS = {
+    "imbalance": LOST, "bubble": WAIT, "slower": "#cc79a7", "communication_cpu": MOVE, "overhead": "#999933",
+    "loading": "#56b4e9", "communication": "#009e73", "remainder": "#7f7f7f",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A row of the bench, with what its last pass recorded, put together and accounted for."""
+
+    row: Mapping[str, Any]
+    stream: MeasuredStream
+    account: Account
+
+    @property
+    def name(self) -> str:
+        """Name it as people do."""
+        return name_of(self.row)
+
+
+def write_comparison(
+    path: str | os.PathLike[str], settings: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Run | None]]
+) -> Path:
+    """Write the page that compares a bench's rows, of which pipelines bring what was recorded.
+
+    Example:
+        write_comparison("bench.html", {"model": "timm:deit_tiny_patch16_224"}, rows)
+
+    Raises `UsageError` where the file cannot be written or plotly is not installed.
+    """
+    serial = next(row for row, _ in rows if row["mode"] == "serial")
+    traced: list[Compared] = []
+    for row, run in rows:
+        if run is not None:
+            stream = measure_stream(run)
+            traced.append(Compared(row, stream, make_account(run, stream)))
+    figures = [speedups([row for row, _ in rows])]
+    figures += [losses(traced), loads(traced)] if traced else []
+    texts = [
+        Text("counts", "Stage counts: what the speed-up loses", compare_counts(traced)),
+        Text("policies", "Policies: where they split, and why one is better", compare_policies(traced)),
+    ]
+    page = make_page(
+        f"{settings['model']}: serial and pipelines", _lead(serial, [row for row, _ in rows]), figures,
+        [split_points(traced), settings_table(settings)], [text for text in texts if text.lines],
+    )  # fmt: skip
+    file = Path(path)
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written ({error.strerror}); choose another --report") from None
+    return file
+
+
+def _lead(serial: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say what one process does, what the best pipeline does, and whether they give the same numbers."""
+    lines = [f"One process: {serial['images_per_second']:.4g} images/s."]
+    pipelines = [row for row in rows if row["mode"] == "pipeline"]
+    if pipelines:
+        best = max(pipelines, key=lambda row: row["speedup"])
+        lines[0] += (
+            f" The quickest pipeline, {name_of(best)}: {best['images_per_second']:.4g} images/s, "
+            f"{best['speedup']:.2f} times."
+        )
+        differing = [name_of(row) for row in pipelines if not row["bit_equal"]]
+        if differing:
+            lines.append(f"Outputs differ from one process's with {', '.join(differing)}.")
+        else:
+            lines.append(f"The outputs of all {len(pipelines)} pipelines are bit for bit those of one process.")
+    return lines
+
+
+def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The speed-up over one process by stage count, a bar for each policy, with n as a line."""
+    pipelines = [row for row in rows if row["mode"] != "serial"]
+    counts = sorted({row["stages"] for row in pipelines})
+    names = list(dict.fromkeys(_series(row) for row in pipelines))
+    data: list[dict[str, Any]] = []
+    for place, name in enumerate(names):
+        own = {row["stages"]: row for row in pipelines if _series(row) == name}
+        data.append({
+            "type": "bar", "name": name, "x": [f"{c} stages" if c > 1 else "1 stage" for c in counts if c in own],
+            "y": [round(own[c]["speedup"], 4) for c in counts if c in own],
+            "text": [f"{own[c]['speedup']:.2f}" for c in counts if c in own], "textposition": "outside",
+            "cliponaxis": False, "marker": {"color": PALETTE[place % len(PALETTE)]},
+            "hovertemplate": "%{x}, " + name + ": %{y:.3f} times<extra></extra>",
+        })  # fmt: skip
+    data.append({
+        "type": "scatter", "mode": "markers", "name": "n", "x": [f"{c} stages" if c > 1 else "1 stage" for c in counts],
+        "y": counts, "marker": {"symbol": "line-ew-open", "size": 34, "color": "#888888", "line": {"width": 2}},
+        "hovertemplate": "n is %{y}<extra></extra>",
+    })  # fmt: skip
+    cells: tuple[tuple[Cell, ...], ...] = tuple(
+        (row["mode"], row["stages"], row["policy"], row["images_per_second"], row["speedup"],
+         row.get("efficiency"), None if row["bit_equal"] is None else "yes" if row["bit_equal"] else "no")
+        for row in rows
+    )  # fmt: skip
+    columns = ("mode", "stages", "policy", "images/s", "speed-up", "of the ceiling", "bit-equal")
+    alt = "Speed-up over one process: " + ", ".join(f"{name_of(row)} {row['speedup']:.2f}" for row in pipelines) + "."
+    layout = {
+        "barmode": "group", "height": 400, "xaxis": {"automargin": True, "type": "category"},
+        "yaxis": {"title": {"text": "times one process"}, "rangemode": "tozero"},
+    }  # fmt: skip
+    return Figure("speedups", "Speed-up by stages and policy", alt, data, layout,
+                  Table("rows", "What was measured", columns, cells))  # fmt: skip
+
+
+def _series(row: Mapping[str, Any]) -> str:
+    return "torch.distributed.pipelining" if row["mode"] == "peer" else str(row["policy"])
+
+
+def losses(traced: Sequence[Compared]) -> Figure:
+    """What n times are made of, for each pipeline: what was reached, and what each cause cost."""
+    names = [item.name for item in traced]
+    data: list[dict[str, Any]] = [{
+        "type": "bar", "name": "reached", "x": names, "y": [round(item.account.speedup, 4) for item in traced],
+        "marker": {"color": KEPT}, "hovertemplate": "%{x}: %{y:.2f} reached<extra></extra>",
+    }]  # fmt: skip
+    for key, color in _COLORS.items():
+        values = [item.account.times(key) for item in traced]
+        if max(map(abs, values)) >= 5e-3:
+            data.append({
+                "type": "bar", "name": TITLES[key], "x": names, "y": [round(v, 4) for v in values],
+                "marker": {"color": color}, "hovertemplate": "%{x}: %{y:.2f} " + TITLES[key] + "<extra></extra>",
+            })  # fmt: skip
+    cells: tuple[tuple[Cell, ...], ...] = tuple(
+        (item.name, item.account.num_times, *(-item.account.times(key) for key in _COLORS), item.account.speedup)
+        for item in traced
+    )
+    columns = ("pipeline", "devices together", *(TITLES[key] for key in _COLORS), "reached")
+    alt = "Of n times: " + " ".join(
+        f"{item.name} reaches {item.account.speedup:.2f} of {item.account.num_times:.2f}, most is lost to "
+        f"{item.account.largest.title}." for item in traced
+    ) + " Against the devices running the stages alone, as the account of a run has it."  # fmt: skip
+    layout = {"barmode": "relative", "height": 460, "yaxis": {"title": {"text": "times one device"}},
+              "xaxis": {"automargin": True, "tickangle": 30, "type": "category"}}  # fmt: skip
+    return Figure("losses", "Why not n times", alt, data, layout,
+                  Table("losses", "What each cause costs, in times one device", columns, cells))  # fmt: skip
+
+
+def loads(traced: Sequence[Compared]) -> Figure:
+    """What each stage takes alone, for each pipeline: equal bars are a good split."""
+    most = max(len(item.stream.stages) for item in traced)
+    data: list[dict[str, Any]] = []
+    for index in range(most):
+        held = [item for item in traced if index < len(item.stream.stages)]
+        data.append({
+            "type": "bar", "name": f"stage {index}", "x": [item.name for item in held],
+            "y": [round(1e3 * item.stream.stages[index].alone_s, 4) for item in held],
+            "marker": {"color": PALETTE[index % len(PALETTE)]},
+            "hovertemplate": "%{x}, stage " + str(index) + ": %{y:.3g} ms<extra></extra>",
+        })  # fmt: skip
+    cells: tuple[tuple[Cell, ...], ...] = tuple(
+        (item.name, s.index, format_seconds(s.alone_s), format_seconds(s.mean("compute_s")),
+         format_seconds(s.mean("wait_s")), format_seconds(s.mean("message_s")))
+        for item in traced for s in item.stream.stages
+    )  # fmt: skip
+    columns = ("pipeline", "stage", "alone", "computes", "waits", "messages")
+    alt = "What the stages take alone per microbatch: " + " ".join(
+        f"{item.name}: {', '.join(format_seconds(s.alone_s) for s in item.stream.stages)}." for item in traced
+    )
+    layout = {"barmode": "group", "height": 400, "yaxis": {"title": {"text": "ms per microbatch, alone"}},
+              "xaxis": {"automargin": True, "tickangle": 30, "type": "category"}}  # fmt: skip
+    return Figure("loads", "How even the splits are", alt, data, layout,
+                  Table("loads", "The stages, per microbatch", columns, cells))  # fmt: skip
+
+
+def split_points(traced: Sequence[Compared]) -> Table:
+    """Where each pipeline is cut, each stage's part of the counted work, and what crosses behind it."""
+    rows: list[tuple[Cell, ...]] = []
+    for item in traced:
+        shares, crossing, cuts = (item.row.get(key, []) for key in ("shares", "crossing_bytes", "cuts"))
+        for stage, share in enumerate(shares):
+            behind = stage < len(cuts)
+            rows.append((item.name, stage, cuts[stage] if behind else None, f"{share:.1%}",
+                         format_bytes(crossing[stage]) if behind else None))  # fmt: skip
+    columns = ("pipeline", "stage", "cut behind it", "of the counted work", "crosses there")
+    return Table("splits", "The split points", columns, tuple(rows))
+
+
+def settings_table(settings: Mapping[str, Any]) -> Table:
+    """What all rows have in common."""
+    cells = tuple(
+        (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
+        for name, value in settings.items()
+    )
+    return Table("environment", "The environment", ("what", "value"), cells)

@@ -1,0 +1,213 @@
+"""What the spans of a stream say about each stage and each message."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.errors import DataError
+from penstock.report.stream.replay import Edge
+from penstock.tracing.record import FEEDER_STAGE
+from penstock.tracing.trace import Alone, Machine, Run, Span
+
+# a wait shorter than this found its message there
+_NO_WAIT_S = 5e-5
+_FEEDER = 0  # its rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One microbatch on one stage: when its message had come, and the seconds of each part."""
+
+    microbatch: int
+    asked_s: float
+    arrived_s: float
+    end_s: float
+    read_s: float
+    compute_s: float
+    cpu_s: float
+    buffer_s: float
+    give_s: float
+    gap_s: float
+    between_cpu_s: float  # of the thread, since the last computation
+    num_bytes_in: int
+    num_bytes_out: int
+
+    @property
+    def begin_s(self) -> float:
+        """When it began to compute."""
+        return self.arrived_s + self.read_s
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds for its two messages, and between spans."""
+        return self.message_s + self.gap_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it did not wait."""
+        return self.compute_s + self.beside_s
+
+    @property
+    def message_s(self) -> float:
+        """Seconds for its two messages."""
+        return self.read_s + self.give_s
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until its message had come, and until there was a buffer for its result."""
+        return self.arrived_s - self.asked_s + self.buffer_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStage:
+    """A stage during a stream: its steps, what it takes alone, its device."""
+
+    index: int
+    rank: int
+    device: str
+    steps: tuple[Step, ...]
+    alone_s: float
+    machine: Machine
+    cpu_s: float  # of its whole process, per microbatch, loading apart
+    load_cpu_s: float
+
+    def mean(self, field: str) -> float:
+        """Return the mean of a field over the steps."""
+        return statistics.fmean(getattr(step, field) for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStream:
+    """A stream: its stages in order, how long data took to load, how long each message was under way."""
+
+    stages: tuple[MeasuredStage, ...]
+    load_s: tuple[float, ...]
+    wires: Mapping[Edge, tuple[float, ...]]
+    begin_s: float
+    total_s: float
+    depth: int
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches went through."""
+        return len(self.load_s)
+
+
+def measure_stream(run: Run) -> MeasuredStream:
+    """Put a stream's spans together, stage by stage; raises `DataError` where some are missing."""
+    facts = run.facts
+    count = facts.num_microbatches
+    if facts.kind != "stream" or not count:
+        raise DataError(
+            f"this is a run of kind {facts.kind!r} with {count} microbatches; a stream that ended is needed"
+        )
+    if any(process.num_dropped for process in run.processes):
+        raise DataError("the trace is too long to be whole; trace fewer microbatches")
+    found: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
+    for process in run.processes:
+        for span in process.spans:
+            if span.kind != "unit" and span.microbatch < count:
+                found[span.kind, span.stage][span.microbatch] = span
+    loads = found["load", FEEDER_STAGE]
+    if len(loads) < count or len(found["compute", 0]) < count:
+        raise DataError("some processes' traces are missing; copy the whole folder of the run")
+    stages = tuple(_stage(run, index, found, count) for index in range(len(facts.ranks)))
+    begin_s = loads[0].begin_s
+    return MeasuredStream(
+        stages=stages, load_s=tuple(loads[m].seconds for m in range(count)),
+        wires=_wires(stages, found, count, facts.depth), begin_s=begin_s, total_s=facts.total_s, depth=facts.depth,
+    )  # fmt: skip
+
+
+def _stage(run: Run, index: int, found: Mapping[tuple[str, int], Mapping[int, Span]], count: int) -> MeasuredStage:
+    rank = run.facts.ranks[index]
+    process = next((p for p in run.processes if p.rank == rank), None)
+    if process is None or len(found["compute", index]) < count:
+        raise DataError(f"the trace of stage {index} is missing; copy the whole folder of the run")
+    steps = []
+    between = found["between", index]
+    before_s: float | None = None
+    for m in range(count):
+        wait, read, compute, buffer, give = (
+            found[kind, index][m] for kind in ("wait", "receive", "compute", "buffer", "send")
+        )
+        gap = (compute.begin_s - read.end_s) + (buffer.begin_s - compute.end_s)
+        gap += wait.begin_s - before_s if before_s is not None else 0.0
+        before_s = give.end_s
+        steps.append(
+            Step(
+                microbatch=m, asked_s=wait.begin_s, arrived_s=wait.end_s, end_s=give.end_s, read_s=read.seconds,
+                compute_s=compute.seconds, cpu_s=compute.cpu_s, buffer_s=buffer.seconds, give_s=give.seconds,
+                gap_s=max(0.0, gap), between_cpu_s=between[m].cpu_s if m in between else 0.0,
+                num_bytes_in=read.num_bytes, num_bytes_out=give.num_bytes,
+            )
+        )  # fmt: skip
+    totals = [stage.cpu_s for stage in run.facts.stages if run.facts.ranks[stage.stage] == rank]
+    own_loads = sum(span.cpu_s for span in process.spans if span.kind == "load")
+    stage = MeasuredStage(
+        index=index, rank=rank, device=process.device, steps=tuple(steps), machine=process.machine,
+        alone_s=0.0, cpu_s=max(0.0, max(totals, default=0.0) - own_loads) / count, load_cpu_s=own_loads / count,
+    )  # fmt: skip
+    return _with_alone(stage, run, process.alone)
+
+
+def _with_alone(stage: MeasuredStage, run: Run, known: Sequence[Alone]) -> MeasuredStage:
+    """Find what the stage takes alone; CPU time where something else had the core even then."""
+    for alone in known:
+        if alone.stage == stage.index:
+            by_cpu = alone.cpu_s / share(stage.machine)
+            crowded = run.facts.threads == 1 and alone.seconds > 1.15 * by_cpu
+            return replace(stage, alone_s=by_cpu if crowded else alone.seconds)
+    return replace(stage, alone_s=statistics.median(step.compute_s for step in stage.steps))
+
+
+def share(machine: Machine) -> float:
+    """Return the part of a core that one thread gets on a device."""
+    return min(1.0, machine.cpus)
+
+
+def _wires(
+    stages: Sequence[MeasuredStage], found: Mapping[tuple[str, int], Mapping[int, Span]], count: int, depth: int
+) -> dict[Edge, tuple[float, ...]]:
+    """Find how long each message was under way, once it could leave.
+
+    Where the receiver waited, it is seen. Where it did not, the message was there in time: the usual seconds are
+    taken, or less if it must have been quicker.
+    """
+    wires: dict[Edge, tuple[float, ...]] = {}
+    made = [found["load", FEEDER_STAGE][m].end_s for m in range(count)]
+    for position, stage in enumerate([*stages, None]):
+        source = position - 1
+        edge = (source, position if stage is not None else FEEDER_STAGE)
+        if stage is not None:
+            arrivals = [(step.asked_s, step.arrived_s) for step in stage.steps]
+            taken = [step.end_s for step in stage.steps]
+        else:
+            waits = found["wait", FEEDER_STAGE]
+            arrivals = [(waits[m].begin_s, waits[m].end_s) for m in range(count)]
+            taken = []
+        local = (stage.rank if stage else _FEEDER) == (stages[source].rank if source >= 0 else _FEEDER)
+        wires[edge] = (0.0,) * count if local else _wire(made, arrivals, taken, depth)
+        if stage is not None:
+            made = [step.end_s for step in stage.steps]
+    return wires
+
+
+def _wire(
+    made: Sequence[float], arrivals: Sequence[tuple[float, float]], taken: Sequence[float], depth: int
+) -> tuple[float, ...]:
+    seen: list[float | None] = []
+    most: list[float] = []
+    last = made[0]
+    for m, (asked, arrived) in enumerate(arrivals):
+        begin = max(made[m], last, taken[m - depth] if taken and m >= depth else made[m])
+        waited = arrived - asked > _NO_WAIT_S
+        seen.append(max(0.0, arrived - begin) if waited else None)
+        most.append(max(0.0, asked - begin))
+        # without a wait the moment is not known: no later than it was asked for
+        usual = statistics.median([value for value in seen if value is not None] or [0.0])
+        last = arrived if waited else min(asked, begin + usual)
+    known = [value for value in seen if value is not None]
+    usual = statistics.median(known) if known else 0.0
+    return tuple(min(usual, limit) if value is None else value for value, limit in zip(seen, most, strict=True))

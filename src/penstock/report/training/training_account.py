@@ -1,0 +1,190 @@
+"""The account of a training: n devices, minus what its steps reached, split by cause.
+
+As for a stream, each line is the difference between two speed-ups, the second with one more cost. The replays are the
+simulator's: each step's own actions, in the order in which the devices did them. `docs/account.md` has the definition.
+"""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.plan.schedule.actions import Action, Kind
+from penstock.plan.schedule.simulate import Crossing, simulate
+from penstock.report.stream.account import Account, Line, device_speeds
+from penstock.report.stream.measured import share
+from penstock.report.training.steps import Done, MeasuredTraining, Part, Step
+from penstock.tracing.trace import Run
+from penstock.units import format_bytes, format_seconds
+
+# replays of a step: each counts one more
+_ORDER = ("bubble", "slower", "communication_cpu", "overhead", "between", "loading", "communication", "synchronization")
+_COUNTED = {
+    "bubble": "alone", "slower": "slower", "communication_cpu": "bytes", "overhead": "fixed", "between": "between",
+    "loading": "load", "communication": "lines", "synchronization": "synchronize",
+}  # fmt: skip
+# actions of the simulator that are none of the schedule's: what a device does before its first one
+_BEFORE = -1
+_AS_SCHEDULED: Mapping[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W", "R": "U"}
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What an action takes alone, by rank, stage and kind: seconds."""
+
+    seconds: Mapping[tuple[int, int, str], float]
+
+    def of(self, rank: int, done: Done) -> float:
+        """Return what this one would have taken."""
+        return self.seconds[rank, done.stage, done.kind]
+
+    def load(self, part: Part) -> float:
+        """Return what a device's part of a step takes alone, the optimizer's update included."""
+        return part.update_s + sum(self.of(part.rank, done) for done in part.done)
+
+
+def usual_seconds(training: MeasuredTraining, threads: int) -> Usual:
+    """Find what actions take with nothing else on the machine.
+
+    Nothing is run again, which would change gradients and statistics. With one thread the CPU seconds say it, else
+    the quickest tenth does.
+    """
+    found: dict[tuple[int, int, str], list[Done]] = {}
+    for step in training.steps:
+        for rank, part in step.parts.items():
+            for done in part.done:
+                found.setdefault((rank, done.stage, done.kind), []).append(done)
+    seconds = {}
+    for key, actions in found.items():
+        if threads == 1:
+            seconds[key] = statistics.median(done.cpu_s for done in actions) / share(training.machine(key[0]))
+        else:
+            seconds[key] = sorted(done.compute_s for done in actions)[len(actions) // 10]
+    return Usual(seconds)
+
+
+def make_training_account(run: Run, training: MeasuredTraining) -> Account:
+    """Account for a traced training; `alone_s` is a step on the mean device.
+
+    Example:
+        make_training_account(run, measure_training(run)).largest.title
+    """
+    usual = usual_seconds(training, run.facts.threads)
+    speeds = device_speeds(
+        {rank: process.machine for rank, process in training.processes.items()}, run.facts.hosts
+    )  # fmt: skip
+    mean_speed = statistics.fmean(speeds.values())
+    # one device would update each weight once, not once for each replica
+    first = set(training.replicas[0])
+    work = sum(
+        (usual.load(part) if rank in first else usual.load(part) - part.update_s) * speeds[rank]
+        for step in training.steps
+        for rank, part in step.parts.items()
+    )
+    alone_s, num_times = work / mean_speed, sum(speeds.values()) / mean_speed
+    seconds = [alone_s / num_times]
+    seconds.append(sum(max(usual.load(part) for part in step.parts.values()) for step in training.steps))
+    counted: set[str] = set()
+    for key in _ORDER:
+        counted.add(_COUNTED[key])
+        seconds.append(sum(play_step(training, step, usual, counted) for step in training.steps))
+    seconds.append(training.seconds)
+    speedups = [alone_s / taken for taken in seconds]
+    why = _reasons(run, training, usual, speedups)
+    lines = tuple(
+        Line(key, before - after, why[key])
+        for key, (before, after) in zip(("imbalance", *_ORDER, "remainder"), pairwise(speedups), strict=True)
+    )
+    return Account(num_times, speedups[-1], alone_s / len(training.steps), lines)
+
+
+def play_step(training: MeasuredTraining, step: Step, usual: Usual, counted: set[str]) -> float:
+    """Play a step with the costs that count; gives its seconds."""
+    seconds = max(_play_replica(training, step, replica, usual, counted) for replica in training.replicas)
+    # who comes last waits for nobody: what it still takes is what adding up costs
+    still_s = min(part.synchronize_s for part in step.parts.values())
+    return seconds + (still_s if "synchronize" in counted else 0.0)
+
+
+def _play_replica(
+    training: MeasuredTraining, step: Step, replica: tuple[int, ...], usual: Usual, counted: set[str]
+) -> float:
+    ranks = list(dict.fromkeys(replica))
+    schedule, seconds = [], {}
+    for device, rank in enumerate(ranks):
+        part = step.parts[rank]
+        actions = [Action("U", _BEFORE, replica.index(rank))]
+        seconds[device, actions[0]] = _before_s(part, counted)
+        for done in part.done:
+            actions.append(Action(_AS_SCHEDULED[done.kind], done.microbatch, done.stage))
+            seconds[device, actions[-1]] = _action_s(training, part.rank, done, usual, counted)
+        schedule.append(tuple(actions))
+
+    def duration(action: Action, device: int) -> float:
+        return seconds[device, action]
+
+    def transfer(source: int, to: int, kind: Crossing) -> float:
+        return lines.get((source, to, kind), 0.0)
+
+    lines: dict[tuple[int, int, Crossing], float] = {}
+    for (source, to, direction), taken_s in training.lines_s.items() if "lines" in counted else ():
+        kind: Crossing = "activations" if direction == "F" else "gradients"
+        lines[ranks.index(replica[source]), ranks.index(replica[to]), kind] = taken_s
+    return simulate(tuple(schedule), duration, transfer).makespan_s
+
+
+def _before_s(part: Part, counted: set[str]) -> float:
+    """Return what a device does before its first action: the update comes from the step before."""
+    more = {"fixed": part.rest_s, "between": part.between_s, "load": part.load_s}
+    return part.update_s + sum(seconds for name, seconds in more.items() if name in counted)
+
+
+def _action_s(training: MeasuredTraining, rank: int, done: Done, usual: Usual, counted: set[str]) -> float:
+    machine = training.machine(rank)
+    bytes_s = min(done.message_s, done.num_bytes * machine.byte_s / share(machine))
+    alone_s = usual.of(rank, done)
+    more = {"slower": done.compute_s - alone_s, "bytes": bytes_s, "fixed": done.message_s - bytes_s}
+    return max(0.0, alone_s + sum(seconds for name, seconds in more.items() if name in counted))
+
+
+def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[float]) -> dict[str, str]:
+    """Say for every cause what the figures behind it are."""
+    steps, devices = training.steps, run.facts.devices
+    num = len(steps)
+
+    def mean(rank: int, field: str) -> float:
+        return statistics.fmean(getattr(step.parts[rank], field) for step in steps)
+
+    ranks = list(training.processes)
+    loads = {rank: sum(usual.load(step.parts[rank]) for step in steps) / num for rank in ranks}
+    actual = {rank: mean(rank, "computed_s") for rank in ranks}
+    alone = {rank: loads[rank] - mean(rank, "update_s") for rank in ranks}
+    busiest = max(ranks, key=lambda rank: loads[rank])
+    slowest = max(ranks, key=lambda rank: actual[rank] - alone[rank])
+    messages = {r: sum(d.message_s for step in steps for d in step.parts[r].done) / num for r in ranks}
+    crossing = {r: sum(d.num_bytes for step in steps for d in step.parts[r].done) / num for r in ranks}
+    talker = max(ranks, key=lambda rank: crossing[rank])
+    loader = max(ranks, key=lambda rank: mean(rank, "load_s"))
+    resting = max(ranks, key=lambda rank: mean(rank, "rest_s"))
+    caller = max(ranks, key=lambda rank: mean(rank, "between_s"))
+    longest = max(training.lines_s.items(), key=lambda item: item[1], default=None)
+    last_s = sum(min(part.synchronize_s for part in step.parts.values()) for step in steps) / num
+    microbatches = len({d.microbatch for d in steps[0].parts[training.replicas[0][0]].done})
+    return {
+        "imbalance": f"{devices[busiest]} computes {format_seconds(loads[busiest])} per step, the mean device "
+        f"{format_seconds(sum(loads.values()) / len(loads))}",
+        "bubble": f"{microbatches} microbatches per step go forth and back through {len(training.replicas[0])} stages",
+        "slower": f"{devices[slowest]} computes {format_seconds(actual[slowest])} per step, alone "
+        f"{format_seconds(alone[slowest])}",
+        "communication_cpu": f"{devices[talker]} handles {format_bytes(crossing[talker])} per step in "
+        f"{format_seconds(messages[talker])}",
+        "overhead": f"{devices[resting]} spends {format_seconds(mean(resting, 'rest_s'))} per step beside its actions",
+        "between": f"the code between two steps takes {format_seconds(mean(caller, 'between_s'))} on {devices[caller]}",
+        "loading": f"{devices[loader]} loads a batch in {format_seconds(mean(loader, 'load_s'))}",
+        "communication": "no message was waited for" if longest is None else f"a message from stage {longest[0][0]} to "
+        f"stage {longest[0][1]} is under way for {format_seconds(longest[1])}",
+        "synchronization": f"adding up gradients and losses takes {format_seconds(last_s)} per step behind the last "
+        "backward",
+        "remainder": f"the replay with all of these takes {abs(speedups[-2] / speedups[-1] - 1):.1%} "
+        f"{'less' if speedups[-2] > speedups[-1] else 'more'} than was measured",
+    }  # fmt: skip

@@ -1,0 +1,244 @@
+"""The figures and tables of a training's page: every action of every step, and where each device's seconds went."""
+
+import statistics
+from collections.abc import Sequence
+
+from penstock.report.page.figures import KEPT, LOST, MAX_DRAWN, MOVE, PALETTE, WAIT, Figure, stacked, waterfall
+from penstock.report.page.figures import memory as memory_figure
+from penstock.report.page.pictures import Bar, Picture
+from penstock.report.page.tables import Cell, Table, account_table, clock_table, environment_table, memory_of
+from penstock.report.stream.account import Account
+from penstock.report.training.steps import Done, MeasuredTraining, Part
+from penstock.report.training.training_account import Usual, usual_seconds
+from penstock.tracing.trace import Run
+from penstock.units import format_bytes, format_seconds
+
+# how a bar looks beside its microbatch's colour: forwards plain, backwards striped
+_PATTERNS = {"F": "", "R": ".", "B": "/", "I": "/", "W": "x"}
+SYNCHRONIZE, UPDATE, LOAD = "#7f7f7f", "#333399", "#999933"
+
+
+def training_figures(run: Run, training: MeasuredTraining, account: Account) -> list[Figure]:
+    """Draw a training."""
+    figures = [waterfall(account, account_table(account)), timeline(run, training), loads(run, training),
+               throughput(training)]  # fmt: skip
+    remembered = memory_figure(run)
+    return [*figures, remembered] if remembered else figures
+
+
+def training_tables(run: Run, training: MeasuredTraining) -> list[Table]:
+    """Return the tables that belong to no figure."""
+    return [link_table(training), clock_table(run), environment_table(run)]
+
+
+def _row(run: Run, training: MeasuredTraining, rank: int, stage: int) -> str:
+    replicas = training.replicas
+    of = next(index for index, replica in enumerate(replicas) if rank in replica)
+    prefix = f"replica {of}, " if len(replicas) > 1 else ""
+    return f"{prefix}stage {stage}<br>{run.facts.devices[rank]}"
+
+
+def timeline(run: Run, training: MeasuredTraining) -> Figure:
+    """What every stage does when: forwards and backwards by microbatch, messages, waiting, gradients' sums."""
+    first = training.steps[0]
+    each = max(1, len({done.microbatch for part in first.parts.values() for done in part.done}))
+    steps = training.steps[: max(1, MAX_DRAWN // (2 * each))]
+    origin_s = min(part.begin_s for part in first.parts.values())
+    told = {(s.number, m): _journey(run, training, s.number, m, origin_s) for s in steps for m in range(each)}
+    bars: dict[str, list[tuple[str, float, float, str, str, str, str]]] = {}
+
+    def add(name: str, row: str, begin_s: float, seconds: float, journey: str, text: str = "", color: str = "",
+            pattern: str = "") -> None:  # fmt: skip
+        if seconds > 0:
+            bars.setdefault(name, []).append((row, begin_s - origin_s, seconds, journey, text, color, pattern))
+
+    for step in steps:
+        for rank, part in step.parts.items():
+            for done in part.done:
+                row, journey = _row(run, training, rank, done.stage), told.get((step.number, done.microbatch), "")
+                add("waiting", row, done.asked_s, done.arrived_s - done.asked_s, journey)
+                add("messages", row, done.arrived_s, done.read_s, journey)
+                add("messages", row, done.gave_s - done.give_s, done.give_s, journey)
+                add("computing", row, done.begin_s, done.compute_s, journey, done.label,
+                    PALETTE[done.microbatch % len(PALETTE)], _PATTERNS[done.kind])  # fmt: skip
+            own = f"step {step.number} on {run.facts.devices[rank]}: {_around(part)}"
+            row = _row(run, training, rank, min(done.stage for done in part.done)) if part.done else ""
+            if row:
+                add("synchronization", row, part.end_s - part.synchronize_s, part.synchronize_s, own)
+                add("update", row, part.begin_s, part.update_s, own)
+    looks = {"waiting": (0.35, WAIT), "messages": (0.35, MOVE), "synchronization": (0.35, SYNCHRONIZE),
+             "update": (0.35, UPDATE), "computing": (0.8, KEPT)}  # fmt: skip
+    data = [
+        {"type": "bar", "orientation": "h", "name": name, "width": width, "y": [b[0] for b in found],
+         "base": [round(b[1], 6) for b in found], "x": [round(b[2], 6) for b in found],
+         "customdata": [b[3] for b in found], "hovertemplate": "%{customdata}<extra>" + name + "</extra>",
+         "marker": {"color": color} if name != "computing" else {
+             "color": [b[5] for b in found], "line": {"width": 0.5, "color": "#ffffff"},
+             "pattern": {"shape": [b[6] for b in found], "size": 5, "solidity": 0.2, "fillmode": "overlay",
+                         "fgcolor": "rgba(255,255,255,0.45)"}},
+         **({"text": [b[4] for b in found], "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
+             "constraintext": "none", "textfont": {"color": "#ffffff"}} if name == "computing" else {})}
+        for name, (width, color) in looks.items() if (found := bars.get(name))
+    ]  # fmt: skip
+    num_rows = len({bar[0] for found in bars.values() for bar in found})
+    end_s = max(part.end_s for part in first.parts.values())
+    layout = {
+        "barmode": "overlay", "bargap": 0.3, "hovermode": "closest", "dragmode": "pan",
+        "xaxis": {"title": {"text": "seconds"}, "range": [0.0, round(1.02 * (end_s - origin_s), 5)]},
+        "yaxis": {"autorange": "reversed", "fixedrange": True, "title": {"text": ""}},
+        "height": 150 + 60 * num_rows, "uniformtext": {"minsize": 8, "mode": "hide"},
+    }  # fmt: skip
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (number, m, text.replace("<br>", "; ")) for (number, m), text in told.items()
+    )
+    table = Table("timeline", "Every microbatch's journey", ("step", "microbatch", "journey"), rows)
+    alt = (
+        f"One row for each stage of {run.facts.model}, time from left to right; F and a number is the forward of that "
+        f"microbatch, B its backward{_other_kinds(first.parts.values())}. {len(steps)} of {len(training.steps)} steps."
+    )
+    return Figure("timeline", "Timeline", alt, data, layout, table, tuple(told.values()))
+
+
+def _other_kinds(parts: object) -> str:
+    found = {done.kind for part in parts for done in part.done}  # type: ignore[attr-defined]
+    names = {"I": "I the half of a backward for the inputs", "W": "W the half for the weights",
+             "R": "R a forward that is computed again"}  # fmt: skip
+    return "".join(f", {text}" for kind, text in names.items() if kind in found)
+
+
+def _journey(run: Run, training: MeasuredTraining, number: int, microbatch: int, origin_s: float) -> str:
+    """Tell what happened to one microbatch in one step, in the order in which it happened."""
+    (step,) = (step for step in training.steps if step.number == number)
+    found: list[tuple[Done, int]] = [
+        (done, rank) for rank, part in step.parts.items() for done in part.done if done.microbatch == microbatch
+    ]
+    lines = [f"step {number}, microbatch {microbatch}"]
+    for done, rank in sorted(found, key=lambda item: item[0].begin_s):
+        name = _row(run, training, rank, done.stage).replace("<br>", " on ")
+        waited = f", waited {format_seconds(done.wait_s)}" if done.wait_s > 1e-4 else ""
+        lines.append(
+            f"{name}: {done.kind} {format_seconds(done.compute_s)} from {done.begin_s - origin_s:.4f} s{waited}"
+        )
+    return "<br>".join(lines)
+
+
+def _around(part: Part) -> str:
+    return (
+        f"loading {format_seconds(part.load_s)}, synchronization {format_seconds(part.synchronize_s)}, "
+        f"the optimizer {format_seconds(part.update_s)}"
+    )
+
+
+# what a device does in a step, with its colour
+_SHARES = (
+    ("forwards", KEPT), ("backwards", "#56b4e9"), ("messages", MOVE), ("waiting", WAIT), ("loading", LOAD),
+    ("synchronization", SYNCHRONIZE), ("optimizer", UPDATE), ("the rest", LOST),
+)  # fmt: skip
+
+
+def _shares(part: Part) -> tuple[float, ...]:
+    return (
+        sum(d.compute_s for d in part.done if d.kind == "F"), sum(d.compute_s for d in part.done if d.kind != "F"),
+        sum(d.message_s for d in part.done), sum(d.wait_s for d in part.done), part.load_s, part.synchronize_s,
+        part.update_s, part.rest_s + part.between_s,
+    )  # fmt: skip
+
+
+def device_shares(training: MeasuredTraining, rank: int) -> list[float]:
+    """Return the mean seconds of a step that a device spends on each of the things that it does."""
+    found = [_shares(step.parts[rank]) for step in training.steps]
+    return [statistics.fmean(values) for values in zip(*found, strict=True)]
+
+
+def loads(run: Run, training: MeasuredTraining) -> Figure:
+    """What each device does with a step."""
+    ranks = [rank for replica in training.replicas for rank in dict.fromkeys(replica)]
+    names = [_device(run, training, rank) for rank in ranks]
+    shares = {rank: device_shares(training, rank) for rank in ranks}
+    parts = [
+        (name, [1e3 * shares[rank][at] for rank in ranks], color) for at, (name, color) in enumerate(_SHARES)
+    ]  # fmt: skip
+    usual = usual_seconds(training, run.facts.threads)
+    rows = tuple(_stage_rows(run, training, usual))
+    columns = ("device", "stage", "from, to", "forward", "alone", "backward", "alone", "busy", "peak memory")
+    alt = "Seconds per step of each device: " + ", ".join(
+        f"{run.facts.devices[rank]} computes {format_seconds(sum(shares[rank][:2]))}" for rank in ranks
+    )
+    table = Table("stages", "The stages, per microbatch", columns, rows)
+    figure = Figure(
+        "loads", "What each device does with a step", alt + ".", stacked(names, parts),
+        {"barmode": "stack", "height": 380, "yaxis": {"title": {"text": "ms per step"}}, "xaxis": {"automargin": True}},
+        table,
+    )  # fmt: skip
+    return figure
+
+
+def _device(run: Run, training: MeasuredTraining, rank: int) -> str:
+    held = ", ".join(
+        str(stage) for replica in training.replicas for stage, holder in enumerate(replica) if holder == rank
+    )
+    return f"{run.facts.devices[rank]}<br>stage {held}"
+
+
+def _stage_rows(run: Run, training: MeasuredTraining, usual: Usual) -> list[tuple[Cell, ...]]:
+    bounds = ["input", *run.facts.cuts, "output"]
+    rows: list[tuple[Cell, ...]] = []
+    for replica in training.replicas:
+        for stage, rank in enumerate(replica):
+            done = training.of_stage(rank, stage)
+            cells: list[Cell] = []
+            for kinds in ("F", "RBIW"):
+                own = [d for d in done if d.kind in kinds]
+                num = sum(d.kind in "FBI" for d in own) or 1
+                cells.append(format_seconds(sum(d.compute_s for d in own) / num))
+                cells.append(format_seconds(sum(usual.of(rank, d) for d in own) / num))
+            busy_s = sum(d.compute_s + d.message_s for d in done)
+            rows.append((run.facts.devices[rank], stage, f"{bounds[stage]} to {bounds[stage + 1]}", *cells,
+                         f"{busy_s / training.seconds:.1%}", memory_of(run, rank)))  # fmt: skip
+    return rows
+
+
+def throughput(training: MeasuredTraining) -> Figure:
+    """Rows per second, step by step."""
+    points = [(step.number, step.num_rows / step.seconds) for step in training.steps]
+    data = [{"type": "scatter", "mode": "lines+markers", "x": [n for n, _ in points],
+             "y": [round(rate, 3) for _, rate in points], "line": {"color": KEPT},
+             "hovertemplate": "step %{x}: %{y:.4g} rows/s<extra></extra>"}]  # fmt: skip
+    layout = {"height": 300, "xaxis": {"title": {"text": "step"}}, "showlegend": False,
+              "yaxis": {"title": {"text": "rows/s"}, "rangemode": "tozero"}}  # fmt: skip
+    rows: tuple[tuple[Cell, ...], ...] = tuple((n, round(rate, 2)) for n, rate in points)
+    alt = f"{training.num_rows / training.seconds:.4g} rows per second over {len(points)} steps."
+    table = Table("throughput", "Throughput, step by step", ("step", "rows/s"), rows)
+    return Figure("throughput", "Throughput over time", alt, data, layout, table)
+
+
+def link_table(training: MeasuredTraining) -> Table:
+    """Each stage's messages in a step, and how long they are under way where somebody waited for one."""
+    rows: list[tuple[Cell, ...]] = []
+    for (source, to, direction), seconds in sorted(training.lines_s.items()):
+        what = "activations" if direction == "F" else "gradients"
+        rows.append((f"from stage {source} to stage {to}", what, format_seconds(seconds)))
+    for process in training.processes.values():
+        sums = [s for s in process.spans if s.kind == "synchronize" and s.name == "sum"]
+        if sums:
+            per_step = sum(s.num_bytes for s in sums) / len({s.step for s in sums})
+            rows.append((process.device, f"sums of gradients, {format_bytes(per_step)} per step",
+                         format_seconds(statistics.median(s.seconds for s in sums))))  # fmt: skip
+    return Table("links", "The links", ("link", "what", "under way"), tuple(rows))
+
+
+def training_picture(run: Run, training: MeasuredTraining) -> Picture:
+    """Return what the pictures for papers show: the first step that counts."""
+    step = training.steps[0]
+    origin_s = min((d.asked_s for part in step.parts.values() for d in part.done), default=0.0)
+    held = [(rank, stage) for replica in training.replicas for stage, rank in enumerate(replica)]
+    bars = [
+        Bar(held.index((rank, done.stage)), done.begin_s - origin_s, done.compute_s, done.label,
+            PALETTE[done.microbatch % len(PALETTE)], done.kind != "F")
+        for rank, part in step.parts.items() for done in part.done
+    ]  # fmt: skip
+    shares = [device_shares(training, rank) for rank in training.processes]
+    parts = [(name, color, [own[at] for own in shares]) for at, (name, color) in enumerate(_SHARES)]
+    names = [_row(run, training, rank, stage).partition("<br>")[0] for rank, stage in held]
+    devices: Sequence[str] = [run.facts.devices[rank] for rank in training.processes]
+    return Picture(names, bars, devices, parts, "ms per step")

@@ -1,0 +1,293 @@
+"""Run a stage program eagerly, one operator after the other: the reference runtime."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.errors import OutOfMemory, PenstockError, ProgramError, RunError
+from penstock.graph.encoding import StageDevice
+from penstock.graph.expressions import Size
+from penstock.graph.ops import GETITEM, Op, Ref, Value, is_factory, references, resolve_operator
+from penstock.graph.program import StageProgram
+from penstock.graph.schema import check_amounts
+from penstock.memory import is_out_of_memory
+from penstock.runtime.results import check_result
+from penstock.tensors.devices import HOST, moved
+from penstock.tensors.layout import copy_exactly
+from penstock.text import first_line
+
+# Programs bound to so many different microbatch sizes are kept; a stream has two, the last one ragged.
+_KEPT_SIZES = 8
+# texts come in many lengths
+_WATCHED_SIZES = 4096
+
+
+def _zeros(size: Sequence[int], *, memory_format: torch.memory_format | None = None, **keywords: Any) -> Tensor:
+    made: Tensor = torch.ops.aten.zeros.default(size, **keywords)
+    return made if memory_format is None else made.contiguous(memory_format=memory_format)
+
+
+# A program may be a stranger's: it gets no memory as this process left it.
+_FILLED: Mapping[str, Callable[..., Tensor]] = {
+    "aten.empty.memory_format": _zeros,
+    "aten.empty_like.default": torch.ops.aten.zeros_like.default,
+    "aten.new_empty.default": torch.ops.aten.new_zeros.default,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One call with everything decided: which registers to read, where the result goes, what ends here."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: list[Any]
+    slots: tuple[tuple[int, int], ...]  # position in `arguments`, register
+    lists: tuple[tuple[int, list[Any]], ...]  # position, items of which some are registers
+    keywords: dict[str, Any]
+    result: int
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Register:
+    index: int
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A program for one microbatch size: sizes are numbers, the prelude is computed."""
+
+    registers: list[Any]
+    steps: list[_Step]
+    watched: bool = False  # whether a run has shown what every operation makes
+
+
+class StageRuntime(Protocol):
+    """What the executor runs for one stage; inputs lie on its device, and so do outputs."""
+
+    program: StageProgram
+    device: torch.device
+
+    def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run on one microbatch; `sizes` gives every symbol of the program its value."""
+
+
+class Runtime:
+    """A stage program with its weights on a device, callable.
+
+    Example:
+        runtime = Runtime(program, {"head.weight": weight, ...})
+        outputs = runtime({"batch": 1}, [image])
+
+    Raises `ProgramError` where a tensor of the program's state is missing or has another shape, and
+    `RunError` naming the operation where one fails.
+    """
+
+    def __init__(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
+        self.program = program
+        self.device = device
+        self._indices = self._number()
+        self._state = [self._check(state.value, tensors) for state in program.states]
+        self._inputs = [self._indices[value.name] for value in program.inputs]
+        self._outputs = [self._indices[value.name] for value in program.outputs]
+        self._bound: dict[tuple[int, ...], _Bound] = {}
+        self._watched_sizes: set[tuple[int, ...]] = set()
+
+    def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run on one microbatch; `sizes` gives every symbol of the program its value."""
+        bound = self.bind(sizes)
+        registers = bound.registers.copy()
+        for index, tensor in zip(self._inputs, inputs, strict=True):
+            registers[index] = tensor
+        if not bound.watched:
+            self._run_first(bound, sizes, registers)
+            return [registers[index] for index in self._outputs]
+        for step in bound.steps:
+            _run(step, registers)
+        return [registers[index] for index in self._outputs]
+
+    def own(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+        """Copy those outputs that lie in what is computed once for many microbatches: others may be changed."""
+        first = len(self._state)
+        computed_once = self.bind(sizes).registers[first : first + len(self.program.prelude)]
+        shared = {item.untyped_storage().data_ptr() for item in computed_once if isinstance(item, Tensor)}
+        return [copy_exactly(output) if output.untyped_storage().data_ptr() in shared else output for output in outputs]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self._state)
+
+    def copied(self) -> "Runtime":
+        """Make the same again, with tensors of its own."""
+        pairs = zip(self.program.states, self._state, strict=True)
+        return Runtime(self.program, {state.value.name: tensor.clone() for state, tensor in pairs}, self.device)
+
+    def timed(self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]) -> list[float]:
+        """Run on one microbatch and give the seconds of every operation."""
+        return self.watched(sizes, inputs, clock)[1]
+
+    def watched(
+        self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]
+    ) -> tuple[list[Tensor], list[float]]:
+        """Run on one microbatch; gives the outputs, and the seconds of every operation of the program."""
+        bound = self.bind(sizes)
+        registers = bound.registers.copy()
+        for index, tensor in zip(self._inputs, inputs, strict=True):
+            registers[index] = tensor
+        seconds = []
+        before = clock()
+        for op, step in zip(self.program.ops, bound.steps, strict=True):
+            if not bound.watched:
+                self._check_result(op, sizes, registers)
+            _run(step, registers)
+            after = clock()
+            seconds.append(after - before)
+            before = after
+        self._seen(bound, sizes)
+        return [registers[index] for index in self._outputs], seconds
+
+    def bind(self, sizes: Mapping[str, int]) -> _Bound:
+        """Decide everything that depends on sizes alone; kept for the next microbatch of the same size."""
+        key = tuple(sizes[symbol] for symbol in self.program.symbols)
+        bound = self._bound.get(key)
+        if bound is None:
+            if len(self._bound) >= _KEPT_SIZES:
+                self._bound.pop(next(iter(self._bound)))
+            bound = self._bound[key] = self._bind(sizes)
+            bound.watched = key in self._watched_sizes
+        return bound
+
+    def _number(self) -> dict[str, int]:
+        program = self.program
+        names = [state.value.name for state in program.states]
+        names += [op.name for op in program.prelude]
+        names += [value.name for value in program.inputs]
+        names += [op.name for op in program.ops]
+        return {name: index for index, name in enumerate(names)}
+
+    def _check(self, value: Value, tensors: Mapping[str, Tensor]) -> Tensor:
+        name, tensor = value.name, tensors.get(value.name)
+        if tensor is None:
+            raise ProgramError(f"the stage needs the tensor {name!r} and did not get it; bundle its weights again")
+        if tuple(tensor.shape) != value.evaluate({}) or tensor.dtype != value.dtype:
+            raise ProgramError(
+                f"{name!r} is {tensor.dtype} {tuple(tensor.shape)} but the program wants "
+                f"{value.dtype} {value.evaluate({})}; use the weights of this model"
+            )
+        return moved(tensor, self.device)
+
+    def _bind(self, sizes: Mapping[str, int]) -> _Bound:
+        registers: list[Any] = [None] * len(self._indices)
+        registers[: len(self._state)] = self._state
+        for op in self.program.prelude:
+            step = self._step(op, sizes, ())
+            self._check_result(op, sizes, registers)
+            _run(step, registers)
+        # a result that nobody reads, as of an in-place operation, ends where it is made
+        last = {op.name: index for index, op in enumerate(self.program.ops)}
+        last |= {name: index for index, op in enumerate(self.program.ops) for name in op.uses()}
+        kept = {state.value.name for state in self.program.states}
+        kept |= {op.name for op in self.program.prelude} | {value.name for value in self.program.outputs}
+        ends: dict[int, list[int]] = {}
+        for name, index in last.items():
+            if name not in kept:
+                ends.setdefault(index, []).append(self._indices[name])
+        steps = [self._step(op, sizes, tuple(ends.get(i, ()))) for i, op in enumerate(self.program.ops)]
+        return _Bound(registers=registers, steps=steps)
+
+    def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> _Step:
+        arguments = [self._settle(argument, sizes) for argument in op.arguments]
+        if op.target == GETITEM:
+            function: Callable[..., Any] = operator.getitem
+        else:
+            function = _FILLED.get(op.target) or resolve_operator(op.target)
+        keywords = {key: self._settle(argument, sizes) for key, argument in op.keywords.items()}
+        if self.device != HOST and keywords.get("device") is None and is_factory(op):
+            keywords["device"] = self.device  # what an operator makes of nothing is made on the CPU otherwise
+        check_amounts(op, arguments, keywords)
+        if any(True for argument in op.keywords.values() for _ in references(argument)):
+            function, arguments, keywords = _positional(function, arguments, keywords)
+        slots = tuple((i, a.index) for i, a in enumerate(arguments) if isinstance(a, _Register))
+        lists = tuple(
+            (i, a) for i, a in enumerate(arguments) if isinstance(a, list) and any(isinstance(x, _Register) for x in a)
+        )
+        return _Step(op.name, function, arguments, slots, lists, keywords, self._indices[op.name], ends)
+
+    def _run_first(self, bound: _Bound, sizes: Mapping[str, int], registers: list[Any]) -> None:
+        """Run, and hold what every operation makes against the memory that is left, before it is made."""
+        for op, step in zip(self.program.ops, bound.steps, strict=True):
+            self._check_result(op, sizes, registers)
+            _run(step, registers)
+        self._seen(bound, sizes)
+
+    def _seen(self, bound: _Bound, sizes: Mapping[str, int]) -> None:
+        """Remember that every operation was bounded at these sizes, also once they are bound anew."""
+        bound.watched = True
+        if len(self._watched_sizes) < _WATCHED_SIZES:
+            self._watched_sizes.add(tuple(sizes[symbol] for symbol in self.program.symbols))
+
+    def _check_result(self, op: Op, sizes: Mapping[str, int], registers: list[Any]) -> None:
+        if op.target == GETITEM:
+            return
+
+        def given(argument: Any) -> Any:
+            if isinstance(argument, _Register):
+                return registers[argument.index]
+            return [given(item) for item in argument] if isinstance(argument, list) else argument
+
+        arguments = [given(self._settle(argument, sizes)) for argument in op.arguments]
+        keywords = {key: given(self._settle(argument, sizes)) for key, argument in op.keywords.items()}
+        try:
+            check_result(op.name, op.target, arguments, keywords)
+        except PenstockError:
+            raise
+        # a rule, or torch without memory, fails on arguments that do not fit the operator
+        except Exception as error:
+            raise RunError(f"operation {op.name} failed: {first_line(error)}") from error
+
+    def _settle(self, argument: Any, sizes: Mapping[str, int]) -> Any:
+        if isinstance(argument, Ref):
+            return _Register(self._indices[argument.name])
+        if isinstance(argument, Size):
+            return argument.evaluate(sizes)
+        if isinstance(argument, StageDevice):
+            return self.device
+        if isinstance(argument, (list, tuple)):
+            return [self._settle(item, sizes) for item in argument]
+        return argument
+
+
+def _positional(
+    function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    """Move keywords that are values behind the positional arguments, so that registers are found in one place."""
+    names = [key for key, item in keywords.items() if isinstance(item, (_Register, list))]
+    count = len(arguments)
+    rest = {key: item for key, item in keywords.items() if key not in names}
+
+    def call(*given: Any, **settled: Any) -> Any:
+        return function(*given[:count], **dict(zip(names, given[count:], strict=True)), **settled)
+
+    return call, [*arguments, *(keywords[name] for name in names)], rest
+
+
+def _run(step: _Step, registers: list[Any]) -> None:
+    arguments = step.arguments.copy()
+    for position, register in step.slots:
+        arguments[position] = registers[register]
+    for position, items in step.lists:
+        arguments[position] = [registers[x.index] if isinstance(x, _Register) else x for x in items]
+    try:
+        registers[step.result] = step.function(*arguments, **step.keywords)
+    # whatever an operator raises, the reader needs to know which one it was
+    except Exception as error:
+        kind = OutOfMemory if is_out_of_memory(error) else RunError
+        raise kind(f"operation {step.name} failed: {first_line(error)}") from error
+    for register in step.ends:
+        registers[register] = None

@@ -1,0 +1,1 @@
+"""Where a tensor lies: on which device, with which strides."""

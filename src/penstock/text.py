@@ -1,0 +1,69 @@
+"""Text of others made safe and short: a terminal obeys what stands in names of files, hosts and devices."""
+
+import re
+
+# controls of both sets, and the marks that change the direction of text
+_CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN = {
+    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    for code in _CONTROLS
+}  # fmt: skip
+# what a spreadsheet computes; a number or a quantity, such as -3.2% or +12 ms, is none
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
+_QUANTITY = re.compile(r"[+-]?\d[\d.,]*([eE][+-]?\d+)?( ?[A-Za-z%/µ]{1,8})?")
+_SURROGATES = range(0xD800, 0xE000)
+
+
+def plain(text: str, *, lines: bool = False) -> str:
+    """Return text with every control character written out, such as \\x1b for an escape; with `lines` they may end.
+
+    >>> plain("cat\\x1b[2J.jpg")
+    'cat\\\\x1b[2J.jpg'
+    """
+    if lines:
+        return "\n".join(plain(line) for line in text.split("\n"))
+    shown = text.translate(_SHOWN)
+    # bytes of a file's name that are no text: most streams refuse to write them
+    return "".join(f"\\x{ord(c) & 0xFF:02x}" if ord(c) in _SURROGATES else c for c in shown)
+
+
+def plain_cell(text: str) -> str:
+    """Return text for a cell of a CSV file that a spreadsheet takes for no formula; numbers stay as they are.
+
+    >>> plain_cell("=cmd|' /C calc'!A0")
+    "'=cmd|' /C calc'!A0"
+    """
+    return text if _QUANTITY.fullmatch(text) else guard_cell(text)
+
+
+def guard_cell(text: str) -> str:
+    """Put an apostrophe before what a spreadsheet would take for a formula; `unguard_cell` takes it away."""
+    return f"'{text}" if _FORMULA.match(text) else text
+
+
+def unguard_cell(text: str) -> str:
+    """Return what `guard_cell` was given.
+
+    >>> unguard_cell(guard_cell("'=1+1")), unguard_cell(guard_cell("=1+1"))
+    ("'=1+1", '=1+1')
+    """
+    return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
+
+
+def one_line(problem: BaseException, max_length: int = 200) -> str:
+    """Return what an exception says as one line of bounded length.
+
+    >>> one_line(ValueError("first\\n   second"))
+    'first second'
+    """
+    text = " ".join(str(problem).split()) or type(problem).__name__
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of torch's, without where in its source it was raised.
+
+    >>> first_line(RuntimeError("[enforce fail at pair.cc:534] connection closed\\nmore"))
+    'connection closed'
+    """
+    return next(iter(str(error).splitlines()), type(error).__name__).rpartition("] ")[2]

@@ -1,0 +1,109 @@
+"""Record what each process of a training does, and bring it to the first one when the training ends."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from penstock.engine.gradients import Synchronizer
+from penstock.engine.profile_window import ProfileWindow
+from penstock.engine.reference import measure_machine
+from penstock.engine.tracers import ClockReadings, answer_clock, give_trace, make_trace
+from penstock.engine.training_stage import TrainingStage
+from penstock.group.world import World
+from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
+from penstock.tracing.trace import StreamTrace
+from penstock.transport.base import FEEDER
+
+FORWARDS, BACKWARDS = "F", "B"
+
+
+class TrainingTracer:
+    """One process's recording; every process makes one, and gathers, at the same points.
+
+    Example:
+        tracer = TrainingTracer(world, stages, synchronizer)
+        ...
+        traces = tracer.gather()     # on the first process those of all, elsewhere none
+    """
+
+    def __init__(
+        self, world: World, stages: Mapping[int, TrainingStage], synchronizer: Synchronizer, *, profile: bool = False
+    ) -> None:
+        self._world = world
+        self._stages, self._synchronizer = stages, synchronizer
+        self.recorder = Recorder(world.clock)
+        for stage in stages.values():
+            stage.clock = world.clock
+            stage.profile = ProfileWindow(self.recorder, count=1) if profile else None
+        self.record(True)
+        self._machine = measure_machine()
+        self._clocks = ClockReadings(world)
+        if world.rank == FEEDER:
+            self._clocks.begin(self._others)
+        else:
+            answer_clock(world.transport, world.clock)
+
+    def record(self, on: bool) -> None:
+        """Record from here on; or nothing but steps and loading, to see what the rest costs."""
+        self._on = on
+        for stage in self._stages.values():
+            stage.recorder = self.recorder if on else None
+        self._synchronizer.recorder = self.recorder if on else None
+        self.follow()
+
+    def follow(self) -> None:
+        """Record what goes over the stages' lines, which may be new."""
+        for index, stage in self._stages.items():
+            own = stage.edges
+            for name, inlet, outlet in (
+                (FORWARDS, own.inlet, own.outlet), (BACKWARDS, own.gradient_inlet, own.gradient_outlet)
+            ):  # fmt: skip
+                if inlet is not None:
+                    inlet.trace_taking(Track(self.recorder, index, name) if self._on else None)
+                if outlet is not None:
+                    outlet.trace_giving(Track(self.recorder, index, name) if self._on else None)
+
+    @contextmanager
+    def step(self, number: int, num_rows: int) -> Iterator[None]:
+        """Record a step, of so many rows here; only one that ends is there."""
+        self.recorder.step = number
+        begin_s = self.recorder.clock()
+        yield
+        end_s = self.recorder.clock()
+        self.recorder.counters.append(("rows", end_s, float(num_rows)))
+        self.recorder.span("step", FEEDER_STAGE, number, begin_s, end_s)
+
+    def load(self, number: int, begin_s: float) -> None:
+        """Record that a batch has been loaded for a step."""
+        self.recorder.step = number
+        self.recorder.span("load", FEEDER_STAGE, number, begin_s, self.recorder.clock())
+
+    def synchronized(self, begin_s: float) -> None:
+        """Record what the backwards did not cover of adding up gradients and telling losses."""
+        self.recorder.span("synchronize", FEEDER_STAGE, self.recorder.step, begin_s, self.recorder.clock(), "finish")
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the optimizer's steps."""
+        began: list[float] = []
+
+        def before(*_: object) -> None:
+            began.append(self.recorder.clock())
+
+        def after(*_: object) -> None:
+            self.recorder.span("update", FEEDER_STAGE, self.recorder.step, began.pop(), self.recorder.clock())
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def gather(self) -> Sequence[StreamTrace]:
+        """At the end: take what the others have recorded, or give it."""
+        mine = make_trace(self._world, self.recorder, self._machine)
+        if self._world.rank == FEEDER:
+            return [mine, *self._clocks.take(self._others)]
+        give_trace(self._world, mine)
+        return []
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._world.transport.size) if rank != FEEDER]

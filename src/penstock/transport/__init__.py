@@ -1,0 +1,1 @@
+"""Bytes and tensors between two ranks. Nothing here knows of stages."""

@@ -1,0 +1,134 @@
+"""A transport that fails on purpose, with its faults declared as data.
+
+    FaultyTransport(transport, [Fault(kind="drop", rank=1, message=3)])
+
+loses the fourth message that rank 1 sends. Worker processes wrap theirs when the process that starts
+them sets PENSTOCK_FAULTS to what `write_faults` gives, so that real processes can fail on purpose too:
+
+    start_local(2, {FAULTS_VARIABLE: write_faults([Fault(kind="corrupt", rank=2, message=0)])})
+"""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from torch import Tensor
+
+from penstock.errors import ConnectionBroken, UsageError
+from penstock.transport.base import CONTROL_CHANNEL, Pending, Transport
+
+FAULTS_VARIABLE = "PENSTOCK_FAULTS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens to one message that a rank sends.
+
+    drop: it never leaves; delay: it and those behind it leave `delay_s` later; duplicate: it leaves
+    twice; corrupt: one byte, chosen by `seed`, arrives changed; close: the rank loses all connections.
+    Messages are counted from 0, on one channel, or on all but the control channel where none is given.
+    """
+
+    kind: Literal["drop", "delay", "duplicate", "corrupt", "close"]
+    rank: int
+    message: int
+    channel: int | None = None
+    delay_s: float = 0.1
+    seed: int = 0
+
+
+def write_faults(faults: Sequence[Fault]) -> str:
+    """Write faults as JSON, for the environment of a worker."""
+    return msgspec.json.encode(list(faults)).decode()
+
+
+def read_faults(text: str) -> list[Fault]:
+    """Read what `write_faults` wrote; raises `UsageError` for anything else."""
+    try:
+        return msgspec.json.decode(text, type=list[Fault])
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{FAULTS_VARIABLE} is not a list of faults: {error}; unset it") from None
+
+
+def wrap_if_faulty(transport: Transport) -> Transport:
+    """Return a transport with the faults that the environment asks for, or the same one, as nearly always."""
+    text = os.environ.get(FAULTS_VARIABLE)
+    return FaultyTransport(transport, read_faults(text)) if text else transport
+
+
+class FaultyTransport:
+    """Passes everything on to another transport, except for the faults of its rank."""
+
+    def __init__(self, inner: Transport, faults: Sequence[Fault]) -> None:
+        self.rank = inner.rank
+        self.size = inner.size
+        self._inner = inner
+        self._lock = threading.Lock()
+        self._waiting = {fault: fault.message for fault in faults if fault.rank == inner.rank}
+
+    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+        """Send a buffer, unless a fault is due."""
+        fault = self._due(channel)
+        if fault is None:
+            return self._inner.send(buffer, to, channel)
+        if fault.kind == "drop":
+            return _Together([])
+        if fault.kind == "duplicate":
+            return _Together([self._inner.send(buffer, to, channel) for _ in range(2)])
+        if fault.kind == "corrupt":
+            return self._inner.send(_corrupted(buffer, fault.seed), to, channel)
+        if fault.kind == "close":
+            self._inner.abort()
+            raise ConnectionBroken(f"rank {self.rank} lost its connections")
+        time.sleep(fault.delay_s)
+        return self._inner.send(buffer, to, channel)
+
+    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
+        """Post a buffer for the next message on a channel."""
+        return self._inner.receive(buffer, source, channel)
+
+    def abort(self) -> None:
+        """End every wait of this process."""
+        self._inner.abort()
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._inner.close()
+
+    def _due(self, channel: int) -> Fault | None:
+        """Count a message; gives the fault that it meets."""
+        due = None
+        with self._lock:
+            for fault, left in list(self._waiting.items()):
+                if channel != fault.channel and (fault.channel is not None or channel == CONTROL_CHANNEL):
+                    continue
+                if left:
+                    self._waiting[fault] = left - 1
+                elif due is None:
+                    due = fault
+                    del self._waiting[fault]
+        return due
+
+
+class _Together:
+    """Several sends as one."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+
+def _corrupted(buffer: Tensor, seed: int) -> Tensor:
+    chosen = random.Random(seed)  # noqa: S311 -- repeatable, not secret
+    damaged = buffer.clone()
+    if damaged.numel():
+        damaged[chosen.randrange(damaged.numel())] ^= chosen.randint(1, 255)
+    return damaged

@@ -1,0 +1,103 @@
+"""The transport over torch.distributed's gloo."""
+
+import contextlib
+import datetime
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
+
+from penstock.errors import ConnectionBroken, RunError
+from penstock.text import first_line
+from penstock.transport.base import Pending
+from penstock.transport.watched import run_watched
+
+# gloo closes a connection for good when a wait times out, so waits get no deadline; `health` watches instead
+_NO_DEADLINE = datetime.timedelta(days=365)
+_AT_ONCE = datetime.timedelta(milliseconds=1)
+# a channel that no message has
+_NOBODY_SENDS = 2**31 - 1
+
+
+class GlooTransport:
+    """Point-to-point messages over a gloo group of its own; the process's default group is not touched.
+
+    `store` is where the ranks exchange addresses, `address` the local one to listen on. Connecting takes at most
+    `join_s` seconds; `watch` is called meanwhile and may raise something sooner. Raises `RunError` where the ranks do
+    not reach each other.
+
+    Example:
+        GlooTransport(store, rank=0, size=2, address="127.0.0.1")
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, address: str, *, join_s: float = 60.0, name: str = "data",
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.size = size
+        self._aborted = False
+        # the only way to a group that leaves the process's default group alone; typed as private, documented as gloo's
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = datetime.timedelta(seconds=join_s)
+        prefixed = PrefixStore(f"penstock/{name}", store)
+        try:
+            self._group: ProcessGroupGloo | None = run_watched(
+                lambda: ProcessGroupGloo(prefixed, rank, size, options), watch, 2 * join_s
+            )
+        except RuntimeError as error:
+            raise RunError(
+                f"the {size} processes have met but cannot connect from {address}: {first_line(error)}; "
+                "check that every host reaches every other"
+            ) from error
+
+    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+        """Send a buffer without waiting."""
+        return self._start("send", buffer, to, channel)
+
+    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
+        """Post a buffer for the next message on a channel."""
+        return self._start("recv", buffer, source, channel)
+
+    def abort(self) -> None:
+        """End every wait of this process, and of others for it, by closing all connections.
+
+        A wait that times out closes them, with an exception for what is under way. It waits for a message that
+        nobody sends: of two that wait for the same message, one would take it and leave the other waiting.
+        """
+        self._aborted = True
+        group = self._group
+        if group is None:
+            return
+        for peer in set(range(self.size)) - {self.rank}:
+            nothing = torch.zeros(1, dtype=torch.uint8)
+            with contextlib.suppress(RuntimeError):  # the timeout, or a connection that is closed already
+                group.recv([nothing], peer, _NOBODY_SENDS).wait(_AT_ONCE)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._group = None
+
+    def _start(self, kind: str, buffer: Tensor, peer: int, channel: int) -> Pending:
+        group = self._group
+        if group is None or self._aborted:
+            raise ConnectionBroken(f"the connection to rank {peer} was given up")
+        operation = group.send if kind == "send" else group.recv  # type: ignore[attr-defined]
+        try:
+            return _GlooPending(operation([buffer], peer, channel), peer)
+        except RuntimeError as error:
+            raise ConnectionBroken(f"the connection to rank {peer} broke: {first_line(error)}") from error
+
+
+class _GlooPending:
+    def __init__(self, work: Work, peer: int) -> None:
+        self._work = work
+        self._peer = peer
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(_NO_DEADLINE)
+        except RuntimeError as error:
+            raise ConnectionBroken(f"the connection to rank {self._peer} broke: {first_line(error)}") from error

@@ -1,0 +1,288 @@
+"""One microbatch as one message: a fixed header, the layouts, then the tensors.
+
+    0        magic, kind, number of tensors, index, bytes in all, bytes of the body, bytes and sum apart, checksum
+    64       the sizes of the microbatch, then the strides of every tensor, as int64
+    aligned  the body (JSON; only control messages have one)
+    aligned  tensor 0, aligned tensor 1, ...
+
+Tensors that go from device to device lie apart, in a buffer there, and the header has their bytes and checksum.
+
+Shapes do not travel: both sides know the tensors of a cut and work them out from the sizes. Nothing
+that arrives is ever unpickled or evaluated.
+"""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.errors import TransportError
+from penstock.graph.ops import Value
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.tensors.layout import ALIGNMENT, aligned, num_payload_bytes, place, unpack
+from penstock.transport.claims import Layout, check_layouts
+
+_MAGIC = 0x504E53544F434B31  # "PNSTOCK1"
+_HEADER = struct.Struct("<QIIqQQQqq")
+_INDEX, _TOTAL, _APART = 3, 4, 6
+_CHECKSUM = struct.Struct("<q")
+_CHECKSUM_AT = _HEADER.size - _CHECKSUM.size
+_LAYOUTS_AT = 64
+BODY_BYTES = 64 * 1024
+# A stream uses few buffers and two sizes of microbatch, the last one ragged.
+_KEPT_LAYOUTS = 16
+
+_T = TypeVar("_T")
+_Key = TypeVar("_Key")
+
+DATA, END, CLOSE = 1, 2, 3
+_KINDS = {DATA: "data", END: "end", CLOSE: "close"}
+
+
+@dataclass(slots=True)
+class Message:
+    """What crosses a cut: one microbatch, or word that the stream ends (END) or the stages stop (CLOSE)."""
+
+    kind: int
+    index: int = 0
+    sizes: tuple[int, ...] = ()
+    tensors: list[Tensor] = field(default_factory=list)
+    body: bytes = b""
+
+    def __str__(self) -> str:
+        if self.kind == DATA:
+            return f"microbatch {self.index}"
+        return f"the end of a stream of {self.index}" if self.kind == END else "the word to stop"
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """Where everything of one message lies in one buffer."""
+
+    num_bytes: int
+    view: memoryview
+    head: bytes  # sizes and strides, with what lies around them
+    paddings: list[slice]
+    tensors: list[Tensor]
+    stored: list[list[int] | None]  # the shape to copy where it is not the tensor's own
+    words: Tensor
+    apart: Tensor  # the part of the tensors' own buffer that is used, if they have one
+
+
+class Format:
+    """How messages across one cut lie in memory.
+
+    Example:
+        format = Format(cut.crossing, symbols=("batch",), sizes={"batch": 4})
+        buffer = torch.empty(format.largest({"batch": 4}), dtype=torch.uint8)
+
+    `sizes` are those of the job's largest microbatch; a message that claims larger ones is refused.
+    """
+
+    def __init__(self, values: Sequence[Value], symbols: Sequence[str], sizes: Mapping[str, int]) -> None:
+        self.values = tuple(values)
+        self.symbols = tuple(symbols)
+        self._sizes = tuple(sizes[symbol] for symbol in symbols)
+        self._num_strides = sum(len(value.shape) for value in values)
+        self._numbers = struct.Struct(f"<{len(symbols) + self._num_strides}q")
+        self._body_at = aligned(_LAYOUTS_AT + self._numbers.size)
+        self._largest_apart = self.largest_apart(sizes)[1]
+        self._checked: dict[bytes, list[Layout]] = {}
+        self._laid: dict[tuple[int, int, bytes], _Laid] = {}
+        self._arrived: dict[tuple[int, int, bytes], list[Tensor]] = {}
+
+    def largest(self, sizes: Mapping[str, int]) -> int:
+        """Return the bytes of the largest message for microbatches up to these sizes."""
+        payload = sum(aligned(value.num_bytes(sizes)) for value in self.values)
+        return self._body_at + max(payload, BODY_BYTES)
+
+    def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Return the bytes of the largest message without its tensors, and those of its tensors."""
+        return self._body_at + BODY_BYTES, sum(aligned(value.num_bytes(sizes)) for value in self.values)
+
+    def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
+        """Lay a message out in a buffer and give the bytes it takes; tensors go into a buffer apart if one is given.
+
+        That buffer is the same one whenever `buffer` is; `apart_of` has the bytes that they take there.
+        """
+        numbers = self._write_numbers(message)
+        laid = None if message.body else self._laid.get((buffer.data_ptr(), message.kind, numbers))
+        if laid is None:
+            laid = self._lay_out(message, numbers, buffer, apart)
+        view, offset = laid.view, laid.num_bytes
+        view[_HEADER.size : self._body_at] = laid.head
+        view[self._body_at : self._body_at + len(message.body)] = message.body
+        for padding in laid.paddings:
+            view[padding] = bytes(padding.stop - padding.start)
+        for target, shape, tensor in zip(laid.tensors, laid.stored, message.tensors, strict=True):
+            target.copy_(tensor if shape is None else tensor.as_strided(shape, tensor.stride()))
+        num_apart = laid.apart.numel()
+        _HEADER.pack_into(
+            view, 0, _MAGIC, message.kind, len(message.tensors), message.index, offset, len(message.body), num_apart,
+            _checksum(laid.apart, num_apart) if num_apart else 0, 0,
+        )  # fmt: skip
+        _CHECKSUM.pack_into(view, _CHECKSUM_AT, int(laid.words.sum()))
+        return offset
+
+    def _write_numbers(self, message: Message) -> bytes:
+        numbers = list(message.sizes)
+        for tensor in message.tensors:
+            numbers += tensor.stride()
+        numbers += [0] * (len(self.symbols) + self._num_strides - len(numbers))
+        return self._numbers.pack(*numbers)
+
+    def _lay_out(self, message: Message, numbers: bytes, buffer: Tensor, apart: Tensor | None) -> "_Laid":
+        """Find the place of everything in this buffer; kept, since a stream sends the same layout again and again."""
+        body_end = aligned(self._body_at + len(message.body))
+        self._fits(body_end, buffer)
+        paddings = [slice(self._body_at + len(message.body), body_end)]
+        targets: list[Tensor] = []
+        shapes: list[list[int] | None] = []
+        there, offset = (buffer, body_end) if apart is None else (apart, 0)
+        for tensor in message.tensors:
+            num_bytes = num_payload_bytes(tensor.shape, tensor.stride(), tensor.dtype.itemsize)
+            self._fits(offset + num_bytes, there)
+            target, shape = place(tensor, there[offset : offset + num_bytes])
+            targets.append(target)
+            shapes.append(shape)
+            if apart is None:
+                paddings.append(slice(offset + num_bytes, offset + aligned(num_bytes)))
+            offset += aligned(num_bytes)
+        num_host = offset if apart is None else body_end
+        laid = _Laid(
+            num_bytes=num_host,
+            view=memoryview(buffer.numpy()),  # type: ignore[arg-type]
+            head=bytes(_LAYOUTS_AT - _HEADER.size) + numbers + bytes(self._body_at - _LAYOUTS_AT - len(numbers)),
+            paddings=[padding for padding in paddings if padding.stop > padding.start],
+            tensors=targets,
+            stored=shapes,
+            words=buffer[:num_host].view(torch.int64),
+            apart=buffer[:0] if apart is None else apart[:offset],
+        )
+        if not message.body:
+            _keep(self._laid, (buffer.data_ptr(), message.kind, numbers), laid)
+        return laid
+
+    def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
+        """Read a message; its tensors are views of it, or of what `fetch` gives for so many bytes apart.
+
+        Raises `TransportError` for a damaged one.
+        """
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        magic, kind, num_tensors, index, total, num_body, num_apart, sum_apart, checksum = _HEADER.unpack_from(view, 0)
+        known = magic == _MAGIC and kind in _KINDS
+        if not known or not self._body_at + num_body <= total <= buffer.numel() or total % ALIGNMENT:
+            raise TransportError("a message is damaged: its header makes no sense; check the network and try again")
+        _CHECKSUM.pack_into(view, _CHECKSUM_AT, 0)
+        if _checksum(buffer, total) != checksum:
+            raise TransportError(
+                f"{_KINDS[kind]} message {index} is damaged: its checksum does not fit; check the network and try again"
+            )
+        body = bytes(view[self._body_at : self._body_at + num_body]) if num_body else b""
+        message = Message(kind, index, body=body)
+        if kind == DATA:
+            there, begin, end = buffer, aligned(self._body_at + num_body), total
+            if num_apart and fetch is not None:
+                self._check_apart(index, num_apart)
+                there, begin, end = fetch(num_apart), 0, num_apart
+                if _checksum(there, num_apart) != sum_apart:
+                    raise TransportError(f"the tensors of message {index} are damaged: their checksum does not fit")
+            try:
+                self._read_tensors(message, num_tensors, view, there, begin, end)
+            except (RuntimeError, ValueError, OverflowError, ZeroDivisionError) as error:
+                raise TransportError(f"message {index} is of another program: {error}; start again") from None
+        return message
+
+    def _read_tensors(
+        self, message: Message, num_tensors: int, view: memoryview, buffer: Tensor, offset: int, total: int
+    ) -> None:
+        if num_tensors != len(self.values):
+            raise TransportError(f"message {message.index} has {num_tensors} tensors, {len(self.values)} were expected")
+        raw = bytes(view[_LAYOUTS_AT : _LAYOUTS_AT + self._numbers.size])
+        message.sizes = self._numbers.unpack(raw)[: len(self.symbols)]
+        key = (buffer.data_ptr(), total, raw)
+        known = self._arrived.get(key)
+        if known is not None:
+            # a new view each time: an operation may change a tensor's shape in place
+            message.tensors = [tensor.detach() for tensor in known]
+            return
+        layouts = self._checked.get(raw)
+        if layouts is None:
+            numbers = self._numbers.unpack(raw)
+            layouts = check_layouts(message.index, self.values, self.symbols, self._sizes, numbers)
+            _keep(self._checked, raw, layouts)
+        lies_there = True
+        for value, (shape, strides, num_bytes, in_place) in zip(self.values, layouts, strict=True):
+            if offset + num_bytes > total:
+                raise TransportError(f"message {message.index} is too short for {value.name}; start again")
+            message.tensors.append(unpack(buffer[offset : offset + num_bytes], value.dtype, shape, strides))
+            lies_there &= in_place
+            offset += aligned(num_bytes)
+        if lies_there:
+            _keep(self._arrived, key, [tensor.detach() for tensor in message.tensors])
+
+    def _check_apart(self, index: int, num_apart: int) -> None:
+        if num_apart > self._largest_apart or num_apart % ALIGNMENT:
+            raise TransportError(
+                f"message {index} announces {num_apart} bytes of tensors, the job has at most {self._largest_apart}; "
+                "start again with the same version everywhere"
+            )
+
+    def _fits(self, end: int, buffer: Tensor) -> None:
+        if end > buffer.numel():
+            raise TransportError(
+                f"a microbatch takes {end} bytes but the buffers hold {buffer.numel()}; "
+                "give the pipeline the largest microbatch as its example"
+            )
+
+
+class Formats:
+    """How messages lie in memory across a cut whose place takes turns: each as its microbatch's turn has it."""
+
+    def __init__(self, turns: RoundRobin[Format]) -> None:
+        self._turns = turns
+
+    def largest(self, sizes: Mapping[str, int]) -> int:
+        """Return the bytes of the largest message for microbatches up to these sizes."""
+        return max(layout.largest(sizes) for layout in self._turns.items)
+
+    def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Return the bytes of the largest message without its tensors, and those of its tensors."""
+        rooms = [layout.largest_apart(sizes) for layout in self._turns.items]
+        return max(host for host, _ in rooms), max(apart for _, apart in rooms)
+
+    def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
+        """Lay a message out in a buffer, or in two, and give the bytes it takes in the first."""
+        return self._turns[message.index].write(message, buffer, apart)
+
+    def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
+        """Read a message as `Format.read` does."""
+        # a damaged index leads to some other format, whose checksum then does not fit
+        index = _HEADER.unpack_from(memoryview(buffer.numpy()))[_INDEX]  # type: ignore[arg-type]
+        return self._turns[index].read(buffer, fetch)
+
+
+def size_of(buffer: Tensor) -> int:
+    """Return the bytes of the message that lies in a buffer, and apart from it."""
+    header = _HEADER.unpack_from(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+    return int(header[_TOTAL]) + int(header[_APART])
+
+
+def apart_of(buffer: Tensor) -> int:
+    """Return the bytes of a message that lie apart from the buffer with its header."""
+    return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_APART])  # type: ignore[arg-type]
+
+
+def _keep(kept: dict[_Key, _T], key: _Key, item: _T) -> None:
+    """Keep an item for the next message like this one, and let go of the oldest."""
+    if len(kept) >= _KEPT_LAYOUTS:
+        kept.pop(next(iter(kept)))
+    kept[key] = item
+
+
+def _checksum(buffer: Tensor, num_bytes: int) -> int:
+    """Add up 64-bit words: any single damaged word changes it, at the speed of memory."""
+    return int(buffer[:num_bytes].view(torch.int64).sum())

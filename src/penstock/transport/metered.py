@@ -1,0 +1,70 @@
+"""A transport that counts what it sends, and tells whether its owner waits."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from penstock.transport.base import Pending, Transport
+
+
+class MeteredTransport:
+    """Passes everything on to another transport; counts bytes that leave and waits that end.
+
+    `waits` is true while the thread that made this waits for a message, or within `waiting`.
+
+    Example:
+        transport = MeteredTransport(world.transport)
+        ...
+        print(transport.sent_bytes)
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.rank = inner.rank
+        self.size = inner.size
+        self.sent_bytes = 0
+        self.num_moved = 0
+        self.waits = False
+        self._owner = threading.get_ident()
+        self._counting = threading.Lock()
+        self._inner = inner
+
+    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+        """Send a buffer and count it."""
+        with self._counting:
+            self.sent_bytes += buffer.nbytes
+        return _MeteredPending(self, self._inner.send(buffer, to, channel))
+
+    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
+        """Post a buffer for the next message on a channel."""
+        return _MeteredPending(self, self._inner.receive(buffer, source, channel))
+
+    def abort(self) -> None:
+        """End every wait of this process."""
+        self._inner.abort()
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._inner.close()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Say that the owner waits, if it is the owner who says so; what is waited for has moved at the end."""
+        owner = threading.get_ident() == self._owner
+        self.waits = self.waits or owner
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.num_moved += 1
+            self.waits = self.waits and not owner
+
+
+class _MeteredPending:
+    def __init__(self, transport: MeteredTransport, inner: Pending) -> None:
+        self._transport, self._inner = transport, inner
+
+    def wait(self) -> None:
+        with self._transport.waiting():
+            self._inner.wait()

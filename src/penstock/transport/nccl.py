@@ -1,0 +1,192 @@
+"""Tensors from device to device over NCCL, where every process that has stages has a GPU of its own.
+
+    stage 0 ──header──▶ host ──────gloo──────▶ host ──header──▶ stage 1
+    stage 0 on a GPU ──copy──▶ buffer ──NCCL──▶ buffer on the GPU of stage 1
+
+NCCL ignores tags: what is sent on one communicator arrives in order, and a send that waits for its receive holds up
+all behind it. So each line between two ranks has a communicator for each direction. Unverified: no machine with two
+GPUs was at hand.
+"""
+
+import contextlib
+import datetime
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from penstock.errors import ConnectionBroken
+from penstock.tensors.devices import settle
+from penstock.text import first_line
+from penstock.transport.base import Pending, Transport
+
+SENDER, RECEIVER = 0, 1  # the ranks of a communicator
+_NO_DEADLINE = datetime.timedelta(days=365)  # `health` watches instead
+_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENVIRONMENT = threading.Lock()  # one thread at a time changes what all of them read
+
+
+class Communicator(Protocol):
+    """What is used of a process group of two: one that sends, one that receives, in the same order."""
+
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Any:
+        """Begin to send; gives torch's `Work`."""
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> Any:
+        """Begin to receive; gives torch's `Work`."""
+
+    def abort(self) -> None:
+        """End what is under way."""
+
+
+# a store of its own and a place in it, SENDER or RECEIVER, to a communicator
+Connect = Callable[[Store, int], Communicator]
+
+
+def connect_nccl(store: Store, place: int) -> Communicator:
+    """Make one end of an NCCL communicator of two."""
+    from torch.distributed import ProcessGroupNCCL  # a torch that was built without NCCL has none
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _NO_DEADLINE
+    with _errors_left_to_us():
+        made: Any = ProcessGroupNCCL(store, place, 2, options)
+    communicator: Communicator = made
+    return communicator
+
+
+@contextlib.contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """Keep a group made inside from ending the process when its peer is gone: a verdict says what happened."""
+    with _ENVIRONMENT:
+        before = os.environ.get(_ERRORS)
+        os.environ[_ERRORS] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_ERRORS]
+            else:
+                os.environ[_ERRORS] = before
+
+
+class NcclTransport:
+    """A transport whose channels below 0 go from device to device; all others go as `host` has them.
+
+    A channel's communicator is made with its first message, which both ends wait for; ends that several processes
+    make in one order never wait in a circle. Receives are begun when their message is on its way. `abort` waits for
+    no communicator that is being made: whoever waits for it is told at once, and its maker aborts it.
+
+    Example:
+        transport = NcclTransport(world.transport, world.store, name="7f3a", connect=connect_nccl)
+        transport.send(buffer_on_gpu, to=1, channel=device_channel(7))
+    """
+
+    def __init__(self, host: Transport, store: Store, name: str, connect: Connect) -> None:
+        self.rank, self.size, self.name = host.rank, host.size, name
+        self._host = host
+        self._store = PrefixStore(f"penstock/{name}", store)
+        self._connect = connect
+        self._made: dict[tuple[int, int, int], Future[Communicator]] = {}
+        self._lock = threading.Lock()  # never held while something is waited for
+        self._aborted = False
+
+    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+        """Send a buffer without waiting."""
+        if channel >= 0:
+            return self._host.send(buffer, to, channel)
+        communicator = self._communicator(self.rank, to, channel)
+        return self._begin(lambda: communicator.send([buffer], RECEIVER, 0), buffer, to)
+
+    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
+        """Begin to receive; on a device exactly what was sent."""
+        if channel >= 0:
+            return self._host.receive(buffer, source, channel)
+        communicator = self._communicator(source, self.rank, channel)
+        return self._begin(lambda: communicator.recv([buffer], SENDER, 0), buffer, source)
+
+    def abort(self) -> None:
+        """End every wait of this process, those for a device too."""
+        self._host.abort()
+        self._abort_all()
+
+    def close(self) -> None:
+        """Let go of all connections; nothing is under way any more."""
+        self._abort_all()
+        self._host.close()
+
+    def check(self, peer: int) -> None:
+        """Raise `ConnectionBroken` once all was given up."""
+        if self._aborted:
+            raise _given_up(peer)
+
+    def _abort_all(self) -> None:
+        with self._lock:
+            self._aborted = True
+            lines, self._made = self._made, {}
+            for (source, to, _), made in lines.items():
+                if not made.done():
+                    made.set_exception(_given_up(to if source == self.rank else source))
+        for made in lines.values():
+            if made.exception() is None:
+                made.result().abort()
+
+    def _communicator(self, source: int, to: int, channel: int) -> Communicator:
+        peer, line = to if source == self.rank else source, (source, to, channel)
+        with self._lock:
+            self.check(peer)
+            found = self._made.get(line)
+            made = found if found is not None else self._made.setdefault(line, Future())
+        return self._make(line, peer, made) if found is None else made.result()
+
+    def _make(self, line: tuple[int, int, int], peer: int, made: "Future[Communicator]") -> Communicator:
+        """Connect a line, which may take as long as the other end does, and tell those who wait for it."""
+        source, to, channel = line
+        try:
+            store = PrefixStore(f"{source}/{to}/{channel}", self._store)
+            communicator = self._connect(store, SENDER if source == self.rank else RECEIVER)
+        except BaseException as error:
+            with self._lock:
+                if not made.done():
+                    del self._made[line]  # whoever wants it next may try again
+                    made.set_exception(error)
+            raise
+        with self._lock:
+            given_up = made.done()
+            if not given_up:
+                made.set_result(communicator)
+        if given_up:
+            communicator.abort()
+            raise _given_up(peer)
+        return communicator
+
+    def _begin(self, begin: Callable[[], Any], buffer: Tensor, peer: int) -> Pending:
+        try:
+            return _DevicePending(self, begin(), buffer.device, peer)
+        except RuntimeError as error:
+            raise ConnectionBroken(f"the connection of devices to rank {peer} broke: {first_line(error)}") from error
+
+
+def _given_up(peer: int) -> ConnectionBroken:
+    return ConnectionBroken(f"the connection of devices to rank {peer} was given up")
+
+
+class _DevicePending:
+    def __init__(self, transport: NcclTransport, work: Any, device: torch.device, peer: int) -> None:
+        self._transport, self._work, self._device, self._peer = transport, work, device, peer
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()  # NCCL's makes the stream wait, not this thread
+            settle(self._device)
+        except RuntimeError as error:
+            raise ConnectionBroken(
+                f"the connection of devices to rank {self._peer} broke: {first_line(error)}"
+            ) from error
+        self._transport.check(self._peer)  # an aborted transfer ends as if it were done

@@ -1,0 +1,51 @@
+"""Calls that may block for good, each with a deadline and somebody who knows a better reason."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_POLL_S = 0.1
+# after something failed: the time in which whoever watches learns why
+_REASON_S = 6.0
+
+T = TypeVar("T")
+
+
+class StoreSilent(RuntimeError):  # noqa: N818 -- what happened is that it is silent
+    """A store has not answered in time."""
+
+
+def run_watched(function: Callable[[], T], watch: Callable[[], None], deadline_s: float) -> T:
+    """Call a function that may wait for long on a thread of its own, and `watch` meanwhile, which may raise sooner.
+
+    Raises what the function raises, unless `watch` knows a better reason, and `StoreSilent` where it has not ended by
+    the deadline; then the thread is left to its end.
+    """
+    ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    ends_s = time.monotonic() + deadline_s
+
+    def run() -> None:
+        try:
+            ended.put((function(), None))
+        except BaseException as error:
+            ended.put((None, error))
+
+    threading.Thread(target=run, name="penstock-connect", daemon=True).start()
+    while True:
+        try:
+            result, error = ended.get(timeout=_POLL_S)
+        except queue.Empty:
+            watch()
+            if time.monotonic() > ends_s:
+                raise StoreSilent(f"no answer for {deadline_s:g} s") from None
+            continue
+        if error is not None:
+            deadline = time.monotonic() + _REASON_S
+            while isinstance(error, RuntimeError) and time.monotonic() < deadline:
+                watch()
+                time.sleep(_POLL_S)
+            raise error
+        found: T = result
+        return found

@@ -1,0 +1,1 @@
+"""Names of data to samples: images, text, labelled sentences."""

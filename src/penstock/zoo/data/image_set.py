@@ -1,0 +1,153 @@
+"""Images with names and labels, each decoded when it is asked for."""
+
+import gzip
+import os
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.errors import DataError
+from penstock.text import one_line
+from penstock.zoo.models.model_names import optional_import
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+_MAX_PIXELS = 2**26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSet:
+    """Images with names and perhaps labels, each read when it is asked for.
+
+    >>> images = open_images("digits")
+    >>> len(images), images.label(0), images.classes[0]
+    (1797, 0, '0')
+    """
+
+    names: Sequence[str]
+    labels: Sequence[int | None]
+    classes: tuple[str, ...]
+    load: Callable[[int], "Image | bytes"]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, index: int) -> str:
+        """Return an image's name; raises `DataError` when there is no such image."""
+        return self.names[self._check(index)]
+
+    def label(self, index: int) -> int | None:
+        """Return an image's class as an index into `classes`, or None; raises `DataError` likewise."""
+        return self.labels[self._check(index)]
+
+    def read(self, index: int) -> "Image":
+        """Read one image as RGB, upright.
+
+        Raises `DataError` naming the image when it is damaged, too large or not there; the others
+        stay readable.
+        """
+        name = self.names[self._check(index)]
+        try:
+            loaded = self.load(index)
+        except (OSError, EOFError, zlib.error, DataError) as problem:
+            raise DataError(f"the image {name} cannot be read ({one_line(problem)})") from problem
+        return decode(loaded, name) if isinstance(loaded, bytes) else loaded
+
+    def take(self, num_images: int) -> "ImageSet":
+        """Return the first images; raises `DataError` when there are fewer than asked for."""
+        if not 0 < num_images <= len(self):
+            raise DataError(f"the set has {len(self)} images, not {num_images}; ask for 1 to {len(self)}")
+        return replace(self, names=self.names[:num_images], labels=self.labels[:num_images])
+
+    def _check(self, index: int) -> int:
+        if not 0 <= index < len(self.names):
+            raise DataError(f"the set has images 0 to {len(self.names) - 1}, not {index}")
+        return index
+
+
+def decode(data: bytes, name: str) -> "Image":
+    """Decode an image's bytes to RGB, turned as its EXIF orientation says.
+
+    >>> decode(Path("photo.jpg").read_bytes(), "photo.jpg").mode  # doctest: +SKIP
+    'RGB'
+
+    Raises `DataError` naming the image when the bytes are damaged or the image is too large.
+    """
+    pillow = optional_import("PIL.Image", "vision", DataError)
+    operations = optional_import("PIL.ImageOps", "vision", DataError)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
+            image = pillow.open(BytesIO(data), formats=_FORMATS)
+        num_pixels = image.width * image.height
+        if num_pixels <= _MAX_PIXELS:
+            return _as_rgb(operations.exif_transpose(image))
+    except Exception as problem:  # damaged images fail in any way, which must not end the run
+        reason = one_line(problem)
+        if "cannot identify" in reason:
+            reason = "it is no JPEG, PNG, WebP or BMP"
+        raise DataError(f"the image {name} cannot be read ({reason})") from problem
+    raise DataError(f"the image {name} has {num_pixels} pixels, more than {_MAX_PIXELS}; make it smaller")
+
+
+def _as_rgb(image: Any) -> "Image":
+    if image.mode.startswith("I"):
+        # 16-bit grey: converting directly would cut every value above 255
+        pillow = optional_import("PIL.Image", "vision", DataError)
+        image = pillow.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    rgb: Image = image.convert("RGB")
+    return rgb
+
+
+class Arrays:
+    """Makes pictures of an array of grey or RGB images."""
+
+    def __init__(self, values: "np.ndarray[Any, np.dtype[np.uint8]]") -> None:
+        self._values = values
+
+    def __call__(self, index: int) -> "Image":
+        pillow = optional_import("PIL.Image", "vision", DataError)
+        image: Image = pillow.fromarray(np.ascontiguousarray(self._values[index])).convert("RGB")
+        return image
+
+
+class ByteRange:
+    """Reads pieces of one file, plain or compressed with gzip; safe to use from several threads.
+
+    >>> ByteRange(Path("images.tar")).read(512, 4)  # doctest: +SKIP
+    b'\\xff\\xd8\\xff\\xe0'
+
+    `read` raises `DataError` when the file ends too early, and `OSError` like `open`. Going back in a
+    compressed file starts again from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+        self._owner = 0
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ByteRange, (self._path,)
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return the bytes at an offset."""
+        with self._lock:
+            if self._owner != os.getpid():  # a forked process would share the position in the file
+                self._owner = os.getpid()
+                compressed = self._path.name.lower().endswith((".gz", ".tgz"))
+                self._file = gzip.open(self._path) if compressed else self._path.open("rb")  # noqa: SIM115
+            self._file.seek(offset)
+            data: bytes = self._file.read(num_bytes)
+        if len(data) != num_bytes:
+            raise DataError(f"{self._path} ends before byte {offset + num_bytes}; copy it again")
+        return data

@@ -1,0 +1,1 @@
+"""Names of models to modules: timm, transformers, functions of the user's own."""

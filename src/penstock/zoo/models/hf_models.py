@@ -1,0 +1,162 @@
+"""Models of transformers: by local directory, by hub name or by model type."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.text import one_line
+from penstock.zoo.models.hub import fetch_from_hub
+from penstock.zoo.models.meta import build_on_meta
+from penstock.zoo.models.model_names import nearest, optional_import
+
+_ADVICE = "give a local directory with config.json, or a model type such as hf:gpt2"
+# which head a model type gets when its configuration names none, the first that exists for it
+_HEADS = (
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_MAPPING",
+)
+Head = Literal["language", "sentences", "images"]
+_WANTED: dict[Head, str] = {
+    "language": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "sentences": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "images": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
+_SEQUENCE_HEADS = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    *_HEADS,
+)
+
+
+def hf_directory(name: str, pretrained: bool) -> Path | None:
+    """Return the directory of a model's files, or None when the name is a bare model type.
+
+    A hub name is looked for in the local cache and then fetched: the configuration always, the weights
+    only when `pretrained`.
+
+    >>> hf_directory("gpt2", pretrained=False) is None
+    True
+
+    Raises `ModelError` when there is no such directory, or the hub cannot be reached or lacks a file.
+    """
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise ModelError(f"{directory} holds no config.json; give a directory that save_pretrained made")
+        return directory
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"there is no directory {name}; check the path")
+    types = optional_import("transformers", "text").CONFIG_MAPPING
+    if name in types and not pretrained:
+        return None
+    model = f"hf:{name}"
+    advice = {} if pretrained else {"advice": _ADVICE + nearest(name, types.keys())}
+    found = fetch_from_hub(model, name, ["config.json"], "text", **advice)
+    with suppress(ModelError):  # most models of text have none
+        fetch_from_hub(model, name, ["preprocessor_config.json"], "text")
+    if pretrained:
+        weights = fetch_from_hub(model, name, ["model.safetensors", "model.safetensors.index.json"], "text")
+        if weights.suffix == ".json":
+            for shard in sorted(set(json.loads(weights.read_text())["weight_map"].values())):
+                fetch_from_hub(model, name, [shard], "text")
+    return found.parent
+
+
+def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) -> Any:
+    """Return a model's configuration with the given fields changed.
+
+    >>> hf_config("gpt2", None, {"n_layer": 2}).n_layer
+    2
+
+    Raises `ModelError` for a field that the configuration does not have, with the nearest ones, and
+    for a configuration that transformers refuses.
+    """
+    transformers = optional_import("transformers", "text")
+    try:
+        if directory is None:
+            known = transformers.CONFIG_MAPPING[name]()
+        else:
+            known = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as problem:  # a strange config.json fails in any way
+        raise ModelError(f"transformers cannot read the configuration of {name} ({one_line(problem)})") from problem
+    for key in options:
+        if not hasattr(known, key):
+            raise ModelError(f"the configuration of {name} has no {key}{nearest(key, known.to_dict())}")
+    try:
+        # made anew rather than changed: some fields are computed from others
+        config = type(known)(**options) if directory is None else type(known).from_pretrained(directory, **options)
+    except Exception as problem:
+        raise ModelError(f"hf:{name} cannot have {dict(options)} ({one_line(problem)})") from problem
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+    if options.get("dtype") is None:
+        config.dtype = torch.float32
+    return config
+
+
+def build_hf(name: str, config: Any, seed: int, head: Head | None = None) -> nn.Module:
+    """Build a model of transformers with parameters on the meta device, with the head that is asked for.
+
+    Attention is PyTorch's own where the model has that choice, else the eager one. Parameters are
+    float32 unless the option `dtype` says otherwise.
+
+    >>> build_hf("gpt2", hf_config("gpt2", None, {"n_layer": 2}), seed=0).config.n_layer
+    2
+
+    Raises `ModelError` when transformers has no class for the configuration or cannot build it.
+    """
+    model_class = _model_class(name, config, head)
+
+    def build(attention: str) -> nn.Module:
+        return build_on_meta(lambda: model_class._from_config(config, attn_implementation=attention), seed)
+
+    try:
+        try:
+            return build("sdpa")
+        except (ValueError, ImportError) as problem:
+            if "attention" not in str(problem).lower():
+                raise
+            return build("eager")
+    except Exception as problem:  # configurations that do not fit together fail in any way
+        raise ModelError(f"transformers cannot build hf:{name} ({one_line(problem)})") from problem
+
+
+def hf_class_names(config: Any, module: nn.Module) -> tuple[str, ...] | None:
+    """Return the names of a classifier's classes, if its configuration has any of its own.
+
+    >>> hf_class_names(config, module)  # doctest: +SKIP
+    ('cat', 'dog')
+
+    Nothing is raised.
+    """
+    labels: dict[int, str] = getattr(config, "id2label", None) or {}
+    if "Classification" not in type(module).__name__ or not labels:
+        return None
+    if all(label == f"LABEL_{index}" for index, label in labels.items()):
+        return None
+    return tuple(labels[index] for index in sorted(labels))
+
+
+def _model_class(name: str, config: Any, wanted: Head | None) -> Any:
+    transformers = optional_import("transformers", "text")
+    for architecture in config.architectures or () if wanted is None else ():
+        found = getattr(transformers, architecture, None)
+        if found is not None:
+            return found
+    auto = optional_import("transformers.models.auto.modeling_auto", "text")
+    heads = _SEQUENCE_HEADS if getattr(config, "is_encoder_decoder", False) else _HEADS
+    for head in heads if wanted is None else (_WANTED[wanted],):
+        mapping = getattr(auto, head)
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, (list, tuple)) else found
+    what = f"model class for {wanted} of" if wanted else "model class for"
+    raise ModelError(f"transformers has no {what} hf:{name} ({type(config).__name__}); choose another model")

@@ -1,0 +1,161 @@
+"""Models of timm by name, and checkpoints read as timm reads them."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ModelError
+from penstock.text import one_line
+from penstock.zoo.models.hub import as_safetensors, fetch_from_hub, fetch_url
+from penstock.zoo.models.meta import build_on_meta
+from penstock.zoo.models.model_names import nearest, optional_import
+from penstock.zoo.weights.weight_files import FileWeights
+from penstock.zoo.weights.weights import TensorWeights, Weights
+
+# options of timm that read files, pickled ones among them, or fetch them
+_FILES = frozenset({"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"})
+_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def build_timm(name: str, options: Mapping[str, object], seed: int) -> nn.Module:
+    """Build a timm model with parameters on the meta device.
+
+    >>> build_timm("vit_tiny_patch16_224", {"depth": 2}, seed=0).embed_dim
+    192
+
+    Raises `ModelError` for a name that timm does not know, with the nearest ones, and for options that
+    the model refuses.
+    """
+    timm = optional_import("timm", "vision")
+    base = name.partition(".")[0]
+    if not timm.is_model(base):
+        raise ModelError(f"timm has no model {name}{nearest(base, timm.list_models())}")
+    for option in _FILES.intersection(options):
+        raise ModelError(f"a timm model's weights come from --weights or --pretrained, not {option}; leave it out")
+    try:
+        return build_on_meta(lambda: timm.create_model(name, pretrained=False, **options), seed)
+    except Exception as problem:  # timm's builders fail in any way on options that do not fit
+        raise ModelError(f"timm cannot build {name} with {dict(options)} ({one_line(problem)})") from problem
+
+
+def timm_checkpoint(name: str, module: nn.Module) -> Path:
+    """Return the published checkpoint of a timm model as a safetensors file, fetching it if need be.
+
+    >>> timm_checkpoint("resnet18", build_timm("resnet18", {}, seed=0))  # doctest: +SKIP
+
+    Raises `ModelError` when the model has no published checkpoint or it cannot be fetched.
+    """
+    config = _pretrained_config(module)
+    if config.get("hf_hub_id") and config.get("custom_load") != "hf":
+        file = config.get("hf_hub_filename")
+        names = (file,) if file else _HUB_FILES
+        return as_safetensors(fetch_from_hub(f"timm:{name}", config["hf_hub_id"], names, "vision"))
+    if config.get("url") and not config.get("custom_load"):
+        return as_safetensors(fetch_url(f"timm:{name}", config["url"]))
+    raise ModelError(f"timm publishes no checkpoint of {name} that can be read; leave --pretrained out")
+
+
+def timm_weights(name: str, module: nn.Module, path: Path, check: Callable[[Weights], Weights]) -> Weights:
+    """Read a checkpoint for a timm model, with its own names or mapped as timm maps them.
+
+    `check` returns the weights that fit the module, or raises. A mapped tensor that timm only renames
+    stays memory-mapped; one that it computes, such as a resized position embedding, is held in memory.
+
+    >>> timm_weights("deit_tiny_patch16_224", module, Path("deit.safetensors"), check)  # doctest: +SKIP
+
+    Raises `ModelError` when the checkpoint fits in neither way; the message is that of the first.
+    """
+    source = FileWeights(path)
+    try:
+        return check(source)
+    except ModelError as direct:
+        for rules in (None, *_filters(name)):
+            try:
+                return check(_mapped(source, module, rules))
+            except Exception:  # noqa: S112 - other models' rules fail in any way; the direct error is raised below
+                continue
+        raise ModelError(f"{path} does not fit timm:{name}: {direct}") from direct
+
+
+def timm_input_size(module: nn.Module) -> tuple[int, int, int]:
+    """Return channels, height and width of the images that a timm model takes.
+
+    >>> timm_input_size(build_timm("vit_tiny_patch16_224", {"img_size": 32}, seed=0))
+    (3, 32, 32)
+
+    Nothing is raised.
+    """
+    channels, height, width = _pretrained_config(module).get("input_size") or (3, 224, 224)
+    embed = getattr(module, "patch_embed", None)
+    size = getattr(embed, "img_size", None) or getattr(module, "img_size", None)
+    if isinstance(size, tuple) and len(size) == 2:
+        height, width = size
+    elif isinstance(size, int):
+        height = width = size
+    first = next((layer for layer in module.modules() if isinstance(layer, nn.Conv2d)), None)
+    # the first convolution sees the image unless the model folds pixels into channels before it
+    if first is not None and embed is not None and first.in_channels < 16:
+        channels = first.in_channels
+    return int(getattr(module, "in_chans", channels)), int(height), int(width)
+
+
+def timm_class_names(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the names of the classes that a timm model's checkpoint tells apart, if they are known.
+
+    >>> timm_class_names(build_timm("resnet18", {}, seed=0))[0]
+    'tench, Tinca tinca'
+
+    Nothing is raised.
+    """
+    data = optional_import("timm.data", "vision")
+    config = _pretrained_config(module)
+    num_classes = getattr(module, "num_classes", None)
+    if config.get("label_names") and len(config["label_names"]) == num_classes:
+        return tuple(map(str, config["label_names"]))
+    subset = data.infer_imagenet_subset(module)
+    if not subset:
+        return None
+    info = data.ImageNetInfo(subset)
+    if info.num_classes() != num_classes:
+        return None
+    return tuple(str(info.index_to_description(index)) for index in range(info.num_classes()))
+
+
+def _pretrained_config(module: nn.Module) -> dict[str, Any]:
+    return dict(getattr(module, "pretrained_cfg", None) or {})
+
+
+def _filters(name: str) -> list[Callable[..., Any]]:
+    """Return the functions with which timm rewrites checkpoints of this model's family."""
+    models = optional_import("timm.models", "vision")
+    home = sys.modules[models.model_entrypoint(name.partition(".")[0]).__module__]
+    return [value for key, value in vars(home).items() if "filter" in key and "_fn" in key and callable(value)]
+
+
+def _mapped(source: Weights, module: nn.Module, rules: Callable[..., Any] | None) -> Weights:
+    """Run timm's loader on memory-mapped tensors and keep what it would have loaded."""
+    models = optional_import("timm.models", "vision")
+    config = _pretrained_config(module)
+    caught: dict[str, Tensor] = {}
+
+    def catch(state: Mapping[str, Tensor], **_options: object) -> object:
+        caught.update(state)
+        return torch.nn.modules.module._IncompatibleKeys([], [])
+
+    config.update(state_dict={name: source.load(name) for name in source.names()}, source="", file=None, hf_hub_id=None)
+    module.__dict__["load_state_dict"] = catch
+    try:
+        models.load_pretrained(
+            module,
+            pretrained_cfg=config,
+            num_classes=config.get("num_classes"),  # another number is for our own check to refuse
+            in_chans=timm_input_size(module)[0],
+            filter_fn=rules,
+        )
+    finally:
+        del module.__dict__["load_state_dict"]
+    return TensorWeights(caught)

@@ -1,0 +1,1 @@
+"""Tensors of a model from files and modules, one at a time."""

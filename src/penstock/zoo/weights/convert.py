@@ -1,0 +1,104 @@
+"""A pickled checkpoint to safetensors, without running any code that the file may hold."""
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ModelError
+from penstock.text import one_line
+from penstock.zoo.weights.weights import TensorWeights
+from penstock.zoo.weights.write_tensors import save_weights
+
+# where training scripts put the weights, in the order they are looked for: averaged weights first,
+# because those are what the scripts' own evaluation reports
+_NESTINGS = ("model_ema", "state_dict_ema", "ema", "model", "state_dict", "module", "model_state_dict")
+_PREFIXES = ("module.", "_orig_mod.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What a conversion wrote, and the entries of the checkpoint that are no tensors."""
+
+    num_tensors: int
+    num_bytes: int
+    dropped: tuple[str, ...]
+
+
+def convert_checkpoint(source: Path, target: Path) -> Converted:
+    """Write the tensors of a .pth, .pt or .bin checkpoint as one safetensors file.
+
+    The weights may lie under `model_ema`, `state_dict_ema`, `ema`, `model`, `state_dict`, `module` or
+    `model_state_dict`, looked for in this order and within one another; `module.` and `_orig_mod.` in
+    front of every name are removed. Shapes and dtypes stay. A tensor that several names share is
+    written under each. The target appears only once it is whole.
+
+    >>> convert_checkpoint(Path("deit.pth"), Path("deit.safetensors")).num_tensors  # doctest: +SKIP
+    152
+
+    Raises `ModelError` when the source is missing, damaged, holds no tensors or holds pickled objects,
+    and when the target cannot be written.
+    """
+    state, dropped = _tensors(_unwrap(_read(source), source), source)
+    num_bytes = save_weights(TensorWeights(state), target)
+    return Converted(num_tensors=len(state), num_bytes=num_bytes, dropped=dropped)
+
+
+def _read(source: Path) -> object:
+    if not source.is_file():
+        raise ModelError(f"there is no checkpoint {source}; check the path")
+    if source.suffix == ".safetensors":
+        raise ModelError(f"{source} is safetensors already; give it with --weights")
+    try:
+        try:
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as problem:
+            if "mmap" not in str(problem):
+                raise
+            # files written before torch 1.6 are no archives and cannot be mapped
+            return torch.load(source, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as problem:
+        if "Weights only load failed" not in str(problem) or "GLOBAL" not in str(problem):
+            raise ModelError(f"{source} is not a PyTorch checkpoint ({one_line(problem, 80)})") from problem
+        raise ModelError(
+            f"{source} holds pickled objects, not only tensors; where it was made, save "
+            "model.state_dict() instead and convert that"
+        ) from problem
+    except Exception as problem:  # a damaged pickle can fail in any way
+        raise ModelError(
+            f"{source} is damaged or not a PyTorch checkpoint ({one_line(problem, 80)}); copy it again"
+        ) from problem
+
+
+def _unwrap(value: object, source: Path) -> Mapping[object, object]:
+    """Follow the usual nestings down to the mapping that holds the tensors."""
+    if not isinstance(value, Mapping):
+        raise ModelError(f"{source} holds a {type(value).__name__}, not tensors by name; save a state_dict")
+    for key in _NESTINGS:
+        inner = value.get(key)
+        if isinstance(inner, Mapping) and _holds_tensors(inner):
+            return _unwrap(inner, source)
+    return value
+
+
+def _holds_tensors(value: Mapping[object, object]) -> bool:
+    if any(isinstance(item, Tensor) for item in value.values()):
+        return True
+    return any(isinstance(value.get(key), Mapping) for key in _NESTINGS)
+
+
+def _tensors(state: Mapping[object, object], source: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Return the tensors by clean name, and the names of everything else."""
+    tensors = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise ModelError(f"{source} holds no tensors; its entries are {', '.join(map(str, list(state)[:5]))}")
+    sparse = [key for key, value in tensors.items() if value.layout != torch.strided or value.is_quantized]
+    if sparse:
+        raise ModelError(f"{source} holds {sparse[0]} as a sparse or quantized tensor; save it as a dense one")
+    for prefix in _PREFIXES:
+        if all(key.startswith(prefix) for key in tensors):
+            tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    return tensors, tuple(str(key) for key, value in state.items() if not isinstance(value, Tensor))

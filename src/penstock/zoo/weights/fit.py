@@ -1,0 +1,109 @@
+"""Do these weights fit this model? What fits is then read with the model's own names and dtypes."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ModelError
+from penstock.zoo.models.model_names import nearest
+from penstock.zoo.weights.weights import Expected, Shape, Weights
+
+_NUM_SHOWN = 3
+
+
+def check_weights(
+    weights: Weights,
+    expected: Expected,
+    aliases: Mapping[str, str] | None = None,
+    optional: Collection[str] = (),
+) -> Weights:
+    """Compare weights with what a model expects and return them under exactly the model's names.
+
+    A floating tensor of another floating dtype fits: it is converted when it is loaded. Tensors that
+    the model does not have are left out. `aliases` maps each tied name to the first of its names; one
+    of them is enough. Names in `optional` are left out when they are missing or do not fit.
+
+    >>> source = TensorWeights({"bias": torch.zeros(3, dtype=torch.float16)})
+    >>> check_weights(source, {"bias": ((3,), torch.float32)}).load("bias").dtype
+    torch.float32
+
+    Raises `ModelError` naming the first tensors that are missing or have another shape or kind, and
+    how many more there are.
+    """
+    sources = _sources(set(weights.names()), expected, aliases or {})
+    for name in optional:
+        source = sources.get(name)
+        if source and not _fits(weights.shape(source), weights.dtype(source), *expected[name]):
+            del sources[name]
+    missing = [name for name in expected if name not in sources and name not in optional]
+    if missing:
+        hint = nearest(missing[0], weights.names())
+        raise ModelError(f"the weights lack {_some(missing, len(expected))} of the model{hint}")
+    wrong = [
+        f"{name} ({_describe(weights.shape(source), weights.dtype(source))} in the weights, "
+        f"{_describe(*expected[name])} in the model)"
+        for name, source in sources.items()
+        if not _fits(weights.shape(source), weights.dtype(source), *expected[name])
+    ]
+    if wrong:
+        raise ModelError(
+            f"the weights do not fit the model: {_some(wrong, len(expected))}; "
+            "give the model the options that the weights were made with"
+        )
+    return _Checked(weights, sources, {name: dtype for name, (_, dtype) in expected.items()})
+
+
+class _Checked:
+    """Weights under a model's names, converted to its dtypes on load."""
+
+    def __init__(self, weights: Weights, sources: dict[str, str], dtypes: dict[str, torch.dtype]) -> None:
+        self._weights = weights
+        self._sources = sources
+        self._dtypes = dtypes
+
+    def names(self) -> Collection[str]:
+        return self._sources.keys()
+
+    def shape(self, name: str) -> Shape:
+        return self._weights.shape(self._find(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        self._find(name)
+        return self._dtypes[name]
+
+    def load(self, name: str) -> Tensor:
+        return self._weights.load(self._find(name)).to(self._dtypes[name])
+
+    def _find(self, name: str) -> str:
+        if name not in self._sources:
+            raise ModelError(f"the model has no tensor {name}{nearest(name, self._sources)}")
+        return self._sources[name]
+
+
+def _sources(present: set[str], expected: Expected, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return which tensor of the weights serves each name; tied names are served by one."""
+    groups: dict[str, list[str]] = {}
+    for name in expected:
+        groups.setdefault(aliases.get(name, name), []).append(name)
+    found: dict[str, str] = {}
+    for names in groups.values():
+        source = next((name for name in names if name in present), None)
+        if source is not None:
+            found.update(dict.fromkeys(names, source))
+    return {name: found[name] for name in expected if name in found}
+
+
+def _fits(shape: Shape, dtype: torch.dtype, expected_shape: Shape, expected_dtype: torch.dtype) -> bool:
+    both_floating = dtype.is_floating_point and expected_dtype.is_floating_point
+    return shape == expected_shape and (both_floating or dtype == expected_dtype)
+
+
+def _describe(shape: Shape, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def _some(items: list[str], num_expected: int) -> str:
+    text = ", ".join(items[:_NUM_SHOWN])
+    num_more = len(items) - _NUM_SHOWN
+    return f"{text} and {num_more} more of {num_expected} tensors" if num_more > 0 else text

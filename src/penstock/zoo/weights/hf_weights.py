@@ -1,0 +1,98 @@
+"""Checkpoints of transformers read lazily, with the names and layouts that the model has now."""
+
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ModelError
+from penstock.text import one_line
+from penstock.zoo.models.model_names import nearest, optional_import
+from penstock.zoo.weights.weight_files import FileWeights
+from penstock.zoo.weights.weights import JoinedWeights, Shape, Weights
+
+
+def hf_weights(module: Any, path: Path) -> Weights:
+    """Read a checkpoint for a model of transformers as `from_pretrained` would, one tensor at a time.
+
+    Legacy names, a missing or superfluous base-model prefix and the model's own conversions (such as
+    experts stored one by one) are mapped; a converted tensor is computed when it is loaded.
+
+    >>> hf_weights(module, Path("gpt2")).shape("transformer.wte.weight")  # doctest: +SKIP
+    (50257, 768)
+
+    Raises `ModelError` when the file is missing or damaged, or a conversion fails.
+    """
+    source = FileWeights(path)
+    loading = optional_import("transformers.core_model_loading", "text")
+    mapping = optional_import("transformers.conversion_mapping", "text")
+    steps = mapping.get_model_conversion_mapping(module)
+    renamings = [step for step in steps if isinstance(step, loading.WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, loading.WeightConverter)]
+    state = module.state_dict()
+    rename: dict[str, str] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(source.names(), key=loading.dot_natural_key):
+        prefix = module.base_model_prefix
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if name not in state:
+            continue
+        if pattern is None:
+            rename[name] = key
+        else:
+            groups.setdefault(name, []).append((pattern, key))
+    by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
+    converted = [_Group(module, source, by_pattern[keys[0][0]], name, keys) for name, keys in groups.items()]
+    return JoinedWeights(*converted, FileWeights(path, _kept(rename)))
+
+
+def _kept(rename: Mapping[str, str]) -> dict[str, str]:
+    return {name: key for name, key in rename.items() if name != key}
+
+
+class _Group:
+    """The tensors that one conversion makes out of one or several tensors of a file."""
+
+    def __init__(self, module: nn.Module, source: Weights, step: Any, name: str, keys: list[tuple[str, str]]) -> None:
+        self._module = module
+        self._source = source
+        self._step = step
+        self._name = name
+        self._keys = keys
+        # run once on tensors without values: names, shapes and dtypes cost nothing that way
+        self._made = self._convert(lambda key: torch.empty(source.shape(key), dtype=source.dtype(key), device="meta"))
+
+    def names(self) -> Collection[str]:
+        return self._made.keys()
+
+    def shape(self, name: str) -> Shape:
+        return tuple(self._find(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._find(name).dtype
+
+    def load(self, name: str) -> Tensor:
+        self._find(name)
+        return self._convert(self._source.load)[name]
+
+    def _find(self, name: str) -> Tensor:
+        if name not in self._made:
+            raise ModelError(f"the weights have no tensor {name}{nearest(name, self._made)}")
+        return self._made[name]
+
+    def _convert(self, load: Any) -> dict[str, Tensor]:
+        step = deepcopy(self._step)
+        try:
+            for pattern, key in self._keys:
+                step.add_tensor(self._name, key, pattern, load(key))
+            made = step.convert(self._name, model=self._module, config=self._module.config)
+        except ModelError:
+            raise
+        except Exception as problem:
+            raise ModelError(f"the weights of {self._name} cannot be converted ({one_line(problem)})") from problem
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

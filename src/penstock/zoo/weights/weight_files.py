@@ -1,0 +1,157 @@
+"""Tensors read from safetensors files through a memory map, one at a time."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.errors import ModelError
+from penstock.text import one_line
+from penstock.zoo.models.model_names import nearest
+from penstock.zoo.weights.weights import Shape
+
+PICKLED_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
+_INDEX_SUFFIX = ".safetensors.index.json"
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class FileWeights:
+    """The tensors of a safetensors file, of a sharded index, or of a directory that holds either.
+
+    `rename` maps a model's name to the name in the file; names that it does not mention are the
+    file's own.
+
+    >>> FileWeights(Path("deit.safetensors")).shape("cls_token")  # doctest: +SKIP
+    (1, 1, 384)
+
+    Raises `ModelError` when there is no such file, it is damaged or is not safetensors, a shard is
+    missing, or a tensor is not in it.
+    """
+
+    def __init__(self, path: Path, rename: Mapping[str, str] | None = None) -> None:
+        self._path = path
+        self._handles: dict[Path, Any] = {}
+        self._shards: dict[str, Path] = {}
+        for shard in _shards(path):
+            self._shards.update(dict.fromkeys(self._open(shard).keys(), shard))
+        self._keys: dict[str, str] = {key: key for key in self._shards}
+        for name, key in (rename or {}).items():
+            self._keys.pop(key, None)
+            self._keys[name] = key
+        absent = [key for key in self._keys.values() if key not in self._shards]
+        if absent:
+            raise ModelError(f"{path} has no tensor {absent[0]}{nearest(absent[0], self._shards)}")
+
+    def names(self) -> Collection[str]:
+        """Return every name that can be loaded."""
+        return self._keys.keys()
+
+    def shape(self, name: str) -> Shape:
+        """Return a tensor's shape without loading it."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype without loading it."""
+        kind = self._slice(name).get_dtype()
+        if kind not in DTYPES:
+            raise ModelError(f"{self._path} holds {name} as {kind}, which is not supported; convert it to F32")
+        return DTYPES[kind]
+
+    def load(self, name: str) -> Tensor:
+        """Return one tensor, mapped into memory and read from disk where it is touched.
+
+        Each has a mapping of its own, so that what was read leaves memory together with the tensor.
+        """
+        key = self._key(name)
+        tensor: Tensor = _open_file(self._shards[key]).get_tensor(key)
+        return tensor
+
+    def _key(self, name: str) -> str:
+        if name not in self._keys:
+            raise ModelError(f"{self._path} has no tensor {name}{nearest(name, self._keys)}")
+        return self._keys[name]
+
+    def _slice(self, name: str) -> Any:
+        key = self._key(name)
+        return self._open(self._shards[key]).get_slice(key)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._handles:
+            self._handles[path] = _open_file(path)
+        return self._handles[path]
+
+
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except FileNotFoundError as problem:
+        raise ModelError(f"there is no weights file {path}; check the path") from problem
+    except (SafetensorError, OSError, ValueError) as problem:
+        raise ModelError(
+            f"{path} is not a whole safetensors file ({one_line(problem)}); copy or convert it again"
+        ) from problem
+
+
+def _shards(path: Path) -> list[Path]:
+    """Return the safetensors files that a path stands for."""
+    if path.is_dir():
+        return _shards(_inside(path))
+    if not path.exists():
+        raise ModelError(f"there is no weights file {path}; check the path")
+    if path.name.endswith(_INDEX_SUFFIX):
+        return _indexed(path)
+    if path.suffix in PICKLED_SUFFIXES:
+        target = path.with_suffix(".safetensors")
+        raise ModelError(f"{path} is a pickled checkpoint; convert it first: penstock convert {path} -o {target}")
+    return [path]
+
+
+def _inside(directory: Path) -> Path:
+    """Return the index or the one safetensors file of a directory."""
+    for pattern in (f"*{_INDEX_SUFFIX}", "model.safetensors", "*.safetensors"):
+        found = sorted(directory.glob(pattern))
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found[:4])
+            raise ModelError(f"{directory} holds {len(found)} candidates ({names}); give one of the files")
+        if found:
+            return found[0]
+    for suffix in PICKLED_SUFFIXES:
+        for file in sorted(directory.glob(f"*{suffix}")):
+            return file  # refused by name, with the command that converts it
+    raise ModelError(f"{directory} holds no .safetensors file and no index of shards")
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ModelError(f"{index} is not an index of shards: it has no weight_map of file names") from problem
+    # a shard lies beside its index: a path that leads elsewhere is not one
+    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if strange:
+        raise ModelError(f"{index} names the shard {strange[0]!r}; a shard lies beside its index")
+    absent = [name for name in names if not (index.parent / name).exists()]
+    if absent:
+        raise ModelError(f"{index.parent} lacks {len(absent)} of {len(names)} shards, first {absent[0]}; copy them")
+    return [index.parent / name for name in names]

@@ -1,0 +1,173 @@
+"""Where a model's tensors come from, one at a time and never all at once."""
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ModelError
+from penstock.zoo.models.model_names import nearest
+
+Shape = tuple[int, ...]
+Expected = Mapping[str, tuple[Shape, torch.dtype]]
+
+
+class Weights(Protocol):
+    """Named tensors on the CPU, each loaded when it is asked for; callers only read them.
+
+    >>> ModuleWeights(nn.Linear(2, 3)).shape("weight")
+    (3, 2)
+
+    Every method raises `ModelError` for a name that is not there.
+    """
+
+    def names(self) -> Collection[str]:
+        """Return every name that can be loaded."""
+
+    def shape(self, name: str) -> Shape:
+        """Return a tensor's shape without loading it."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype without loading it."""
+
+    def load(self, name: str) -> Tensor:
+        """Return one tensor, fresh or memory-mapped."""
+
+
+class TensorWeights:
+    """Tensors that are in memory already, or memory-mapped.
+
+    >>> TensorWeights({"bias": torch.zeros(3)}).load("bias")
+    tensor([0., 0., 0.])
+
+    `load` raises `ModelError` for a missing name, or a tensor that has no values.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def names(self) -> Collection[str]:
+        """Return every name that can be loaded."""
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> Shape:
+        """Return a tensor's shape."""
+        return tuple(self._find(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype."""
+        return self._find(name).dtype
+
+    def load(self, name: str) -> Tensor:
+        """Return the tensor itself, on the CPU."""
+        tensor = self._find(name)
+        if tensor.device.type == "meta":
+            raise ModelError(f"the tensor {name} has a shape but no values; give weights= or load it whole")
+        return tensor.cpu()
+
+    def _find(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise ModelError(f"the weights have no tensor {name}{nearest(name, self._tensors)}")
+        return self._tensors[name]
+
+
+class ModuleWeights(TensorWeights):
+    """The parameters and buffers that a live module has now, under every name each of them has.
+
+    >>> sorted(ModuleWeights(nn.Linear(2, 3)).names())
+    ['bias', 'weight']
+
+    `load` raises `ModelError` for a missing name, or a parameter on the meta device.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        super().__init__({**parameters, **dict(module.named_buffers(remove_duplicate=False))})
+
+
+class RandomWeights:
+    """Random values that depend only on the seed and the tensor's name, made when asked for.
+
+    Matrices and larger are normal with a standard deviation of 1/sqrt(fan-in), vectors and scalars
+    are ones, biases are zeros. `aliases` maps a tied name to the name whose values it shares.
+
+    >>> weights = RandomWeights({"fc.weight": ((3, 4), torch.float32)}, seed=0)
+    >>> torch.equal(weights.load("fc.weight"), weights.load("fc.weight"))
+    True
+
+    Every method raises `ModelError` for a name that is not there.
+    """
+
+    def __init__(self, shapes_and_dtypes: Expected, seed: int, aliases: Mapping[str, str] | None = None) -> None:
+        self._expected = dict(shapes_and_dtypes)
+        self._aliases = dict(aliases or {})
+        self._seed = seed
+
+    def names(self) -> Collection[str]:
+        """Return every name that can be loaded."""
+        return self._expected.keys()
+
+    def shape(self, name: str) -> Shape:
+        """Return a tensor's shape."""
+        return self._find(name)[0]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype."""
+        return self._find(name)[1]
+
+    def load(self, name: str) -> Tensor:
+        """Make one tensor, the same every time."""
+        shape, dtype = self._find(name)
+        name = self._aliases.get(name, name)
+        leaf = name.rpartition(".")[2].lower()
+        if not dtype.is_floating_point and not dtype.is_complex:
+            return torch.zeros(shape, dtype=dtype)
+        if len(shape) < 2:
+            make = torch.zeros if "bias" in leaf or leaf == "beta" else torch.ones
+            return make(shape, dtype=dtype)
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        values = torch.randn(shape, generator=generator)
+        return values.div_(math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
+
+    def _find(self, name: str) -> tuple[Shape, torch.dtype]:
+        if name not in self._expected:
+            raise ModelError(f"the model has no tensor {name}{nearest(name, self._expected)}")
+        return self._expected[name]
+
+
+class JoinedWeights:
+    """Several sources as one; the first that has a name answers for it.
+
+    >>> JoinedWeights(TensorWeights({"a": torch.ones(2)}), TensorWeights({"b": torch.ones(3)})).shape("b")
+    (3,)
+
+    Every method raises `ModelError` for a name that none of them has.
+    """
+
+    def __init__(self, *parts: Weights) -> None:
+        self._owners = {name: part for part in reversed(parts) for name in part.names()}
+
+    def names(self) -> Collection[str]:
+        """Return every name that can be loaded."""
+        return self._owners.keys()
+
+    def shape(self, name: str) -> Shape:
+        """Return a tensor's shape without loading it."""
+        return self._find(name).shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype without loading it."""
+        return self._find(name).dtype(name)
+
+    def load(self, name: str) -> Tensor:
+        """Return one tensor."""
+        return self._find(name).load(name)
+
+    def _find(self, name: str) -> Weights:
+        if name not in self._owners:
+            raise ModelError(f"the model has no tensor {name}{nearest(name, self._owners)}")
+        return self._owners[name]

@@ -1,0 +1,69 @@
+"""Rows of one model on one world."""
+
+from collections.abc import Sequence
+
+import pytest
+from torch import Tensor
+
+from penstock.bench.ceiling import WholeModel
+from penstock.bench.compare import Comparison
+from penstock.group.world import start_local
+from penstock.zoo.models.models import load_model
+from tests.cli.conftest import SMALL
+
+
+def test_replicas_are_a_row_with_the_same_numbers() -> None:
+    world = start_local(2)
+    try:
+        comparison = Comparison(
+            load_model(SMALL), world, num_images=12, passes=1, microbatch_size=1, threads=1, depth=2, max_stages=2
+        )
+        comparison.serial()
+        row = comparison.replicas(2)
+        world.dismiss()
+    finally:
+        world.close()
+    assert row["mode"] == "replicas"
+    assert row["bit_equal"]
+    assert [stage["stage"] for stage in row["per_stage"]] == [0, 0]
+    assert len({stage["device"] for stage in row["per_stage"]}) == 2
+    assert row["efficiency"] > 0
+
+
+class TwoRowsPerSecond:
+    """Says that every device alone does two microbatches per second, and can be asked at any time."""
+
+    beside = True
+
+    def __init__(self, whole: WholeModel) -> None:
+        assert len(whole.inputs) == 8
+        self.num_asked = 0
+
+    def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
+        self.num_asked += 1
+        return [], [count / 2 for _ in ranks]
+
+
+def test_a_limit_that_is_measured_beside_the_stages_is_taken_around_every_pass() -> None:
+    world = start_local(2)
+    limits: list[TwoRowsPerSecond] = []
+
+    def make(whole: WholeModel) -> TwoRowsPerSecond:
+        limits.append(TwoRowsPerSecond(whole))
+        return limits[-1]
+
+    try:
+        comparison = Comparison(
+            load_model(SMALL), world, num_images=12, passes=3, microbatch_size=1, threads=1, depth=2, max_stages=2
+        )
+        comparison.serial()
+        comparison.take_limit_from(make)
+        row = comparison.pipeline(2)
+        world.dismiss()
+    finally:
+        world.close()
+    assert limits[0].num_asked == 4  # the one behind a pass is the one before the next
+    assert row["bit_equal"]
+    assert row["ceiling_images_per_second"] == 4
+    assert len(row["pass_efficiencies"]) == 3
+    assert row["efficiency"] == pytest.approx(sum(row["pass_efficiencies"]) / 3)

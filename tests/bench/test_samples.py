@@ -1,0 +1,30 @@
+"""Inputs whose results are known, and how results are held against them."""
+
+import torch
+
+from penstock.bench.samples import Difference, Samples
+from penstock.graph.capture import capture
+from penstock.zoo.models.models import load_model
+from tests.cli.conftest import SMALL
+
+
+def test_inputs_are_distinct_and_come_in_turn() -> None:
+    zoo = load_model(SMALL)
+    graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
+    sizes = graph.sizes(2)
+    samples = Samples(zoo, graph, sizes)
+    fed = [tensors for tensors, given in samples.feed(len(samples.inputs) + 1) if given == sizes]
+    assert len(fed) == len(samples.inputs) + 1
+    assert fed[-1] is samples.inputs[0]
+    assert all(tensor.shape[0] == 2 for (tensor,) in samples.inputs)
+    assert not torch.equal(samples.inputs[0][0], samples.inputs[1][0])
+
+
+def test_a_result_that_is_off_by_one_place_is_seen() -> None:
+    expected = [[torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 4.0])]]
+    difference = Difference(expected)
+    difference.add(1, [torch.tensor([3.0, 4.0])])
+    assert difference.equal
+    difference.add(0, [torch.tensor([1.0, 2.25])])
+    assert not difference.equal
+    assert difference.largest == 0.25

@@ -1,0 +1,128 @@
+"""Cut sets that take turns: other cuts for every microbatch, the same numbers."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.state import load_state
+from penstock.errors import TransportError
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cuts
+from penstock.graph.expressions import Size
+from penstock.graph.ops import Value
+from penstock.graph.program import states_of
+from penstock.graph.stages import divide
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.transport.messages import DATA, Format, Formats, Message
+from penstock.zoo.weights.weights import ModuleWeights
+from tests.models import deit, gpt2
+from tests.worlds import memory_world
+
+ROWS = 2
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=5), st.data())
+def test_the_number_alone_decides(items: list[int], data: st.DataObject) -> None:
+    order = data.draw(st.lists(st.integers(0, len(items) - 1), min_size=1, max_size=7))
+    turns = RoundRobin(items, order)
+    for microbatch in range(3 * len(order)):
+        assert turns[microbatch] == items[order[microbatch % len(order)]]
+        assert turns.map(str)[microbatch] == str(turns[microbatch])
+
+
+@pytest.mark.parametrize("build", [deit, gpt2])
+@pytest.mark.parametrize("seed", range(3))
+def test_alternating_cuts_give_the_same_numbers(build: object, seed: int) -> None:
+    torch.manual_seed(seed)
+    model: nn.Module = build()  # type: ignore[operator]
+    images = build is deit
+
+    def batch(rows: int) -> torch.Tensor:
+        return torch.randn(rows, 3, 32, 32) if images else torch.randint(0, 80, (rows, 9))
+
+    graph = capture(model, (batch(ROWS),))
+    cuts, chance = list(Cuts(graph)), random.Random(seed)
+    sets = [sorted(chance.sample(cuts, 2), key=lambda cut: cut.position) for _ in range(3)]
+    order = [chance.randrange(3) for _ in range(5)]
+    inputs = [batch(chance.randint(1, ROWS)) for _ in range(12)]
+    whole = divide_in_turns(graph, [[]])
+    load = partial(load_state, graph, weights=ModuleWeights(model))
+    microbatches = [([x], {"batch": len(x)}) for x in inputs]
+
+    def run(programs: list[RoundRobin]) -> list[list[torch.Tensor]]:  # type: ignore[type-arg]
+        with memory_world(len(programs)) as world:
+            deployment = Deployment(world.feeder, programs, load, sizes={"batch": ROWS}, threads=1)
+            # twice: every stream begins with the first turn
+            results = [list(deployment.stream(microbatches)) for _ in range(2)]
+            deployment.close()
+        return results[0] + results[1]
+
+    expected, given_ = run(whole), run(divide_in_turns(graph, sets, order))
+    assert len(given_) == 24
+    for one, other in zip(expected, given_, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_weights_that_turns_share_are_held_once() -> None:
+    model = deit()
+    graph = capture(model, (torch.randn(1, 3, 32, 32),))
+    cuts = list(Cuts(graph))
+    near = [cuts[len(cuts) // 2 - 3], cuts[len(cuts) // 2 + 3]]
+    first, second = divide_in_turns(graph, [[cut] for cut in near], [0, 1])
+    for turns in (first, second):
+        names = [state.value.name for state in states_of(turns.items)]
+        assert len(names) == len(set(names))
+        assert set(names) == {state.value.name for program in turns.items for state in program.states}
+    held = sum(len(states_of(turns.items)) for turns in (first, second))
+    assert len(divide(graph, [])[0].states) <= held < 2 * len(divide(graph, [])[0].states)
+
+
+def test_a_message_of_another_turn_is_noticed() -> None:
+    narrow, wide = (Format([Value("x", torch.float32, (Size("batch"), n))], ["batch"], {"batch": 3}) for n in (4, 64))
+    formats = Formats(RoundRobin([narrow, wide], [0, 1]))
+    buffer = torch.zeros(formats.largest({"batch": 2}), dtype=torch.uint8)
+    for index, width in ((0, 4), (1, 64), (2, 4)):
+        x = torch.randn(2, width)
+        formats.write(Message(DATA, index, (2,), [x]), buffer)
+        assert torch.equal(formats.read(buffer).tensors[0], x)
+    swapped = Formats(RoundRobin([wide, narrow], [0, 1]))
+    formats.write(Message(DATA, 0, (2,), [torch.randn(2, 4)]), buffer)
+    with pytest.raises(TransportError, match="too short"):
+        swapped.read(buffer)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (0, 0, 1), (1, 0, 0, 0, 1)])
+def test_pipelines_side_by_side_give_results_in_order(order: tuple[int, ...]) -> None:
+    model = deit()
+    graph = capture(model, (torch.randn(ROWS, 3, 32, 32),))
+    cuts = list(Cuts(graph))
+    load = partial(load_state, graph, weights=ModuleWeights(model))
+    inputs = [torch.randn(1 + index % ROWS, 3, 32, 32) for index in range(15)]
+    with memory_world(3) as world:
+        pipelines = [
+            Deployment(
+                world.feeder, divide_in_turns(graph, [chosen]), load, sizes={"batch": ROWS}, threads=1, ranks=ranks,
+                number=number,
+            )
+            for number, (chosen, ranks) in enumerate([([cuts[len(cuts) // 2]], [1, 2]), ([], [3])])
+        ]  # fmt: skip
+        replicas = Replicas(pipelines, order)
+        for _ in range(2):
+            results = list(replicas.stream([([x], {"batch": len(x)}) for x in inputs]))
+            assert len(results) == len(inputs)
+            with torch.no_grad():
+                for x, (result,) in zip(inputs, results, strict=True):
+                    assert torch.equal(result, model(x))
+            assert sum(stage.num_microbatches for stage in replicas.last_report.stages if stage.stage == 0) == 15
+        left = replicas.stream([([x], {"batch": len(x)}) for x in inputs])
+        next(left)
+        left.close()  # leaving early drains both
+        assert len(list(replicas.stream([([inputs[0]], {"batch": 1})]))) == 1
+        replicas.close()

@@ -1,0 +1,122 @@
+"""The two ends of a cut: order, backpressure, and nothing left posted."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from penstock.engine.channels import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
+from penstock.errors import ConnectionBroken, TransportError
+from penstock.graph.expressions import Size
+from penstock.graph.ops import Value
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.transport.memory_network import MemoryNetwork
+from penstock.transport.messages import CLOSE, DATA, END, Format, Formats, Message
+
+FORMAT = Formats(RoundRobin([Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"], {"batch": 8})]))
+NUM_BYTES = FORMAT.largest({"batch": 3})
+DEPTH = 2
+
+
+def remote() -> tuple[MemoryNetwork, RemoteOutlet, Callable[[], RemoteInlet]]:
+    network = MemoryNetwork(2)
+    outlet = RemoteOutlet(network.transports[0], 1, 5, FORMAT, NUM_BYTES, DEPTH)
+    return network, outlet, lambda: RemoteInlet(network.transports[1], 0, 5, FORMAT, NUM_BYTES, DEPTH)
+
+
+def data(index: int, batch: int = 2) -> Message:
+    return Message(DATA, index, (batch,), [torch.full((batch, 4), float(index))])
+
+
+class Feeding:
+    """Puts messages from a thread of its own and counts them."""
+
+    def __init__(self, outlet: Outlet, messages: list[Message]) -> None:
+        self.num_put = 0
+        self.error: BaseException | None = None
+        self._outlet = outlet
+        self._messages = messages
+        self.thread = threading.Thread(target=self._put)
+        self.thread.start()
+
+    def _put(self) -> None:
+        try:
+            for message in self._messages:
+                self._outlet.put(message)
+                self.num_put += 1
+        except TransportError as error:
+            self.error = error
+
+    def settled(self) -> int:
+        """How many went in before it had to wait."""
+        self.thread.join(0.2)
+        return self.num_put
+
+
+def take_all(inlet: Inlet) -> list[Message]:
+    """Everything until CLOSE, as copies."""
+    taken = []
+    while (message := inlet.take()).kind != CLOSE:
+        taken.append(Message(message.kind, message.index, message.sizes, [t.clone() for t in message.tensors]))
+        inlet.release()
+    return taken
+
+
+def test_ragged_microbatches_arrive_in_order_and_nothing_stays_posted() -> None:
+    network, outlet, make_inlet = remote()
+    batches = [3, 3, 1, 2, 3]
+    sent = [data(index, batch) for index, batch in enumerate(batches)]
+    feeding = Feeding(outlet, [*sent, Message(END, 5), *sent[:2], Message(END, 2), Message(CLOSE)])
+    taken = take_all(make_inlet())
+    feeding.thread.join()
+    assert [message.kind for message in taken] == [DATA] * 5 + [END] + [DATA] * 2 + [END]
+    for given, message in zip(sent, taken[:5], strict=True):
+        assert message.index == given.index
+        assert torch.equal(message.tensors[0], given.tensors[0])
+    assert network.num_open() == 0
+
+
+def test_a_put_waits_for_the_receiver() -> None:
+    _, outlet, make_inlet = remote()
+    feeding = Feeding(outlet, [*(data(index) for index in range(8)), Message(CLOSE)])
+    assert feeding.settled() == DEPTH
+    inlet = make_inlet()
+    assert feeding.settled() == 2 * DEPTH
+    inlet.take()
+    assert feeding.settled() == 2 * DEPTH
+    inlet.release()
+    assert feeding.settled() == 2 * DEPTH + 1
+    take_all(inlet)
+    feeding.thread.join()
+
+
+def test_a_local_edge_keeps_its_depth_and_copies() -> None:
+    edge = LocalEdge(DEPTH)
+    tensor = torch.zeros(2, 4).t()
+    feeding = Feeding(edge, [Message(DATA, index, (2,), [tensor]) for index in range(4)])
+    assert feeding.settled() == DEPTH
+    first = edge.take()
+    assert feeding.settled() == DEPTH + 1
+    tensor.fill_(1.0)
+    assert not first.tensors[0].any()
+    assert first.tensors[0].stride() == tensor.stride()
+    edge.abort()
+    feeding.thread.join()
+    assert isinstance(feeding.error, ConnectionBroken)
+
+
+@pytest.mark.parametrize("side", ["outlet", "inlet"])
+def test_abort_ends_a_wait(side: str) -> None:
+    network, outlet, make_inlet = remote()
+    if side == "outlet":
+        feeding = Feeding(outlet, [data(index) for index in range(4)])
+        feeding.settled()
+        network.transports[0].abort()
+        feeding.thread.join()
+        assert isinstance(feeding.error, ConnectionBroken)
+    else:
+        inlet = make_inlet()
+        threading.Timer(0.05, network.transports[1].abort).start()
+        with pytest.raises(ConnectionBroken):
+            inlet.take()

@@ -1,0 +1,86 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.graph.call import bind_inputs, build_output, read_sizes
+from penstock.graph.capture import capture
+from penstock.graph.expressions import Size
+from penstock.graph.graph import Graph
+from penstock.graph.ops import Value
+
+
+class Model(nn.Module):
+    def forward(self, x: Tensor, *, ids: Tensor, scale: float = 2.0, mask: Tensor | None = None) -> Any:
+        y = x * scale + ids.unsqueeze(1)
+        return {"y": y, "size": x.shape[0] + 1, "none": mask, "pair": (y, x)}
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return capture(Model(), (torch.randn(3, 4),), {"ids": torch.arange(3), "scale": 3.0, "mask": None})
+
+
+def test_a_call_is_flattened_in_the_order_of_the_capture(graph: Graph) -> None:
+    x, ids = torch.randn(5, 4), torch.arange(5)
+    for keywords in ({"ids": ids, "scale": 3.0, "mask": None}, {"mask": None, "scale": 3.0, "ids": ids}):
+        tensors, sizes = bind_inputs(graph, (x,), keywords)
+        assert tensors[0] is x
+        assert tensors[1] is ids
+        assert sizes == {"batch": 5}
+
+
+def test_results_get_their_structure_back(graph: Graph) -> None:
+    y, x = torch.randn(5, 4), torch.randn(5, 4)
+    result = build_output(graph, [y, x], {"batch": 5})
+    assert list(result) == ["y", "size", "none", "pair"]
+    assert result["y"] is result["pair"][0] is y
+    assert result["pair"][1] is x
+    assert (result["size"], result["none"]) == (6, None)
+
+
+@pytest.mark.parametrize(
+    ("args", "changes", "message"),
+    [
+        ((torch.ones(5, 4),), {"scale": 2.0},
+         "Model was captured with scale=3.0 and called with 2.0; capture it again with the value that you want"),
+        ((torch.ones(5, 4),), {"scale": 3},
+         "Model was captured with scale=3.0 and called with 3; capture it again with the value that you want"),
+        ((torch.ones(5, 4),), {"mask": torch.ones(5)},
+         "Model was captured with mask=None and called with float32 [5]; "
+         "capture it again with the value that you want"),
+        ((torch.ones(5, 4),), {"ids": torch.arange(4)}, "the input 'ids' must be int64 [batch], not int64 [4]"),
+        ((torch.ones(5, 7),), {}, "the input 'x' must be float32 [batch, 4], not float32 [5, 7]"),
+        ((torch.ones(5, 4).double(),), {}, "the input 'x' must be float32 [batch, 4], not float64 [5, 4]"),
+        ((torch.ones(5),), {}, "the input 'x' must be float32 [batch, 4], not float32 [5]"),
+        ((7,), {}, "the input 'x' must be float32 [batch, 4], not 7"),
+        ((), {}, "Model was captured with 1 positional inputs and ids, scale, mask and called with "
+                 "0 positional inputs and ids, scale, mask; call it as in the example"),
+    ],
+)  # fmt: skip
+def test_calls_unlike_the_example(graph: Graph, args: tuple[Any, ...], changes: dict[str, Any], message: str) -> None:
+    keywords = {"ids": torch.arange(5), "scale": 3.0, "mask": None} | changes
+    with pytest.raises(UsageError) as caught:
+        bind_inputs(graph, args, keywords)
+    assert str(caught.value) == message
+
+
+def test_sizes_are_read_from_shapes() -> None:
+    values = [
+        Value("a", torch.float32, (Size(("*", 197, "batch")), 4)),
+        Value("b", torch.float32, (Size(("+", "batch", "sequence")), 4)),
+        Value("c", torch.float32, (Size("sequence"),)),
+    ]
+    tensors = [torch.ones(197 * 3, 4), torch.ones(10, 4), torch.ones(7)]
+    assert read_sizes(("batch", "sequence"), values, tensors) == {"batch": 3, "sequence": 7}
+    assert read_sizes(("batch",), [], []) == {"batch": 1}
+
+
+def test_tensors_that_do_not_fit_a_stage() -> None:
+    value = Value("a", torch.float32, (Size(("*", 197, "batch")), 4))
+    with pytest.raises(UsageError, match=r"^the input 'a' must be float32 \[197\*batch, 4\], not float32 \[198, 4\]$"):
+        read_sizes(("batch",), [value], [torch.ones(198, 4)])
+    with pytest.raises(UsageError, match=r"^1 input tensors are expected, not 2$"):
+        read_sizes(("batch",), [value], [torch.ones(197, 4)] * 2)

@@ -1,0 +1,216 @@
+"""How processes become one group, and who is refused."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from penstock import __version__
+from penstock.errors import RunError, UsageError
+from penstock.group import join
+from penstock.group.addresses import LOOPBACK, first_address, listen
+from penstock.group.board import PatientStore, connect_store, serve_store, wait_for_server
+from penstock.group.join import Hello, Meeting
+from penstock.group.world import own_address
+from penstock.transport.watched import StoreSilent, run_watched
+
+
+def meet(store: Store, rank: int, size: int, **settings: Any) -> Meeting:
+    name = f"rank {rank} on here"
+    return Meeting(lambda: store, rank, size, address=LOOPBACK, prefix="run0", name=name, **settings)
+
+
+def together(*meetings: Callable[[], Meeting]) -> list[Meeting | Exception]:
+    """Let processes meet at the same time; gives each one's group, or what it was told."""
+    found: dict[int, Meeting | Exception] = {}
+
+    def run(index: int) -> None:
+        try:
+            found[index] = meetings[index]()
+        except RunError as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(meetings))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    return [found[index] for index in range(len(meetings))]
+
+
+def test_a_group_knows_who_is_in_it() -> None:
+    store = HashStore()
+    first, second = together(lambda: meet(store, 0, 2), lambda: meet(store, 1, 2))
+    assert isinstance(first, Meeting)
+    assert isinstance(second, Meeting)
+    assert [hello.name for hello in second.hellos] == ["rank 0 on here", "rank 1 on here"]
+    assert first.name == second.name
+    assert sorted(first.boards.others) == [1]
+    assert sorted(second.boards.others) == [0]
+
+
+def test_two_runs_on_one_store_have_different_names() -> None:
+    names = set()
+    for _ in range(2):
+        (alone,) = together(lambda: meet(HashStore(), 0, 1))
+        assert isinstance(alone, Meeting)
+        names.add(alone.name)
+    assert len(names) == 2
+
+
+def test_missing_ranks_are_named_in_time() -> None:
+    begin = time.perf_counter()
+    store = HashStore()
+    hello = Hello(
+        rank=2, size=4, run="", nonce="x", penstock=__version__, torch=str(torch.__version__).partition("+")[0],
+        name="", host="", address=LOOPBACK, board_port=1,
+    )  # fmt: skip
+    store.set("penstock/run0/hello/2", msgspec.json.encode(hello).decode())
+    with pytest.raises(RunError, match="rank 1, 3 of 4 did not join within 0 s; start it"):
+        meet(store, 0, 4, join_s=0.3)
+    assert time.perf_counter() - begin < 2.0
+
+
+def test_what_is_watched_meanwhile_may_end_the_wait() -> None:
+    def watch() -> None:
+        raise RunError("worker 1 is gone")
+
+    with pytest.raises(RunError, match="worker 1 is gone"):
+        meet(HashStore(), 0, 2, watch=watch)
+
+
+def test_a_second_process_of_one_rank_is_refused() -> None:
+    store = HashStore()
+    told = together(lambda: meet(store, 0, 2), lambda: meet(store, 1, 2), lambda: meet(store, 1, 2))
+    refused = [one for one in told[1:] if isinstance(one, RunError)]
+    assert len(refused) == 1
+    assert "another rank 1 has joined already; end the one that is left from before" in str(refused[0])
+    assert isinstance(told[0], Meeting)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("__version__", r"rank 1 on \S+ runs penstock 9.9 and rank 0 on \S+ \d.*; install the same everywhere"),
+        ("size", r"rank 1 on \S+ counts processes 3 and rank 0 on \S+ 2; start all of them for the same number"),
+        ("run", r"rank 1 on \S+ is of the run yesterday's and rank 0 on \S+ ; give all of them the same --rdzv-id"),
+        ("nonsense", "rank 1 speaks another version of penstock than"),
+    ],
+)
+def test_who_does_not_fit_is_refused(what: str, message: str) -> None:
+    store = HashStore()
+    own = Hello(
+        rank=1, size=2, run="", nonce="x", penstock=__version__, torch=str(torch.__version__).partition("+")[0],
+        name="", host="there", address=LOOPBACK, board_port=1,
+    )  # fmt: skip
+    changes: dict[str, dict[str, Any]] = {
+        "__version__": {"penstock": "9.9"},
+        "size": {"size": 3},
+        "run": {"run": "yesterday's"},
+    }
+    text = msgspec.json.encode(msgspec.structs.replace(own, **changes.get(what, {}))).decode()
+    store.set("penstock/run0/hello/1", text if what != "nonsense" else '{"version": 1}')
+    with pytest.raises(RunError, match=message):
+        meet(store, 0, 2)
+    assert "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def test_a_store_that_falls_silent_is_the_first_host_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "STORE_S", 0.3)
+    silent = threading.Event()
+
+    class Silent(HashStore):
+        def check(self, _keys: list[str]) -> bool:
+            silent.wait(5.0)
+            return False
+
+    begin = time.perf_counter()
+    with pytest.raises(RunError, match=r"the first host was lost by rank 1 .* not answered for 0.3 s, so it was"):
+        meet(Silent(), 1, 2)
+    assert time.perf_counter() - begin < 3.0
+    silent.set()
+
+
+def test_a_patient_store_says_what_its_calls_say() -> None:
+    store = PatientStore(HashStore, 5.0)
+    store.call(lambda s: s.set("a", "b"))
+    assert store.call(lambda s: s.get("a")) == b"b"
+    with pytest.raises(RuntimeError, match="no paper"):
+        store.call(lambda _s: (_ for _ in ()).throw(RuntimeError("no paper")))
+    store.close()
+
+
+def test_what_a_thread_raises_reaches_its_caller() -> None:
+    def fail() -> None:
+        raise MemoryError("no more")
+
+    with pytest.raises(MemoryError):
+        run_watched(fail, lambda: None, 5.0)
+    store = PatientStore(HashStore, 5.0)
+    with pytest.raises(MemoryError):
+        store.call(lambda _s: fail())
+    store.close()
+    release = threading.Event()
+    with pytest.raises(StoreSilent, match=r"no answer for 0\.2 s"):
+        run_watched(lambda: release.wait(5.0), lambda: None, 0.2)
+    release.set()
+
+
+def test_a_silent_store_is_asked_no_more() -> None:
+    release = threading.Event()
+    store = PatientStore(HashStore, 0.1)
+    with pytest.raises(StoreSilent, match=r"has not answered for 0\.1 s"):
+        store.call(lambda _s: release.wait(5.0))
+    with pytest.raises(StoreSilent, match="does not answer"):
+        store.call(lambda s: s.set("a", "b"))
+    store.close()
+    release.set()
+
+
+def test_a_store_listens_on_its_address_alone() -> None:
+    store = serve_store(LOOPBACK)
+    assert connect_store(LOOPBACK, store.port).check(["a"]) is False
+    with pytest.raises(RunError, match=rf"the first host 127.0.0.2:{store.port} cannot be reached: .*; start it first"):
+        wait_for_server("127.0.0.2", store.port, 0.3)
+    with pytest.raises(OSError, match=r"in use"):
+        listen(LOOPBACK, store.port)
+
+
+def test_an_address_that_is_not_here_is_named() -> None:
+    with pytest.raises(RunError, match=r"rank 0 cannot listen on 192.0.2.7 .*; choose an address of this machine"):
+        Meeting(HashStore, 0, 1, address="192.0.2.7", prefix="run0", name="")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_loopback_stays_what_it_is(host: str) -> None:
+    assert first_address(host, all_here=False) == LOOPBACK
+
+
+def test_the_first_hosts_own_name_is_not_loopback_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("127.0.1.1", 9))])
+    monkeypatch.setattr("penstock.group.board.local_address", lambda _towards: "192.168.1.10")
+    assert first_address("desk", all_here=False) == "192.168.1.10"
+    assert first_address("desk", all_here=True) == LOOPBACK
+
+
+def test_a_first_host_that_nobody_could_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_route(_towards: str) -> str:
+        raise RunError("there is no route")
+
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("127.0.1.1", 9))])
+    monkeypatch.setattr("penstock.group.board.local_address", no_route)
+    with pytest.raises(RunError, match=r"desk means loopback on this machine, .*; give the address itself"):
+        first_address("desk", all_here=False)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_all_addresses_are_no_choice(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("PENSTOCK_BIND", address)
+    with pytest.raises(UsageError, match=f"PENSTOCK_BIND is one address of this machine, and {address} means all"):
+        own_address()

@@ -1,0 +1,109 @@
+"""How processes find each other, and what they say when they do not."""
+
+import gc
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from penstock.errors import ConnectionBroken, DeviceLost, RunError, TransportError
+from penstock.group import world as world_module
+from penstock.group.world import join_torchrun, under_torchrun
+from tests.processes import free_port, run_ranks
+from tests.worlds import memory_world
+
+LOOPBACK = "127.0.0.1"
+
+
+def torchrun_variables(monkeypatch: pytest.MonkeyPatch, port: int, rank: int = 0, size: int = 1) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("MASTER_ADDR", LOOPBACK), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not under_torchrun()
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        torchrun_variables(monkeypatch, port)
+        assert under_torchrun()
+        with pytest.raises(RunError, match=f"port {port} on {LOOPBACK} is in use; give another one"):
+            join_torchrun()
+
+
+def test_one_process_is_a_world_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "_serving", {})
+    torchrun_variables(monkeypatch, free_port())
+    monkeypatch.setenv("PENSTOCK_HOST", "board")
+    world = join_torchrun()
+    assert (world.rank, world.devices, world.names) == (0, [0], ["rank 0 on board"])
+    world.close()
+    world.close()
+
+
+def join_twice(rank: int, _store: Store, port: int) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        torchrun_variables(patch, port, rank, 2)
+        worlds = [join_torchrun(), join_torchrun()]  # the first one is there yet
+    names = [world.names for world in worlds]
+    for world in worlds:
+        world.close()
+    return {"names": names}
+
+
+def test_processes_join_again_without_torchrun(tmp_path: Path) -> None:
+    results = run_ranks(join_twice, 2, 60.0, tmp_path, free_port())
+    assert [len(names) for result in results for names in result["names"]] == [2] * 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+def test_joining_again_and_again_leaves_no_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "_serving", {})
+    torchrun_variables(monkeypatch, free_port())
+    counts = []
+    for _ in range(20):
+        join_torchrun().close()
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert max(counts[10:]) <= max(counts[:10]) + 1, counts  # a connection may still be closing
+
+
+def test_a_broken_connection_is_explained_by_the_verdict() -> None:
+    with memory_world(2, reason_s=5.0) as world:
+        threading.Timer(0.2, lambda: world.workers[1].health.report(ValueError("no more memory"))).start()
+        begin = time.perf_counter()
+        reason = world.feeder.explain(ConnectionBroken("the connection to rank 2 broke"))
+        assert time.perf_counter() - begin < 2.0
+        assert (type(reason), str(reason)) == (RunError, "worker 2: no more memory")
+
+
+def test_a_broken_connection_without_a_verdict_is_told_to_everybody() -> None:
+    with memory_world(2, reason_s=0.1) as world:
+        error = ConnectionBroken("the connection to rank 2 broke")
+        assert world.feeder.explain(error) is error
+        with pytest.raises(RunError, match="the feeding process: the connection to rank 2 broke"):
+            world.workers[0].health.wait_for_failure(2.0)
+
+
+def test_damage_explains_itself_at_once() -> None:
+    with memory_world(2, reason_s=5.0) as world:
+        begin = time.perf_counter()
+        error = TransportError("message 3 is damaged")
+        assert world.feeder.explain(error) is error
+        assert time.perf_counter() - begin < 1.0
+        with pytest.raises(RunError, match="message 3 is damaged"):
+            world.workers[1].health.wait_for_failure(2.0)
+
+
+def test_the_first_verdict_counts() -> None:
+    with memory_world(2) as world:
+        world.workers[0].health.report(ValueError("first"))
+        world.feeder.health.report(ValueError("second"))
+        with pytest.raises(RunError, match="worker 1: first") as caught:
+            world.feeder.check()
+        assert not isinstance(caught.value, DeviceLost)

@@ -1,0 +1,108 @@
+"""Rows on disk, and going on after a run that was killed."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import UsageError
+from penstock.recipes.predictions import COLUMNS, PredictionFile
+
+NAMES = [
+    "cat.jpg",
+    'a "quoted", name.jpg',
+    "two\nlines.jpg",
+    "carriage\rreturn.jpg",
+    "dos\r\nlines.jpg",
+    "line\u2028separator \x85.jpg",
+    "ünï.jpg",
+    b"not \xff text.jpg".decode(errors="surrogateescape"),
+    '"',
+    "",
+    "=cmd|' /C calc'!A0.jpg",
+    "'=cmd.jpg",
+    "''-1.jpg",
+    "'plain.jpg",
+    "@sum.jpg",
+    "\ttab.jpg",
+]
+ROWS: list[dict[str, Any]] = [{"image": name, "prediction": index} for index, name in enumerate(NAMES)]
+
+
+def write(path: Path, rows: list[dict[str, Any]], *, resume: bool = False) -> list[dict[str, Any]]:
+    with PredictionFile(path, resume=resume) as file:
+        for row in rows:
+            file.write(row)
+        return file.done
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
+def test_every_place_where_a_run_may_be_killed(tmp_path: Path, name: str) -> None:
+    """Cut the file after every single byte, resume, write what is missing: it is the uninterrupted file."""
+    whole = tmp_path / name
+    write(whole, ROWS)
+    data = whole.read_bytes()
+    path = tmp_path / f"cut.{name}"
+    for kept in range(len(data) + 1):
+        path.write_bytes(data[:kept])
+        with PredictionFile(path, resume=True) as file:
+            done = [row["image"] for row in file.done]
+            assert done == NAMES[: len(done)], kept
+            for row in ROWS[len(done) :]:
+                file.write(row)
+        assert path.read_bytes() == data, kept
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
+def test_nothing_is_lost_between_rows(tmp_path: Path, name: str) -> None:
+    """Each row is in the file as soon as `write` returns."""
+    path = tmp_path / name
+    with PredictionFile(path) as file:
+        for count, row in enumerate(ROWS, 1):
+            file.write(row)
+            with PredictionFile(path, resume=True) as reader:
+                assert len(reader.done) == count
+
+
+def test_without_resume_it_starts_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    write(path, ROWS)
+    assert write(path, ROWS[:1]) == []
+    assert json.loads(path.read_text()) == ROWS[0]
+
+
+def test_the_columns(tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    write(path, [{"image": "a", "label": 1, "prediction": 2, "class": "x", "confidence": 0.5}])
+    assert path.read_text() == f"{','.join(COLUMNS)}\na,1,2,x,0.5,\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("out.jsonl", "hello\n"), ("out.jsonl", "[1]\n"), ("out.jsonl", '{"a": 1}\n'), ("out.csv", "a,b\n1,2\n")],
+)
+def test_another_file_is_left_as_it_is(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text + "half")
+    with pytest.raises(UsageError, match="is not a file of predictions"):
+        PredictionFile(path, resume=True)
+    assert path.read_text() == text + "half"
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written"):
+        PredictionFile(tmp_path / "no folder" / "out.csv")
+
+
+def test_no_name_is_a_formula(tmp_path: Path) -> None:
+    write(tmp_path / "out.csv", [*ROWS, {"image": "a.jpg", "class": "=1+1", "error": "+1", "confidence": 0.5}])
+    with (tmp_path / "out.csv").open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert not [cell for cell in cells if cell.startswith(("=", "+", "-", "@", "\t", "\r"))]
+
+
+def test_rows_from_before_are_known_again(tmp_path: Path) -> None:
+    (tmp_path / "out.csv").write_text("image,label,prediction,class,confidence,error\n=x.jpg,,1,,,\n")
+    assert [row["image"] for row in write(tmp_path / "out.csv", [], resume=True)] == ["=x.jpg"]

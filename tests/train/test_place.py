@@ -1,0 +1,158 @@
+"""Training as a plan says: pipelines with other cuts and other parts of the batch, gradients as of one process."""
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from msgspec.structs import replace
+
+import penstock
+from penstock.engine.gradients import make_buckets as engine_buckets
+from penstock.errors import PlanError, UsageError
+from penstock.graph.cuts import Cuts
+from penstock.graph.stages import fingerprint
+from penstock.group.world import World
+from penstock.measure.costs import held_by_units
+from penstock.plan.cost.all_reduces import make_buckets
+from penstock.plan.cost.predict import divisions_of
+from penstock.plan.cost.problem import Problem
+from penstock.plan.cost.stage_cost import Setting
+from penstock.plan.schedule.actions import text
+from penstock.spec.check import check_plan
+from penstock.spec.cluster import Cluster, Device
+from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage
+from penstock.spec.profile import Boundary, Unit
+from penstock.train.captured import Captured
+from penstock.train.grids import plan_grid
+from penstock.train.trainer import Trainer
+from tests.learners import LOSSES, batches, captured, model, sgd
+from tests.spec.samples import make_profile
+from tests.train.test_pipeline import images, small
+from tests.trainers import by_hand, errors, in_threads, train
+
+# for each pipeline its microbatches, and where it is cut in parts of the model
+Parts = list[tuple[int, list[float]]]
+
+
+def plan_for(given: Captured, parts: Parts, schedule: Schedule = "1f1b") -> Plan:
+    """A plan by hand, its devices `d0`, `d1`, ... in order."""
+    names = [cut.name for cut in Cuts(given.graph)]
+    total = sum(count for count, _ in parts)
+    dealt = 2 if schedule == "interleaved" else 20  # each of two devices has several stages
+    devices = iter(f"d{index % dealt}" for index in range(20))
+    pipelines = tuple(
+        Pipeline(
+            stages=tuple(Stage(devices=(next(devices),)) for _ in range(len(places) + 1)),
+            cut_sets=(CutSet(cuts=tuple(names[int(place * len(names))] for place in places)),),
+            share=count / total,
+        )
+        for count, places in parts
+    )
+    names_used = dict.fromkeys(stage.devices[0] for p in pipelines for stage in p.stages)
+    loads = tuple(DeviceLoad(device=name, load_s=1.0, memory_bytes=1.0) for name in names_used)
+    return Plan(
+        model=given.graph.model, graph=fingerprint(given.graph), profile="", cluster="", microbatch_rows=2,
+        pipelines=pipelines, loader="d0", writer="d0", schedule=schedule, num_microbatches=total,
+        prediction=Prediction(rows_per_s=1.0, bound_rows_per_s=1.0, latency_s=1.0, num_rows=1, total_s=1.0, limit="d0",
+                              devices=loads),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "schedule"),
+    [
+        ("deit", [(2, [0.3]), (1, [0.7])], "1f1b"),
+        ("unet", [(3, []), (2, [0.4])], "gpipe"),  # whose statistics the first replica gives to the others
+        ("gpt2", [(1, []), (4, [0.2, 0.5])], "1f1b"),  # its embedding tied to the head
+        ("gpt2", [(3, [0.5])], "1f1b"),
+        ("gpt2", [(4, [0.2, 0.5, 0.7])], "interleaved"),
+        ("deit", [(3, [0.3, 0.6])], "interleaved"),  # stages that do not divide by the devices
+        ("gpt2", [(4, [0.3, 0.6])], "zero-bubble"),
+        ("deit", [(2, [0.4]), (3, [0.5])], "zero-bubble"),
+    ],
+)
+def test_gradients_are_those_of_one_process(name: str, parts: Parts, schedule: Schedule) -> None:
+    given, plan = batches(name, 2), plan_for(captured(name, torch.float32), parts, schedule)
+    check_plan(plan)
+    got = train(captured(name, torch.float32), len(plan.devices), given, sgd, LOSSES[name], plan=plan)
+    counts = [count for count, _ in parts]
+    expected = by_hand(model(name, torch.float32), given, sgd, LOSSES[name], counts)
+    assert got[0] == pytest.approx(expected[0], rel=1e-6)
+    for wants, gives in ((expected[1], got[1]), (expected[2], got[2])):
+        alike = {key: tensor for key, tensor in wants.items() if "running" not in key and "tracked" not in key}
+        assert max(errors(alike, gives).values()) < 1e-5
+
+
+def test_a_device_works_through_neighbouring_stages_as_through_one() -> None:
+    plan = plan_for(captured("gpt2", torch.float32), [(2, [0.5]), (1, [0.2])])
+    names = [cut.name for cut in Cuts(captured("gpt2", torch.float32).graph)]
+    grid, cuts = plan_grid(plan, {f"d{rank}": rank for rank in range(4)}, {n: i for i, n in enumerate(names)})
+    assert cuts == [plan.pipelines[1].cut_sets[0].cuts[0], plan.pipelines[0].cut_sets[0].cuts[0]]
+    assert [replica.stages for replica in grid.replicas] == [(0, 0, 1), (2, 3, 3)]
+    assert [list(rows) for rows in grid.rows(7)] == [[0, 1, 2, 3, 4], [5, 6]]
+    assert [list(rows) for rows in grid.rows(2)] == [[0, 1], []]
+
+
+def test_the_schedule_of_a_planned_replica() -> None:
+    def script(world: World) -> list[str]:
+        trainer = Trainer(given, world, plan=plan)
+        found = [text(actions) for actions in trainer.schedule(trainer.num_microbatches)]
+        trainer.close()
+        return found
+
+    given = captured("gpt2", torch.float32)
+    plan = plan_for(given, [(2, [0.5]), (1, [0.2])])
+    made = in_threads(4, script)
+    assert made[0] == ["F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 S.1 B1.0 S.0", "F0.2 B0.2 F1.2 B1.2 S.2"]
+    assert made[3] == ["F0.0 B0.0 S.0", "F0.1 F0.2 B0.2 S.2 B0.1 S.1"]
+
+
+def test_what_a_plan_cannot_be_used_for() -> None:
+    inputs, labels = images(4)
+    given = Captured(small().train(), (inputs,))
+    plan, streams = (plan_for(given, [(2, [])], schedule) for schedule in ("1f1b", "forward-only"))
+    with pytest.raises(UsageError, match="a plan says its stages and microbatches; leave them out"):
+        penstock.Pipeline(small().train(), inputs, plan=plan, stages=1, microbatches=2)
+    with penstock.Pipeline(small().train(), inputs, plan=streams) as pipe, pytest.raises(PlanError) as caught:
+        pipe.train_step(inputs, labels, F.cross_entropy)
+    assert "the plan is for inference, but the model is to be trained; plan with --schedule 1f1b" in str(caught.value)
+    with pytest.raises(PlanError, match=r"the plan is for training \(schedule 1f1b\), but the model is to stream"):
+        penstock.Pipeline(small().eval(), inputs, plan=plan)
+    with pytest.raises(PlanError, match="the plan is for the graph 0000"):
+        penstock.Pipeline(small().train(), inputs, plan=replace(plan, graph="0000")).train_step(inputs, labels)
+    with pytest.raises(PlanError, match="the plan uses 1 devices, d0, but 2 processes train; start one"):
+        in_threads(2, lambda world: Trainer(given, world, plan=plan))
+
+
+def test_a_plan_of_one_device_trains_in_this_process() -> None:
+    inputs, labels = images(6)
+    plan = plan_for(Captured(small().train(), (inputs,)), [(3, [])])
+    with penstock.Pipeline(small().train(), inputs, plan=plan) as pipe:
+        assert float(pipe.train_step(inputs, labels, F.cross_entropy)) > 0
+        assert pipe.trainer.num_microbatches == 3
+
+
+def test_sums_are_planned_in_the_buckets_in_which_they_travel() -> None:
+    given = captured("gpt2", torch.float32)
+    plan = plan_for(given, [(2, [0.5]), (1, [0.2])])
+    names = [cut.name for cut in Cuts(given.graph)]
+    positions = [0, *(cut.position for cut in Cuts(given.graph)), len(given.graph.ops)]
+    units = tuple(
+        Unit(forward_s=(1.0,), backward_s=(1.0,), parameters=p) for p in held_by_units(given.graph, positions)
+    )
+    boundaries = tuple(Boundary(name=name, bytes_per_row=1.0) for name in ("input", *names, "output"))
+    profile = msgspec.structs.replace(make_profile([1.0]), units=units, boundaries=boundaries)
+    devices = tuple(Device(name=name, speed=1.0, memory_bytes=1) for name in plan.devices)
+    problem = Problem(profile, Cluster(devices=devices), Setting(schedule="1f1b", num_microbatches=3))
+    planned = make_buckets(problem, [divisions_of(problem, pipeline)[0] for pipeline in plan.pipelines])
+
+    def script(world: World) -> list[tuple[int, tuple[int, ...], int]]:
+        trainer = Trainer(given, world, plan=plan)
+        trainer.close()
+        made = engine_buckets(trainer.tensors.weights(), trainer.order)
+        return [(b.number, b.weights[0].ranks, sum(w.leaves[0].nbytes for w in b.weights)) for b in made]
+
+    travelling = sorted({bucket for found in in_threads(4, script) for bucket in found})
+    assert sorted(zip([b.devices for b in planned], [b.num_bytes for b in planned], strict=True)) == sorted(
+        (ranks, num_bytes) for _, ranks, num_bytes in travelling
+    )

@@ -1,0 +1,281 @@
+"""Sets of images from every source, good and bad."""
+
+import pickle
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penstock.errors import DataError
+from penstock.zoo.data import image_set
+from penstock.zoo.data.folders import natural_key
+from penstock.zoo.data.image_names import open_images
+from penstock.zoo.data.image_set import ImageSet
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+COLORS = {
+    "cats/1.png": "red",
+    "cats/10.png": "lime",
+    "cats/9.jpg": "blue",
+    "dogs/a.webp": "white",
+    "dogs/b.bmp": "black",
+}
+NAMES = ["cats/1.png", "cats/9.jpg", "cats/10.png", "dogs/a.webp", "dogs/b.bmp"]
+
+
+def write(path: Path, color: str = "red") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 6), color).save(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "photos"
+    for name, color in COLORS.items():
+        write(root / name, color)
+    (root / "notes.txt").write_text("no image")
+    (root / "cats" / "._1.png").write_text("left by another system")
+    return root
+
+
+def pack(root: Path, target: Path, mode: str) -> Path:
+    with tarfile.open(target, mode) as archive:  # type: ignore[call-overload]
+        archive.add(root, root.name)
+    return target
+
+
+def corners(images: ImageSet) -> list[tuple[int, ...]]:
+    return [images.read(index).getpixel((0, 0)) for index in range(len(images))]  # type: ignore[misc]
+
+
+def test_a_folder_is_labelled_by_sub_folder_in_natural_order(folder: Path) -> None:
+    images = open_images(folder)
+    assert [images.name(index) for index in range(len(images))] == NAMES
+    assert [images.label(index) for index in range(5)] == [0, 0, 0, 1, 1]
+    assert images.classes == ("cats", "dogs")
+    assert images.read(0).mode == "RGB"
+    assert images.read(0).size == (8, 6)
+    assert [corners(images)[index] for index in (0, 2, 3, 4)] == [
+        (255, 0, 0),
+        (0, 255, 0),
+        (255, 255, 255),
+        (0, 0, 0),
+    ]
+
+
+def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
+    for name in ("img10.png", "img9.png"):
+        write(tmp_path / name)
+    images = open_images(str(tmp_path))
+    assert [images.name(0), images.name(1)] == ["img9.png", "img10.png"]
+    assert (images.label(0), images.classes) == (None, ())
+
+
+def test_one_sub_folder_is_one_class_and_outer_folders_are_passed_through(tmp_path: Path) -> None:
+    write(tmp_path / "one" / "cats" / "1.png")
+    assert open_images(tmp_path / "one").classes == ("cats",)
+    write(tmp_path / "two" / "set" / "test" / "cats" / "1.png")
+    write(tmp_path / "two" / "set" / "test" / "dogs" / "1.png")
+    assert open_images(tmp_path / "two").classes == ("cats", "dogs")
+
+
+def test_a_folder_of_links_is_followed_once(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "cats").symlink_to(folder / "cats")
+    (tmp_path / "links" / "self").symlink_to(tmp_path / "links")
+    assert len(open_images(tmp_path / "links")) == 3
+
+
+@pytest.mark.parametrize(("suffix", "mode"), [(".tar", "w"), (".tar.gz", "w:gz"), (".tgz", "w:gz")])
+def test_an_archive_is_like_its_folder(folder: Path, tmp_path: Path, suffix: str, mode: str) -> None:
+    images = open_images(pack(folder, tmp_path / f"photos{suffix}", mode))
+    assert [image.rpartition("photos/")[2] for image in images.names] == NAMES
+    assert images.classes == ("cats", "dogs")
+    assert corners(images) == corners(open_images(folder))
+    assert images.read(0).tobytes() == open_images(folder).read(0).tobytes()  # back to the beginning
+    assert corners(pickle.loads(pickle.dumps(images))) == corners(images)
+
+
+def test_an_archive_of_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
+    write(tmp_path / "flat" / "1.png")
+    assert open_images(pack(tmp_path / "flat", tmp_path / "flat.tar", "w")).classes == ()
+
+
+def test_one_image_is_a_set(folder: Path) -> None:
+    images = open_images(folder / "cats" / "1.png")
+    assert (len(images), images.name(0), images.label(0)) == (1, "1.png", None)
+    assert corners(images) == [(255, 0, 0)]
+
+
+def test_take_gives_the_first(folder: Path) -> None:
+    images = open_images(folder).take(2)
+    assert (len(images), images.name(1), images.label(1)) == (2, "cats/9.jpg", 0)
+    assert images.read(0).size == (8, 6)
+    for num_images in (0, -1, 3):
+        with pytest.raises(DataError, match=f"the set has 2 images, not {num_images}; ask for 1 to 2"):
+            images.take(num_images)
+    with pytest.raises(DataError, match="the set has images 0 to 1, not 2"):
+        images.read(2)
+
+
+def test_exif_orientation_is_respected(tmp_path: Path) -> None:
+    image = Image.new("RGB", (8, 4), "red")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "turned.jpg", exif=exif)
+    assert open_images(tmp_path).read(0).size == (4, 8)
+
+
+@pytest.mark.parametrize(("mode", "color", "expected"), [("L", 128, 128), ("RGBA", (9, 9, 9, 255), 9), ("1", 1, 255)])
+def test_other_kinds_of_pixels_become_rgb(tmp_path: Path, mode: str, color: tuple[int, ...], expected: int) -> None:
+    Image.new(mode, (2, 2), color).save(tmp_path / "a.png")
+    assert corners(open_images(tmp_path)) == [(expected,) * 3]
+
+
+def test_sixteen_bit_grey_keeps_its_range(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 257 * 100], [65535, 0]], dtype=np.uint16)).save(tmp_path / "a.png")
+    image = open_images(tmp_path).read(0)
+    assert [image.getpixel(at) for at in ((0, 0), (1, 0), (0, 1))] == [(0,) * 3, (100,) * 3, (255,) * 3]
+
+
+def test_a_damaged_image_is_named_and_the_others_stay(folder: Path) -> None:
+    bad = folder / "cats" / "9.jpg"
+    data = bad.read_bytes()
+    for damaged in (data[:200], b"", b"hello", b"GIF89a" + bytes(20)):
+        bad.write_bytes(damaged)
+        images = open_images(folder)
+        with pytest.raises(DataError, match=r"^the image cats/9\.jpg cannot be read \(.*\)$"):
+            images.read(1)
+        assert images.read(2).size == (8, 6)
+    images = open_images(folder)
+    bad.unlink()
+    with pytest.raises(DataError, match=r"^the image cats/9\.jpg cannot be read"):
+        images.read(1)
+
+
+def test_a_huge_image_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.new("1", (20000, 20000)).save(tmp_path / "bomb.png")
+    with pytest.raises(DataError, match=r"^the image bomb\.png cannot be read"):
+        open_images(tmp_path).read(0)
+    write(tmp_path / "cats.png")
+    monkeypatch.setattr(image_set, "_MAX_PIXELS", 47)
+    with pytest.raises(DataError, match=r"^the image cats\.png has 48 pixels, more than 47"):
+        open_images(tmp_path).read(1)
+
+
+def test_a_cut_archive_is_refused(folder: Path, tmp_path: Path) -> None:
+    for suffix, mode in ((".tar", "w"), (".tar.gz", "w:gz")):
+        whole = pack(folder, tmp_path / f"a{suffix}", mode)
+        cut = tmp_path / f"cut{suffix}"
+        cut.write_bytes(whole.read_bytes()[:700])
+        with pytest.raises(DataError, match="cut"):
+            corners(open_images(cut))
+    (tmp_path / "text.tar").write_text("hello")
+    with pytest.raises(DataError, match=r"text\.tar is not a whole tar file"):
+        open_images(tmp_path / "text.tar")
+
+
+def test_paths_that_hold_no_images(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^there is no .*none; give a folder, an image"):
+        open_images(tmp_path / "none")
+    with pytest.raises(DataError, match=r"holds no images; looked for \.jpg, \.jpeg, \.png, \.webp, \.bmp and CIFAR"):
+        open_images(tmp_path)
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match=r"a\.txt is no set of images"):
+        open_images(tmp_path / "a.txt")
+    with tarfile.open(tmp_path / "a.tar", "w"):
+        pass
+    with pytest.raises(DataError, match=r"a\.tar holds no images"):
+        open_images(tmp_path / "a.tar")
+
+
+def records(labels: list[list[int]], start: int = 0) -> bytes:
+    return b"".join(
+        bytes(label) + b"".join(bytes([start + index + plane]) * 1024 for plane in (0, 100, 200))
+        for index, label in enumerate(labels)
+    )
+
+
+def cifar10(root: Path) -> Path:
+    root.mkdir()
+    (root / "data_batch_1.bin").write_bytes(records([[3], [0]]))
+    (root / "data_batch_2.bin").write_bytes(records([[9]], 20))
+    (root / "test_batch.bin").write_bytes(records([[1]], 30))
+    (root / "batches.meta.txt").write_text("airplane\nautomobile\nbird\ncat\ndeer\ndog\nfrog\nhorse\nship\ntruck\n\n")
+    return root
+
+
+def test_cifar_10_records(tmp_path: Path) -> None:
+    root = cifar10(tmp_path / "cifar-10-batches-bin")
+    archive = pack(root, tmp_path / "cifar-10-binary.tar.gz", "w:gz")
+    for path in (root, archive):
+        images = open_images(path)
+        assert [images.label(index) for index in range(len(images))] == [3, 0, 9, 1]
+        assert images.classes[3] == "cat"
+        assert corners(images) == [(0, 100, 200), (1, 101, 201), (20, 120, 220), (30, 130, 230)]
+        assert images.read(0).size == (32, 32)
+    test = open_images(root / "test_batch.bin")
+    assert (test.name(0), test.label(0), len(test)) == ("test_batch.bin#0", 1, 1)
+
+
+def test_cifar_100_has_coarse_and_fine_labels(tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(records([[4, 99], [0, 7]]))
+    images = open_images(tmp_path)
+    assert [images.label(0), images.label(1)] == [99, 7]
+    assert images.classes[99] == "99"
+    assert corners(images)[0] == (0, 100, 200)
+
+
+def test_damaged_cifar_files(tmp_path: Path) -> None:
+    file = tmp_path / "test_batch.bin"
+    for data, message in (
+        (b"", "has 0 bytes, not a multiple"),
+        (bytes(3072), "not a multiple of CIFAR's 3073"),
+    ):
+        file.write_bytes(data)
+        with pytest.raises(DataError, match=message):
+            open_images(tmp_path)
+    file.write_bytes(records([[10]]))
+    with pytest.raises(DataError, match="has the label 10 of 10 classes"):
+        open_images(tmp_path)
+    (tmp_path / "other.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="is not named like CIFAR's files"):
+        open_images(tmp_path / "other.bin")
+    (tmp_path / "train.bin").write_bytes(records([[0, 0]]))
+    with pytest.raises(DataError, match="mixes CIFAR-10 and CIFAR-100"):
+        open_images(tmp_path)
+
+
+def test_digits_need_no_download() -> None:
+    images = open_images("digits")
+    assert (len(images), images.name(7), images.label(7), len(images.classes)) == (1797, "digits/0007", 7, 10)
+    assert images.read(0).size == (8, 8)
+    assert images.read(0).mode == "RGB"
+    assert int(np.asarray(images.read(0)).max()) in range(230, 256)
+
+
+@pytest.mark.skipif(not (SHARED / "cifar10-test.tar").exists(), reason="shared/data/cifar10-test.tar is not here")
+def test_the_real_cifar_archive() -> None:
+    images = open_images(SHARED / "cifar10-test.tar")
+    assert len(images) == 10_000
+    assert images.classes == (
+        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+    )  # fmt: skip
+    assert (images.name(0), images.label(9_999)) == ("cifar10/test/airplane/0000.jpg", 9)
+    assert images.read(5_000).size == (32, 32)
+
+
+def test_bytes_are_decoded_without_a_file() -> None:
+    buffer = BytesIO()
+    Image.new("RGB", (3, 2), "blue").save(buffer, "PNG")
+    assert image_set.decode(buffer.getvalue(), "x").size == (3, 2)
+
+
+def test_a_name_of_more_digits_than_a_number_may_have() -> None:
+    long = "9" * 5000
+    names = [f"{long}1.png", f"{long}.png", "10.png", "9.png", "010.png", "a1.png"]
+    assert sorted(names, key=natural_key) == ["9.png", "010.png", "10.png", f"{long}.png", f"{long}1.png", "a1.png"]

@@ -107,6 +107,18 @@ class MemoryWorld:
     errors: list[BaseException]
 
 
+def made_world(network: MemoryNetwork, rank: int) -> World:
+    """One rank's world of a network that nobody else looks after."""
+    size = len(network.transports)
+    names = [f"host{index}" for index in range(size)]
+    transport = network.transports[rank]
+    health = Health(Boards.of_threads(HashStore(), 0, 1), 0, names, transport.abort)
+    return World(
+        transport=transport, health=health, names=names, devices=list(range(1, size)), store=HashStore(),
+        bandwidths=[None] * size,
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
 def memory_world(
     num_workers: int, faults: Sequence[Fault] = (), *, silence_s: float = 5.0, reason_s: float = 0.3

@@ -20,7 +20,7 @@ from benchmarks.fuzz.mutate import mutate_bytes, mutate_document, mutate_program
 from penstock.cluster.lab.spec import parse_lab
 from penstock.deploy.bundle import read_bundle, read_part
 from penstock.deploy.documents import Document, DoMore, Rotation, RunAlone, ServeStages, read_document, write_document
-from penstock.engine.counters import read_progress
+from penstock.engine.counters import read_counters
 from penstock.errors import ClusterError, ProgramError, RunError
 from penstock.graph.capture import capture
 from penstock.graph.expressions import Size
@@ -40,6 +40,9 @@ from penstock.train.checkpoint_index import INDEX, CheckpointIndex, DataPosition
 from penstock.transport.messages import DATA, Format, Message
 
 _PLAN_NAME = "0123456789abcdef"
+
+
+_HEARTBEAT = [3, 1, False, 0, [[0, [3, 0], [4, 0], 4, 0.25, "computing"], [1, [3, 0], [4, 0], 3, 0.5, "activations"]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def targets() -> dict[str, Target]:
         "profile": Target(0.06, lambda r: mutate_document(r, profile), lambda data, _: _read_profile(data)),
         "cluster": Target(0.05, lambda r: mutate_text(r, _CLUSTER), lambda data, _: _as_text(parse_cluster, data)),
         "lab": Target(0.03, lambda r: mutate_text(r, _LAB), lambda data, _: _as_text(parse_lab, data)),
-        "progress": Target(0.02, lambda r: mutate_document(r, [3, 1, [[0, 4, 4, 3, 0.25], [1, 4, 3, 3, 0.5]]]),
+        "progress": Target(0.02, lambda r: mutate_document(r, _HEARTBEAT),
                            lambda data, _: _read_progress(data)),
         "checkpoint": Target(0.04, lambda r: mutate_document(r, index), _read_index),
         "job": Target(0.04, lambda r: mutate_document(r, r.choice(jobs)), lambda data, _: _read_job(data)),
@@ -198,7 +201,7 @@ def _as_text(parse: Callable[[str], object], data: bytes) -> None:
 
 
 def _read_progress(data: bytes) -> None:
-    read_progress(3, [data.decode(errors="replace")])
+    read_counters(3, [data.decode(errors="replace")])
 
 
 def _read_index(data: bytes, folder: Path) -> None:

@@ -1,6 +1,8 @@
 """Text of others made safe and short: a terminal obeys what stands in names of files, hosts and devices."""
 
+import difflib
 import re
+from collections.abc import Iterable
 
 # controls of both sets, and the marks that change the direction of text
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
@@ -67,3 +69,15 @@ def first_line(error: BaseException) -> str:
     'connection closed'
     """
     return next(iter(str(error).splitlines()), type(error).__name__).rpartition("] ")[2]
+
+
+def nearest(name: str, candidates: Iterable[str], num_names: int = 3) -> str:
+    """Write the names most like a wrong one, as the end of an error message.
+
+    Nothing is raised; without a similar name the text is empty.
+
+    >>> nearest("vit_tiny_patch16", ["vit_tiny_patch16_224", "resnet18"])
+    '; did you mean vit_tiny_patch16_224?'
+    """
+    found = difflib.get_close_matches(name, list(candidates), n=num_names, cutoff=0.5)
+    return f"; did you mean {', '.join(found)}?" if found else ""

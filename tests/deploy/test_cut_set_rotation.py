@@ -12,6 +12,7 @@ from torch import nn
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.programs import divide_in_turns
 from penstock.deploy.state import load_state
+from penstock.engine.channels import Formats
 from penstock.errors import TransportError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
@@ -20,7 +21,7 @@ from penstock.graph.ops import Value
 from penstock.graph.program import states_of
 from penstock.graph.stages import divide
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.transport.messages import DATA, Format, Formats, Message
+from penstock.transport.messages import DATA, Format, Message
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.models import deit, gpt2
 from tests.worlds import memory_world

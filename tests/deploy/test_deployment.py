@@ -11,8 +11,8 @@ from torch import Tensor
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.jobs import send_stages
 from penstock.deploy.state import load_state
-from penstock.deploy.streaming import Microbatch
-from penstock.engine.channels import LocalEdge
+from penstock.engine.channels import LocalChannel
+from penstock.engine.driver import Microbatch
 from penstock.engine.placement import StagesJob
 from penstock.errors import ConnectionBroken, PenstockError, RunError, UsageError
 from penstock.graph.ops import State
@@ -102,9 +102,9 @@ def test_an_exception_of_the_source_comes_out_and_the_next_stream_works(thirds: 
 def test_an_interrupt_in_the_middle_of_a_hand_over_ends_the_stream(
     thirds: Divided, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = LocalEdge.offer
+    place = LocalChannel.offer
 
-    def interrupted(edge: LocalEdge, message: Message, timeout_s: float) -> bool:
+    def interrupted(edge: LocalChannel, message: Message, timeout_s: float) -> bool:
         if message.kind == DATA and message.index == 9:
             edge._places.get()  # the place is taken, and nobody will ever give it back
             raise KeyboardInterrupt
@@ -112,7 +112,7 @@ def test_an_interrupt_in_the_middle_of_a_hand_over_ends_the_stream(
 
     with memory_world(2) as world:
         deployment = thirds.deploy(world.feeder)
-        monkeypatch.setattr(LocalEdge, "offer", interrupted)
+        monkeypatch.setattr(LocalChannel, "offer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(deployment.stream(fed(tower_inputs(30))))
         with pytest.raises(RunError, match="KeyboardInterrupt"):
@@ -205,9 +205,9 @@ def test_a_failing_operation_names_device_stage_and_microbatch(thirds: Divided) 
         (Fault(kind="drop", rank=0, message=5), None),
         (Fault(kind="drop", rank=1, message=2), None),
         (Fault(kind="drop", rank=3, message=5), None),
-        (Fault(kind="drop", rank=0, message=6), "stage 0 on worker 1 has waited 0.3 s for message 7 of 7"),
-        (Fault(kind="drop", rank=2, message=6), "stage 2 on worker 3 has waited 0.3 s for message 7 of 7"),
-        (Fault(kind="drop", rank=3, message=6), "the feeding process has waited 0.3 s for result 7"),
+        (Fault(kind="drop", rank=0, message=6), "stage 0 on worker 1 has waited 0.3 s for activations 7 of 7"),
+        (Fault(kind="drop", rank=2, message=6), "stage 2 on worker 3 has waited 0.3 s for activations 7 of 7"),
+        (Fault(kind="drop", rank=3, message=6), "the feeding process has waited 0.3 s for activations 7 of 7"),
     ],
     ids=lambda value: f"{value.kind}-{value.rank}-{value.message}" if isinstance(value, Fault) else "",
 )
@@ -244,9 +244,9 @@ def test_a_lost_word_to_stop_never_hangs(thirds: Divided, rank: int) -> None:
 
 @pytest.mark.parametrize("message", range(8))
 def test_damage_and_loss_of_programs_and_weights(thirds: Divided, message: int) -> None:
-    """The control channel: header, document, weights; each damaged, then lost."""
+    """The control tag: header, document, weights; each damaged, then lost."""
     for kind in ("corrupt", "drop"):
-        fault = Fault(kind=kind, rank=0, message=message, channel=0, seed=message)
+        fault = Fault(kind=kind, rank=0, message=message, tag=0, seed=message)
         with memory_world(1, [fault], reason_s=0.5) as world:
             with pytest.raises(PenstockError):
                 list(thirds.deploy(world.feeder, stall_s=0.3).stream(fed(tower_inputs(3))))

@@ -6,23 +6,23 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from penstock.engine.channels import Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
+from penstock.engine.channels import Formats, LocalChannel, Receiver, RemoteReceiver, RemoteSender, Sender
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.graph.expressions import Size
 from penstock.graph.ops import Value
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.transport.memory_network import MemoryNetwork
-from penstock.transport.messages import CLOSE, DATA, END, Format, Formats, Message
+from penstock.transport.messages import CLOSE, DATA, END, Format, Message
 
 FORMAT = Formats(RoundRobin([Format([Value("x", torch.float32, (Size("batch"), 4))], ["batch"], {"batch": 8})]))
 NUM_BYTES = FORMAT.largest({"batch": 3})
 DEPTH = 2
 
 
-def remote() -> tuple[MemoryNetwork, RemoteOutlet, Callable[[], RemoteInlet]]:
+def remote() -> tuple[MemoryNetwork, RemoteSender, Callable[[], RemoteReceiver]]:
     network = MemoryNetwork(2)
-    outlet = RemoteOutlet(network.transports[0], 1, 5, FORMAT, NUM_BYTES, DEPTH)
-    return network, outlet, lambda: RemoteInlet(network.transports[1], 0, 5, FORMAT, NUM_BYTES, DEPTH)
+    sender = RemoteSender(network.transports[0], 1, 5, FORMAT, NUM_BYTES, DEPTH)
+    return network, sender, lambda: RemoteReceiver(network.transports[1], 0, 5, FORMAT, NUM_BYTES, DEPTH)
 
 
 def data(index: int, batch: int = 2) -> Message:
@@ -32,10 +32,10 @@ def data(index: int, batch: int = 2) -> Message:
 class Feeding:
     """Puts messages from a thread of its own and counts them."""
 
-    def __init__(self, outlet: Outlet, messages: list[Message]) -> None:
+    def __init__(self, sender: Sender, messages: list[Message]) -> None:
         self.num_put = 0
         self.error: BaseException | None = None
-        self._outlet = outlet
+        self._outlet = sender
         self._messages = messages
         self.thread = threading.Thread(target=self._put)
         self.thread.start()
@@ -54,21 +54,21 @@ class Feeding:
         return self.num_put
 
 
-def take_all(inlet: Inlet) -> list[Message]:
+def take_all(receiver: Receiver) -> list[Message]:
     """Everything until CLOSE, as copies."""
     taken = []
-    while (message := inlet.take()).kind != CLOSE:
+    while (message := receiver.take()).kind != CLOSE:
         taken.append(Message(message.kind, message.index, message.sizes, [t.clone() for t in message.tensors]))
-        inlet.release()
+        receiver.release()
     return taken
 
 
 def test_ragged_microbatches_arrive_in_order_and_nothing_stays_posted() -> None:
-    network, outlet, make_inlet = remote()
+    network, sender, make_receiver = remote()
     batches = [3, 3, 1, 2, 3]
     sent = [data(index, batch) for index, batch in enumerate(batches)]
-    feeding = Feeding(outlet, [*sent, Message(END, 5), *sent[:2], Message(END, 2), Message(CLOSE)])
-    taken = take_all(make_inlet())
+    feeding = Feeding(sender, [*sent, Message(END, 5), *sent[:2], Message(END, 2), Message(CLOSE)])
+    taken = take_all(make_receiver())
     feeding.thread.join()
     assert [message.kind for message in taken] == [DATA] * 5 + [END] + [DATA] * 2 + [END]
     for given, message in zip(sent, taken[:5], strict=True):
@@ -78,21 +78,21 @@ def test_ragged_microbatches_arrive_in_order_and_nothing_stays_posted() -> None:
 
 
 def test_a_put_waits_for_the_receiver() -> None:
-    _, outlet, make_inlet = remote()
-    feeding = Feeding(outlet, [*(data(index) for index in range(8)), Message(CLOSE)])
+    _, sender, make_receiver = remote()
+    feeding = Feeding(sender, [*(data(index) for index in range(8)), Message(CLOSE)])
     assert feeding.settled() == DEPTH
-    inlet = make_inlet()
+    receiver = make_receiver()
     assert feeding.settled() == 2 * DEPTH
-    inlet.take()
+    receiver.take()
     assert feeding.settled() == 2 * DEPTH
-    inlet.release()
+    receiver.release()
     assert feeding.settled() == 2 * DEPTH + 1
-    take_all(inlet)
+    take_all(receiver)
     feeding.thread.join()
 
 
-def test_a_local_edge_keeps_its_depth_and_copies() -> None:
-    edge = LocalEdge(DEPTH)
+def test_a_local_channel_keeps_its_depth_and_copies() -> None:
+    edge = LocalChannel(DEPTH)
     tensor = torch.zeros(2, 4).t()
     feeding = Feeding(edge, [Message(DATA, index, (2,), [tensor]) for index in range(4)])
     assert feeding.settled() == DEPTH
@@ -106,17 +106,17 @@ def test_a_local_edge_keeps_its_depth_and_copies() -> None:
     assert isinstance(feeding.error, ConnectionBroken)
 
 
-@pytest.mark.parametrize("side", ["outlet", "inlet"])
+@pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_abort_ends_a_wait(side: str) -> None:
-    network, outlet, make_inlet = remote()
-    if side == "outlet":
-        feeding = Feeding(outlet, [data(index) for index in range(4)])
+    network, sender, make_receiver = remote()
+    if side == "sender":
+        feeding = Feeding(sender, [data(index) for index in range(4)])
         feeding.settled()
         network.transports[0].abort()
         feeding.thread.join()
         assert isinstance(feeding.error, ConnectionBroken)
     else:
-        inlet = make_inlet()
+        receiver = make_receiver()
         threading.Timer(0.05, network.transports[1].abort).start()
         with pytest.raises(ConnectionBroken):
-            inlet.take()
+            receiver.take()

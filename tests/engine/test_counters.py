@@ -1,10 +1,22 @@
 """Slow work and lost messages told apart."""
 
+from itertools import pairwise
+
 import pytest
 
-from penstock.engine import counters
-from penstock.engine.counters import Progress, StallWatch, read_progress, write_progress
+from penstock.engine import stall
+from penstock.engine.counters import ACTIVATIONS, COMPUTING, GRADIENTS, Counters, read_counters, write_counters
+from penstock.engine.stall import StallWatch
+from penstock.engine.wiring import Link
 from penstock.errors import TransportError
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.tracing.record import FEEDER_STAGE
+
+
+def counted(taken: int = 0, run: int = 0, sent: int = 0, doing: str = "") -> Counters:
+    return Counters(
+        taken={ACTIVATIONS: taken, GRADIENTS: 0}, sent={ACTIVATIONS: sent, GRADIENTS: 0}, num_run=run, doing=doing
+    )
 
 
 class Clock:
@@ -17,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(counters, "time", made)
+    monkeypatch.setattr(stall, "time", made)
     return made
 
 
@@ -26,41 +38,54 @@ class Pipe:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.stages = [Progress(), Progress()]
-        self.watch = StallWatch(7, [{1: "host1"}, {2: "host2"}], self.said, stall_s=10.0)
+        self.stages = [counted(), counted()]
+        self.feeder = counted()
+        self.watch = self.watching(7, [1, 2])
         self.watch.begin()
 
+    def watching(self, job: int, ranks: list[int]) -> StallWatch:
+        bounds = [FEEDER_STAGE, *range(len(ranks)), FEEDER_STAGE]
+        links = [Link(a, b, ACTIVATIONS, RoundRobin([()]), ()) for a, b in pairwise(bounds)]
+        holders = {stage: {rank: f"host{rank}"} for stage, rank in enumerate(ranks)}
+        return StallWatch(
+            job, links, [holders | {FEEDER_STAGE: {0: "feeder"}}], self.said, stall_s=10.0, own=self.feeder
+        )
+
     def said(self) -> list[str]:
-        return ["", *(write_progress(7, index + 1, {index: stage}) for index, stage in enumerate(self.stages))]
+        return ["", *(write_counters(7, index + 1, {index: stage}) for index, stage in enumerate(self.stages))]
+
+    def fed(self, number: int) -> None:
+        self.feeder.sent[ACTIVATIONS] = number
 
     def after(self, seconds: float) -> str | None:
         self.clock.now += seconds
-        return self.watch.check()
+        stalled = self.watch.check()
+        return None if stalled is None else stalled.message
 
 
 def test_a_message_lost_before_a_stage(clock: Clock) -> None:
     pipe = Pipe(clock)
-    pipe.watch.fed = 3
-    pipe.stages = [Progress(3, 3, 3), Progress(2, 2, 2)]
-    pipe.watch.got = 2
+    pipe.fed(3)
+    pipe.stages = [counted(3, 3, 3), counted(2, 2, 2)]
+    pipe.feeder.taken[ACTIVATIONS] = 2
     assert pipe.after(1.0) is None
     assert pipe.after(9.0) is None
     stalled = pipe.after(1.0)
     assert stalled is not None
-    assert stalled.startswith("stage 1 on host2 has waited 10 s for message 3 of 3 to it")
-    assert "stage 0 on host1 sent it" in stalled
+    assert stalled.startswith("stage 1 on host2 has waited 10 s for activations 3 of 3")
+    assert "that stage 0 on host1 has sent it" in stalled
 
 
 @pytest.mark.parametrize(
     ("fed", "stages", "expected"),
     [
-        (1, [Progress(), Progress()], "stage 0 on host1 has waited 10 s for message 1 of 1"),
-        (1, [Progress(1, 1, 1), Progress(1, 1, 1)], "the feeding process has waited 10 s for result 1"),
+        (1, [counted(), counted()], "stage 0 on host1 has waited 10 s for activations 1 of 1"),
+        (1, [counted(1, 1, 1), counted(1, 1, 1)], "the feeding process has waited 10 s for activations 1 of 1"),
     ],
 )
-def test_the_place_is_named(clock: Clock, fed: int, stages: list[Progress], expected: str) -> None:
+def test_the_place_is_named(clock: Clock, fed: int, stages: list[Counters], expected: str) -> None:
     pipe = Pipe(clock)
-    pipe.watch.fed = fed
+    pipe.fed(fed)
     pipe.stages = stages
     pipe.after(0.0)
     assert (pipe.after(10.0) or "").startswith(expected)
@@ -68,18 +93,18 @@ def test_the_place_is_named(clock: Clock, fed: int, stages: list[Progress], expe
 
 def test_a_stage_that_was_never_set_up(clock: Clock) -> None:
     pipe = Pipe(clock)
-    pipe.watch = StallWatch(8, [{1: "host1"}], pipe.said, stall_s=10.0)  # what they say is of job 7
+    pipe.watch = pipe.watching(8, [1])  # what they say is of job 7
     pipe.after(0.0)
     assert "stage 0 on host1 has waited 10 s for its program and weights" in (pipe.after(10.0) or "")
 
 
 def test_a_slow_stage_is_not_a_stall(clock: Clock) -> None:
     pipe = Pipe(clock)
-    pipe.watch.fed = 1
-    pipe.stages[0] = Progress(1, 0, 0)
+    pipe.fed(1)
+    pipe.stages[0] = counted(1, 0, 0, COMPUTING)
     for _ in range(100):
         assert pipe.after(9.0) is None
-    pipe.stages[0] = Progress(1, 1, 1)
+    pipe.stages[0] = counted(1, 1, 1)
     assert pipe.after(9.0) is None
     assert pipe.after(9.0) is None
     assert pipe.after(1.0) is not None
@@ -88,7 +113,7 @@ def test_a_slow_stage_is_not_a_stall(clock: Clock) -> None:
 def test_anything_that_moves_and_the_callers_own_time_put_it_off(clock: Clock) -> None:
     pipe = Pipe(clock)
     for count in range(1, 20):
-        pipe.watch.fed = count
+        pipe.fed(count)
         assert pipe.after(9.0) is None
     clock.now += 1000.0  # the caller's loop body
     pipe.watch.begin()
@@ -97,9 +122,11 @@ def test_anything_that_moves_and_the_callers_own_time_put_it_off(clock: Clock) -
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "7", "[3, 1]", "[3, 1, [[0, 1]]]", "[3, 1, [[0, 1, 1, 1, 1, 1]]]", "[3, 1, [[[], 1, 1, 1, 0.5]]]",
-             "[3, 1, [[0, -1, 1, 1, 0.5]]]", '["3", 1, []]', "[" * 10_000]
+    "text", ["{", "7", "[3, 1]", "[3, 1, false, 0, [[0, 1]]]", "[3, 1, false, 0, [[0, [1, 1], [1, 1], 1, 1, 1]]]",
+             '[3, 1, false, 0, [[[], [1, 1], [1, 1], 1, 0.5, ""]]]',
+             '[3, 1, false, 0, [[0, [-1, 1], [1, 1], 1, 0.5, ""]]]',
+             '[3, 1, false, 0, [[0, [1], [1, 1], 1, 0.5, ""]]]', '["3", 1, false, 0, []]', "[" * 10_000]
 )  # fmt: skip
 def test_a_heartbeat_that_says_something_else_is_refused(text: str) -> None:
     with pytest.raises(TransportError, match="a heartbeat does not say how far stages are"):
-        read_progress(3, ["", text])
+        read_counters(3, ["", text])

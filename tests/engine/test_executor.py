@@ -8,19 +8,22 @@ import pytest
 import torch
 
 from penstock.deploy.jobs import load_programs
+from penstock.deploy.serving import OwnStages, serve_stages
 from penstock.deploy.state import load_state
-from penstock.engine.counters import Progress
-from penstock.engine.executor import StageReport, StageSlot, execute, serve
+from penstock.engine.counters import ACTIVATIONS, GRADIENTS, Counters
+from penstock.engine.executor import serve_stream
+from penstock.engine.observer import Observer, StageReport
 from penstock.engine.placement import StagesJob
-from penstock.engine.wiring import build_slots, feeder_edges
+from penstock.engine.stage import ForwardStage
+from penstock.engine.wiring import Channels, Opening, feeder_links, open_channels
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
 from penstock.plan.schedule.actions import forward_only
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.tracing.record import Track
+from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.messages import CLOSE, DATA, END, Message
 from penstock.zoo.weights.weights import ModuleWeights
-from tests.worlds import Divided, divided_tower, poison, tower_inputs
+from tests.worlds import Divided, divided_tower, made_world, poison, tower_inputs
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +49,19 @@ class Stages:
             index: RoundRobin(load_programs(turns.items, lambda state: load_state(divided.graph, state, weights)))
             for index, turns in enumerate(divided.programs)
         }
-        self.slots, _ = build_slots(self.network.transports[1], job, runtimes)
-        first, last = divided.programs
-        self.outlet, self.inlet = feeder_edges(self.network.transports[0], job, first, last, {})
+        self.own = OwnStages(made_world(self.network, 1), job, runtimes)
+        ranks = {FEEDER_STAGE: RoundRobin([0])} | dict(enumerate(job.ranks))
+        opening = Opening(ranks=ranks, own=[FEEDER_STAGE], sizes=job.sizes, number=0)
+        channels = open_channels(self.network.transports[0], feeder_links(divided.programs), opening)
+        self.outlet = channels.senders[FEEDER_STAGE, ACTIVATIONS]
+        self.inlet = channels.receivers[FEEDER_STAGE, ACTIVATIONS]
         self.error: PenstockError | None = None
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
         try:
-            serve(self.slots, lambda: forward_only([0, 1]))
+            serve_stages(self.own, lambda: None)
         except PenstockError as error:
             self.error = error
 
@@ -77,6 +83,7 @@ class Stages:
         for transport in self.network.transports:
             transport.abort()
         self._thread.join(5.0)
+        self.own.world.close()
         assert not self._thread.is_alive()
 
 
@@ -113,8 +120,10 @@ def test_results_and_reports(stages: Stages, halves: Divided) -> None:
     thread.join()
     stages.join()
     assert stages.error is None
-    done = stages.slots[1].progress
-    assert done == Progress(taken=7, computed=7, passed=7, busy_s=done.busy_s)
+    done = stages.own.observer.counters[1]
+    assert done == Counters(
+        taken={ACTIVATIONS: 7, GRADIENTS: 0}, sent={ACTIVATIONS: 7, GRADIENTS: 0}, num_run=7, busy_s=done.busy_s
+    )
     assert done.busy_s > 0
 
 
@@ -157,14 +166,9 @@ def test_a_schedule_that_ends_too_early_says_so(halves: Divided) -> None:
         def release(self) -> None:
             pass
 
-        def trace_taking(self, track: Track | None) -> None:
-            pass
-
-        def trace_giving(self, track: Track | None) -> None:
-            pass
-
     weights = ModuleWeights(halves.model)
     runtimes = RoundRobin(load_programs(halves.programs[0].items, lambda s: load_state(halves.graph, s, weights)))
-    slot = StageSlot(0, runtimes, Endless(), Endless(), StageReport(0, "here"))
+    stages, channels = {0: ForwardStage(runtimes)}, Channels()
+    channels.receivers[0, ACTIVATIONS] = channels.senders[0, ACTIVATIONS] = Endless()  # type: ignore[assignment]
     with pytest.raises(RunError, match="schedule ended before the stream"):
-        execute(forward_only([0], num_microbatches=1), {0: slot})
+        serve_stream(forward_only([0], num_microbatches=1), stages, channels, Observer(stages))

@@ -84,7 +84,8 @@ RECORDED = """
 import resource, torch
 from torch import nn
 from penstock.engine import reference
-from penstock.engine.executor import StageReport, StageSlot, _keep
+from penstock.engine.observer import StreamObserver
+from penstock.engine.stage import ForwardStage
 from penstock.transport.messages import DATA, Message
 from penstock.runtime.eager import Runtime
 from penstock.deploy.state import load_state
@@ -99,15 +100,15 @@ program, weights = divide(graph, [])[0], ModuleWeights(model)
 tensors = {state.value.name: load_state(graph, state, weights) for state in graph.states}
 order = [turn % 6 for turn in range(60)]
 runtimes = RoundRobin([Runtime(program, tensors) for _ in range(6)], order)
-slot = StageSlot(0, runtimes, None, None, StageReport(0, "here"))
+observer = StreamObserver({0: ForwardStage(runtimes)}, "here", 4)
 reference._ALONE_S = 0.0
 with torch.inference_mode():
     runtimes[0]({"batch": 2048}, [torch.zeros(2048, 512)])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for index in range(60):
-        _keep(slot, Message(DATA, index, (2048,), [torch.zeros(2048, 512)]))
-    assert 1 <= len(slot.kept) <= 6
-    assert reference.measure_alone(0, runtimes, list(slot.kept.values()), others=4).seconds > 0
+        observer.keep(0, Message(DATA, index, (2048,), [torch.zeros(2048, 512)]))
+    assert 1 <= len(observer.kept[0]) <= 6
+    assert reference.measure_alone(0, runtimes, list(observer.kept[0].values()), others=4).seconds > 0
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 

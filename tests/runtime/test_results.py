@@ -170,7 +170,7 @@ def test_a_bound_is_never_below_what_is_made(make: Any, example: Any, monkeypatc
 
 
 def test_two_shapes_that_do_not_broadcast_make_no_larger_one() -> None:
-    """Of `reshape_as` the second tensor gives a shape, and of a norm the weight a number of channels."""
+    """Of `reshape_as` the second tensor gives a shape, and of a norm the weight a number of tags."""
     wide, tall = torch.ones(2**13, 1, 4), torch.ones(4, 2**13)
     check_result("op", "aten.reshape_as.default", [wide, tall], {})
     image, weight = torch.ones(1, 2**13, 16, 2), torch.ones(2**13)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.streaming import Microbatch
+from penstock.engine.driver import Microbatch
 from penstock.errors import DeviceLost, PenstockError, RunError
 from penstock.group.world import start_local
 from penstock.recipes.predictions import PredictionFile

@@ -12,8 +12,8 @@ from penstock.errors import RunError
 from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.trainer import Trainer
-from penstock.transport.collectives import TRAINING_CHANNELS
 from penstock.transport.faulty import Fault, FaultyTransport
+from penstock.transport.tags import link_tag, training_set
 from tests.forks import run_forked
 from tests.train.test_pipeline import images, small
 from tests.trainers import in_threads
@@ -55,8 +55,8 @@ def test_a_killed_process_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "said"),
     [
-        (0, "stage 1 on rank 1 waits for activations 4 of 4 that stage 0 has sent it"),
-        (1, "stage 0 on rank 0 waits for gradients 4 of 4 that stage 1 has sent it"),
+        (0, "stage 1 on rank 1 has waited 0.4 s for activations 4 of 4 that stage 0 on rank 0 has sent it"),
+        (1, "stage 0 on rank 0 has waited 0.4 s for gradients 4 of 4 that stage 1 on rank 1 has sent it"),
     ],
 )
 def test_a_lost_message_is_named_by_everybody(rank: int, said: str) -> None:
@@ -64,8 +64,8 @@ def test_a_lost_message_is_named_by_everybody(rank: int, said: str) -> None:
     captured = Captured(small(), images(2)[:1])
 
     def script(world: World) -> str:
-        lines = TRAINING_CHANNELS + 2**24 + 4096  # of the first generation, activations of the first cut
-        fault = Fault(kind="drop", rank=rank, message=3, channel=lines + rank)
+        first = link_tag(training_set(1), 2)  # of the first generation, activations of the first cut
+        fault = Fault(kind="drop", rank=rank, message=3, tag=first + rank)
         world.transport = FaultyTransport(world.transport, [fault])
         trainer = Trainer(captured, world, microbatches=4, stall_s=0.4)
         try:

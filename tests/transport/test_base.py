@@ -21,15 +21,15 @@ def test_messages_arrive_in_order_and_by_channel() -> None:
     network = MemoryNetwork(2)
     first, second = network.transports
     other = torch.zeros(2, dtype=torch.uint8)
-    pending = second.receive(other, source=0, channel=9)
-    sends = [first.send(data(value), to=1, channel=1) for value in range(5)]
+    pending = second.receive(other, source=0, tag=9)
+    sends = [first.send(data(value), to=1, tag=1) for value in range(5)]
     buffers = [torch.zeros(1, dtype=torch.uint8) for _ in range(5)]
     for buffer in buffers:
-        second.receive(buffer, source=0, channel=1).wait()
+        second.receive(buffer, source=0, tag=1).wait()
     assert [int(buffer) for buffer in buffers] == [0, 1, 2, 3, 4]
     for send in sends:
         send.wait()
-    first.send(data(7), to=1, channel=9).wait()
+    first.send(data(7), to=1, tag=9).wait()
     pending.wait()
     assert other.tolist() == [7, 0]
     assert network.num_open() == 0
@@ -37,24 +37,24 @@ def test_messages_arrive_in_order_and_by_channel() -> None:
 
 def test_a_message_longer_than_its_buffer_is_an_error() -> None:
     network = MemoryNetwork(2)
-    network.transports[0].send(data(1, 2, 3), to=1, channel=1)
+    network.transports[0].send(data(1, 2, 3), to=1, tag=1)
     with pytest.raises(TransportError, match="3 bytes does not fit the 2"):
-        network.transports[1].receive(torch.zeros(2, dtype=torch.uint8), source=0, channel=1).wait()
+        network.transports[1].receive(torch.zeros(2, dtype=torch.uint8), source=0, tag=1).wait()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_abort_ends_waits_on_both_sides_at_once(rank: int) -> None:
     network = MemoryNetwork(3)
-    pending = network.transports[1].receive(torch.zeros(1, dtype=torch.uint8), source=0, channel=1)
+    pending = network.transports[1].receive(torch.zeros(1, dtype=torch.uint8), source=0, tag=1)
     threading.Timer(0.05, network.transports[rank].abort).start()
     begin = time.perf_counter()
     with pytest.raises(ConnectionBroken):
         pending.wait()
     assert time.perf_counter() - begin < 1.0
     with pytest.raises(ConnectionBroken):
-        network.transports[1].send(data(1), to=0, channel=1)
+        network.transports[1].send(data(1), to=0, tag=1)
     if rank == 0:
-        network.transports[1].send(data(1), to=2, channel=1)
+        network.transports[1].send(data(1), to=2, tag=1)
 
 
 @pytest.mark.parametrize("sent", [b"", b"x", b"penstock" * 1000])
@@ -69,19 +69,19 @@ def test_bytes(sent: bytes) -> None:
 def test_damaged_bytes_and_bytes_beyond_the_limit_are_refused() -> None:
     network = MemoryNetwork(2)
     sender, receiver = network.transports
-    sender.send(data(*(5).to_bytes(8, "little"), *bytes(8)), to=1, channel=3)
+    sender.send(data(*(5).to_bytes(8, "little"), *bytes(8)), to=1, tag=3)
     with pytest.raises(TransportError, match="5 bytes, beyond the limit of 4"):
-        receive_bytes(receiver, 0, channel=3, limit=4)
+        receive_bytes(receiver, 0, tag=3, limit=4)
     header = (5).to_bytes(8, "little") + (1).to_bytes(8, "little")
-    sender.send(data(*header), to=1, channel=0)
-    sender.send(data(*b"12345"), to=1, channel=0)
+    sender.send(data(*header), to=1, tag=0)
+    sender.send(data(*b"12345"), to=1, tag=0)
     with pytest.raises(TransportError, match="damaged"):
         receive_bytes(receiver, 0, limit=5)
 
 
 def test_nothing_is_allocated_for_an_announcement_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     network = MemoryNetwork(2)
-    network.transports[0].send(data(*(2**31).to_bytes(8, "little"), *bytes(8)), to=1, channel=0)
+    network.transports[0].send(data(*(2**31).to_bytes(8, "little"), *bytes(8)), to=1, tag=0)
     made: list[object] = []
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **kind: made.append(size) or zeros(*size, **kind))  # type: ignore[func-returns-value]

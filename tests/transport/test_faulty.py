@@ -17,16 +17,16 @@ from penstock.transport.faulty import (
 from penstock.transport.memory_network import MemoryNetwork, MemoryTransport
 
 
-def through(*faults: Fault, channels: tuple[int, ...] = (1, 1, 1)) -> tuple[MemoryNetwork, list[list[int]]]:
-    """Send one message of three bytes for each channel; gives what arrives, on channel 1 only."""
+def through(*faults: Fault, tags: tuple[int, ...] = (1, 1, 1)) -> tuple[MemoryNetwork, list[list[int]]]:
+    """Send one message of three bytes for each tag; gives what arrives, on tag 1 only."""
     network = MemoryNetwork(2)
     transport = FaultyTransport(network.transports[0], faults)
-    for index, channel in enumerate(channels):
-        transport.send(torch.full((3,), index, dtype=torch.uint8), to=1, channel=channel)
+    for index, tag in enumerate(tags):
+        transport.send(torch.full((3,), index, dtype=torch.uint8), to=1, tag=tag)
     arrived = []
     while network.lanes[0, 1, 1].sends:
         buffer = torch.zeros(3, dtype=torch.uint8)
-        network.transports[1].receive(buffer, source=0, channel=1).wait()
+        network.transports[1].receive(buffer, source=0, tag=1).wait()
         arrived.append(buffer.tolist())
     return network, arrived
 
@@ -51,9 +51,9 @@ def test_corrupt_changes_one_byte_the_same_every_time() -> None:
 
 
 def test_messages_are_counted_by_channel_and_control_is_spared() -> None:
-    assert through(Fault(kind="drop", rank=0, message=0), channels=(0, 0, 1))[1] == []
-    assert through(Fault(kind="drop", rank=0, message=1, channel=1), channels=(1, 2, 1))[1] == [[0] * 3]
-    network, _ = through(Fault(kind="drop", rank=0, message=0, channel=0), channels=(0, 0, 1))
+    assert through(Fault(kind="drop", rank=0, message=0), tags=(0, 0, 1))[1] == []
+    assert through(Fault(kind="drop", rank=0, message=1, tag=1), tags=(1, 2, 1))[1] == [[0] * 3]
+    network, _ = through(Fault(kind="drop", rank=0, message=0, tag=0), tags=(0, 0, 1))
     assert len(network.lanes[0, 1, 0].sends) == 1
 
 
@@ -69,7 +69,7 @@ def test_close() -> None:
 
 
 def test_faults_travel_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = [Fault(kind="drop", rank=1, message=3), Fault(kind="delay", rank=2, message=0, channel=4, delay_s=2.0)]
+    faults = [Fault(kind="drop", rank=1, message=3), Fault(kind="delay", rank=2, message=0, tag=4, delay_s=2.0)]
     assert read_faults(write_faults(faults)) == faults
     transport = MemoryNetwork(2).transports[0]
     assert isinstance(wrap_if_faulty(transport), MemoryTransport)

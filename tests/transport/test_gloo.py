@@ -47,8 +47,8 @@ def talk(rank: int, store: Store) -> dict[str, Any]:
     for name in ("first", "second"):
         transport = GlooTransport(store, rank, 2, LOOPBACK, name=name)
         if rank == 0:
-            transport.send(torch.arange(100, dtype=torch.uint8), to=1, channel=3).wait()
-            transport.send(torch.ones(10, dtype=torch.uint8), to=1, channel=3).wait()
+            transport.send(torch.arange(100, dtype=torch.uint8), to=1, tag=3).wait()
+            transport.send(torch.ones(10, dtype=torch.uint8), to=1, tag=3).wait()
         else:
             buffers = [torch.zeros(100, dtype=torch.uint8) for _ in range(2)]
             for pending in [transport.receive(buffer, 0, 3) for buffer in buffers]:
@@ -71,7 +71,7 @@ def test_two_processes_two_groups_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_messages_wait_for_their_receiver(pair: list[GlooTransport]) -> None:
-    pending = pair[0].send(torch.ones(1000, dtype=torch.uint8), to=1, channel=1)
+    pending = pair[0].send(torch.ones(1000, dtype=torch.uint8), to=1, tag=1)
     done = threading.Event()
 
     def wait() -> None:

@@ -15,9 +15,9 @@ from penstock.errors import ConnectionBroken, RunError, UsageError
 from penstock.graph.stages import divide
 from penstock.group.direct import why_not
 from penstock.runtime.eager import Runtime
-from penstock.transport.base import device_channel
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.nccl import NcclTransport
+from penstock.transport.tags import device_tag
 from penstock.zoo.weights.weights import ModuleWeights
 from tests import pretend
 from tests.communicators import Communicators
@@ -125,18 +125,18 @@ def _together(*calls: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("waiting", ["receiver", "sender"])
 def test_a_wait_that_nothing_meets_ends_with_abort(waiting: str, pretended: torch.device) -> None:
     first, second = _pair(Communicators(lose=1))
-    channel, begun = device_channel(7), threading.Barrier(3)
+    tag, begun = device_tag(7), threading.Barrier(3)
     errors: list[Exception] = []
 
     def send() -> None:
-        first.send(torch.ones(64, dtype=torch.uint8, device=pretended), 1, channel).wait()
-        pending = first.send(torch.ones(64, dtype=torch.uint8, device=pretended), 1, channel)
+        first.send(torch.ones(64, dtype=torch.uint8, device=pretended), 1, tag).wait()
+        pending = first.send(torch.ones(64, dtype=torch.uint8, device=pretended), 1, tag)
         begun.wait(20.0)
         _wait(pending.wait, errors)
 
     def receive() -> None:
-        second.receive(torch.zeros(64, dtype=torch.uint8, device=pretended), 0, channel).wait()
-        pending = second.receive(torch.zeros(64, dtype=torch.uint8, device=pretended), 0, channel)
+        second.receive(torch.zeros(64, dtype=torch.uint8, device=pretended), 0, tag).wait()
+        pending = second.receive(torch.zeros(64, dtype=torch.uint8, device=pretended), 0, tag)
         begun.wait(20.0)
         _wait(pending.wait, errors)
 
@@ -148,7 +148,7 @@ def test_a_wait_that_nothing_meets_ends_with_abort(waiting: str, pretended: torc
     assert len(errors) == 2
     ended = second if waiting == "receiver" else first
     with pytest.raises(ConnectionBroken, match="was given up"):
-        ended.send(torch.zeros(1, dtype=torch.uint8, device=pretended), 0, channel)
+        ended.send(torch.zeros(1, dtype=torch.uint8, device=pretended), 0, tag)
     first.close()
     second.close()
 
@@ -184,7 +184,7 @@ def test_abort_waits_for_no_communicator_that_is_being_made(pretended: torch.dev
 
     def send() -> None:
         buffer = torch.ones(8, dtype=torch.uint8, device=pretended)
-        _wait(lambda: transport.send(buffer, 1, device_channel(7)).wait(), errors)
+        _wait(lambda: transport.send(buffer, 1, device_tag(7)).wait(), errors)
 
     maker, other = (threading.Thread(target=send, daemon=True) for _ in range(2))
     maker.start()

@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from penstock.errors import DataError, ModelError
-from penstock.text import one_line
-from penstock.zoo.models.model_names import nearest, optional_import, parse_name
+from penstock.text import nearest, one_line
+from penstock.zoo.models.model_names import parse_name
+from penstock.zoo.optional import optional_import
 
 
 def test_nearest_names() -> None:

@@ -19,7 +19,7 @@ from penstock.deploy.placing import place, ranks_of
 from penstock.deploy.policies import best_blocks, choose_cuts
 from penstock.deploy.programs import divide_in_turns
 from penstock.deploy.state import load_state
-from penstock.deploy.streaming import StreamReport
+from penstock.engine.driver import StreamReport
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import RunError
 from penstock.graph.capture import capture

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.deploy.streaming import Microbatch
+from penstock.engine.driver import Microbatch
 from penstock.graph.graph import Graph
 from penstock.measure.operation_times import random_input
 from penstock.zoo.models.models import ZooModel

@@ -16,7 +16,7 @@ from penstock.stream.pipeline import Pipeline
 from penstock.terminal.console import PlainConsole
 from penstock.units import format_bytes
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.models.model_names import optional_import
+from penstock.zoo.optional import optional_import
 
 _EVERY = 5  # each fifth image is for testing
 _MICROBATCH = 32

@@ -5,19 +5,18 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from penstock.deploy.bundle import LoadState
 from penstock.deploy.jobs import Parts, load_programs, send_stages
-from penstock.deploy.streaming import Lane, Microbatch, StreamReport, stream_through
-from penstock.engine.channels import LocalEdge
-from penstock.engine.counters import STALL_S, Progress, StallWatch, read_progress
-from penstock.engine.driver import JOIN_S, Ends
-from penstock.engine.executor import StageReport, StageSlot, serve
+from penstock.deploy.serving import OwnStages, serve_stages
+from penstock.engine.counters import ACTIVATIONS, Counters
+from penstock.engine.driver import JOIN_S, Driver, Microbatch, Place, StreamReport, drive
+from penstock.engine.observer import StageReport
 from penstock.engine.placement import StagesJob
+from penstock.engine.stall import STALL_S, StallWatch
 from penstock.engine.tracers import FeederTracer
-from penstock.engine.wiring import build_slots, feeder_edges, tell_progress
+from penstock.engine.wiring import DEPTH, feeder_links, stream_links
 from penstock.errors import ConnectionBroken, TransportError, UsageError
 from penstock.graph.program import StageProgram
 from penstock.group.direct import go_direct
@@ -25,14 +24,14 @@ from penstock.group.world import World, check_world
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
 from penstock.tensors.devices import HOST, find_device
+from penstock.terminal.live import StageState
+from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import StreamTrace
 from penstock.transport.base import FEEDER
 from penstock.transport.messages import CLOSE, Message
 
 # makes a stage's runtimes where they do not come from programs and weights
 MakeRuntimes = Callable[[int], RoundRobin[StageRuntime]]
-# Two buffers per cut: one message is being worked on while the next one arrives.
-DEPTH = 2
 # stages say how far they are with every heartbeat: what is shorter than a few of these means nothing
 _SHORTEST_STALL_BEATS = 4
 
@@ -40,8 +39,8 @@ _SHORTEST_STALL_BEATS = 4
 class Deployment:
     """Stages placed on the devices of a world, ready for one stream after the other.
 
-    Each stage is one program, or several that take turns where the cuts around it do; all stages take turns
-    in the same order. `ranks` has for each stage the rank that holds it, or several that take turns on it.
+    Each stage is one program, or several, which microbatches meet round-robin where the cuts around it rotate; all
+    stages have the same order. `ranks` has for each stage the rank that holds it, or several that share it.
 
     Raises what happened to a device as `RunError` or `DeviceLost`; after that nothing more can be
     streamed. A message that is lost without any device failing shows when nothing has moved and no
@@ -58,7 +57,8 @@ class Deployment:
         self.world = world
         self.symbols = programs[0].items[0].symbols
         places = [
-            r if isinstance(r, RoundRobin) else RoundRobin([r]) for r in ranks or check_world(world, len(programs))
+            each if isinstance(each, RoundRobin) else RoundRobin([each])
+            for each in ranks or check_world(world, len(programs))
         ]
         self.job = StagesJob(
             number=number, ranks=tuple(places), sizes=dict(sizes), depth=depth, threads=threads,
@@ -68,79 +68,76 @@ class Deployment:
         _check_shared(self.job)
         self.tracer = tracer
         self.traces: Sequence[StreamTrace] = []  # of the last stream's processes, where it was recorded
-        self._window = (depth + 1) * sum(len(ranks.items) for ranks in places) + depth
+        self.last_report = StreamReport()
         self._executor: threading.Thread | None = None
-        self._errors: queue.Queue[BaseException] = queue.Queue()
-        self._stream: Ends | None = None
-        shortest_s = _SHORTEST_STALL_BEATS * world.health.beat_s
-        self._watch = StallWatch(
-            number,
-            [{rank: world.names[rank] for rank in ranks.items} for ranks in places],
-            world.health.statuses,
-            max(stall_s, shortest_s),
-        )
+        self._stream: Driver | None = None
         try:
             send_stages(world.transport, self.job, programs, load, parts)
             if computes_on != HOST.type and (parts is not None or load is not None):
                 own = find_device(computes_on, world.position) if FEEDER in self.job.holders else HOST
                 self.job = replace(self.job, direct=go_direct(world, self.job.holders, own))
-            slots, self._local = self._build_own_stages(programs, load, make)
-            self._outlet, self._inlet = feeder_edges(world.transport, self.job, programs[0], programs[-1], self._local)
-            if tracer is not None:
-                tracer.follow(self._outlet, self._inlet, self.job.holders, slots)
-            self._serve(slots)
+            self._place = self._connect(programs, self._load(programs, load, make), stall_s)
         except TransportError as error:
             raise world.explain(error) from error
-        self.last_report = StreamReport()
 
-    def _build_own_stages(
+    def _load(
         self, programs: Sequence[RoundRobin[StageProgram]], load: LoadState | None, make: MakeRuntimes | None
-    ) -> tuple[Mapping[int, StageSlot], Mapping[int, LocalEdge]]:
-        """Under torchrun the feeding process holds stages too."""
-        own = self.job.stages_of(FEEDER)
-        if not own:
-            return {}, {}
-        device = find_device(self.job.computes_on, self.world.position)
-        runtimes = {index: _make_runtimes(index, programs[index], load, make, device) for index in own}
-        slots, local = build_slots(self.world.transport, self.job, runtimes)
-        tell_progress(self.world, self.job, slots)
-        return slots, local
+    ) -> dict[int, RoundRobin[StageRuntime]]:
+        """Make the runtimes of the stages that the feeding process holds itself, under torchrun."""
+        device = find_device(self.job.computes_on, self.world.position) if self.job.stages_of(FEEDER) else HOST
+        runtimes = {}
+        for index in self.job.stages_of(FEEDER):
+            if make is None and load is None:
+                raise UsageError("a deployment needs weights to load, or modules to run; give load or make")
+            if make is not None:
+                runtimes[index] = make(index)
+            elif load is not None:
+                runtimes[index] = RoundRobin(load_programs(programs[index].items, load, device), programs[index].order)
+        return runtimes
 
-    def _serve(self, slots: Mapping[int, StageSlot]) -> None:
-        """Run this process's own stages, if it has any, in a thread."""
-        if not slots:
-            return
+    def _connect(
+        self, programs: Sequence[RoundRobin[StageProgram]], runtimes: Mapping[int, RoundRobin[StageRuntime]],
+        stall_s: float,
+    ) -> Place:  # fmt: skip
+        """Open the feeder's channels and those of its own stages, and let these serve."""
+        world, job = self.world, self.job
+        own = OwnStages(world, job, runtimes, feeder_links(programs))
+        counters = Counters()
+        holders = {index: {rank: world.names[rank] for rank in ranks.items} for index, ranks in enumerate(job.ranks)}
+        watch = StallWatch(
+            job.number, sorted(stream_links(dict(enumerate(programs)), len(programs)), key=lambda link: link.number),
+            [holders | {FEEDER_STAGE: {FEEDER: world.names[FEEDER]}}], world.health.statuses,
+            max(stall_s, _SHORTEST_STALL_BEATS * world.health.beat_s), own=counters,
+        )  # fmt: skip
+        window = (job.depth + 1) * sum(len(ranks.items) for ranks in job.ranks) + job.depth
+        if self.tracer is not None:
+            self.tracer.follow(own.channels, job.holders, own.stages, own.observer)
+        errors: queue.Queue[BaseException] = queue.Queue()
+        if runtimes:
+            self._executor = threading.Thread(
+                target=self._serve, args=(own, errors), name="penstock-stages", daemon=True
+            )
+            self._executor.start()
+        return Place(world, job, own.channels, watch, counters, window, self._give_up, errors)
 
-        def run() -> None:
-            torch.set_num_threads(self.job.threads)
-            try:
-                serve(slots, lambda: self.job.schedule(FEEDER))
-            except ConnectionBroken:
-                pass  # the feeding thread sees the same broken connection and explains it
-            except Exception as error:
-                self.world.health.report(error)
-                self._errors.put(error)
-
-        self._executor = threading.Thread(target=run, name="penstock-stages", daemon=True)
-        self._executor.start()
+    def _serve(self, own: OwnStages, errors: "queue.Queue[BaseException]") -> None:
+        """Run this process's own stages, in a thread."""
+        try:
+            serve_stages(own, lambda: None)
+        except ConnectionBroken:
+            pass  # the feeding thread sees the same broken connection and explains it
+        except Exception as error:
+            self.world.health.report(error)
+            errors.put(error)
 
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
-        """Feed microbatches and give their results in order; leaving early cancels and drains.
+        """Feed microbatches and yield their results in order; leaving early cancels and drains.
 
         An exception of `microbatches` itself comes out here once what is under way has been drained;
         the next stream finds the stages ready. Raises `UsageError` while another stream is under way.
         A `KeyboardInterrupt` in the middle gives the pipeline up: what was being handed over is not known.
         """
-        return Replicas([self]).stream(microbatches)
-
-    def progress(self) -> dict[tuple[int, int], Progress]:
-        """Return what the stages have counted, by stage and rank, as the last heartbeats said it."""
-        return read_progress(self.job.number, self.world.health.statuses())
-
-    @property
-    def num_fed(self) -> int:
-        """How many messages this pipeline has been fed."""
-        return self._watch.fed
+        return _stream_through(RoundRobin([self]), microbatches, self)
 
     @property
     def deployments(self) -> "tuple[Deployment, ...]":
@@ -152,17 +149,21 @@ class Deployment:
         """The sizes of the largest microbatch."""
         return self.job.sizes
 
-    def open(self) -> Lane:
+    def stage_states(self) -> list[StageState]:
+        """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
+        return self._place.watch.states(self.job.depth)
+
+    def open(self) -> Driver:
         """Begin a stream; raises `UsageError` while another one is under way."""
         if self._stream is not None:
             raise UsageError("another stream is under way; take all of its results or close() it first")
-        self._stream = self._open()
-        return Lane(self._stream, self._window)
+        self._stream = Driver(self._place)
+        return self._stream
 
     def finish(self) -> list[StageReport]:
-        """End the stream under way: what is on its way is thrown away. Gives the stages' reports."""
-        ends, self._stream = self._stream, None
-        reports = ends.finish() if ends is not None else []
+        """End the stream under way: what is on its way is thrown away. Returns the stages' reports."""
+        driver, self._stream = self._stream, None
+        reports = driver.finish() if driver is not None else []
         if reports and self.tracer is not None:
             try:
                 self.traces = self.tracer.gather(self.job.holders)
@@ -170,14 +171,10 @@ class Deployment:
                 raise self.world.explain(error) from error
         return reports
 
-    def _open(self) -> Ends:
-        return Ends(self.world, self.job, self._outlet, self._inlet, self._errors, self._watch, self._give_up)
-
     def _give_up(self) -> None:
         """After a failure: end every wait of this process, so that its threads end by themselves."""
         self.world.transport.abort()
-        for edge in self._local.values():
-            edge.abort()
+        self._place.channels.abort()
 
     def abandon(self) -> None:
         """End at once, whatever is under way; nothing more can be streamed."""
@@ -191,8 +188,7 @@ class Deployment:
         try:
             self.finish()
             if self.world.health.failure is None:
-                ends = self._open()
-                ends.stop()
+                Driver(self._place).stop()
         finally:
             if self.world.health.failure is not None:
                 self._give_up()
@@ -203,8 +199,9 @@ class Deployment:
         self.world.health.call_instead(self._give_up)
         self.finish()
         if self.world.health.failure is None:
-            self._outlet.put(Message(CLOSE))
-            while self._inlet.take().kind != CLOSE:
+            channels = self._place.channels
+            channels.senders[FEEDER_STAGE, ACTIVATIONS].put(Message(CLOSE))
+            while channels.receivers[FEEDER_STAGE, ACTIVATIONS].take().kind != CLOSE:
                 pass
         self._join()
 
@@ -215,7 +212,7 @@ class Deployment:
 
 
 class Replicas:
-    """Pipelines side by side, each with devices of its own, that take turns on the microbatches of one stream.
+    """Pipelines side by side, each with devices of its own, that share the microbatches of one stream round-robin.
 
     Example:
         Replicas([first, second], order=(0, 0, 1)).stream(microbatches)     # the first one is twice as fast
@@ -243,24 +240,12 @@ class Replicas:
         return self.deployments[0].world
 
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
-        """Feed microbatches and give their results in order, as `Deployment.stream` does."""
-        lanes = RoundRobin([deployment.open() for deployment in self.deployments], self._order)
-        report = self.last_report = StreamReport()
-        for deployment in self.deployments:
-            deployment.last_report = report
-        try:
-            recorder = self.tracer.recorder if self.tracer else None
-            yield from stream_through(lanes, self.deployments[0].symbols, microbatches, report, recorder)
-        except (TransportError, KeyboardInterrupt) as error:
-            # the stages are out of step, or may be: an interrupt can fall between any two steps of a hand-over
-            self.world.health.report(error)
-            raise
-        finally:
-            report.stages = [stage for deployment in self.deployments for stage in deployment.finish()]
-            if self.tracer is not None and report.stages:
-                traces = [self.tracer.own(), *(t for deployment in self.deployments for t in deployment.traces)]
-                for deployment in self.deployments:
-                    deployment.traces = traces
+        """Feed microbatches and yield their results in order, as `Deployment.stream` does."""
+        return _stream_through(RoundRobin(self.deployments, self._order), microbatches, self)
+
+    def stage_states(self) -> list[StageState]:
+        """Return how far each stage of each pipeline is, as `Deployment.stage_states`."""
+        return [state for deployment in self.deployments for state in deployment.stage_states()]
 
     def abandon(self) -> None:
         """End at once, whatever is under way; nothing more can be streamed."""
@@ -278,6 +263,30 @@ class Replicas:
             deployment.leave()
 
 
+def _stream_through(
+    deployments: RoundRobin[Deployment], microbatches: Iterable[Microbatch], owner: Deployment | Replicas
+) -> Generator[list[Tensor], None, None]:
+    """Stream through pipelines side by side, and see that each has ended its stream whatever happens."""
+    first = deployments.items[0]
+    drivers = deployments.map(lambda deployment: deployment.open())
+    report = owner.last_report = StreamReport()
+    for deployment in deployments.items:
+        deployment.last_report = report
+    try:
+        recorder = first.tracer.recorder if first.tracer else None
+        yield from drive(drivers, first.symbols, microbatches, report, recorder)
+    except (TransportError, KeyboardInterrupt) as error:
+        # the stages are out of step, or may be: an interrupt can fall between any two steps of a hand-over
+        first.world.health.report(error)
+        raise
+    finally:
+        report.stages = [stage for deployment in deployments.items for stage in deployment.finish()]
+        if first.tracer is not None and report.stages:
+            traces = [first.tracer.own(), *(t for deployment in deployments.items for t in deployment.traces)]
+            for deployment in deployments.items:
+                deployment.traces = traces
+
+
 def _check_shared(job: StagesJob) -> None:
     """With more to do, its other stages would wait for the end of a stream while it still waits for a turn."""
     for rank in sorted({rank for ranks in job.ranks if len(ranks.items) > 1 for rank in ranks.items}):
@@ -287,17 +296,3 @@ def _check_shared(job: StagesJob) -> None:
                 f"a device that shares a stage holds no other, but rank {rank} would hold the stages "
                 f"{', '.join(map(str, stages))}; give each of them to a device of its own"
             )
-
-
-def _make_runtimes(
-    index: int,
-    programs: RoundRobin[StageProgram],
-    load: LoadState | None,
-    make: MakeRuntimes | None,
-    device: torch.device,
-) -> RoundRobin[StageRuntime]:
-    if make is not None:
-        return make(index)
-    if load is None:
-        raise UsageError("a deployment needs weights to load, or modules to run; give load or make")
-    return RoundRobin(load_programs(programs.items, load, device), programs.order)

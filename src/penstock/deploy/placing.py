@@ -8,7 +8,7 @@ from penstock.deploy.bundle import LoadState, interfaces, read_bundle
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.jobs import Parts, load_part
 from penstock.deploy.programs import divide_plan, order_of
-from penstock.engine.counters import STALL_S
+from penstock.engine.stall import STALL_S
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import PlanError
 from penstock.graph.graph import Graph

@@ -10,14 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock.deploy.baseline import do_alone
 from penstock.deploy.documents import DoMore, RunAlone, ServeStages
 from penstock.deploy.jobs import MakeRuntime, read_stages, receive_job
-from penstock.engine.executor import serve
+from penstock.deploy.serving import OwnStages, serve_stages
 from penstock.engine.tracers import follow_stages
-from penstock.engine.wiring import build_slots, tell_progress
 from penstock.errors import PenstockError, ProgramError, TransportError
 from penstock.group.launch import leave_with_parent
 from penstock.group.world import Leave, World, join_local
@@ -81,10 +78,8 @@ def do_job(
         do_alone(world, document)
         return
     job, runtimes = read_stages(world, document, make, bundle)
-    torch.set_num_threads(job.threads)
-    slots, _ = build_slots(world.transport, job, runtimes)
-    tell_progress(world, job, slots)
-    serve(slots, lambda: job.schedule(world.rank), follow_stages(world, job, slots))
+    own = OwnStages(world, job, runtimes)
+    serve_stages(own, follow_stages(world, job, own.stages, own.channels, own.observer))
 
 
 def _nothing(_parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Mapping[str, Job]]:

@@ -1,16 +1,16 @@
-"""The two ends of a cut: an inlet with receives posted ahead, an outlet with sends under way.
+"""Both ends of a link: a receiver with receives posted ahead, a sender with sends under way.
 
 Both have a fixed number of buffers, the depth, so a stage that is too fast waits: for a free send
 buffer, which is free when the next stage has posted a receive for it. Buffers lie on the host; those
 beside a GPU are pinned, which is what it copies from and to at full speed.
 
-Where a line lies between two devices the tensors have buffers there, and a channel of their own. They are received
+Where a link lies between two devices the tensors have buffers there, and a tag of their own. They are received
 when the header has come, so a device never waits for what is not on its way; the sender has the buffers of both sides.
 """
 
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -19,20 +19,47 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConnectionBroken
+from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tensors.layout import copy_exactly
 from penstock.tracing.record import Track
-from penstock.transport.base import Pending, Transport, device_channel
-from penstock.transport.messages import CLOSE, Formats, Message, apart_of, size_of
+from penstock.transport.base import Pending, Transport
+from penstock.transport.messages import CLOSE, Format, Message, apart_of, index_of, size_of
+from penstock.transport.tags import device_tag
 
 _POLL_S = 0.1
 
 
-class Inlet(Protocol):
+class Formats:
+    """How messages lie in memory on a link whose cut rotates: each as its microbatch's cut set has it."""
+
+    def __init__(self, formats: RoundRobin[Format]) -> None:
+        self._formats = formats
+
+    def largest(self, sizes: Mapping[str, int]) -> int:
+        """Return the bytes of the largest message for microbatches up to these sizes."""
+        return max(layout.largest(sizes) for layout in self._formats.items)
+
+    def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Return the bytes of the largest message without its tensors, and those of its tensors."""
+        rooms = [layout.largest_apart(sizes) for layout in self._formats.items]
+        return max(host for host, _ in rooms), max(apart for _, apart in rooms)
+
+    def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
+        """Lay a message out in a buffer, or in two, and give the bytes it takes in the first."""
+        return self._formats[message.index].write(message, buffer, apart)
+
+    def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
+        """Read a message as `Format.read` does."""
+        # a damaged index leads to some other format, whose checksum then does not fit
+        return self._formats[index_of(buffer)].read(buffer, fetch)
+
+
+class Receiver(Protocol):
     """Where messages come in, in order."""
 
     @property
     def width(self) -> int:
-        """How many messages the end of a stream is."""
+        """Return the number of END messages that close one stream, one per rank at the other end."""
 
     def take(self) -> Message:
         """Wait for the next message; its tensors are good until `release`."""
@@ -44,23 +71,23 @@ class Inlet(Protocol):
         """Record on a track what comes in; on none, nothing."""
 
 
-class Outlet(Protocol):
+class Sender(Protocol):
     """Where messages go out, in order."""
 
     @property
     def width(self) -> int:
-        """How many messages the end of a stream is."""
+        """Return the number of END messages that close one stream, one per rank at the other end."""
 
     def put(self, message: Message) -> None:
         """Send a message; the tensors are copied before this returns."""
 
-    def trace_giving(self, track: Track | None) -> None:
+    def trace_sending(self, track: Track | None) -> None:
         """Record on a track what goes out; on none, nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Where the tensors of a line between two devices have their buffers, and how large those are."""
+    """Where the tensors of a link between two devices have their buffers, and how large those are."""
 
     device: torch.device
     num_bytes: int
@@ -70,24 +97,24 @@ class Apart:
         return torch.zeros(max(self.num_bytes, 1), dtype=torch.uint8, device=self.device)
 
 
-class RemoteInlet:
+class RemoteReceiver:
     """Receives from another rank, with `depth` receives posted ahead."""
 
     width = 1
 
     def __init__(
-        self, transport: Transport, source: int, channel: int, layout: Formats, num_bytes: int, depth: int, *,
+        self, transport: Transport, source: int, tag: int, formats: Formats, num_bytes: int, depth: int, *,
         pinned: bool = False, apart: Apart | None = None,
     ) -> None:  # fmt: skip
         self._fetch: Callable[[int], Tensor] | None = None
         if apart is not None:
             there = apart.make()
-            transport.receive(there[:1], source, device_channel(channel)).wait()  # the first byte connects
+            transport.receive(there[:1], source, device_tag(tag)).wait()  # the first byte connects
             self._fetch = partial(self._receive_apart, there)
         self._transport = transport
         self._source = source
-        self._channel = channel
-        self._format = layout
+        self._tag = tag
+        self._format = formats
         self._posted: deque[tuple[Pending, Tensor]] = deque()
         self._taken: deque[Tensor] = deque()
         self._track: Track | None = None
@@ -116,42 +143,42 @@ class RemoteInlet:
     def _receive_apart(self, there: Tensor, num_bytes: int) -> Tensor:
         """Receive the tensors of a message whose header has come; those of the one before have been released."""
         tensors = there[:num_bytes]
-        self._transport.receive(tensors, self._source, device_channel(self._channel)).wait()
+        self._transport.receive(tensors, self._source, device_tag(self._tag)).wait()
         return tensors
 
     def _post(self, buffer: Tensor) -> None:
-        self._posted.append((self._transport.receive(buffer, self._source, self._channel), buffer))
+        self._posted.append((self._transport.receive(buffer, self._source, self._tag), buffer))
 
     def trace_taking(self, track: Track | None) -> None:
         """Record on a track what comes in; on none, nothing."""
         self._track = track
 
     def _drain(self) -> None:
-        """Nothing may stay posted on a channel that is done: the sender sends CLOSE once for each buffer."""
+        """Nothing may stay posted on a tag that is done: the sender sends CLOSE once for each buffer."""
         while self._posted:
             self._posted.popleft()[0].wait()
 
 
-class RemoteOutlet:
+class RemoteSender:
     """Sends to another rank, with up to `depth` sends under way."""
 
     width = 1
 
     def __init__(
-        self, transport: Transport, to: int, channel: int, layout: Formats, num_bytes: int, depth: int, *,
+        self, transport: Transport, to: int, tag: int, formats: Formats, num_bytes: int, depth: int, *,
         pinned: bool = False, apart: Apart | None = None,
     ) -> None:  # fmt: skip
         self._transport = transport
         self._to = to
-        self._channel = channel
-        self._format = layout
+        self._tag = tag
+        self._format = formats
         # a receiver between devices posts nothing ahead, so the sender has as many buffers as both
         self._free = deque(
             (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned), apart.make() if apart is not None else None)
             for _ in range(depth if apart is None else 2 * depth)
         )
         if apart is not None:
-            transport.send(apart.make()[:1], to, device_channel(channel)).wait()
+            transport.send(apart.make()[:1], to, device_tag(tag)).wait()
         self._sending: deque[tuple[list[Pending], tuple[Tensor, Tensor | None]]] = deque()
         self._depth = depth
         self._track: Track | None = None
@@ -164,7 +191,7 @@ class RemoteOutlet:
             while self._sending:
                 self._wait_for_room()
 
-    def trace_giving(self, track: Track | None) -> None:
+    def trace_sending(self, track: Track | None) -> None:
         """Record on a track what goes out; on none, nothing."""
         self._track = track
 
@@ -177,9 +204,9 @@ class RemoteOutlet:
             buffer, apart = self._wait_for_room()
         room_s = track.now() if track else 0.0
         num_bytes = self._format.write(message, buffer, apart)
-        sends = [self._transport.send(buffer[:num_bytes], self._to, self._channel)]
+        sends = [self._transport.send(buffer[:num_bytes], self._to, self._tag)]
         if apart is not None and (num_apart := apart_of(buffer)):
-            sends.append(self._transport.send(apart[:num_apart], self._to, device_channel(self._channel)))
+            sends.append(self._transport.send(apart[:num_apart], self._to, device_tag(self._tag)))
         self._sending.append((sends, (buffer, apart)))
         if track:
             track.gave(message.index, begin_s, room_s, size_of(buffer))
@@ -192,8 +219,8 @@ class RemoteOutlet:
         return buffers
 
 
-class LocalEdge:
-    """Both ends within one process; as an outlet it copies, as a remote one does. Without a depth it never waits."""
+class LocalChannel:
+    """Both ends within one process; as a sender it copies, as a remote one does. Without a depth it never waits."""
 
     width = 1
 
@@ -206,15 +233,15 @@ class LocalEdge:
             self._places.put(None)
         self._aborted = False
         self._taking: Track | None = None
-        self._giving: Track | None = None
+        self._sending_track: Track | None = None
 
     def trace_taking(self, track: Track | None) -> None:
         """Record on a track what comes in; on none, nothing."""
         self._taking = track
 
-    def trace_giving(self, track: Track | None) -> None:
+    def trace_sending(self, track: Track | None) -> None:
         """Record on a track what goes out; on none, nothing."""
-        self._giving = track
+        self._sending_track = track
 
     def take(self) -> Message:
         """Wait for the next message."""
@@ -241,18 +268,18 @@ class LocalEdge:
 
     def offer(self, message: Message, timeout_s: float) -> bool:
         """Hand over a copy if there is room within some seconds; tells whether there was."""
-        begin_s = self._giving.now() if self._giving else 0.0
+        begin_s = self._sending_track.now() if self._sending_track else 0.0
         try:
             if self._bounded:
                 self._places.get(timeout=timeout_s)
         except queue.Empty:
             return False
-        room_s = self._giving.now() if self._giving else 0.0
+        room_s = self._sending_track.now() if self._sending_track else 0.0
         # whoever handed it over may change it as soon as this returns
         copies = [copy_exactly(tensor.detach()) for tensor in message.tensors]
         self._messages.put(Message(message.kind, message.index, message.sizes, copies, message.body))
-        if self._giving:
-            self._giving.gave(message.index, begin_s, room_s, 0)
+        if self._sending_track:
+            self._sending_track.gave(message.index, begin_s, room_s, 0)
         return True
 
     def abort(self) -> None:

@@ -1,118 +1,99 @@
-"""How far every stage is, and the difference between slow work and a message that was lost.
+"""What every stage has sent, taken and done so far: one set of counts for heartbeats, stall watch, live view, reports.
 
-A process says with every heartbeat what its stages have counted. The feeder, while it waits, looks
-for anything that moves: a count, or a stage that computes. Only when nothing has moved for `stall_s`
-is a message lost, and the counts say where:
+A process says them with every heartbeat. Where more was sent than taken, messages are on their way, or lost:
 
-    feeder fed 3 ──▶ stage 0 took 3, passed 3 ──▶ stage 1 took 2, passed 2 ──▶ feeder got 2
-                                               ^ here
+    feeder sent 3 ──▶ stage 0 took 3, sent 3 ──▶ stage 1 took 2, sent 2 ──▶ feeder took 2
+                                              ^ here
 """
 
 import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import msgspec
 
 from penstock.errors import TransportError
 
-STALL_S = 60.0
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+COMPUTING = "computing"
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-# the job, the rank, and for each of its stages what `Progress` counts
-_Said = tuple[_Count, _Count, list[tuple[_Count, _Count, _Count, _Count, Annotated[float, msgspec.Meta(ge=0)]]]]
+_Pair = tuple[_Count, _Count]
+_Doing = Literal["", "activations", "gradients", "computing"]
+# of a stage: its index, activations and gradients sent, and taken, actions run, seconds of computing, what it is at
+_Counted = tuple[_Count, _Pair, _Pair, _Count, Annotated[float, msgspec.Meta(ge=0)], _Doing]
+
+
+def _none() -> dict[str, int]:
+    return {ACTIVATIONS: 0, GRADIENTS: 0}
+
+
+def _by_kind(pair: _Pair) -> dict[str, int]:
+    return dict(zip((ACTIVATIONS, GRADIENTS), pair, strict=True))
 
 
 @dataclass(slots=True)
-class Progress:
-    """One stage's messages so far on one device, streams' ends included."""
+class Counters:
+    """One stage's messages by kind and its actions so far on one device, streams' ends included.
 
-    taken: int = 0
-    computed: int = 0
-    passed: int = 0
+    `doing` is the kind of message that it waits for, `COMPUTING`, or nothing.
+    """
+
+    sent: dict[str, int] = field(default_factory=_none)
+    taken: dict[str, int] = field(default_factory=_none)
+    num_run: int = 0
     busy_s: float = 0.0  # of computing
+    doing: str = ""
 
 
-def write_progress(job: int, rank: int, stages: Mapping[int, Progress]) -> str:
+@dataclass(slots=True)
+class Heard:
+    """What one process said of itself last: whether it is busy, what its transport has moved, its stages' counts."""
+
+    rank: int
+    busy: bool
+    num_moved: int
+    stages: dict[int, Counters]
+
+
+def write_counters(
+    job: int, rank: int, stages: Mapping[int, Counters], *, busy: bool = False, num_moved: int = 0
+) -> str:
     """Write what the stages of one process have counted."""
-    counted = [[index, p.taken, p.computed, p.passed, round(p.busy_s, 3)] for index, p in stages.items()]
-    return json.dumps([job, rank, counted])
+    counted = [
+        [index, list(c.sent.values()), list(c.taken.values()), c.num_run, round(c.busy_s, 3), c.doing]
+        for index, c in stages.items()
+    ]
+    return json.dumps([job, rank, busy or any(c.doing == COMPUTING for c in stages.values()), num_moved, counted])
 
 
-def read_progress(job: int, told: Iterable[str]) -> dict[tuple[int, int], Progress]:
-    """Read what processes said of a job's stages, by stage and rank; raises `TransportError` for anything else."""
-    stages: dict[tuple[int, int], Progress] = {}
-    for text in told:
+def read_counters(job: int, texts: Iterable[str]) -> list[Heard]:
+    """Read what processes said of a job's stages; raises `TransportError` for anything else."""
+    heard = []
+    for text in texts:
         if not text:
             continue
         try:
-            said, rank, counted = msgspec.json.decode(text, type=_Said)
-        except (msgspec.MsgspecError, UnicodeError) as error:
+            said, rank, busy, num_moved, counted = msgspec.json.decode(
+                text, type=tuple[_Count, _Count, bool, _Count, list[_Counted]]
+            )
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise TransportError(f"a heartbeat does not say how far stages are: {error}; start again") from None
         if said == job:
-            stages.update({(index, rank): Progress(*counts) for index, *counts in counted})
-    return stages
+            stages = {
+                index: Counters(
+                    dict(zip(_none(), sent, strict=True)),
+                    dict(zip(_none(), taken, strict=True)),
+                    num_run,
+                    busy_s,
+                    doing,
+                )
+                for index, sent, taken, num_run, busy_s, doing in counted
+            }
+            heard.append(Heard(rank, busy, num_moved, stages))
+    return heard
 
 
-class StallWatch:
-    """Watches, from the feeding process, whether anything moves.
-
-    `holders` names for every stage the ranks that take turns on it, `listen` gives what all processes said
-    last. The feeder counts `fed` and `got` itself, and calls `begin` when it starts to wait.
-
-    Example:
-        watch.begin()
-        while not arrived(timeout_s=0.1):
-            if (stalled := watch.check()) is not None:
-                raise RunError(stalled)
-    """
-
-    def __init__(
-        self, job: int, holders: Sequence[Mapping[int, str]], listen: Callable[[], Iterable[str]],
-        stall_s: float = STALL_S,
-    ) -> None:  # fmt: skip
-        self.stall_s = stall_s
-        self.fed = 0
-        self.got = 0
-        self._job = job
-        self._holders = holders
-        self._listen = listen
-        self._seen: object = None
-        self._since = time.monotonic()
-
-    def begin(self) -> None:
-        """Start to wait: time that the user's own code took does not count."""
-        self._since = time.monotonic()
-
-    def check(self) -> str | None:
-        """Say what was lost, once nothing has moved for `stall_s`."""
-        stages = read_progress(self._job, self._listen())
-        seen = (self.fed, self.got, stages)
-        busy = any(progress.taken > progress.computed for progress in stages.values())
-        if busy or seen != self._seen:
-            self._seen = seen
-            self._since = time.monotonic()
-        if time.monotonic() - self._since < self.stall_s:
-            return None
-        return self._explain(stages)
-
-    def _explain(self, stages: Mapping[tuple[int, int], Progress]) -> str:
-        """Find the first place where more went in than came out."""
-        sent, sender = self.fed, "the feeding process"
-        for index, devices in enumerate(self._holders):
-            silent = [name for rank, name in devices.items() if (index, rank) not in stages]
-            if silent:
-                return self._sentence(f"stage {index} on {silent[0]}", "its program and weights", sender)
-            name = f"stage {index} on {' and '.join(devices.values())}"
-            taken = sum(stages[index, rank].taken for rank in devices)
-            if taken < sent:
-                return self._sentence(name, f"message {taken + 1} of {sent} to it", sender)
-            sent, sender = sum(stages[index, rank].passed for rank in devices), name
-        return self._sentence("the feeding process", f"result {self.got + 1}", sender)
-
-    def _sentence(self, name: str, what: str, sender: str) -> str:
-        return (
-            f"{name} has waited {self.stall_s:g} s for {what}, and nothing computes: {sender} sent it, so it was "
-            "lost; start again, with a larger stall_s if one message takes longer than that on the slowest link"
-        )
+def by_stage(heard: Iterable[Heard]) -> dict[tuple[int, int], Counters]:
+    """Return what was counted, by stage and rank."""
+    return {(index, each.rank): counters for each in heard for index, counters in each.stages.items()}

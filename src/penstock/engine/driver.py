@@ -1,48 +1,92 @@
-"""The feeding process's two ends of a pipeline, with every wait interruptible."""
+"""The process that feeds: microbatches into one pipeline or several, results out of them, every wait interruptible."""
 
 import json
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from penstock.engine.channels import Inlet, LocalEdge, Outlet
-from penstock.engine.counters import StallWatch
-from penstock.engine.executor import StageReport
+from torch import Tensor
+
+from penstock.engine.channels import LocalChannel
+from penstock.engine.counters import ACTIVATIONS, Counters
+from penstock.engine.observer import StageReport
 from penstock.engine.placement import StagesJob
+from penstock.engine.stall import StallWatch
+from penstock.engine.wiring import Channels
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
 from penstock.group.world import World
+from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tensors.devices import HOST
 from penstock.tensors.layout import copy_exactly
+from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.transport.messages import CLOSE, DATA, END, Message
 
+Microbatch = tuple[Sequence[Tensor], Mapping[str, int]]
 _POLL_S = 0.1
 # how long a thread that nothing holds up any more may take to end
 JOIN_S = 5.0
 
 
-class Ends:
-    """The feeder's two ends during one stream, each with a thread that may block, so that the caller never does."""
+@dataclass(slots=True)
+class StreamReport:
+    """Times of one stream, in seconds since its first microbatch was fed, and what each stage did."""
 
-    def __init__(
-        self, world: World, job: StagesJob, outlet: Outlet, inlet: Inlet, errors: "queue.Queue[BaseException]",
-        watch: StallWatch, give_up: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._world = world
-        self._job = job
-        self._outlet = outlet
-        self._inlet = inlet
-        self._errors = errors
-        self._watch = watch
-        self._give_up = give_up
-        self._finished = False
-        self._num_fed = 0
-        self._ended = False
+    num_microbatches: int = 0
+    num_rows: int = 0
+    fill_s: float = 0.0  # until the first result
+    fed_s: float = 0.0  # until the last microbatch had been taken in
+    total_s: float = 0.0  # until the last result
+    results_s: list[float] = field(default_factory=list)
+    stages: list[StageReport] = field(default_factory=list)
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows over the whole stream, fill and drain included."""
+        return self.num_rows / self.total_s if self.total_s else 0.0
+
+    @property
+    def steady_rows_per_s(self) -> float:
+        """Rows per second from the first result until the last input was taken in; of all of it where that is short."""
+        steady = [moment for moment in self.results_s if self.fill_s < moment <= self.fed_s]
+        if len(steady) < 2:
+            return self.rows_per_s
+        return len(steady) * self.num_rows / self.num_microbatches / (steady[-1] - self.fill_s)
+
+
+@dataclass(slots=True)
+class Place:
+    """A pipeline in place, as its driver needs it: who holds it, the feeder's channels, what went wrong in here.
+
+    `window` bounds the microbatches that may be in it; `counters` count what the feeder sent and took.
+    """
+
+    world: World
+    job: StagesJob
+    channels: Channels
+    watch: StallWatch
+    counters: Counters
+    window: int
+    give_up: Callable[[], None]
+    errors: "queue.Queue[BaseException]" = field(default_factory=queue.Queue)
+
+
+class Driver:
+    """Feeds one pipeline during one stream: a thread for each of its ends may block, so that the caller never does."""
+
+    def __init__(self, place: Place) -> None:
+        self.num_fed = self.num_taken = 0
+        self._place = place
+        self._sender = place.channels.senders[FEEDER_STAGE, ACTIVATIONS]
+        self._receiver = place.channels.receivers[FEEDER_STAGE, ACTIVATIONS]
+        self._finished = self._ended = False
         self._results: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         targets = {"results": self._receive}
-        if isinstance(outlet, LocalEdge):
-            self._entry = outlet  # the first stage is in this process: nothing blocks for good
+        if isinstance(self._sender, LocalChannel):
+            self._entry = self._sender  # the first stage is in this process: nothing blocks for good
         else:
-            self._entry = LocalEdge(1)
+            self._entry = LocalChannel(1)
             targets["feed"] = self._send
         self._threads = [
             threading.Thread(target=target, name=f"penstock-{name}", daemon=True) for name, target in targets.items()
@@ -50,44 +94,43 @@ class Ends:
         for thread in self._threads:
             thread.start()
 
-    def feed(self, message: Message) -> None:
-        """Hand over a microbatch, waiting while the first stage has enough."""
-        self._watch.begin()
-        while True:
-            self._check()
-            if self._entry.offer(message, _POLL_S):
-                break
-            self._check_stall()
-        self._num_fed += 1
-        if self._entry is self._outlet:
-            self._watch.fed += 1
+    @property
+    def has_room(self) -> bool:
+        """Whether another microbatch may go in before a result comes out."""
+        return self.num_fed - self.num_taken < self._place.window
 
     @property
     def has_result(self) -> bool:
         """Whether a result waits to be taken."""
         return not self._results.empty()
 
-    def result(self) -> Message:
+    def feed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        """Hand over a microbatch, waiting while the first stage has enough."""
+        self._hand_over(Message(DATA, self.num_fed, tuple(sizes), list(tensors)))
+        self.num_fed += 1
+
+    def take(self) -> list[Tensor]:
         """Wait for the next result."""
-        self._watch.begin()
-        while True:
-            try:
-                result = self._results.get(timeout=_POLL_S)
-            except queue.Empty:
-                self._check()
-                self._check_stall()
-                continue
-            if isinstance(result, TransportError):
-                raise self._named(self._world.explain(result)) from result
-            if isinstance(result, BaseException):
-                raise result
-            return result
+        message = self._result()
+        if message.kind != DATA or message.index != self.num_taken:
+            raise TransportError(
+                f"the feeding process expected result {self.num_taken} of the last stage, got {message}: a message "
+                f"was lost or repeated; {self.num_taken} results are complete, start again after them"
+            )
+        self.num_taken += 1
+        return message.tensors
+
+    def end(self) -> None:
+        """Say at once that no more microbatches come: a stage that has missed one then knows."""
+        if not self._ended:
+            self._hand_over(Message(END, self.num_fed))
+            self._ended = True
 
     def finish(self) -> list[StageReport]:
         """End the stream: results on their way are thrown away, the stages' reports come back with the end."""
         if self._finished:
             return []
-        if self._world.health.failure is not None or not self._errors.empty():
+        if self._place.world.health.failure is not None or not self._place.errors.empty():
             self.abandon()
             return []
         message = self._last(END)
@@ -98,19 +141,21 @@ class Ends:
         """Tell the stages to stop serving, and see that all of them have heard it."""
         self._last(CLOSE)
 
-    def end(self) -> None:
-        """Say at once that no more microbatches come: a stage that has missed one then knows."""
-        if not self._ended:
-            self.feed(Message(END, self._num_fed))
-            self._ended = True
+    def abandon(self) -> None:
+        """After a failure both threads end by themselves, once nothing waits for other processes any more."""
+        self._finished = True
+        self._place.give_up()
+        self._entry.abort()
+        for thread in self._threads:
+            thread.join(JOIN_S)
 
     def _last(self, kind: int) -> Message:
         try:
             if kind == END:
                 self.end()
             else:
-                self.feed(Message(kind))
-            while (message := self.result()).kind != kind:
+                self._hand_over(Message(kind))
+            while (message := self._result()).kind != kind:
                 pass
         except BaseException:
             self.abandon()
@@ -120,75 +165,138 @@ class Ends:
         self._finished = True
         return message
 
-    def abandon(self) -> None:
-        """After a failure both threads end by themselves, once nothing waits for other processes any more."""
-        self._finished = True
-        self._give_up()
-        self._entry.abort()
-        for thread in self._threads:
-            thread.join(JOIN_S)
+    def _hand_over(self, message: Message) -> None:
+        self._place.watch.begin()
+        while True:
+            self._check()
+            if self._entry.offer(message, _POLL_S):
+                break
+            self._check_stall()
+        if self._entry is self._sender:
+            self._place.counters.sent[ACTIVATIONS] += 1
+
+    def _result(self) -> Message:
+        self._place.watch.begin()
+        while True:
+            try:
+                result = self._results.get(timeout=_POLL_S)
+            except queue.Empty:
+                self._check()
+                self._check_stall()
+                continue
+            if isinstance(result, TransportError):
+                raise self._named(self._place.world.explain(result)) from result
+            if isinstance(result, BaseException):
+                raise result
+            return result
 
     def _check(self) -> None:
         if self._finished:
             raise UsageError("the pipeline was closed while this stream was under way; make a new one")
-        if not self._errors.empty():
-            raise self._errors.get()
+        if not self._place.errors.empty():
+            raise self._place.errors.get()
         try:
-            self._world.check()
+            self._place.world.check()
         except RunError as error:
             raise self._named(error) from None
 
     def _check_stall(self) -> None:
-        stalled = self._watch.check()
+        stalled = self._place.watch.check()
         if stalled is not None:
-            error = RunError(stalled)
-            self._world.health.report(error)
+            error = RunError(stalled.message)
+            self._place.world.health.report(error)
             raise error
 
     def _named(self, error: PenstockError) -> PenstockError:
         """Say which stages ran where it happened, and what to do."""
-        failure = self._world.health.failure
+        failure = self._place.world.health.failure
         if failure is None or failure.message != str(error):
             return error
-        stages = [str(index) for index in self._job.stages_of(failure.rank)]
+        stages = [str(index) for index in self._place.job.stages_of(failure.rank)]
         held = f" (stage {', '.join(stages)})" if stages else ""
-        return type(error)(f"{failure.message}{held}; the results until now are complete, start again behind them")
+        return type(error)(f"{failure.message}{held}; the results until now are complete, start again after them")
 
     def _send(self) -> None:
         try:
             while True:
                 message = self._entry.take()
-                self._outlet.put(message)
-                self._watch.fed += 1 if message.kind == DATA else self._outlet.width
+                self._sender.put(message)
+                self._place.counters.sent[ACTIVATIONS] += 1 if message.kind == DATA else self._sender.width
                 if message.kind != DATA:
+                    return
+        except Exception as error:
+            self._results.put(error)
+
+    def _receive(self) -> None:
+        self._place.counters.doing = ACTIVATIONS
+        try:
+            while True:
+                message = self._take()
+                tensors = [copy_exactly(tensor, HOST) for tensor in message.tensors]
+                kept = Message(message.kind, message.index, message.sizes, tensors, message.body)
+                if kept.kind != CLOSE:  # nothing may stay posted after it
+                    self._receiver.release()
+                self._place.counters.taken[ACTIVATIONS] += 1 if kept.kind == DATA else self._receiver.width
+                self._results.put(kept)
+                if kept.kind != DATA:
                     return
         except Exception as error:
             self._results.put(error)
 
     def _take(self) -> Message:
         try:
-            return self._inlet.take()
+            return self._receiver.take()
         except ConnectionBroken:
             raise
         except TransportError as error:
             raise TransportError(f"from the last stage to the feeding process: {error}") from error
 
-    def _receive(self) -> None:
-        try:
-            while True:
-                message = self._take()
-                kept = Message(
-                    message.kind,
-                    message.index,
-                    message.sizes,
-                    [copy_exactly(t, HOST) for t in message.tensors],
-                    message.body,
-                )
-                if kept.kind != CLOSE:  # nothing may stay posted behind it
-                    self._inlet.release()
-                self._watch.got += 1 if kept.kind == DATA else self._inlet.width
-                self._results.put(kept)
-                if kept.kind != DATA:
-                    return
-        except Exception as error:
-            self._results.put(error)
+
+def drive(
+    drivers: RoundRobin[Driver], symbols: Sequence[str], microbatches: Iterable[Microbatch], report: StreamReport,
+    recorder: Recorder | None = None,
+) -> Generator[list[Tensor], None, None]:  # fmt: skip
+    """Feed microbatches round-robin and yield their results in order, writing the report on the way.
+
+    An exception of `microbatches` itself comes out here; finishing the drivers is the caller's.
+    """
+    source = iter(microbatches) if recorder is None else _recorded(iter(microbatches), recorder)
+    begin = time.perf_counter()
+    exhausted = False
+    fed = taken = 0
+    while not exhausted or taken < fed:
+        while not exhausted and drivers[fed].has_room:
+            following = next(source, None)
+            if following is None:
+                exhausted = True
+                for driver in drivers.items:
+                    driver.end()
+                break
+            tensors, sizes = following
+            drivers[fed].feed(tensors, [sizes[symbol] for symbol in symbols])
+            fed += 1
+            report.num_rows += sizes.get("batch", 1)
+            report.fed_s = time.perf_counter() - begin
+            if drivers[taken].has_result:
+                break  # it is yielded before the next microbatch goes in: none waits for the pipeline to be full
+        if taken < fed:
+            result = drivers[taken].take()
+            taken += 1
+            report.results_s.append(time.perf_counter() - begin)
+            report.total_s = report.results_s[-1]
+            report.fill_s = report.results_s[0]
+            report.num_microbatches = taken
+            yield result
+
+
+def _recorded(source: Iterator[Microbatch], recorder: Recorder) -> Iterator[Microbatch]:
+    """Record how long each microbatch's data takes to load."""
+    number = 0
+    while True:
+        begin_s, cpu_s = recorder.clock(), time.thread_time()
+        following = next(source, None)
+        if following is None:
+            return
+        recorder.span("load", FEEDER_STAGE, number, begin_s, recorder.clock(), cpu_s=time.thread_time() - cpu_s)
+        number += 1
+        yield following

@@ -1,235 +1,140 @@
-"""The one executor: takes a schedule's actions in order and does them."""
+"""The one executor: takes a schedule's actions in order, and their messages, and has stages run them."""
 
-import json
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Protocol
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor
 
-from penstock.engine.channels import Inlet, Outlet
-from penstock.engine.counters import Progress
-from penstock.engine.profile_window import ProfileWindow
-from penstock.engine.reference import measure_alone
-from penstock.errors import ConnectionBroken, RunError, TransportError
-from penstock.plan.schedule.actions import Action
-from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import Runtime, StageRuntime
-from penstock.tensors.devices import held_bytes, moved, settle
+from penstock.engine.channels import Receiver
+from penstock.engine.counters import ACTIVATIONS, GRADIENTS
+from penstock.engine.observer import Observer
+from penstock.engine.stage import Stage
+from penstock.engine.wiring import Channels
+from penstock.errors import ConnectionBroken, OutOfMemory, RunError, TransportError
+from penstock.memory import is_out_of_memory
+from penstock.plan.schedule.actions import STAGE_KINDS, Action
 from penstock.tensors.layout import copy_exactly
-from penstock.tracing.record import KEPT_BYTES, Recorder
-from penstock.tracing.trace import Alone
+from penstock.text import first_line
 from penstock.transport.messages import CLOSE, DATA, END, Message
 
+# what an action takes from one neighbour and sends to the other; those not here do neither
+CARRIES = {"F": ACTIVATIONS, "B": GRADIENTS, "I": GRADIENTS}
 
-@dataclass(slots=True)
-class StageReport:
-    """What one stage did during one stream, in seconds.
 
-    `compute_cpu_s` is CPU time of the thread that computes while it computes; where it falls behind `compute_s`
-    something else had the core. `cpu_s` is CPU time of the whole process during the stream, `memory_bytes` what the
-    process held, on a GPU there, when the stage had done its last microbatch (see `held_bytes`).
+def run_schedule(
+    actions: Iterable[Action], stages: Mapping[int, Stage], channels: Channels, observer: Observer
+) -> int | None:
+    """Run actions in order; returns END or CLOSE where a message of that kind ended all stages, None at their end.
+
+    Each action takes its message, its stage runs it, and what the stage returns is sent:
+
+        receiver ──▶ take ──▶ check ──▶ stage.run ──▶ send ──▶ sender
+
+    The end of a stream passes from stage to stage after the last microbatch. Raises `RunError` naming stage and
+    microbatch where an operation fails, `TransportError` for a message that was lost, repeated or damaged.
     """
-
-    stage: int
-    device: str
-    num_microbatches: int = 0
-    compute_s: float = 0.0
-    compute_cpu_s: float = 0.0
-    cpu_s: float = 0.0
-    wait_s: float = 0.0
-    send_s: float = 0.0
-    memory_bytes: float | None = None
-
-
-@dataclass(slots=True)
-class StageSlot:
-    """A stage on this device: what it runs, where its microbatches come from and go to."""
-
-    index: int
-    runtimes: RoundRobin[StageRuntime]
-    inlet: Inlet
-    outlet: Outlet
-    report: StageReport
-    clock: Callable[[], float] = field(default=time.perf_counter)
-    progress: Progress = field(default_factory=Progress)
-    others: int = 0  # stages of the model beside this one
-    began_cpu_s: float = 0.0
-    recorder: Recorder | None = None
-    kept: dict[int, Message] = field(default_factory=dict)  # a microbatch for each program, to run again alone
-    alone: Alone | None = None
-    profile: ProfileWindow | None = None
-    computed_at: tuple[float, float] | None = None  # the last computation's end, by the clock and in CPU seconds
-
-    def start_report(self) -> None:
-        """Begin counting for another stream."""
-        self.report = StageReport(self.report.stage, self.report.device)
-
-
-class Performer(Protocol):
-    """A stage that does whatever action a schedule has for it: one that is trained."""
-
-    def perform(self, action: Action) -> None:
-        """Do one action."""
-
-
-def carry_out(actions: Iterable[Action], stages: Mapping[int, Performer]) -> None:
-    """Do a finite schedule's actions, as of one step of training."""
+    ended: dict[int, int] = {}
     for action in actions:
-        stages[action.stage].perform(action)
+        if action.stage in ended:
+            continue
+        kind = CARRIES.get(action.kind, "")
+        receiver = channels.receivers.get((action.stage, kind))
+        message = None
+        if action.kind not in STAGE_KINDS:
+            observer.starts(action, kind if receiver is not None else None)
+        if receiver is not None:
+            message = _take(receiver, action, kind, stages[action.stage], observer)
+        if message is not None and message.kind != DATA:
+            _pass_on(action, message, channels, observer)
+            ended[action.stage] = message.kind
+            if len(ended) == len(stages):
+                return message.kind
+            continue
+        with _naming(action):
+            _run(action, message, stages[action.stage], channels, observer)
+        if receiver is not None and not stages[action.stage].keeps_inputs:
+            receiver.release()
+    return None
 
 
 def serve(
-    slots: Mapping[int, StageSlot], schedule: Callable[[], Iterable[Action]], ended: Callable[[], None] = lambda: None
-) -> None:
+    schedule: Callable[[], Iterable[Action]], stages: Mapping[int, Stage], channels: Channels, observer: Observer,
+    ended: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Run stream after stream until a CLOSE message comes; every stream starts the schedule again.
 
-    `ended` is called behind each stream.
+    `ended` is called after each stream.
     """
-    while execute(schedule(), slots) != CLOSE:
+    while serve_stream(schedule(), stages, channels, observer) != CLOSE:
         ended()
-        for slot in slots.values():
-            slot.start_report()
 
 
-def execute(actions: Iterable[Action], slots: Mapping[int, StageSlot]) -> int:
-    """Do the actions of one stream; gives the kind of the message that ended it, END or CLOSE.
-
-    The end of a stream passes from stage to stage behind the last microbatch and collects each
-    stage's report on its way.
-    """
-    ended: dict[int, int] = {}
+def serve_stream(actions: Iterable[Action], stages: Mapping[int, Stage], channels: Channels, observer: Observer) -> int:
+    """Run one stream; returns the kind of the message that ended it, END or CLOSE."""
+    observer.begin()
     with torch.inference_mode():
-        for action in actions:
-            slot = slots[action.stage]
-            if action.stage in ended:
-                continue
-            kind = _forward(slot, action.microbatch)
-            if kind != DATA:
-                ended[action.stage] = kind
-                if len(ended) == len(slots):
-                    return kind
-    raise RunError("the schedule ended before the stream did; give it as many microbatches as the stream has")
+        kind = run_schedule(actions, stages, channels, observer)
+    if kind is None:
+        raise RunError("the schedule ended before the stream did; give it as many microbatches as the stream has")
+    return kind
 
 
-def _forward(slot: StageSlot, microbatch: int) -> int:
-    """Take one message, compute, pass the result on."""
-    begin = slot.clock()
-    message = _take(slot, microbatch)
-    taken = slot.clock()
-    report = slot.report
-    if message.kind != DATA:
-        _pass_on(slot, message)
-        return message.kind
-    runtime = slot.runtimes[microbatch]
-    if not report.num_microbatches:
-        slot.began_cpu_s = time.process_time()
-    cpu_s = time.thread_time()
-    sizes = dict(zip(runtime.program.symbols, message.sizes, strict=True))
+@contextlib.contextmanager
+def _naming(action: Action) -> Iterator[None]:
+    """Name stage and microbatch in what goes wrong."""
     try:
-        message.tensors = [moved(tensor, runtime.device) for tensor in message.tensors]
-        outputs = _run(slot, runtime, sizes, message)
-        settle(runtime.device)
-    except RunError as error:
-        raise RunError(f"stage {slot.index}, microbatch {microbatch}: {error}") from error
-    computed = slot.clock()
-    cpu_s = time.thread_time() - cpu_s
-    report.compute_cpu_s += cpu_s
-    if slot.recorder is not None:
-        _record(slot, slot.recorder, microbatch, taken, computed, cpu_s)
-    slot.progress.computed += 1
-    slot.progress.busy_s += computed - taken
-    slot.outlet.put(Message(DATA, message.index, message.sizes, outputs))
-    slot.progress.passed += 1
-    slot.inlet.release()
-    report.num_microbatches += 1
-    # the wait before the first microbatch is the pipeline filling up, not this stage idling
-    if report.num_microbatches > 1:
-        report.wait_s += taken - begin
-    report.compute_s += computed - taken
-    report.send_s += slot.clock() - computed
-    return DATA
-
-
-def _record(slot: StageSlot, recorder: Recorder, microbatch: int, taken: float, computed: float, cpu_s: float) -> None:
-    """Record a computation, and the CPU time that this thread took since the last one."""
-    now_cpu_s = time.thread_time()
-    if slot.computed_at is not None and microbatch:
-        before_s, before_cpu_s = slot.computed_at
-        between_s = now_cpu_s - cpu_s - before_cpu_s
-        recorder.span("between", slot.index, microbatch, before_s, taken, cpu_s=between_s)
-    slot.computed_at = computed, now_cpu_s
-    recorder.span("compute", slot.index, microbatch, taken, computed, "F", cpu_s=cpu_s)
-    recorder.sample(computed)
-
-
-def _run(slot: StageSlot, runtime: StageRuntime, sizes: Mapping[str, int], message: Message) -> list[Tensor]:
-    """Compute; where it is recorded, operation by operation if asked for."""
-    recorder = slot.recorder
-    if recorder is None:
-        return runtime(sizes, message.tensors)
-    _keep(slot, message)
-    if slot.profile is not None:
-        with slot.profile.around(slot.index, message.index):
-            return runtime(sizes, message.tensors)
-    if not recorder.units or not isinstance(runtime, Runtime):
-        return runtime(sizes, message.tensors)
-    at_s = recorder.clock()
-    outputs, seconds = runtime.watched(sizes, message.tensors, recorder.clock)
-    for op, taken_s in zip(runtime.program.ops, seconds, strict=True):
-        recorder.span("unit", slot.index, message.index, at_s, at_s + taken_s, op.name)
-        at_s += taken_s
-    return outputs
-
-
-def _keep(slot: StageSlot, message: Message) -> None:
-    """Keep a microbatch of each program, to be run again alone, as long as all of them together stay small."""
-    program = slot.runtimes.order[message.index % len(slot.runtimes.order)]
-    if program in slot.kept:
-        return
-    num_bytes = sum(tensor.nbytes for tensor in message.tensors)
-    before = sum(tensor.nbytes for kept in slot.kept.values() for tensor in kept.tensors)
-    if not slot.kept or before + num_bytes <= KEPT_BYTES:
-        tensors = [copy_exactly(tensor) for tensor in message.tensors]
-        slot.kept[program] = Message(DATA, message.index, message.sizes, tensors)
-
-
-def _take(slot: StageSlot, microbatch: int) -> Message:
-    """Take the next message, which is this microbatch, or the end of a stream of so many, or the word to stop."""
-    try:
-        message = slot.inlet.take()
+        yield
     except ConnectionBroken:
         raise
-    except TransportError as error:
-        raise TransportError(f"stage {slot.index}, microbatch {microbatch}: {error}") from error
-    # the end says how many there were: where devices take turns, the next one of this device may lie further on
+    except RunError as error:
+        raise type(error)(f"stage {action.stage}, microbatch {action.microbatch}: {error}") from error
+
+
+def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer: Observer) -> Message:
+    """Take an action's message, or the end of the stream, or the word to stop."""
+    with _naming(action):
+        message = receiver.take()
+    # the end says how many there were: round-robin, the next one of this device may lie further on
     expected = message.kind == CLOSE or (
-        message.index <= microbatch if message.kind == END else message.index == microbatch
+        message.index <= action.microbatch if message.kind == END else message.index == action.microbatch
     )
     if not expected:
         raise TransportError(
-            f"stage {slot.index} expected microbatch {microbatch}, got {message}: a message was lost or repeated; "
-            "start again"
+            f"stage {action.stage} expected microbatch {action.microbatch}, got {message}: a message was lost or "
+            "repeated; start again"
         )
-    slot.progress.taken += 1 if message.kind == DATA else slot.inlet.width
+    if message.kind == DATA and stage.keeps_inputs:  # a stage that keeps them must not hold up the next message
+        message.tensors = [copy_exactly(tensor, stage.device) for tensor in message.tensors]
+        receiver.release()
+    observer.took(action, kind, message, receiver.width)
     return message
 
 
-def _pass_on(slot: StageSlot, message: Message) -> None:
-    """Send the end of the stream further, with this stage's report added to it."""
-    body = message.body
+def _run(action: Action, message: Message | None, stage: Stage, channels: Channels, observer: Observer) -> None:
+    """Have a stage run an action, and send what it returns."""
+    if action.kind in STAGE_KINDS:
+        stage.run(action, None)
+        return
+    try:
+        with observer.profiled(action):
+            result = stage.run(action, message)
+    except RunError:
+        raise
+    except RuntimeError as error:
+        found = OutOfMemory if is_out_of_memory(error) else RunError
+        raise found(f"the {'forward' if action.kind == 'F' else 'backward'} failed: {first_line(error)}") from error
+    observer.computed(action)
+    kind = CARRIES.get(action.kind, "")
+    sender = channels.senders.get((action.stage, kind))
+    if result is not None and sender is not None:
+        sender.put(result)
+        observer.sent(action, kind)
+
+
+def _pass_on(action: Action, message: Message, channels: Channels, observer: Observer) -> None:
+    """Send the end of a stream further, with what the observer has to say of this stage."""
+    receiver, sender = channels.receivers[action.stage, ACTIVATIONS], channels.senders[action.stage, ACTIVATIONS]
+    sender.put(Message(message.kind, message.index, body=observer.ended(action, message, receiver.width)))
+    observer.sent(action, ACTIVATIONS, sender.width)
     if message.kind == END:
-        if slot.report.num_microbatches:
-            slot.report.cpu_s = time.process_time() - slot.began_cpu_s
-            slot.report.memory_bytes = held_bytes(slot.runtimes.items[0].device)
-            if slot.kept:
-                slot.alone = measure_alone(slot.index, slot.runtimes, list(slot.kept.values()), others=slot.others)
-        reports = json.loads(message.body or b"[]")
-        body = json.dumps([*reports, asdict(slot.report)]).encode()
-    slot.progress.computed += slot.inlet.width
-    slot.outlet.put(Message(message.kind, message.index, body=body))
-    slot.progress.passed += slot.outlet.width
-    if message.kind == END:
-        slot.inlet.release()
+        receiver.release()

@@ -12,9 +12,9 @@ from penstock.errors import RunError
 from penstock.plan.schedule.actions import BUCKET_BYTES, NUM_SUMS
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.transport.base import Transport
-from penstock.transport.collectives import TRAINING_CHANNELS, all_reduce
+from penstock.transport.collectives import all_reduce
+from penstock.transport.tags import bucket_tag
 
-_BUCKET_CHANNELS = TRAINING_CHANNELS + 2**20
 _POLL_S = 0.1
 
 
@@ -215,7 +215,7 @@ class Synchronizer:
 
     def _reduce(self, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
         flat = flat.cpu()  # what travels lies on the host
-        all_reduce(self._transport, flat, bucket.weights[0].ranks, _BUCKET_CHANNELS + bucket.number)
+        all_reduce(self._transport, flat, bucket.weights[0].ranks, bucket_tag(bucket.number))
         shapes = [weight.leaves[0].shape for weight in bucket.weights]
         parts = flat.to(bucket.weights[0].leaves[0].device).split([shape.numel() for shape in shapes])
         return {w.name: part.view(shape) for w, shape, part in zip(bucket.weights, shapes, parts, strict=True)}

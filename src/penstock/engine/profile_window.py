@@ -27,15 +27,16 @@ class ProfileWindow:
             runtime(sizes, inputs)
     """
 
-    def __init__(self, recorder: Recorder, *, first: int = FIRST, count: int = COUNT) -> None:
+    def __init__(self, recorder: Recorder, *, first: int = FIRST, count: int = COUNT, by_step: bool = False) -> None:
         self._recorder = recorder
         self._window = range(first, first + count)
+        self._by_step = by_step
         self._room = MAX_OPERATIONS
 
     @contextlib.contextmanager
-    def around(self, stage: int, microbatch: int, number: int | None = None) -> Iterator[None]:
-        """Profile what is inside where `number`, or the microbatch, is in the window."""
-        inside = (microbatch if number is None else number) in self._window and self._room > 0
+    def around(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Profile what is inside where the microbatch, or the step where steps count, is in the window."""
+        inside = (self._recorder.step if self._by_step else microbatch) in self._window and self._room > 0
         if not inside or not _BUSY.acquire(blocking=False):
             yield
             return

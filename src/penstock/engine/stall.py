@@ -1,122 +1,176 @@
-"""A message that was lost although every process lives: all wait, nothing moves, and that must end.
+"""Tell slow work from a message that was lost although every process lives: nobody computes, and nothing moves."""
 
-Every process says with its heartbeat whether it waits, how much has moved, and of each stage what it has
-sent, what it has taken and what it waits for. The first process looks at all of it:
-
-    stage 0 sent 3 activations ──▶ stage 1 took 2 and waits for the third      here, once nothing moves for stall_s
-"""
-
-import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from penstock.engine.placement import Grid
-from penstock.engine.training_stage import TrainingStage
+from penstock.engine.counters import Counters, Heard, by_stage, read_counters, write_counters
+from penstock.engine.observer import Observer
+from penstock.engine.placement import Replica
+from penstock.engine.wiring import Link
 from penstock.group.liveness import Verdict
 from penstock.group.world import World
 from penstock.plan.schedule.actions import NUM_BUFFERS
 from penstock.terminal.live import StageState
+from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.base import FEEDER
 from penstock.transport.metered import MeteredTransport
 
+STALL_S = 60.0
 _LOOK_S = 0.5
+Counted = Mapping[tuple[int, int], Counters]
+
+
+# the ranks that have each stage of one pipeline, with their names; the feeder's too where links end there
+Holders = Mapping[int, Mapping[int, str]]
+
+
+class StallWatch:
+    """Watches, from one process, whether anything moves.
+
+    `pipelines` are those whose stages are watched, `links` what each of them has between its stages; `listen` gives
+    what all processes said last. `own` is what this process counts as the feeder. Until `everyone`, a number of
+    processes, has said something, nothing is concluded.
+
+    Example:
+        watch.begin()
+        while not arrived(timeout_s=0.1):
+            if (stalled := watch.check()) is not None:
+                raise RunError(stalled.message)
+    """
+
+    def __init__(
+        self, job: int, links: Sequence[Link], pipelines: Sequence[Holders], listen: Callable[[], Iterable[str]],
+        stall_s: float = STALL_S, *, own: Counters | None = None, everyone: int = 0, advice: str = "start again",
+    ) -> None:  # fmt: skip
+        self.stall_s = stall_s
+        self._job, self._links, self._pipelines, self._listen = job, links, pipelines, listen
+        self._own, self._everyone, self._advice = own, everyone, advice
+        self._seen: object = None
+        self._since = time.monotonic()
+
+    def begin(self) -> None:
+        """Start to wait: time that the user's own code took does not count."""
+        self._since = time.monotonic()
+
+    def check(self) -> Verdict | None:
+        """Return what was lost, once nobody has computed and nothing has moved for `stall_s`."""
+        heard = read_counters(self._job, self._listen())
+        seen = (heard, self._own and (dict(self._own.sent), dict(self._own.taken)))
+        still = len(heard) >= self._everyone and not any(each.busy for each in heard)
+        if not still or seen != self._seen:
+            self._seen = seen
+            self._since = time.monotonic()
+        if time.monotonic() - self._since < self.stall_s:
+            return None
+        return self._explain(self._counted(heard))
+
+    def states(self, depth: int) -> list[StageState]:
+        """Return how far each stage is, as of the last heartbeats; `depth` bounds what may wait for one."""
+        counted, states = self._counted(read_counters(self._job, self._listen())), []
+        for holders in self._pipelines:
+            for stage in sorted(index for index in holders if index != FEEDER_STAGE):
+                waiting = sum(max(0, _backlog(link, holders, counted)) for link in self._links if link.target == stage)
+                for rank, name in holders[stage].items():
+                    own = counted.get((stage, rank), Counters())
+                    queue = min(2 * depth, waiting // len(holders[stage]))
+                    states.append(StageState(f"stage {stage} on {name}", own.num_run, own.busy_s, queue))
+        return states
+
+    def _counted(self, heard: Iterable[Heard]) -> Counted:
+        counted = by_stage(heard)
+        if self._own is not None:
+            counted[FEEDER_STAGE, FEEDER] = self._own
+        return counted
+
+    def _explain(self, counted: Counted) -> Verdict:
+        """Find a stage that waits for what was sent to it; where none says so, one that has not taken it."""
+        found: list[tuple[bool, Verdict]] = []
+        for holders in self._pipelines:
+            for stage, ranks in holders.items():
+                if silent := [rank for rank in ranks if (stage, rank) not in counted]:
+                    return self._verdict(silent[0], _name(stage, holders), "its program and weights")
+            for link in self._links:
+                if _backlog(link, holders, counted) > 0:
+                    waits = [r for r in holders[link.target] if counted[link.target, r].doing == link.kind]
+                    sent, taken = (_total(counts, link, holders, counted) for counts in ("sent", "taken"))
+                    what = f"{link.kind} {taken + 1} of {sent} that {_name(link.source, holders)} has sent it"
+                    rank = next(iter(waits or holders[link.target]))
+                    found.append((not waits, self._verdict(rank, _name(link.target, holders), what)))
+        if found:
+            return min(found, key=lambda pair: pair[0])[1]
+        held = "; ".join(_name(stage, holders) for holders in self._pipelines for stage in holders)
+        return self._verdict(FEEDER, held, "what others add up or say")
+
+    def _verdict(self, rank: int, name: str, what: str) -> Verdict:
+        message = (
+            f"{name} has waited {self.stall_s:g} s for {what}, and nothing computes, so a message was lost; "
+            f"{self._advice}, with a larger stall_s if one message takes longer than that on the slowest link"
+        )
+        return Verdict(rank=rank, lost=False, message=message)
+
+
+def _name(stage: int, holders: Holders) -> str:
+    return (
+        "the feeding process" if stage == FEEDER_STAGE else f"stage {stage} on {' and '.join(holders[stage].values())}"
+    )
+
+
+def _total(counts: str, link: Link, holders: Holders, counted: Counted) -> int:
+    """Return what the ranks at one end of a link have sent, or taken, of its kind."""
+    stage = link.source if counts == "sent" else link.target
+    own = [counted[stage, rank] for rank in holders[stage] if (stage, rank) in counted]
+    return sum(getattr(each, counts)[link.kind] for each in own)
+
+
+def _backlog(link: Link, holders: Holders, counted: Counted) -> int:
+    """Return the messages of a link that were sent and not taken."""
+    return _total("sent", link, holders, counted) - _total("taken", link, holders, counted)
 
 
 class TrainingWatch:
-    """Says how far this process is; on the first process also looks whether all of them stand still.
+    """Says with every heartbeat how far this process is; on the first process a thread looks whether all stand still.
 
     Example:
-        watch = TrainingWatch(world, transport, grid, stages, stall_s=60.0)
+        watch = TrainingWatch(world, transport, training_links(parts), grid.replicas, observer)
         ...
         watch.close()
     """
 
     def __init__(
-        self, world: World, transport: MeteredTransport, grid: Grid, stages: Mapping[int, TrainingStage], stall_s: float
-    ) -> None:
-        self._world, self._transport, self._grid, self._stages = world, transport, grid, stages
-        self._stall_s = stall_s
+        self, world: World, transport: MeteredTransport, links: Sequence[Link], replicas: Sequence[Replica],
+        observer: Observer, stall_s: float = STALL_S,
+    ) -> None:  # fmt: skip
+        self._health = world.health
+        pipelines = [
+            {stage: {rank: world.names[rank]} for stage, rank in enumerate(replica.stages)} for replica in replicas
+        ]
+        self._watch = StallWatch(
+            0, links, pipelines, world.health.statuses, stall_s, everyone=transport.size,
+            advice="go on from a checkpoint",
+        )  # fmt: skip
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        world.health.status = self.status
-        if world.rank == FEEDER and transport.size > 1:
-            self._thread = threading.Thread(target=self._watch, name="penstock-stall", daemon=True)
+        world.health.status = lambda: write_counters(
+            0, transport.rank, observer.counters, busy=not transport.waits, num_moved=transport.num_moved
+        )
+        if transport.rank == FEEDER and transport.size > 1:
+            self._thread = threading.Thread(target=self._look, name="penstock-stall", daemon=True)
             self._thread.start()
 
-    def status(self) -> str:
-        """What this process says of itself with every heartbeat."""
-        stages = [
-            [index, stage.sent, stage.taken, stage.awaits, stage.num_computed, round(stage.busy_s, 3)]
-            for index, stage in self._stages.items()
-        ]
-        return json.dumps([self._transport.rank, self._transport.waits, self._transport.num_moved, stages])
-
     def stage_states(self) -> list[StageState]:
-        """Say how far each stage is, as of the last heartbeats; for `LiveView`."""
-        found = _stages(self._told())
-        states = []
-        for replica in self._grid.replicas:
-            for index, rank in enumerate(replica.stages):
-                if (rank, index) not in found:
-                    continue
-                _, taken, _, num_computed, busy_s = found[rank, index]
-                waiting = 0
-                for kind, source in (("activations", index - 1), ("gradients", index + 1)):
-                    giver = found.get((replica.stages[source], source)) if 0 <= source < len(replica.stages) else None
-                    waiting += giver[0][kind] - taken[kind] if giver is not None else 0
-                name = f"stage {index} on {self._world.names[rank]}"
-                states.append(StageState(name, num_computed, busy_s, min(2 * NUM_BUFFERS, max(0, waiting))))
-        return states
-
-    def _told(self) -> list[Any]:
-        return [json.loads(text) for text in self._world.health.statuses() if text]
+        """Return how far each stage is, as of the last heartbeats; for `LiveView`."""
+        return self._watch.states(NUM_BUFFERS)
 
     def close(self) -> None:
         """Stop looking."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        self._world.health.status = str
+        self._health.status = str
 
-    def _watch(self) -> None:
-        seen: object = None
-        since = time.monotonic()
-        while not self._stop.wait(min(_LOOK_S, self._stall_s / 4)) and self._world.health.watching:
-            told = self._told()
-            still = len(told) == self._transport.size and all(waits for _, waits, *_ in told)
-            if not still or told != seen:
-                seen, since = told, time.monotonic()
-            elif time.monotonic() - since > self._stall_s:
-                self._world.health.announce(self._explain(told))
+    def _look(self) -> None:
+        while not self._stop.wait(min(_LOOK_S, self._watch.stall_s / 4)) and self._health.watching:
+            if (stalled := self._watch.check()) is not None:
+                self._health.announce(stalled)
                 return
-
-    def _explain(self, told: Sequence[Sequence[Any]]) -> Verdict:
-        """Find a stage that waits for what its neighbour has sent."""
-        stages = _stages(told)
-        for replica in self._grid.replicas:
-            for index, rank in enumerate(replica.stages):
-                _, taken, awaits, *_ = stages[rank, index]
-                if awaits is None:
-                    continue
-                source = index - 1 if awaits == "activations" else index + 1
-                sent = stages[replica.stages[source], source][0]
-                if sent[awaits] > taken[awaits]:
-                    return Verdict(rank=rank, lost=False, message=self._sentence(
-                        f"stage {index} on {self._world.names[rank]}",
-                        f"{awaits} {taken[awaits] + 1} of {sent[awaits]} that stage {source} has sent it",
-                    ))  # fmt: skip
-        held = "; ".join(f"stage {index} on {self._world.names[rank]}" for rank, index in stages)
-        return Verdict(rank=FEEDER, lost=False, message=self._sentence(held, "sums or losses of the others"))
-
-    def _sentence(self, name: str, what: str) -> str:
-        return (
-            f"{name} waits for {what}, and nothing has moved for {self._stall_s:g} s, so a message was lost; go on "
-            "from a checkpoint, with a larger stall_s if one message takes longer than that on the slowest link"
-        )
-
-
-def _stages(told: Sequence[Sequence[Any]]) -> dict[tuple[int, int], list[Any]]:
-    """Return what was counted, by rank and stage."""
-    return {(rank, index): counts for rank, _, _, own in told for index, *counts in own}

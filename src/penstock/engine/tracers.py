@@ -13,20 +13,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 import torch
 
-from penstock.engine.channels import Inlet, Outlet
-from penstock.engine.executor import StageSlot
+from penstock.engine.observer import StreamObserver
 from penstock.engine.placement import StagesJob
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_machine
+from penstock.engine.stage import ForwardStage
+from penstock.engine.wiring import Channels
 from penstock.errors import TransportError
 from penstock.group.world import World
 from penstock.tracing.clock import Exchange, Reading, fit_clock, read_clock
-from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder, Track
+from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder
 from penstock.tracing.trace import Counter, Machine, PackedTrace, ProcessTrace, Span
 from penstock.transport.base import FEEDER, Transport, receive_bytes, send_bytes
+from penstock.transport.tags import CLOCK
 
-# beyond the channels of all edges and of training
-_CHANNEL = 2**31 - 16
 _NUM_EXCHANGES = 24
 MAX_TRACE_BYTES = 64 * 2**20
 
@@ -35,30 +35,30 @@ class StageTracer:
     """Records the stages that one process holds, stream after stream, and sends that to the one that feeds."""
 
     def __init__(
-        self, world: World, slots: Mapping[int, StageSlot], *, units: bool = False, profile: bool = False
-    ) -> None:
-        self._world = world
-        self._slots = slots
+        self, world: World, stages: Mapping[int, ForwardStage], channels: Channels, observer: StreamObserver, *,
+        units: bool = False, profile: bool = False,
+    ) -> None:  # fmt: skip
+        self._world, self._stages, self._channels, self._observer = world, stages, channels, observer
         self.recorder = Recorder(world.clock, units=units)
-        for slot in slots.values():
-            slot.clock = world.clock
-            slot.profile = ProfileWindow(self.recorder) if profile else None
+        observer.clock = world.clock
+        observer.profile = ProfileWindow(self.recorder) if profile else None
         self.record(True)
         self._machine = measure_machine()
 
     def record(self, on: bool) -> None:
         """Record from here on; or nothing, to see what recording costs. What has gaps is no whole trace."""
-        for index, slot in self._slots.items():
-            slot.recorder = self.recorder if on else None
-            slot.inlet.trace_taking(Track(self.recorder, index) if on else None)
-            slot.outlet.trace_giving(Track(self.recorder, index) if on else None)
+        recorder = self.recorder if on else None
+        self._observer.recorder = recorder
+        for stage in self._stages.values():
+            # torch's profiler sees the operations itself
+            stage.recorder = recorder if self._observer.profile is None else None
+        self._channels.trace(recorder, list(self._stages))
 
     def trace(self) -> ProcessTrace:
         """Return what was recorded since the last time, on this process's own clock."""
         trace = make_trace(self._world, self.recorder, self._machine)
-        alone = tuple(slot.alone for slot in self._slots.values() if slot.alone is not None)
-        for slot in self._slots.values():
-            slot.kept, slot.alone = {}, None
+        alone = tuple(self._observer.alone.values())
+        self._observer.forget()
         return msgspec.structs.replace(trace, alone=alone)
 
     def answer(self) -> None:
@@ -81,12 +81,13 @@ class FeederTracer:
         self._clocks = ClockReadings(world)
         self._own: StageTracer | None = None
 
-    def follow(self, outlet: Outlet, inlet: Inlet, ranks: Collection[int], slots: Mapping[int, StageSlot]) -> None:
+    def follow(
+        self, channels: Channels, ranks: Collection[int], stages: Mapping[int, ForwardStage], observer: StreamObserver
+    ) -> None:
         """Begin with the feeder's ends of a pipeline, its own stages, and the clocks of the other ranks."""
-        outlet.trace_giving(Track(self.recorder, FEEDER_STAGE))
-        inlet.trace_taking(Track(self.recorder, FEEDER_STAGE))
-        if slots:
-            self._own = StageTracer(self._world, slots, units=self.units, profile=self.profile)
+        channels.trace(self.recorder, [FEEDER_STAGE])
+        if stages:
+            self._own = StageTracer(self._world, stages, channels, observer, units=self.units, profile=self.profile)
         self._clocks.begin(_others(ranks))
 
     def gather(self, ranks: Collection[int]) -> list[PackedTrace]:
@@ -102,11 +103,13 @@ class FeederTracer:
         return msgspec.structs.replace(stages, spans=(*mine.spans, *stages.spans))
 
 
-def follow_stages(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) -> Callable[[], None]:
-    """Record the stages of a process that does not feed, if the job says so; gives what to call behind each stream."""
+def follow_stages(
+    world: World, job: StagesJob, stages: Mapping[int, ForwardStage], channels: Channels, observer: StreamObserver
+) -> Callable[[], None]:
+    """Record the stages of a process that does not feed, if the job says so; gives what to call after each stream."""
     if not job.trace:
         return _nothing
-    tracer = StageTracer(world, slots, units=job.trace_units, profile=job.trace_profile)
+    tracer = StageTracer(world, stages, channels, observer, units=job.trace_units, profile=job.trace_profile)
     tracer.answer()
     return tracer.give
 
@@ -133,7 +136,7 @@ class ClockReadings:
         for rank in ranks:
             # from stream to stage to stream: the line goes through the latest two readings
             self._readings[rank] = [*self._readings[rank][-1:], self._read(rank)]
-            data = receive_bytes(self._world.transport, rank, _CHANNEL, limit=MAX_TRACE_BYTES)
+            data = receive_bytes(self._world.transport, rank, CLOCK, limit=MAX_TRACE_BYTES)
             try:
                 trace = msgspec.json.decode(data, type=PackedTrace)
             except msgspec.MsgspecError as error:
@@ -149,7 +152,7 @@ class ClockReadings:
 def give_trace(world: World, trace: ProcessTrace) -> None:
     """Tell the feeding process the time again, then send it what was recorded here."""
     answer_clock(world.transport, world.clock)
-    send_bytes(world.transport, msgspec.json.encode(trace), FEEDER, _CHANNEL)
+    send_bytes(world.transport, msgspec.json.encode(trace), FEEDER, CLOCK)
 
 
 def make_trace(world: World, recorder: Recorder, machine: Machine) -> ProcessTrace:
@@ -168,9 +171,9 @@ def ask_clock(transport: Transport, rank: int, clock: Clock) -> Reading:
     exchanges = []
     answer = torch.zeros(2, dtype=torch.float64)
     for _ in range(_NUM_EXCHANGES):
-        pending = transport.receive(answer.view(torch.uint8), rank, _CHANNEL)
+        pending = transport.receive(answer.view(torch.uint8), rank, CLOCK)
         sent_s = clock()
-        transport.send(torch.zeros(8, dtype=torch.uint8), rank, _CHANNEL).wait()
+        transport.send(torch.zeros(8, dtype=torch.uint8), rank, CLOCK).wait()
         pending.wait()
         exchanges.append(Exchange(sent_s, float(answer[0]), float(answer[1]), clock()))
     return read_clock(exchanges)
@@ -181,10 +184,10 @@ def answer_clock(transport: Transport, clock: Clock) -> None:
     question = torch.zeros(8, dtype=torch.uint8)
     answer = torch.zeros(2, dtype=torch.float64)
     for _ in range(_NUM_EXCHANGES):
-        transport.receive(question, FEEDER, _CHANNEL).wait()
+        transport.receive(question, FEEDER, CLOCK).wait()
         received_s = clock()
         answer[0], answer[1] = received_s, clock()
-        transport.send(answer.view(torch.uint8), FEEDER, _CHANNEL).wait()
+        transport.send(answer.view(torch.uint8), FEEDER, CLOCK).wait()
 
 
 def _others(ranks: Collection[int]) -> list[int]:

@@ -1,113 +1,213 @@
-"""The edges of a job's stages: between ranks, within one, and to and from all that share a stage."""
+"""Links between stages as data, and the one function that opens channels for them.
 
-from collections.abc import Callable, Mapping
+stream     feeder ──0──▶ stage 0 ──2──▶ stage 1 ──4──▶ feeder
+training                 stage 0 ──2──▶ stage 1
+                                 ◀──3──
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
-from penstock.engine.channels import Apart, Inlet, LocalEdge, Outlet, RemoteInlet, RemoteOutlet
-from penstock.engine.counters import write_progress
-from penstock.engine.executor import StageReport, StageSlot
-from penstock.engine.placement import StagesJob
-from penstock.engine.sharing import SharedInlet, SharedOutlet, sources_of
+from penstock.engine.channels import (
+    Apart,
+    Formats,
+    LocalChannel,
+    Receiver,
+    RemoteReceiver,
+    RemoteSender,
+    Sender,
+)
+from penstock.engine.counters import ACTIVATIONS, GRADIENTS
+from penstock.engine.placement import Replica
+from penstock.engine.sharing import RoundRobinReceiver, RoundRobinSender, sources_of
+from penstock.graph.ops import Value
 from penstock.graph.program import StageProgram
-from penstock.group.world import World
+from penstock.graph.training_parts import TrainingPart
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import StageRuntime
 from penstock.tensors.devices import HOST
-from penstock.transport.base import FEEDER, Transport
-from penstock.transport.messages import Format, Formats
+from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
+from penstock.transport.base import Transport
+from penstock.transport.messages import Format
+from penstock.transport.tags import link_tag, training_set
 
-# channel 0 carries jobs; each job's edges get channels of their own
-_CHANNELS_PER_JOB = 1024
-_Remote = TypeVar("_Remote", RemoteInlet, RemoteOutlet)
-
-
-def build_slots(
-    transport: Transport, job: StagesJob, runtimes: Mapping[int, RoundRobin[StageRuntime]]
-) -> tuple[dict[int, StageSlot], dict[int, LocalEdge]]:
-    """Put a rank's stages between their edges; gives the stages and the edges within this process."""
-    devices = [turns.items[0].device for turns in runtimes.values()]
-    wiring = _Wiring(
-        transport, job, pinned=any(device.type == "cuda" for device in devices), device=devices[0] if devices else HOST
-    )
-    slots: dict[int, StageSlot] = {}
-    for index, turns in sorted(runtimes.items()):
-        programs = turns.map(lambda runtime: runtime.program)
-        inlet, outlet = (
-            wiring.inlet(index, _input_formats(programs, job)),
-            wiring.outlet(index + 1, _output_formats(programs, job)),
-        )
-        report = StageReport(stage=index, device=job.device_names[transport.rank])
-        slots[index] = StageSlot(index, turns, inlet, outlet, report, others=len(job.ranks) - 1)
-    return slots, wiring.local
+# Two buffers at each end: one message is being worked on while the next one arrives.
+DEPTH = 2
+_Remote = TypeVar("_Remote", RemoteReceiver, RemoteSender)
 
 
-def feeder_edges(
-    transport: Transport,
-    job: StagesJob,
-    first: RoundRobin[StageProgram],
-    last: RoundRobin[StageProgram],
-    local: Mapping[int, LocalEdge],
-) -> tuple[Outlet, Inlet]:
-    """Return the feeder's ends of the pipeline: where microbatches go in, where results come out."""
-    wiring = _Wiring(transport, job, dict(local))
-    return wiring.outlet(0, _input_formats(first, job)), wiring.inlet(len(job.ranks), _output_formats(last, job))
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Messages of one kind from one stage to another: the values in each, for every cut set, and their symbols.
 
-
-def tell_progress(world: World, job: StagesJob, slots: Mapping[int, StageSlot]) -> None:
-    """Let this process say with every heartbeat how far its stages are."""
-    stages = {index: slot.progress for index, slot in slots.items()}
-    world.health.status = lambda: write_progress(job.number, world.rank, stages)
-
-
-@dataclass
-class _Wiring:
-    """One rank's edges of a job.
-
-    Edge `e` goes into stage `e`, from the ranks `ends[e]` to `ends[e + 1]`; the feeder holds the outer ends.
-
-        feeder ──0──▶ stage 0 ──1──▶ stage 1 ──2──▶ feeder
+    The feeder is `FEEDER_STAGE`. A link may go from the last stage back to the first.
     """
 
-    transport: Transport
-    job: StagesJob
-    local: dict[int, LocalEdge] = field(default_factory=dict)
-    pinned: bool = False
+    source: int
+    target: int
+    kind: str
+    values: RoundRobin[Sequence[Value]]
+    symbols: Sequence[str]
+
+    @property
+    def number(self) -> int:
+        """Its place among the links of a pipeline: by cut, activations first; all ranks open channels in this order."""
+        return 2 * (self.target + 1) + 1 if self.kind == GRADIENTS else 2 * (self.source + 1)
+
+
+def stream_links(programs: Mapping[int, RoundRobin[StageProgram]], num_stages: int) -> list[Link]:
+    """Return the links of a stream that these stages have."""
+    links: dict[int, Link] = {}
+    for index, own in programs.items():
+        after = index + 1 if index + 1 < num_stages else FEEDER_STAGE
+        for link in (
+            _forward(index - 1, index, own.map(lambda program: program.inputs), own),
+            _forward(index, after, own.map(lambda program: program.outputs), own),
+        ):
+            links.setdefault(link.number, link)
+    return list(links.values())
+
+
+def feeder_links(programs: Sequence[RoundRobin[StageProgram]]) -> list[Link]:
+    """Return the links that end at the feeder."""
+    first, last = programs[0], programs[-1]
+    return [
+        _forward(FEEDER_STAGE, 0, first.map(lambda program: program.inputs), first),
+        _forward(len(programs) - 1, FEEDER_STAGE, last.map(lambda program: program.outputs), last),
+    ]
+
+
+def _forward(source: int, target: int, values: RoundRobin[Sequence[Value]], programs: RoundRobin[StageProgram]) -> Link:
+    return Link(source, target, ACTIVATIONS, values, programs.items[0].symbols)
+
+
+def training_links(parts: Sequence[TrainingPart], *, evaluates: bool = False) -> list[Link]:
+    """Return the links of a training's stages: activations forwards and, unless it evaluates, gradients back."""
+    links = []
+    for stage, part in enumerate(parts[1:], 1):
+        symbols = part.program.symbols
+        links.append(Link(stage - 1, stage, ACTIVATIONS, RoundRobin([part.crossing]), symbols))
+        if part.backward_inputs and not evaluates:
+            values = [part.crossing[position] for position in part.backward_inputs]
+            links.append(Link(stage, stage - 1, GRADIENTS, RoundRobin([values]), symbols))
+    return links
+
+
+@dataclass(slots=True)
+class Channels:
+    """Where the stages of one process take their messages and send them, by stage and kind."""
+
+    receivers: dict[tuple[int, str], Receiver] = field(default_factory=dict)
+    senders: dict[tuple[int, str], Sender] = field(default_factory=dict)
+    local: dict[int, LocalChannel] = field(default_factory=dict)
+
+    def abort(self) -> None:
+        """End every wait within this process."""
+        for channel in self.local.values():
+            channel.abort()
+
+    def trace(self, recorder: Recorder | None, stages: Sequence[int]) -> None:
+        """Record what these stages take and send; on no recorder, nothing."""
+        for (stage, kind), receiver in self.receivers.items():
+            if stage in stages:
+                receiver.trace_taking(_track(recorder, stage, kind))
+        for (stage, kind), sender in self.senders.items():
+            if stage in stages:
+                sender.trace_sending(_track(recorder, stage, kind))
+
+
+def _track(recorder: Recorder | None, stage: int, kind: str) -> Track | None:
+    return Track(recorder, stage, "F" if kind == ACTIVATIONS else "B") if recorder is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """How channels are opened: `ranks` has each stage's, the feeder's too, `own` the stages of this process.
+
+    Both ends have buffers for `depth` messages of microbatches up to `sizes`; with `direct` tensors between stages go
+    from `device` to device. `number` tells this set of channels from every other one.
+    """
+
+    ranks: Mapping[int, RoundRobin[int]]
+    own: Sequence[int]
+    sizes: Mapping[str, int]
+    number: int
+    depth: int = DEPTH
     device: torch.device = HOST
-
-    def __post_init__(self) -> None:
-        self._ends = [RoundRobin([FEEDER]), *self.job.ranks, RoundRobin([FEEDER])]
-
-    def inlet(self, edge: int, layout: Formats) -> Inlet:
-        before, here = self._ends[edge], self._ends[edge + 1]
-        inlets = before.map(lambda rank: self._end(RemoteInlet, rank, edge, layout)).items
-        if len(inlets) == 1:
-            return inlets[0]
-        return SharedInlet(inlets, sources_of(before, here, self.transport.rank))
-
-    def outlet(self, edge: int, layout: Formats) -> Outlet:
-        outlets = self._ends[edge + 1].map(lambda rank: self._end(RemoteOutlet, rank, edge, layout))
-        return outlets.items[0] if len(outlets.items) == 1 else SharedOutlet(outlets)
-
-    def _end(self, remote: Callable[..., _Remote], rank: int, edge: int, layout: Formats) -> _Remote | LocalEdge:
-        """Return this rank's end of an edge whose other end a rank has, perhaps this one."""
-        job = self.job
-        if rank == self.transport.rank:
-            return self.local.setdefault(edge, LocalEdge(job.depth))
-        channel = 1 + (job.number * _CHANNELS_PER_JOB + edge) % 2**30
-        if job.direct and 0 < edge < len(job.ranks):  # the outer ones end at the feeder, on its host
-            num_bytes, num_apart = layout.largest_apart(job.sizes)
-            apart = Apart(self.device, num_apart)
-            return remote(self.transport, rank, channel, layout, num_bytes, job.depth, apart=apart)
-        num_bytes = layout.largest(job.sizes)
-        return remote(self.transport, rank, channel, layout, num_bytes, job.depth, pinned=self.pinned)
+    direct: bool = False
 
 
-def _input_formats(programs: RoundRobin[StageProgram], job: StagesJob) -> Formats:
-    return Formats(programs.map(lambda program: Format(program.inputs, program.symbols, job.sizes)))
+def open_channels(transport: Transport, links: Sequence[Link], opening: Opening) -> Channels:
+    """Open this process's ends of links, in one order on all ranks, so that none waits for another in a circle."""
+    channels = Channels()
+    for link in sorted(links, key=lambda link: link.number):
+        if link.source in opening.own:
+            targets = opening.ranks[link.target]
+            sending = [_open(RemoteSender, transport, link, rank, opening, channels) for rank in targets.items]
+            shared = len(sending) > 1
+            channels.senders[link.source, link.kind] = (
+                RoundRobinSender(RoundRobin(sending, targets.order)) if shared else sending[0]
+            )
+        if link.target in opening.own:
+            before, here = opening.ranks[link.source], opening.ranks[link.target]
+            taking = [_open(RemoteReceiver, transport, link, rank, opening, channels) for rank in before.items]
+            shared = len(taking) > 1
+            channels.receivers[link.target, link.kind] = (
+                RoundRobinReceiver(taking, sources_of(before, here, transport.rank)) if shared else taking[0]
+            )
+    return channels
 
 
-def _output_formats(programs: RoundRobin[StageProgram], job: StagesJob) -> Formats:
-    return Formats(programs.map(lambda program: Format(program.outputs, program.symbols, job.sizes)))
+def _open(
+    remote: Callable[..., _Remote], transport: Transport, link: Link, rank: int, opening: Opening, channels: Channels
+) -> _Remote | LocalChannel:
+    """Open this process's end of a link whose other end a rank has, perhaps this one."""
+    with_feeder = FEEDER_STAGE in (link.source, link.target)
+    if rank == transport.rank:
+        # between stages of one process one thread does both, so it may never wait for room
+        return channels.local.setdefault(link.number, LocalChannel(opening.depth if with_feeder else None))
+    sizes = opening.sizes
+    formats = Formats(link.values.map(lambda values: Format(values, link.symbols, sizes)))
+    tag = link_tag(opening.number, link.number)
+    if opening.direct and not with_feeder:  # the feeder's ends lie on its host
+        num_bytes, num_apart = formats.largest_apart(sizes)
+        apart = Apart(opening.device, num_apart)
+        return remote(transport, rank, tag, formats, num_bytes, opening.depth, apart=apart)
+    pinned = opening.device.type == "cuda"
+    return remote(transport, rank, tag, formats, formats.largest(sizes), opening.depth, pinned=pinned)
+
+
+class GrowingChannels:
+    """Channels of one replica in training, opened again when microbatches outgrow their buffers.
+
+    All processes know the sizes of a step, so all open new ones at the same step. With `direct`, this process's device,
+    tensors go from device to device.
+    """
+
+    def __init__(
+        self, transport: Transport, links: Sequence[Link], replica: Replica, *, evaluates: bool = False,
+        direct: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        self._transport, self._links, self._replica = transport, links, replica
+        self._evaluates, self._direct = evaluates, direct
+        self._sizes: dict[str, int] = {}
+        self._generation = 0
+        self.channels = Channels()
+
+    def fit(self, sizes: Mapping[str, int]) -> bool:
+        """Open channels for microbatches up to these sizes where they are larger than any before; tells whether."""
+        if all(size <= self._sizes.get(symbol, 0) for symbol, size in sizes.items()):
+            return False
+        self._sizes = {symbol: max(size, self._sizes.get(symbol, 0)) for symbol, size in sizes.items()}
+        self._generation += 1
+        stages = self._replica.stages
+        opening = Opening(
+            ranks={stage: RoundRobin([rank]) for stage, rank in enumerate(stages)},
+            own=[stage for stage, rank in enumerate(stages) if rank == self._transport.rank], sizes=self._sizes,
+            number=training_set(self._generation, evaluates=self._evaluates), device=self._direct or HOST,
+            direct=self._direct is not None,
+        )  # fmt: skip
+        self.channels = open_channels(self._transport, self._links, opening)
+        return True

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from penstock.errors import UsageError
 from penstock.recipes.several import Row
-from penstock.zoo.models.model_names import optional_import
+from penstock.zoo.optional import optional_import
 
 _COLOR = "#3b6ea5"
 

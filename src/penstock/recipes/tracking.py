@@ -7,7 +7,7 @@ import msgspec
 
 from penstock.errors import UsageError
 from penstock.recipes.settings import FitSettings
-from penstock.zoo.models.model_names import optional_import
+from penstock.zoo.optional import optional_import
 
 
 class Tracker(Protocol):

@@ -23,17 +23,17 @@ _DRAWING = threading.Lock()
 class TrainingRuntime(Runtime):
     """A stage program whose parameters are autograd's leaves, with dropout that can be drawn again.
 
-    What an operation draws depends on `draw`, a text that names seed, step and microbatch, and on the
+    What an operation draws depends on `rng_key`, a text that names seed, step and microbatch, and on the
     operation alone: not on the stage it is in, nor on what was drawn before.
 
     Example:
         runtime = TrainingRuntime(part, leaves)
-        runtime.draw = "seed 0 step 3 microbatch 2"
+        runtime.rng_key = "seed 0 step 3 microbatch 2"
         outputs = runtime({"batch": 4}, inputs)
     """
 
     def __init__(self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
-        self.draw = ""
+        self.rng_key = ""
         self._parted = branches_used_again(part)
         self._written = [value.name in written_inputs(part) for value in part.program.inputs]
         super().__init__(part.program, tensors, device)
@@ -61,7 +61,7 @@ class TrainingRuntime(Runtime):
 
     def _seeded(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            digest = hashlib.blake2b(f"{self.draw} {name}".encode(), digest_size=8).digest()
+            digest = hashlib.blake2b(f"{self.rng_key} {name}".encode(), digest_size=8).digest()
             with _seeded_generator(self.device, int.from_bytes(digest, "little") >> 1):
                 return function(*arguments, **keywords)
 

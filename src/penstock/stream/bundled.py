@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.placing import place_bundle
-from penstock.deploy.streaming import StreamReport
 from penstock.deploy.worker import BUNDLE, work
+from penstock.engine.driver import StreamReport
 from penstock.errors import UsageError
 from penstock.graph.call import read_sizes
 from penstock.group.direct import check_way

@@ -15,14 +15,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.deploy.deployment import DEPTH, Deployment, Replicas
+from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.jobs import MakeRuntime, read_stages, receive_stages
 from penstock.deploy.modules import runtime_maker
-from penstock.deploy.streaming import Microbatch, StreamReport
-from penstock.engine.counters import STALL_S, Progress
-from penstock.engine.executor import execute
+from penstock.deploy.serving import OwnStages
+from penstock.engine.driver import Microbatch, StreamReport
+from penstock.engine.executor import serve_stream
+from penstock.engine.stall import STALL_S
 from penstock.engine.tracers import FeederTracer, follow_stages
-from penstock.engine.wiring import build_slots, tell_progress
+from penstock.engine.wiring import DEPTH
 from penstock.errors import PenstockError, TransportError, UsageError
 from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
 from penstock.graph.graph import Graph
@@ -227,10 +228,8 @@ class Pipeline(TrainingMethods):
         try:
             job, runtimes = read_stages(self._world, receive_stages(self._world.transport), make)
             torch.set_num_threads(job.threads)
-            self._slots, _ = build_slots(self._world.transport, job, runtimes)
-            self._schedule = partial(job.schedule, self._world.rank)
-            tell_progress(self._world, job, self._slots)
-            self._stream_ended = follow_stages(self._world, job, self._slots)
+            own = self._own = OwnStages(self._world, job, runtimes)
+            self._stream_ended = follow_stages(self._world, job, own.stages, own.channels, own.observer)
         except TransportError as error:
             raise self._world.explain(error) from error
         except Exception as error:
@@ -315,10 +314,9 @@ class Pipeline(TrainingMethods):
                 )
 
     def _serve(self) -> None:
-        for slot in self._slots.values():
-            slot.start_report()
+        own = self._own
         try:
-            self._closed = execute(self._schedule(), self._slots) == CLOSE
+            self._closed = serve_stream(own.schedule(), own.stages, own.channels, own.observer) == CLOSE
             if not self._closed:
                 self._stream_ended()
         except TransportError as error:
@@ -351,17 +349,7 @@ class Pipeline(TrainingMethods):
 
     def stage_states(self) -> list[StageState]:
         """Say how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
-        states = []
-        for part in self._deployment.deployments:
-            found, before = part.progress(), part.num_fed
-            for index, ranks in enumerate(part.job.ranks):
-                own = {rank: found.get((index, rank), Progress()) for rank in ranks.items}
-                waiting = max(0, before - sum(one.taken for one in own.values())) // len(own)
-                for rank, one in own.items():
-                    name = f"stage {index} on {self._world.names[rank]}"
-                    states.append(StageState(name, one.computed, one.busy_s, min(2 * part.job.depth, waiting)))
-                before = sum(one.passed for one in own.values())
-        return states
+        return self._deployment.stage_states()
 
     def close(self) -> None:
         """End the stages and the worker processes; nothing is left behind."""

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.executor import carry_out
+from penstock.engine.executor import run_schedule
+from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
 from penstock.engine.training_stage import Sizes, StepInput, TrainingStage
-from penstock.engine.training_wiring import Lines
+from penstock.engine.wiring import GrowingChannels, training_links
 from penstock.errors import UsageError
 from penstock.graph.call import build_output
 from penstock.graph.cuts import Cut
@@ -26,9 +27,9 @@ from penstock.train.captured import Captured
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
 from penstock.train.tensors import HeldTensors
 from penstock.transport.base import receive_tensor, send_tensor
-from penstock.transport.collectives import TRAINING_CHANNELS, exchange
+from penstock.transport.collectives import exchange
+from penstock.transport.tags import OUTPUTS
 
-_OUTPUT_CHANNEL = TRAINING_CHANNELS - 3
 # what the last stage does with the output of a microbatch
 Use = Callable[[Microbatch, Any], None]
 
@@ -98,7 +99,7 @@ class Evaluation:
     def abort(self) -> None:
         """End every wait within this process."""
         if "_made" in vars(self):
-            self._made[0].abort()
+            self._made[0].channels.abort()
 
     @property
     def _graph(self) -> Graph:
@@ -109,7 +110,7 @@ class Evaluation:
         return self._captured.evaluation_parts(self._cuts, self._autocast, self._tensors.device)
 
     @cached_property
-    def _made(self) -> tuple[Lines, dict[int, TrainingStage]]:
+    def _made(self) -> tuple[GrowingChannels, dict[int, TrainingStage]]:
         stages = {}
         for index in self._tensors.stages:
             program = self._parts[index].program
@@ -119,8 +120,9 @@ class Evaluation:
             stages[index] = TrainingStage(
                 index=index, part=self._parts[index], runtime=runtime, leaves={}, autocast=self._autocast, trains=False
             )
-        lines = Lines(self._world.transport, self._replica, self._parts, evaluation=True, direct=self._direct)
-        return lines, stages
+        links = training_links(self._parts, evaluates=True)
+        channels = GrowingChannels(self._world.transport, links, self._replica, evaluates=True, direct=self._direct)
+        return channels, stages
 
     def _spread(self, outputs: list[list[Tensor]], microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
         """Pass the last stage's outputs to the other processes of the replica."""
@@ -131,13 +133,13 @@ class Evaluation:
             for tensors in outputs:
                 for tensor in tensors:
                     for rank in others:
-                        send_tensor(transport, tensor, rank, _OUTPUT_CHANNEL)
+                        send_tensor(transport, tensor, rank, OUTPUTS)
             return outputs
         results = []
         for microbatch in microbatches:
             tensors = [torch.empty(value.evaluate(microbatch.sizes), dtype=value.dtype) for value in values]
             for tensor in tensors:
-                receive_tensor(transport, tensor, last, _OUTPUT_CHANNEL)
+                receive_tensor(transport, tensor, last, OUTPUTS)
             results.append(tensors)
         return results
 
@@ -150,10 +152,8 @@ class Evaluation:
         microbatches = cut_rows(self._graph, tensors, sizes, labels, count) if count else []
         if not microbatches:
             return []
-        lines, stages = self._made
-        if lines.outgrown(largest(microbatches)):
-            for index, edges in lines.make(largest(microbatches)).items():
-                stages[index].edges = edges
+        channels, stages = self._made
+        channels.fit(largest(microbatches))
         self._serve(stages, microbatches, head, raw)
         return microbatches
 
@@ -170,4 +170,5 @@ class Evaluation:
                 index: StepInput(m.sizes, {value.name: m.inputs[value.name] for value in stage.part.own}, "")
                 for index, m in enumerate(microbatches)
             })  # fmt: skip
-        carry_out(forward_only(sorted(stages), len(microbatches)), stages)
+        actions = forward_only(sorted(stages), len(microbatches))
+        run_schedule(actions, stages, self._made[0].channels, Observer(stages))

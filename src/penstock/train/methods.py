@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.deploy.programs import cuts_of_plan
-from penstock.engine.training_wiring import DEPTH
+from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph

@@ -11,10 +11,9 @@ from penstock.errors import ModelError, PenstockError
 from penstock.train.tensors import holding
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER, WORD_BYTES, receive_bytes, receive_tensor, send_bytes, send_tensor
-from penstock.transport.collectives import TRAINING_CHANNELS, exchange
+from penstock.transport.collectives import exchange
+from penstock.transport.tags import STATE
 from penstock.zoo.weights.write_tensors import save_weights
-
-_SAVE_CHANNEL = TRAINING_CHANNELS - 4
 
 
 class GatheredWeights:
@@ -54,9 +53,9 @@ class GatheredWeights:
         transport = self._trainer.world.transport
         if rank == transport.rank:
             return held(self._trainer, source).cpu()
-        send_bytes(transport, json.dumps({"name": source}).encode(), rank, _SAVE_CHANNEL)
+        send_bytes(transport, json.dumps({"name": source}).encode(), rank, STATE)
         tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
-        receive_tensor(transport, tensor, rank, _SAVE_CHANNEL)
+        receive_tensor(transport, tensor, rank, STATE)
         return tensor
 
 
@@ -80,12 +79,12 @@ def save_model(trainer: Trainer, path: Path) -> None:
             except ModelError as error:
                 message = str(error)
             for rank in range(1, transport.size):
-                send_bytes(transport, b"{}", rank, _SAVE_CHANNEL)
+                send_bytes(transport, b"{}", rank, STATE)
         else:
             while (
-                name := json.loads(receive_bytes(transport, FEEDER, _SAVE_CHANNEL, limit=WORD_BYTES)).get("name")
+                name := json.loads(receive_bytes(transport, FEEDER, STATE, limit=WORD_BYTES)).get("name")
             ) is not None:
-                send_tensor(transport, held(trainer, name), FEEDER, _SAVE_CHANNEL)
+                send_tensor(transport, held(trainer, name), FEEDER, STATE)
         told = exchange(transport, {"failed": message})
     if told[FEEDER]["failed"]:
         raise _everywhere(ModelError(told[FEEDER]["failed"]))

@@ -19,9 +19,7 @@ from penstock.group.world import World
 from penstock.tensors.devices import HOST, moved
 from penstock.train.captured import Captured
 from penstock.transport.base import FEEDER, Transport, receive_tensor, send_tensor
-from penstock.transport.collectives import TRAINING_CHANNELS
-
-_BUFFER_CHANNEL = TRAINING_CHANNELS - 2
+from penstock.transport.tags import BUFFERS
 
 
 class HeldTensors:
@@ -118,9 +116,9 @@ class HeldTensors:
             for name in written_buffers(self._parts[stage]) if others else []:
                 if transport.rank == first:
                     for rank in others:
-                        send_tensor(transport, self.others[name], rank, _BUFFER_CHANNEL)
+                        send_tensor(transport, self.others[name], rank, BUFFERS)
                 else:
-                    receive_tensor(transport, self.others[name], first, _BUFFER_CHANNEL)
+                    receive_tensor(transport, self.others[name], first, BUFFERS)
 
     def weights(self) -> list[Weight]:
         """Return the trained parameters with their leaves and everybody who has them."""

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.counters import STALL_S
-from penstock.engine.executor import carry_out
+from penstock.engine.executor import run_schedule
 from penstock.engine.gradients import Synchronizer
+from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
-from penstock.engine.stall import TrainingWatch
+from penstock.engine.stall import STALL_S, TrainingWatch
 from penstock.engine.training_stage import Head, Sizes, StepInput, TrainingStage
-from penstock.engine.training_wiring import DEPTH, Lines
+from penstock.engine.wiring import DEPTH, GrowingChannels, training_links
 from penstock.errors import TransportError, UsageError
 from penstock.graph.call import build_output
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.direct import go_direct
 from penstock.group.world import World
 from penstock.plan.schedule.actions import Schedule
-from penstock.plan.schedule.schedules import with_updates
+from penstock.plan.schedule.schedules import with_recompute, with_updates
 from penstock.runtime.training import TrainingRuntime
 from penstock.spec.plan import Plan
 from penstock.spec.saving import fingerprint
@@ -108,12 +108,15 @@ class Trainer:
         self.order = [state.source for state in captured.graph.states]
         self._synchronizer = Synchronizer(self._transport, self.tensors.weights(), self.order)
         self.stages = {stage: self._make_stage(stage, checkpointing) for stage in self.tensors.stages}
-        self._lines = Lines(self._transport, self.replica, self.parts, direct=self._direct)
+        self.observer = Observer(self.stages, self.world.clock)
+        links = training_links(self.parts)
+        self._channels = GrowingChannels(self._transport, links, self.replica, direct=self._direct)
+        self._checkpointing = checkpointing
         with self.explained():
             self.tracer = (
-                TrainingTracer(self.world, self.stages, self._synchronizer, profile=profile) if trace else None
+                TrainingTracer(self.world, self.observer, self._synchronizer, profile=profile) if trace else None
             )
-        self.watch = TrainingWatch(self.world, self._transport, self.grid, self.stages, stall_s)
+        self.watch = TrainingWatch(self.world, self._transport, links, self.grid.replicas, self.observer, stall_s)
         self._losses: dict[int, tuple[float, float]] = {}
         self._step_data: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
@@ -140,15 +143,15 @@ class Trainer:
     def _make_stage(self, index: int, checkpointing: bool) -> TrainingStage:
         part, leaves = self.parts[index], self.tensors.leaves[index]
         tensors = self.tensors.of_program(part.program, leaves)
-        again = None
+        recompute = None
         if checkpointing:
             written = {s.value.name for s in part.program.states if s.source in written_buffers(part)}
             spare = {name: tensor.clone() if name in written else tensor for name, tensor in tensors.items()}
-            again = TrainingRuntime(part, spare, self.device)
+            recompute = TrainingRuntime(part, spare, self.device)
         head: Head | None = self._head if index == self.last_stage else None
         stage = TrainingStage(
             index=index, part=part, runtime=TrainingRuntime(part, tensors, self.device), leaves=leaves, head=head,
-            autocast=self.autocast, again=again, synchronize=self._synchronizer.stage_done,
+            autocast=self.autocast, recompute=recompute, synchronize=self._synchronizer.stage_done,
         )  # fmt: skip
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(self._leaf_done, stage, name))
@@ -217,10 +220,11 @@ class Trainer:
 
     def _report(self, ran: bool, synchronize_s: float, sent_bytes: int) -> None:
         """Note where the step went; a replica without rows has run no stage."""
-        stages = list(self.stages.values()) if ran else []
+        seconds = list(self.observer.seconds.values()) if ran else []
         self.last_step = StepReport(
-            load_s=self.load_s, forward_s=sum(s.forward_s for s in stages),
-            backward_s=sum(s.backward_s for s in stages), wait_s=sum(s.wait_s for s in stages),
+            load_s=self.load_s, forward_s=sum(s.forward_s for s in seconds),
+            backward_s=sum(s.backward_s for s in seconds),
+            wait_s=sum(s.fill_s + s.wait_s + s.send_s for s in seconds),
             synchronize_s=synchronize_s, sent_bytes=sent_bytes,
             num_synchronizations=self._synchronizer.num_buckets, peak_memory_bytes=most_bytes(self.device),
         )  # fmt: skip
@@ -248,20 +252,18 @@ class Trainer:
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the actions of every device of this process's replica for one step."""
-        return with_updates(self._schedule.of(self.replica, num_microbatches), update=False)
+        schedule = with_updates(self._schedule.of(self.replica, num_microbatches), update=False)
+        return with_recompute(schedule) if self._checkpointing else schedule
 
     def _run_step(self, count: int) -> None:
-        sizes = largest(self._step_data)
-        if self._lines.outgrown(sizes):
-            for index, edges in self._lines.make(sizes).items():
-                self.stages[index].edges = edges
-            if self.tracer:
-                self.tracer.follow()
+        if self._channels.fit(largest(self._step_data)) and self.tracer:
+            self.tracer.follow(self._channels.channels)
         actions = self.schedule(count)[self.replica.devices.index(self.world.rank)]
         final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
         for stage in self.stages.values():
             stage.begin(self._step_inputs(stage.part), final.get(stage.index, -1))
-        carry_out(actions, self.stages)
+        self.observer.begin()
+        run_schedule(actions, self.stages, self._channels.channels, self.observer)
 
     def _step_inputs(self, part: TrainingPart) -> dict[int, StepInput]:
         before = self.grid.replicas[: self.replica_index]
@@ -279,7 +281,9 @@ class Trainer:
         """What this process has to say of a step."""
         unused = self._synchronizer.unused if self._step_data else []
         used = [name for name in self.tensors.parameters if name not in unused] if self._step_data else []
-        return tell(self._losses, odd={s.index: s.first_odd for s in self.stages.values()}, used=used, unused=unused)
+        return tell(
+            self._losses, odd={s.index: s.first_nonfinite for s in self.stages.values()}, used=used, unused=unused
+        )
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; gives the norm before."""
@@ -360,7 +364,7 @@ class Trainer:
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):
                 exchange(self.world.transport, {})
-        self._lines.abort()
+        self._channels.channels.abort()
         if "_evaluation" in vars(self):
             self._evaluation.abort()
         self._synchronizer.close()

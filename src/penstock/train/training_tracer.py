@@ -1,41 +1,37 @@
 """Record what each process of a training does, and bring it to the first one when the training ends."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from penstock.engine.gradients import Synchronizer
+from penstock.engine.observer import Observer
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_machine
 from penstock.engine.tracers import ClockReadings, answer_clock, give_trace, make_trace
-from penstock.engine.training_stage import TrainingStage
+from penstock.engine.wiring import Channels
 from penstock.group.world import World
-from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
+from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.tracing.trace import StreamTrace
 from penstock.transport.base import FEEDER
-
-FORWARDS, BACKWARDS = "F", "B"
 
 
 class TrainingTracer:
     """One process's recording; every process makes one, and gathers, at the same points.
 
     Example:
-        tracer = TrainingTracer(world, stages, synchronizer)
+        tracer = TrainingTracer(world, observer, synchronizer)
         ...
         traces = tracer.gather()     # on the first process those of all, elsewhere none
     """
 
-    def __init__(
-        self, world: World, stages: Mapping[int, TrainingStage], synchronizer: Synchronizer, *, profile: bool = False
-    ) -> None:
+    def __init__(self, world: World, observer: Observer, synchronizer: Synchronizer, *, profile: bool = False) -> None:
         self._world = world
-        self._stages, self._synchronizer = stages, synchronizer
+        self._observer, self._synchronizer = observer, synchronizer
+        self._channels = Channels()
         self.recorder = Recorder(world.clock)
-        for stage in stages.values():
-            stage.clock = world.clock
-            stage.profile = ProfileWindow(self.recorder, count=1) if profile else None
+        observer.profile = ProfileWindow(self.recorder, count=1, by_step=True) if profile else None
         self.record(True)
         self._machine = measure_machine()
         self._clocks = ClockReadings(world)
@@ -46,23 +42,13 @@ class TrainingTracer:
 
     def record(self, on: bool) -> None:
         """Record from here on; or nothing but steps and loading, to see what the rest costs."""
-        self._on = on
-        for stage in self._stages.values():
-            stage.recorder = self.recorder if on else None
-        self._synchronizer.recorder = self.recorder if on else None
-        self.follow()
+        self._observer.recorder = self._synchronizer.recorder = self.recorder if on else None
+        self.follow(self._channels)
 
-    def follow(self) -> None:
-        """Record what goes over the stages' lines, which may be new."""
-        for index, stage in self._stages.items():
-            own = stage.edges
-            for name, inlet, outlet in (
-                (FORWARDS, own.inlet, own.outlet), (BACKWARDS, own.gradient_inlet, own.gradient_outlet)
-            ):  # fmt: skip
-                if inlet is not None:
-                    inlet.trace_taking(Track(self.recorder, index, name) if self._on else None)
-                if outlet is not None:
-                    outlet.trace_giving(Track(self.recorder, index, name) if self._on else None)
+    def follow(self, channels: Channels) -> None:
+        """Record what goes over the stages' channels, which may be new."""
+        self._channels = channels
+        channels.trace(self._observer.recorder, list(self._observer.counters))
 
     @contextmanager
     def step(self, number: int, num_rows: int) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
 Receives are posted before the message comes, sends return at once; both give a `Pending`. A send is
 done when a receive has been posted for it, at the earliest. Messages between two ranks on one
-channel arrive in the order they were sent. A message may be shorter than the buffer that was posted
-for it, never longer. Channels below 0 carry buffers on devices, where a transport has a way for them
+tag arrive in the order they were sent. A message may be shorter than the buffer that was posted
+for it, never longer. Tags below 0 carry buffers on devices, where a transport has a way for them
 (`transport/nccl.py`): there a receive is as long as what is sent.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.transport.tags import CONTROL
 
 
 class Pending(Protocol):
@@ -30,11 +31,11 @@ class Transport(Protocol):
     rank: int
     size: int
 
-    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+    def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
         """Send a buffer without waiting."""
 
-    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
-        """Post a buffer for the next message on a channel."""
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+        """Post a buffer for the next message on a tag."""
 
     def abort(self) -> None:
         """End every wait of this process with `ConnectionBroken`, now and from now on."""
@@ -43,16 +44,6 @@ class Transport(Protocol):
         """Let go of all connections."""
 
 
-def device_channel(channel: int) -> int:
-    """Return the channel of the tensors whose headers have this one.
-
-    >>> device_channel(7)
-    -7
-    """
-    return -channel
-
-
-CONTROL_CHANNEL = 0
 FEEDER = 0  # the rank of the process that feeds, and that the others come to
 WORD_BYTES = 64 * 2**10  # of a signal, a number, a name or an error
 DOCUMENT_BYTES = 16 * 2**20  # of what ranks tell each other, an entry for each of them
@@ -60,43 +51,43 @@ JOB_BYTES = 256 * 2**20  # of a job, with the programs of a rank's stages as tex
 _BYTES_HEADER = struct.Struct("<QQ")  # length, checksum
 
 
-def send_bytes(transport: Transport, data: bytes, to: int, channel: int = CONTROL_CHANNEL) -> None:
+def send_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -> None:
     """Send bytes of any length to a rank that calls `receive_bytes`, and wait until they are gone."""
     header = bytearray(_BYTES_HEADER.pack(len(data), zlib.crc32(data)))
-    transport.send(torch.frombuffer(header, dtype=torch.uint8), to, channel).wait()
+    transport.send(torch.frombuffer(header, dtype=torch.uint8), to, tag).wait()
     if data:
-        transport.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, channel).wait()
+        transport.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, tag).wait()
 
 
-def receive_bytes(transport: Transport, source: int, channel: int = CONTROL_CHANNEL, *, limit: int) -> bytes:
+def receive_bytes(transport: Transport, source: int, tag: int = CONTROL, *, limit: int) -> bytes:
     """Wait for the bytes of `send_bytes`; raises `TransportError` for more than `limit` and for damaged ones.
 
     `limit` is what the bytes are at most: nothing is allocated for an announcement of more.
     """
     header = torch.zeros(_BYTES_HEADER.size, dtype=torch.uint8)
-    transport.receive(header, source, channel).wait()
+    transport.receive(header, source, tag).wait()
     size, checksum = _BYTES_HEADER.unpack(header.numpy().tobytes())
     if size > limit:
         raise TransportError(f"rank {source} announced {size} bytes, beyond the limit of {limit}; try again")
     data = torch.zeros(size, dtype=torch.uint8)
     if size:
-        transport.receive(data, source, channel).wait()
+        transport.receive(data, source, tag).wait()
     received = data.numpy().tobytes()
     if zlib.crc32(received) != checksum:
         raise TransportError(f"{size} bytes from rank {source} are damaged; check the network and try again")
     return received
 
 
-def send_tensor(transport: Transport, tensor: Tensor, to: int, channel: int = CONTROL_CHANNEL) -> None:
+def send_tensor(transport: Transport, tensor: Tensor, to: int, tag: int = CONTROL) -> None:
     """Send a tensor whose shape and dtype the receiver knows, from wherever it lies."""
     if tensor.numel():
-        transport.send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), to, channel).wait()
+        transport.send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), to, tag).wait()
 
 
-def receive_tensor(transport: Transport, tensor: Tensor, source: int, channel: int = CONTROL_CHANNEL) -> None:
+def receive_tensor(transport: Transport, tensor: Tensor, source: int, tag: int = CONTROL) -> None:
     """Fill a contiguous tensor, wherever it lies, with what `send_tensor` sent."""
     if tensor.numel():
         arriving = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
-        transport.receive(arriving.reshape(-1).view(torch.uint8), source, channel).wait()
+        transport.receive(arriving.reshape(-1).view(torch.uint8), source, tag).wait()
         if arriving is not tensor:
             tensor.copy_(arriving)

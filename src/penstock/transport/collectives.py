@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from penstock.transport.base import DOCUMENT_BYTES, FEEDER, Transport, receive_bytes, send_bytes
-
-# channels behind those of inference
-TRAINING_CHANNELS = 2**30
-_DOCUMENTS = TRAINING_CHANNELS - 1
+from penstock.transport.tags import DOCUMENTS
 
 
-def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], channel: int) -> None:
+def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], tag: int) -> None:
     """Add a flat tensor up over the ranks of a group, in place; every rank gets the same bits.
 
     Each rank passes parts around a ring, so that nobody carries more than two times the tensor
@@ -29,8 +26,8 @@ def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], channel
     left, right = ranks[place - 1], ranks[(place + 1) % count]
 
     def pass_on(give: Tensor, take: Tensor) -> None:
-        receiving = transport.receive(_bytes(take), left, channel) if take.numel() else None
-        sending = transport.send(_bytes(give), right, channel) if give.numel() else None
+        receiving = transport.receive(_bytes(take), left, tag) if take.numel() else None
+        sending = transport.send(_bytes(give), right, tag) if give.numel() else None
         for pending in (receiving, sending):
             if pending is not None:
                 pending.wait()
@@ -53,17 +50,16 @@ def exchange(transport: Transport, document: dict[str, Any]) -> list[dict[str, A
     if transport.size == 1:
         return [document]
     if transport.rank != FEEDER:
-        send_bytes(transport, json.dumps(document).encode(), FEEDER, _DOCUMENTS)
-        told: list[dict[str, Any]] = json.loads(receive_bytes(transport, FEEDER, _DOCUMENTS, limit=DOCUMENT_BYTES))
+        send_bytes(transport, json.dumps(document).encode(), FEEDER, DOCUMENTS)
+        told: list[dict[str, Any]] = json.loads(receive_bytes(transport, FEEDER, DOCUMENTS, limit=DOCUMENT_BYTES))
         return told
     told = [document]
     told += [
-        json.loads(receive_bytes(transport, rank, _DOCUMENTS, limit=DOCUMENT_BYTES))
-        for rank in range(1, transport.size)
+        json.loads(receive_bytes(transport, rank, DOCUMENTS, limit=DOCUMENT_BYTES)) for rank in range(1, transport.size)
     ]
     data = json.dumps(told).encode()
     for rank in range(1, transport.size):
-        send_bytes(transport, data, rank, _DOCUMENTS)
+        send_bytes(transport, data, rank, DOCUMENTS)
     return told
 
 

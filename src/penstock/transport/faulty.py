@@ -20,7 +20,8 @@ import msgspec
 from torch import Tensor
 
 from penstock.errors import ConnectionBroken, UsageError
-from penstock.transport.base import CONTROL_CHANNEL, Pending, Transport
+from penstock.transport.base import Pending, Transport
+from penstock.transport.tags import CONTROL
 
 FAULTS_VARIABLE = "PENSTOCK_FAULTS"
 
@@ -31,13 +32,13 @@ class Fault:
 
     drop: it never leaves; delay: it and those behind it leave `delay_s` later; duplicate: it leaves
     twice; corrupt: one byte, chosen by `seed`, arrives changed; close: the rank loses all connections.
-    Messages are counted from 0, on one channel, or on all but the control channel where none is given.
+    Messages are counted from 0, on one tag, or on all but the control tag where none is given.
     """
 
     kind: Literal["drop", "delay", "duplicate", "corrupt", "close"]
     rank: int
     message: int
-    channel: int | None = None
+    tag: int | None = None
     delay_s: float = 0.1
     seed: int = 0
 
@@ -71,26 +72,26 @@ class FaultyTransport:
         self._lock = threading.Lock()
         self._waiting = {fault: fault.message for fault in faults if fault.rank == inner.rank}
 
-    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+    def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
         """Send a buffer, unless a fault is due."""
-        fault = self._due(channel)
+        fault = self._due(tag)
         if fault is None:
-            return self._inner.send(buffer, to, channel)
+            return self._inner.send(buffer, to, tag)
         if fault.kind == "drop":
             return _Together([])
         if fault.kind == "duplicate":
-            return _Together([self._inner.send(buffer, to, channel) for _ in range(2)])
+            return _Together([self._inner.send(buffer, to, tag) for _ in range(2)])
         if fault.kind == "corrupt":
-            return self._inner.send(_corrupted(buffer, fault.seed), to, channel)
+            return self._inner.send(_corrupted(buffer, fault.seed), to, tag)
         if fault.kind == "close":
             self._inner.abort()
             raise ConnectionBroken(f"rank {self.rank} lost its connections")
         time.sleep(fault.delay_s)
-        return self._inner.send(buffer, to, channel)
+        return self._inner.send(buffer, to, tag)
 
-    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
-        """Post a buffer for the next message on a channel."""
-        return self._inner.receive(buffer, source, channel)
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+        """Post a buffer for the next message on a tag."""
+        return self._inner.receive(buffer, source, tag)
 
     def abort(self) -> None:
         """End every wait of this process."""
@@ -100,12 +101,12 @@ class FaultyTransport:
         """Let go of all connections."""
         self._inner.close()
 
-    def _due(self, channel: int) -> Fault | None:
+    def _due(self, tag: int) -> Fault | None:
         """Count a message; gives the fault that it meets."""
         due = None
         with self._lock:
             for fault, left in list(self._waiting.items()):
-                if channel != fault.channel and (fault.channel is not None or channel == CONTROL_CHANNEL):
+                if tag != fault.tag and (fault.tag is not None or tag == CONTROL):
                     continue
                 if left:
                     self._waiting[fault] = left - 1

@@ -16,7 +16,7 @@ from penstock.transport.watched import run_watched
 # gloo closes a connection for good when a wait times out, so waits get no deadline; `health` watches instead
 _NO_DEADLINE = datetime.timedelta(days=365)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
-# a channel that no message has
+# a tag that no message has
 _NOBODY_SENDS = 2**31 - 1
 
 
@@ -53,13 +53,13 @@ class GlooTransport:
                 "check that every host reaches every other"
             ) from error
 
-    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+    def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
         """Send a buffer without waiting."""
-        return self._start("send", buffer, to, channel)
+        return self._start("send", buffer, to, tag)
 
-    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
-        """Post a buffer for the next message on a channel."""
-        return self._start("recv", buffer, source, channel)
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+        """Post a buffer for the next message on a tag."""
+        return self._start("recv", buffer, source, tag)
 
     def abort(self) -> None:
         """End every wait of this process, and of others for it, by closing all connections.
@@ -80,13 +80,13 @@ class GlooTransport:
         """Let go of all connections."""
         self._group = None
 
-    def _start(self, kind: str, buffer: Tensor, peer: int, channel: int) -> Pending:
+    def _start(self, kind: str, buffer: Tensor, peer: int, tag: int) -> Pending:
         group = self._group
         if group is None or self._aborted:
             raise ConnectionBroken(f"the connection to rank {peer} was given up")
         operation = group.send if kind == "send" else group.recv  # type: ignore[attr-defined]
         try:
-            return _GlooPending(operation([buffer], peer, channel), peer)
+            return _GlooPending(operation([buffer], peer, tag), peer)
         except RuntimeError as error:
             raise ConnectionBroken(f"the connection to rank {peer} broke: {first_line(error)}") from error
 

@@ -17,8 +17,8 @@ class MemoryNetwork:
 
     Example:
         network = MemoryNetwork(2)
-        pending = network.transports[1].receive(buffer, source=0, channel=7)
-        network.transports[0].send(message, to=1, channel=7).wait()
+        pending = network.transports[1].receive(buffer, source=0, tag=7)
+        network.transports[0].send(message, to=1, tag=7).wait()
     """
 
     def __init__(self, size: int) -> None:
@@ -40,23 +40,23 @@ class MemoryTransport:
         self.size = size
         self._network = network
 
-    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+    def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
         """Put the buffer behind those on their way to a rank."""
         pending = _MemoryPending(self._network, buffer, (self.rank, to))
         with self._network.changed:
             pending.check()
-            lane = self._network.lanes[self.rank, to, channel]
+            lane = self._network.lanes[self.rank, to, tag]
             lane.sends.append(pending)
             lane.meet()
             self._network.changed.notify_all()
         return pending
 
-    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
         """Post a buffer behind those that wait for a rank."""
         pending = _MemoryPending(self._network, buffer, (self.rank, source))
         with self._network.changed:
             pending.check()
-            lane = self._network.lanes[source, self.rank, channel]
+            lane = self._network.lanes[source, self.rank, tag]
             lane.receives.append(pending)
             lane.meet()
             self._network.changed.notify_all()
@@ -94,7 +94,7 @@ class _MemoryPending:
 
 
 class _Lane:
-    """What was sent from one rank to another on one channel, and the buffers posted for it."""
+    """What was sent from one rank to another on one tag, and the buffers posted for it."""
 
     def __init__(self) -> None:
         self.sends: deque[_MemoryPending] = deque()

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.graph.ops import Value
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tensors.layout import ALIGNMENT, aligned, num_payload_bytes, place, unpack
 from penstock.transport.claims import Layout, check_layouts
 
@@ -239,30 +238,9 @@ class Format:
             )
 
 
-class Formats:
-    """How messages lie in memory across a cut whose place takes turns: each as its microbatch's turn has it."""
-
-    def __init__(self, turns: RoundRobin[Format]) -> None:
-        self._turns = turns
-
-    def largest(self, sizes: Mapping[str, int]) -> int:
-        """Return the bytes of the largest message for microbatches up to these sizes."""
-        return max(layout.largest(sizes) for layout in self._turns.items)
-
-    def largest_apart(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Return the bytes of the largest message without its tensors, and those of its tensors."""
-        rooms = [layout.largest_apart(sizes) for layout in self._turns.items]
-        return max(host for host, _ in rooms), max(apart for _, apart in rooms)
-
-    def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
-        """Lay a message out in a buffer, or in two, and give the bytes it takes in the first."""
-        return self._turns[message.index].write(message, buffer, apart)
-
-    def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
-        """Read a message as `Format.read` does."""
-        # a damaged index leads to some other format, whose checksum then does not fit
-        index = _HEADER.unpack_from(memoryview(buffer.numpy()))[_INDEX]  # type: ignore[arg-type]
-        return self._turns[index].read(buffer, fetch)
+def index_of(buffer: Tensor) -> int:
+    """Return the number of the message that lies in a buffer; of a damaged one, any number."""
+    return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_INDEX])  # type: ignore[arg-type]
 
 
 def size_of(buffer: Tensor) -> int:

@@ -30,15 +30,15 @@ class MeteredTransport:
         self._counting = threading.Lock()
         self._inner = inner
 
-    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+    def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
         """Send a buffer and count it."""
         with self._counting:
             self.sent_bytes += buffer.nbytes
-        return _MeteredPending(self, self._inner.send(buffer, to, channel))
+        return _MeteredPending(self, self._inner.send(buffer, to, tag))
 
-    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
-        """Post a buffer for the next message on a channel."""
-        return _MeteredPending(self, self._inner.receive(buffer, source, channel))
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+        """Post a buffer for the next message on a tag."""
+        return _MeteredPending(self, self._inner.receive(buffer, source, tag))
 
     def abort(self) -> None:
         """End every wait of this process."""

@@ -77,15 +77,15 @@ def _errors_left_to_us() -> Iterator[None]:
 
 
 class NcclTransport:
-    """A transport whose channels below 0 go from device to device; all others go as `host` has them.
+    """A transport whose tags below 0 go from device to device; all others go as `host` has them.
 
-    A channel's communicator is made with its first message, which both ends wait for; ends that several processes
+    A tag's communicator is made with its first message, which both ends wait for; ends that several processes
     make in one order never wait in a circle. Receives are begun when their message is on its way. `abort` waits for
     no communicator that is being made: whoever waits for it is told at once, and its maker aborts it.
 
     Example:
         transport = NcclTransport(world.transport, world.store, name="7f3a", connect=connect_nccl)
-        transport.send(buffer_on_gpu, to=1, channel=device_channel(7))
+        transport.send(buffer_on_gpu, to=1, tag=device_tag(7))
     """
 
     def __init__(self, host: Transport, store: Store, name: str, connect: Connect) -> None:
@@ -97,18 +97,18 @@ class NcclTransport:
         self._lock = threading.Lock()  # never held while something is waited for
         self._aborted = False
 
-    def send(self, buffer: Tensor, to: int, channel: int) -> Pending:
+    def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
         """Send a buffer without waiting."""
-        if channel >= 0:
-            return self._host.send(buffer, to, channel)
-        communicator = self._communicator(self.rank, to, channel)
+        if tag >= 0:
+            return self._host.send(buffer, to, tag)
+        communicator = self._communicator(self.rank, to, tag)
         return self._begin(lambda: communicator.send([buffer], RECEIVER, 0), buffer, to)
 
-    def receive(self, buffer: Tensor, source: int, channel: int) -> Pending:
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
         """Begin to receive; on a device exactly what was sent."""
-        if channel >= 0:
-            return self._host.receive(buffer, source, channel)
-        communicator = self._communicator(source, self.rank, channel)
+        if tag >= 0:
+            return self._host.receive(buffer, source, tag)
+        communicator = self._communicator(source, self.rank, tag)
         return self._begin(lambda: communicator.recv([buffer], SENDER, 0), buffer, source)
 
     def abort(self) -> None:
@@ -137,8 +137,8 @@ class NcclTransport:
             if made.exception() is None:
                 made.result().abort()
 
-    def _communicator(self, source: int, to: int, channel: int) -> Communicator:
-        peer, line = to if source == self.rank else source, (source, to, channel)
+    def _communicator(self, source: int, to: int, tag: int) -> Communicator:
+        peer, line = to if source == self.rank else source, (source, to, tag)
         with self._lock:
             self.check(peer)
             found = self._made.get(line)
@@ -147,9 +147,9 @@ class NcclTransport:
 
     def _make(self, line: tuple[int, int, int], peer: int, made: "Future[Communicator]") -> Communicator:
         """Connect a line, which may take as long as the other end does, and tell those who wait for it."""
-        source, to, channel = line
+        source, to, tag = line
         try:
-            store = PrefixStore(f"{source}/{to}/{channel}", self._store)
+            store = PrefixStore(f"{source}/{to}/{tag}", self._store)
             communicator = self._connect(store, SENDER if source == self.rank else RECEIVER)
         except BaseException as error:
             with self._lock:

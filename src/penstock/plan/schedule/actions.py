@@ -6,6 +6,7 @@ stage out. The executor runs such a list; whatever else reads schedules reads th
     F  forward
     B  backward: gradients of the inputs and of the weights
     I  backward for the inputs alone, W  for the weights, later: the two halves of a B
+    R  the forward once more, where a stage kept its inputs alone
     S  gradients of a stage, added up over replicas and over stages that share a weight
     U  the optimizer's update of a stage's weights
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal, TypeAlias, get_args
 
-Kind = Literal["F", "B", "I", "W", "S", "U"]
+Kind = Literal["F", "B", "I", "W", "R", "S", "U"]
 KINDS: tuple[str, ...] = get_args(Kind)
 # messages that a cut holds in each direction: two at the sender and two at the receiver, as the engine has
 NUM_BUFFERS = 4

@@ -5,6 +5,7 @@ stages and works through them as through one; `interleaved_1f1b` deals the stage
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from penstock.errors import UsageError
@@ -81,6 +82,23 @@ def _with_updates(actions: Sequence[Action], update: bool) -> Iterator[Action]:
             yield Action("S", 0, action.stage)
     if update:
         yield from (Action("U", 0, stage) for stage in sorted(last))
+
+
+def with_recompute(schedule: Schedule) -> Schedule:
+    """Add the forward that is computed once more before each backward, while its gradients are on their way.
+
+    >>> from penstock.plan.schedule.actions import text
+    >>> text(with_recompute(gpipe(1, 2))[0])
+    'F0.0 F1.0 R0.0 B0.0 R1.0 B1.0'
+    """
+    return tuple(
+        tuple(
+            each
+            for action in actions
+            for each in ((replace(action, kind="R"), action) if action.kind in {"B", "I"} else (action,))
+        )
+        for actions in schedule
+    )
 
 
 def spread(schedule: Schedule, stages: Sequence[int]) -> Schedule:

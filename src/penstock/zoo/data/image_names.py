@@ -9,7 +9,7 @@ from penstock.zoo.data.archives import open_archive
 from penstock.zoo.data.cifar import open_records, records_in_folder
 from penstock.zoo.data.folders import IMAGE_SUFFIXES, Files, open_folder
 from penstock.zoo.data.image_set import Arrays, ImageSet
-from penstock.zoo.models.model_names import optional_import
+from penstock.zoo.optional import optional_import
 
 
 def open_images(path: str | Path) -> ImageSet:

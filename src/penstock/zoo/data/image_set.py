@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.errors import DataError
 from penstock.text import one_line
-from penstock.zoo.models.model_names import optional_import
+from penstock.zoo.optional import optional_import
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.errors import DataError
 from penstock.text import one_line
-from penstock.zoo.models.model_names import optional_import
+from penstock.zoo.optional import optional_import
 
 PAD, CLS = "<pad>", "<cls>"
 

@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.text import one_line
-from penstock.zoo.models.model_names import nearest
+from penstock.text import nearest, one_line
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.text import one_line
+from penstock.text import nearest, one_line
 from penstock.zoo.models.hub import fetch_from_hub
 from penstock.zoo.models.meta import build_on_meta
-from penstock.zoo.models.model_names import nearest, optional_import
+from penstock.zoo.optional import optional_import
 
 _ADVICE = "give a local directory with config.json, or a model type such as hf:gpt2"
 # which head a model type gets when its configuration names none, the first that exists for it

@@ -10,7 +10,7 @@ import torch
 
 from penstock.errors import ModelError
 from penstock.text import one_line
-from penstock.zoo.models.model_names import optional_import
+from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.convert import convert_checkpoint
 
 _ADVICE = "give --weights FILE.safetensors or leave --pretrained out"

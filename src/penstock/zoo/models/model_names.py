@@ -1,24 +1,6 @@
 """How a model is written on the command line, and what to say when a name is not known."""
 
-import difflib
-import importlib
-from collections.abc import Iterable
-from types import ModuleType
-
-from penstock.errors import ModelError, PenstockError
-from penstock.text import one_line
-
-
-def nearest(name: str, candidates: Iterable[str], num_names: int = 3) -> str:
-    """Write the names most like a wrong one, as the end of an error message.
-
-    Nothing is raised; without a similar name the text is empty.
-
-    >>> nearest("vit_tiny_patch16", ["vit_tiny_patch16_224", "resnet18"])
-    '; did you mean vit_tiny_patch16_224?'
-    """
-    found = difflib.get_close_matches(name, list(candidates), n=num_names, cutoff=0.5)
-    return f"; did you mean {', '.join(found)}?" if found else ""
+from penstock.errors import ModelError
 
 
 def parse_name(text: str) -> tuple[str, dict[str, object]]:
@@ -57,21 +39,3 @@ def parse_value(text: str) -> object:
         except ValueError:
             continue
     return text
-
-
-def optional_import(name: str, extra: str, error: type[PenstockError] = ModelError) -> ModuleType:
-    """Import a library that is not part of the core, or say what to install.
-
-    Raises `error` when the library is missing.
-
-    >>> optional_import("math", "vision").sqrt(4.0)
-    2.0
-    """
-    library = name.partition(".")[0]
-    try:
-        importlib.import_module(library)
-        return importlib.import_module(name)
-    except ImportError as problem:
-        if problem.name is None or problem.name.partition(".")[0] != library:
-            raise error(f"{library} cannot be imported ({one_line(problem)}); install it again") from problem
-        raise error(f"{library} is not installed; pip install 'penstock[{extra}]'") from problem

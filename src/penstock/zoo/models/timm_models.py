@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.text import one_line
+from penstock.text import nearest, one_line
 from penstock.zoo.models.hub import as_safetensors, fetch_from_hub, fetch_url
 from penstock.zoo.models.meta import build_on_meta
-from penstock.zoo.models.model_names import nearest, optional_import
+from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import TensorWeights, Weights
 

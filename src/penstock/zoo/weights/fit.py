@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.zoo.models.model_names import nearest
+from penstock.text import nearest
 from penstock.zoo.weights.weights import Expected, Shape, Weights
 
 _NUM_SHOWN = 3

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.text import one_line
-from penstock.zoo.models.model_names import nearest, optional_import
+from penstock.text import nearest, one_line
+from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import JoinedWeights, Shape, Weights
 

@@ -10,8 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.text import one_line
-from penstock.zoo.models.model_names import nearest
+from penstock.text import nearest, one_line
 from penstock.zoo.weights.weights import Shape
 
 PICKLED_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")

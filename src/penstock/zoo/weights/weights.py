@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.zoo.models.model_names import nearest
+from penstock.text import nearest
 
 Shape = tuple[int, ...]
 Expected = Mapping[str, tuple[Shape, torch.dtype]]

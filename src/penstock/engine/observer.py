@@ -1,0 +1,208 @@
+"""What is seen of the stages of a process while they run: counts, seconds, spans, a microbatch to run again alone."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from penstock.engine.counters import COMPUTING, Counters
+from penstock.engine.profile_window import ProfileWindow
+from penstock.engine.reference import measure_alone
+from penstock.engine.stage import ForwardStage
+from penstock.plan.schedule.actions import Action
+from penstock.tensors.devices import held_bytes
+from penstock.tensors.layout import copy_exactly
+from penstock.tracing.record import KEPT_BYTES, Clock, Recorder
+from penstock.tracing.trace import Alone
+from penstock.transport.messages import DATA, END, Message
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Where the time of one stage went, since the last `Observer.begin`."""
+
+    num_microbatches: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    compute_cpu_s: float = 0.0  # of the thread that computes
+    wait_s: float = 0.0  # for messages to come, but for the first one: the pipeline fills
+    fill_s: float = 0.0  # for that one
+    send_s: float = 0.0
+
+
+class Observer:
+    """Counts and times what the stages of one process do, and records it where `recorder` is set.
+
+    The executor says each thing as it happens. `between` also records the CPU time from one computation to the next.
+
+    Example:
+        observer = Observer([0, 1])
+        run_schedule(actions, stages, channels, observer)
+        print(observer.counters[0].num_run, observer.seconds[0].forward_s)
+    """
+
+    between = False
+
+    def __init__(self, stages: Iterable[int], clock: Clock = time.perf_counter) -> None:
+        self.clock = clock
+        self.counters = {index: Counters() for index in stages}
+        self.seconds = {index: Seconds() for index in self.counters}
+        self.recorder: Recorder | None = None
+        self.profile: ProfileWindow | None = None
+        self._since = self._since_cpu_s = 0.0  # when what is under way began
+        self._computed: dict[int, tuple[float, float]] = {}  # the end of a stage's last computation, and in CPU seconds
+
+    def begin(self) -> None:
+        """Begin to time another stream or step."""
+        self.seconds = {index: Seconds() for index in self.counters}
+
+    def starts(self, action: Action, awaits: str | None) -> None:
+        """An action is next, and waits for a message of a kind, or for none."""
+        self.counters[action.stage].doing = awaits or COMPUTING
+        self._since, self._since_cpu_s = self.clock(), time.thread_time()
+
+    def took(self, action: Action, kind: str, message: Message, width: int = 1) -> None:
+        """Its message is there."""
+        counters, seconds, now_s = self.counters[action.stage], self.seconds[action.stage], self.clock()
+        counters.taken[kind] += width if message.kind != DATA else 1
+        counters.doing = COMPUTING
+        if seconds.num_microbatches:
+            seconds.wait_s += now_s - self._since
+        else:
+            seconds.fill_s += now_s - self._since
+        self._since, self._since_cpu_s = now_s, time.thread_time()
+
+    def profiled(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        """Return a context that profiles a computation, where that was asked for."""
+        if self.profile is None or self.recorder is None:
+            return contextlib.nullcontext()
+        return self.profile.around(action.stage, action.microbatch)
+
+    def computed(self, action: Action) -> None:
+        """The computation has ended."""
+        counters, seconds = self.counters[action.stage], self.seconds[action.stage]
+        now_s, now_cpu_s = self.clock(), time.thread_time()
+        took_s, cpu_s = now_s - self._since, now_cpu_s - self._since_cpu_s
+        if action.kind == "F":
+            seconds.num_microbatches += 1
+            seconds.forward_s += took_s
+        else:
+            seconds.backward_s += took_s
+        seconds.compute_cpu_s += cpu_s
+        counters.num_run += 1
+        counters.busy_s += took_s
+        counters.doing = ""
+        if self.recorder is not None:
+            self._record(self.recorder, action, now_s, cpu_s)
+        self._computed[action.stage] = now_s, now_cpu_s
+        self._since, self._since_cpu_s = now_s, now_cpu_s
+
+    def _record(self, recorder: Recorder, action: Action, now_s: float, cpu_s: float) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        if self.between and microbatch and stage in self._computed:
+            before_s, before_cpu_s = self._computed[stage]
+            between_s = self._since_cpu_s - before_cpu_s
+            recorder.span("between", stage, microbatch, before_s, self._since, cpu_s=between_s)
+        recorder.span("compute", stage, microbatch, self._since, now_s, action.kind, cpu_s=cpu_s)
+        recorder.sample(now_s)
+
+    def sent(self, action: Action, kind: str, width: int = 1) -> None:
+        """What it made has gone, as one message or as the end of a stream for each rank behind."""
+        self.counters[action.stage].sent[kind] += width
+        now_s = self.clock()
+        self.seconds[action.stage].send_s += now_s - self._since
+        self._since = now_s
+
+    def ended(self, action: Action, message: Message, width: int) -> bytes:
+        """A stream has ended at a stage; returns what goes on with its end."""
+        self.counters[action.stage].num_run += width
+        self.counters[action.stage].doing = ""
+        return message.body
+
+
+@dataclass(slots=True)
+class StageReport:
+    """What one stage did during one stream, in seconds.
+
+    `compute_cpu_s` is CPU time of the thread that computes while it computes; where it falls behind `compute_s`
+    something else had the core. `cpu_s` is CPU time of the whole process during the stream, `memory_bytes` what the
+    process held, on a GPU there, when the stage had done its last microbatch (see `held_bytes`).
+    """
+
+    stage: int
+    device: str
+    num_microbatches: int = 0
+    compute_s: float = 0.0
+    compute_cpu_s: float = 0.0
+    cpu_s: float = 0.0
+    wait_s: float = 0.0
+    send_s: float = 0.0
+    memory_bytes: float | None = None
+
+
+class StreamObserver(Observer):
+    """Observes the stages of a stream: each adds its report to the end of the stream, and runs once more alone.
+
+    `others` is the number of stages of the model beside one of these.
+    """
+
+    between = True
+
+    def __init__(
+        self, stages: dict[int, ForwardStage], device_name: str, others: int, clock: Clock = time.perf_counter
+    ) -> None:
+        super().__init__(stages, clock)
+        self._stages, self._device_name, self._others = stages, device_name, others
+        self._began_cpu_s: dict[int, float] = {}
+        self.kept: dict[int, dict[int, Message]] = {index: {} for index in stages}  # by stage and program
+        self.alone: dict[int, Alone] = {}
+
+    def took(self, action: Action, kind: str, message: Message, width: int = 1) -> None:
+        """Its message is there; keep it where it is the first of its program."""
+        super().took(action, kind, message, width)
+        if message.kind == DATA:
+            if not self.seconds[action.stage].num_microbatches:
+                self._began_cpu_s[action.stage] = time.process_time()
+            if self.recorder is not None:
+                self.keep(action.stage, message)
+
+    def keep(self, stage: int, message: Message) -> None:
+        """Keep a microbatch of each program, to be run again alone, as long as all of them together stay small."""
+        runtimes, kept = self._stages[stage].runtimes, self.kept[stage]
+        program = runtimes.order[message.index % len(runtimes.order)]
+        if program in kept:
+            return
+        num_bytes = sum(tensor.nbytes for tensor in message.tensors)
+        before = sum(tensor.nbytes for each in kept.values() for tensor in each.tensors)
+        if not kept or before + num_bytes <= KEPT_BYTES:
+            tensors = [copy_exactly(tensor, self._stages[stage].device) for tensor in message.tensors]
+            kept[program] = Message(DATA, message.index, message.sizes, tensors)
+
+    def ended(self, action: Action, message: Message, width: int) -> bytes:
+        """A stream has ended at a stage: add its report."""
+        index, stage = action.stage, self._stages[action.stage]
+        body = message.body
+        if message.kind == END:
+            body = json.dumps([*json.loads(message.body or b"[]"), asdict(self._report(index))]).encode()
+            if self.kept[index] and self.seconds[index].num_microbatches:
+                kept = list(self.kept[index].values())
+                self.alone[index] = measure_alone(index, stage.runtimes, kept, others=self._others)
+        super().ended(action, message, width)
+        return body
+
+    def _report(self, index: int) -> StageReport:
+        seconds = self.seconds[index]
+        report = StageReport(
+            index, self._device_name, seconds.num_microbatches, seconds.forward_s, seconds.compute_cpu_s,
+            wait_s=seconds.wait_s, send_s=seconds.send_s,
+        )  # fmt: skip
+        if seconds.num_microbatches:
+            report.cpu_s = time.process_time() - self._began_cpu_s[index]
+            report.memory_bytes = held_bytes(self._stages[index].device)
+        return report
+
+    def forget(self) -> None:
+        """Let go of what was kept and measured, for another stream."""
+        self.kept = {index: {} for index in self._stages}
+        self.alone = {}

@@ -1,0 +1,50 @@
+"""Every tag that a message between two ranks may have: which messages are kept in order, and apart from others.
+
+    0                     jobs, words and tensors that both sides expect next
+    [1, 2**30]            links between stages: sets of 4,096, one set for each time that channels are opened
+    [2**30 + 1, 2**31)    what processes that train say to each other, and gradients, by bucket
+
+A tag below 0 is that of the tensors whose headers have it above 0; they go from device to device.
+"""
+
+CONTROL = 0
+_LINKS_PER_SET, _NUM_SETS = 2**12, 2**18
+_TRAINING_SETS = _NUM_SETS // 2
+# beside links
+DOCUMENTS = 2**30 + 1
+BUFFERS = 2**30 + 2
+OUTPUTS = 2**30 + 3
+STATE = 2**30 + 4
+CLOCK = 2**30 + 5
+_BUCKETS, _NUM_BUCKETS = 2**30 + 2**20, 2**29
+
+
+def link_tag(number: int, link: int) -> int:
+    """Return the tag of a link in a set of channels.
+
+    >>> link_tag(0, 0), link_tag(1, 3)
+    (1, 4100)
+    """
+    return 1 + number % _NUM_SETS * _LINKS_PER_SET + link % _LINKS_PER_SET
+
+
+def training_set(generation: int, *, evaluates: bool = False) -> int:
+    """Return the number of the set that a training opens for its steps, or for its evaluations.
+
+    Streams take their jobs' numbers, which count from 0.
+    """
+    return _TRAINING_SETS + (2 * generation + evaluates) % _TRAINING_SETS
+
+
+def bucket_tag(bucket: int) -> int:
+    """Return the tag of a bucket of gradients."""
+    return _BUCKETS + bucket % _NUM_BUCKETS
+
+
+def device_tag(tag: int) -> int:
+    """Return the tag of the tensors whose headers have this one.
+
+    >>> device_tag(7)
+    -7
+    """
+    return -tag

@@ -28,7 +28,7 @@ from penstock.graph.ops import Value
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.graph.stages import divide
 from penstock.group.join import Hello, check_hello
-from penstock.group.liveness import Verdict, read_verdict
+from penstock.group.verdict import Verdict, read_verdict
 from penstock.group.world import Leave
 from penstock.runtime.eager import Runtime
 from penstock.spec.check import check_plan

@@ -16,7 +16,8 @@ from penstock.cluster.lab import parse_lab
 from penstock.cluster.lab.network import bandwidth_commands
 from penstock.cluster.lab.shell import SystemShell
 from penstock.deploy.worker import work
-from penstock.group.world import World, join_torchrun
+from penstock.group.entry import join_torchrun
+from penstock.group.world import World
 from penstock.measure.message_costs import measure_messages
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.predict import predict
@@ -34,16 +35,15 @@ def main() -> None:
     """Read the session's JSON file, measure, and write the rows beside it; other ranks work."""
     file = Path(sys.argv[1])
     session = json.loads(file.read_text())
-    world = join_torchrun()
+    world = join_torchrun(followed=True)
     beside = start(file.parent, world.rank) if session["passes"] > 1 else None
     try:
-        with world.taking_part():
+        with world:
             if world.rank != FEEDER:
                 work(world, more=peer_job(session["model"], 0))
                 return
             rows = measure(world, session, file.parent)
             file.with_suffix(".rows.json").write_text(json.dumps(rows))
-            world.dismiss()
     finally:
         if beside is not None:
             beside.kill()

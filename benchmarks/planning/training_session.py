@@ -16,7 +16,8 @@ import penstock
 from benchmarks.planning.shapes import plan_of_shape
 from benchmarks.training.session import LENGTH, VOCABULARY, Language, next_token_loss
 from penstock.deploy.worker import work
-from penstock.group.world import World, join_torchrun
+from penstock.group.entry import join_torchrun
+from penstock.group.world import World
 from penstock.measure.message_costs import measure_messages
 from penstock.plan.cost.predict import predict
 from penstock.spec.cluster import Cluster, parse_cluster
@@ -39,8 +40,7 @@ def main() -> None:
     model, ids = Language().train(), torch.randint(0, VOCABULARY, (session["batch"], LENGTH))
     rows = []
     for shape in session["shapes"]:
-        world = _join()
-        with world.taking_part():
+        with _join() as world:
             rows.append(_train(world, profile, cluster, model, ids, tuple(shape), session["rows"]))
             if world.rank == FEEDER:
                 print(
@@ -50,20 +50,19 @@ def main() -> None:
                 file.with_suffix(".rows.json").write_text(json.dumps(rows))
 
 
-def _join() -> World:
+def _join(*, followed: bool = False) -> World:
     """Meet in another world; the first process's store keeps its port to the end."""
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    return join_torchrun()
+    return join_torchrun(followed=followed)
 
 
 def _with_messages(profile: Profile) -> Profile:
     """Measure on the last host what messages cost; every host knows."""
-    world = _join()
-    with world.taking_part():
+    with _join(followed=True) as world:
         if world.rank != FEEDER:
             return msgspec.json.decode(work(world), type=Profile)
         found = msgspec.structs.replace(profile, **asdict(measure_messages(world, num_microbatches=40)))
-        world.dismiss(msgspec.json.encode(found).decode())
+        world.last_word = msgspec.json.encode(found).decode()
         return found
 
 

@@ -18,7 +18,8 @@ from penstock.deploy.split import Stage
 from penstock.deploy.worker import work
 from penstock.graph.cuts import Cuts
 from penstock.graph.work import count_work
-from penstock.group.world import World, join_torchrun
+from penstock.group.entry import join_torchrun
+from penstock.group.world import World
 from penstock.report.stream.account import make_account
 from penstock.stream.pipeline import Pipeline
 from penstock.tracing.trace import read_run
@@ -32,14 +33,12 @@ def main() -> None:
     """Do what the session's JSON file says and write the result beside it; other ranks work."""
     file = Path(sys.argv[1])
     session = json.loads(file.read_text())
-    world = join_torchrun()
-    with world.taking_part(), _busy(session["busy"] == world.rank):
+    with join_torchrun(followed=True) as world, _busy(session["busy"] == world.rank):
         if world.rank != FEEDER:
             work(world)
             return
         result = account_for(world, session, Path(session["folder"] or file.parent / "run"))
         file.with_suffix(".result.json").write_text(json.dumps(result))
-        world.dismiss()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ from benchmarks.tracing.cases import HOSTS, TINY
 from penstock.deploy.worker import work
 from penstock.engine.placement import StagesJob
 from penstock.engine.tracers import StageTracer
-from penstock.group.world import World, join_torchrun
+from penstock.group.entry import join_torchrun
+from penstock.group.world import World
 from penstock.plan.schedule.actions import Action
 from penstock.stream.pipeline import Pipeline
 from penstock.terminal.live import LiveView
@@ -94,11 +95,9 @@ def stream(session: dict[str, Any], folder: Path) -> tuple[int, list[tuple[float
     """Stream images through a stage on every host."""
     blocks = Blocks()
     blocks.follow()
-    world = join_torchrun()
-    with world.taking_part():
+    with join_torchrun(followed=True) as world:
         if world.rank == FEEDER:
             _feed(world, session, folder)
-            world.dismiss()
         else:
             work(world)
     return world.rank, max(blocks.streams, key=len)  # the others are the first one, to warm up, and the end

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.bench.ceiling import WholeModel
 from penstock.bench.compare import Comparison
-from penstock.group.world import start_local
+from penstock.group.entry import start_local
 from penstock.zoo.models.models import load_model
 from tests.cli.conftest import SMALL
 

@@ -16,8 +16,8 @@ from penstock.errors import RunError, UsageError
 from penstock.group import join
 from penstock.group.addresses import LOOPBACK, first_address, listen
 from penstock.group.board import PatientStore, connect_store, serve_store, wait_for_server
+from penstock.group.entry import own_address
 from penstock.group.join import Hello, Meeting
-from penstock.group.world import own_address
 from penstock.transport.watched import StoreSilent, run_watched
 
 
@@ -194,7 +194,7 @@ def test_loopback_stays_what_it_is(host: str) -> None:
 
 def test_the_first_hosts_own_name_is_not_loopback_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("127.0.1.1", 9))])
-    monkeypatch.setattr("penstock.group.board.local_address", lambda _towards: "192.168.1.10")
+    monkeypatch.setattr("penstock.group.addresses.local_address", lambda _towards: "192.168.1.10")
     assert first_address("desk", all_here=False) == "192.168.1.10"
     assert first_address("desk", all_here=True) == LOOPBACK
 
@@ -204,7 +204,7 @@ def test_a_first_host_that_nobody_could_reach_is_named(monkeypatch: pytest.Monke
         raise RunError("there is no route")
 
     monkeypatch.setattr("socket.getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("127.0.1.1", 9))])
-    monkeypatch.setattr("penstock.group.board.local_address", no_route)
+    monkeypatch.setattr("penstock.group.addresses.local_address", no_route)
     with pytest.raises(RunError, match=r"desk means loopback on this machine, .*; give the address itself"):
         first_address("desk", all_here=False)
 

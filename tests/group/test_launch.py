@@ -98,7 +98,7 @@ def test_cores() -> None:
 WORLD = """
 import os, sys
 sys.path.insert(0, sys.argv[1])  # a script that has the package on its path
-from penstock.group.world import start_local
+from penstock.group.entry import start_local
 os.chdir(sys.argv[2])
 sys.path.insert(0, "")  # as in a notebook
 world = start_local(1)

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, DeviceLost, RunError, TransportError
-from penstock.group import world as world_module
-from penstock.group.world import join_torchrun, under_torchrun
+from penstock.group import entry
+from penstock.group.entry import join_torchrun, under_torchrun
 from tests.processes import free_port, run_ranks
 from tests.worlds import memory_world
 
@@ -37,7 +37,7 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_process_is_a_world_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world_module, "_serving", {})
+    monkeypatch.setattr(entry, "_serving", {})
     torchrun_variables(monkeypatch, free_port())
     monkeypatch.setenv("PENSTOCK_HOST", "board")
     world = join_torchrun()
@@ -63,7 +63,7 @@ def test_processes_join_again_without_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
 def test_joining_again_and_again_leaves_no_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world_module, "_serving", {})
+    monkeypatch.setattr(entry, "_serving", {})
     torchrun_variables(monkeypatch, free_port())
     counts = []
     for _ in range(20):

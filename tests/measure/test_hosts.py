@@ -12,14 +12,13 @@ from tests.processes import Running
 SCRIPT = """
 import json, sys
 from dataclasses import asdict
-from penstock.group.world import join_torchrun
+from penstock.group.entry import join_torchrun
 from penstock.measure.hosts import measure_hosts
 
-world = join_torchrun()
-measured = measure_hosts(world, seconds=0.1)
+with join_torchrun(followed=True) as world:
+    measured = measure_hosts(world, seconds=0.1)
 if measured is not None:
     print("MEASURED", json.dumps(asdict(measured)), flush=True)
-world.close()
 """
 
 

@@ -14,7 +14,8 @@ from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
 from penstock.graph.stages import fingerprint
-from penstock.group.world import World, start_local
+from penstock.group.entry import start_local
+from penstock.group.world import World
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, Prediction, Stage
 from penstock.spec.plan import Pipeline as PlannedPipeline
 from penstock.stream.pipeline import Pipeline

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, sys, time
 sys.path[:0] = [sys.argv[1] + "/src", sys.argv[1]]
-from penstock.group.world import join_torchrun
+from penstock.group.entry import join_torchrun
 from penstock.deploy.worker import follow
 from penstock.errors import DeviceLost
 from penstock.stream.pipeline import Pipeline
@@ -35,12 +35,12 @@ def feed():
         yield tower_inputs(1)[0]
 
 try:
-    world = join_torchrun()
+    world = join_torchrun(followed=True)
     if world.rank:
         print("joined", flush=True)
         follow(world)
     else:
-        with world.taking_part(), Pipeline(tower(), tower_inputs(1)[0], stages=3, world=world, threads=1) as pipe:
+        with world, Pipeline(tower(), tower_inputs(1)[0], stages=3, world=world, threads=1) as pipe:
             for _ in pipe.stream(feed()):
                 pass
 except DeviceLost as error:

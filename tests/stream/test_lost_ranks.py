@@ -22,7 +22,7 @@ import json, os, signal, sys, time, warnings
 from pathlib import Path
 import torch
 from penstock.deploy import worker
-from penstock.group import world as worlds
+from penstock.group import entry, world as world_module
 from penstock.runtime.eager import Runtime
 from penstock.errors import PenstockError
 from penstock.stream.pipeline import Pipeline
@@ -50,18 +50,18 @@ def stop_here(*_args, **_named):
 
 if rank == victim:
     if moment == "start":
-        worlds.GlooTransport = stop_here
+        entry.GlooTransport = stop_here
     elif moment == "stream" and rank:
         calls, run = [], Runtime.__call__
         Runtime.__call__ = lambda *given: (stop_here() if len(calls) == 3 else calls.append(0)) or run(*given)
     elif moment == "between" and rank:
         worker.follow_stages = lambda *_given: stop_here
     elif moment == "leave":
-        said = worlds.receive_bytes
+        said = world_module.receive_bytes
         if rank:
             worker.send_bytes = stop_here
         else:
-            worlds.receive_bytes = lambda *given, **named: (
+            world_module.receive_bytes = lambda *given, **named: (
                 stop_here() if sys._getframe(1).f_code.co_name == "_say_leave" else said(*given, **named))
 
 
@@ -76,12 +76,12 @@ caught, message = [], ""
 try:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        world = worlds.join_torchrun()
+        world = entry.join_torchrun(followed=True)
         if rank:
             message = worker.follow(world)
         else:
             model = tower()
-            with world.taking_part():
+            with world:
                 with Pipeline(model, tower_inputs(1)[0], stages=3, world=world, threads=1) as pipe:
                     assert len(list(pipe.stream(feed(8)))) == 8
                     if moment == "between":
@@ -89,7 +89,7 @@ try:
                             stop_here()
                         time.sleep(2.0)
                     assert len(list(pipe.stream(feed(8)))) == 8
-                world.dismiss("fine")
+                world.last_word = "fine"
     tell(message=message, warned=[str(w.message) for w in caught])
 except PenstockError as error:
     tell(kind=type(error).__name__, message=str(error))
@@ -130,7 +130,7 @@ def check(told: dict[str, Any], stopped_s: float, moment: str, name: str) -> Non
 BUSY = """
 import ctypes, os, sys, time
 from penstock.deploy import worker
-from penstock.group import world as worlds
+from penstock.group import entry, world as world_module
 from penstock.runtime.eager import Runtime
 from penstock.stream.pipeline import Pipeline
 from tests.worlds import tower, tower_inputs
@@ -158,14 +158,13 @@ def feed():
 
 
 Runtime.__call__ = held
-world = worlds.join_torchrun()
+world = entry.join_torchrun(followed=True)
 if rank:
     worker.follow(world)
 else:
-    with world.taking_part():
+    with world:
         with Pipeline(tower(), tower_inputs(1)[0], stages=3, world=world, threads=1) as pipe:
             assert len(list(pipe.stream(feed()))) == 8
-        world.dismiss()
 """
 
 

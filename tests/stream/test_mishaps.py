@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from penstock.deploy.deployment import Deployment
 from penstock.engine.driver import Microbatch
 from penstock.errors import DeviceLost, PenstockError, RunError
-from penstock.group.world import start_local
+from penstock.group.entry import start_local
 from penstock.recipes.predictions import PredictionFile
 from penstock.stream.pipeline import Pipeline
 from penstock.transport.faulty import FAULTS_VARIABLE, Fault, write_faults

@@ -18,7 +18,8 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from penstock.deploy.deployment import Deployment
 from penstock.errors import DeviceLost, RunError, UsageError
-from penstock.group.world import World, start_local
+from penstock.group.entry import start_local
+from penstock.group.world import World
 from penstock.stream.pipeline import Pipeline, threads_per_stage
 from tests.processes import Running, run_python
 from tests.worlds import poison, tower, tower_inputs

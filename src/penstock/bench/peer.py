@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from penstock.deploy.documents import DoMore, check_settings
 from penstock.deploy.worker import Job, main
-from penstock.group.world import World, start_local
+from penstock.group.entry import start_local
+from penstock.group.world import World
 from penstock.zoo.models.models import load_model
 
 PEER = "peer"

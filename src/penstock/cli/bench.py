@@ -29,7 +29,7 @@ from penstock.cli.options import (
 from penstock.deploy.policies import POLICIES
 from penstock.deploy.worker import follow
 from penstock.errors import UsageError
-from penstock.group.world import World, join_torchrun, start_local, under_torchrun
+from penstock.group.entry import join_torchrun, start_local, under_torchrun
 from penstock.report.stream.comparison import write_comparison
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
@@ -81,7 +81,7 @@ def bench(
         raise UsageError(f"--peer runs on the CPU alone, so nothing on {device} can be held against it; leave one out")
     plans = [_read_plan(file, microbatch_size) for file in plan or []]
     most = max([*counts, *(len(chosen.devices) for chosen in plans)])
-    world = join_torchrun() if under_torchrun() else None
+    world = join_torchrun(followed=True) if under_torchrun() else None
     if world is None:
         find_device(device)  # before anything is started
     if world is not None and world.rank != FEEDER:
@@ -105,11 +105,11 @@ def bench(
                 runs.append(comparison.last_run if rows[-1]["mode"] == "pipeline" else None)
         best = max(rows, key=lambda row: row["speedup"])
         last_line = f"speed-up {best['speedup']:.2f} with {best['stages']} stages ({best['policy'] or 'serial'})"
-        _send_home(world, last_line)
+        world.last_word = last_line
+        world.end()
     except BaseException as error:
         if world is not None:
-            world.health.report(error)
-            world.close(0.0)
+            world.end(error)
         raise
     if report is not None:
         write_comparison(
@@ -151,12 +151,6 @@ def _read_plan(file: Path, microbatch_size: int) -> Plan:
             f"--microbatch-size is {microbatch_size}; give --microbatch-size {plan.microbatch_rows}"
         )
     return plan
-
-
-def _send_home(world: World, message: str) -> None:
-    """Send everybody home, with a last line to print."""
-    world.dismiss(message)
-    world.close()
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -12,7 +12,8 @@ from rich.table import Table
 from penstock.cli.cluster import run_on_cluster
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.errors import ClusterError, UsageError
-from penstock.group.world import World, join_torchrun, under_torchrun
+from penstock.group.entry import join_torchrun, under_torchrun
+from penstock.group.world import World
 from penstock.measure.hosts import MeasuredHosts, measure_hosts
 from penstock.spec.cluster import Cluster, Link, read_cluster, write_cluster
 from penstock.spec.profile import Profile, read_profile, write_profile
@@ -53,14 +54,11 @@ def measure(
     compared = read_profile(profile) if profile else None
     if compared is not None and not compared.calibration_s:
         raise UsageError(f"{profile} has no calibration; make it again with penstock profile")
-    world = join_torchrun()
-    try:
+    with join_torchrun(followed=True) as world:
         measured = measure_hosts(world, seconds=seconds, threads=compared.threads if compared else 1)
         if measured is None:
             return
         seen = _as_measured(given, world, measured, compared)
-    finally:
-        world.close()
     _print(world, measured, compared)
     if output is not None:
         write_text(output, write_cluster(seen))

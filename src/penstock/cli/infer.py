@@ -30,7 +30,7 @@ from penstock.cli.options import (
 )
 from penstock.deploy.worker import follow
 from penstock.errors import RunError, UsageError
-from penstock.group.world import join_torchrun, under_torchrun
+from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.recipes.classify import Prediction, classify, labels_comparable
 from penstock.recipes.predictions import PredictionFile
 from penstock.spec.check import read_plan
@@ -75,11 +75,11 @@ def infer(
     """Classify images through a pipeline: predictions in order, throughput, and accuracy where there are labels."""
     check_profiled(profile=profile, trace=trace)
     bind_to(bind, cluster)
-    world = join_torchrun() if under_torchrun() else None
+    world = join_torchrun(followed=True) if under_torchrun() else None
     if world is not None and world.rank != FEEDER:
         follow(world)
         return
-    with world.taking_part() if world is not None else contextlib.nullcontext():
+    with world if world is not None else contextlib.nullcontext():
         with working("loading the model"):
             zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
             found = open_images(images)
@@ -101,10 +101,8 @@ def infer(
                 )  # fmt: skip
             pipe.model_name = zoo.name
             failed = _run(pipe, zoo, chosen, file, microbatch_size, json, live=live)
-        if world is not None:
-            world.dismiss()
-        if failed:
-            raise RunError(f"{len(failed)} of {len(chosen)} images failed, the first one: {failed[0].error}")
+    if failed:
+        raise RunError(f"{len(failed)} of {len(chosen)} images failed, the first one: {failed[0].error}")
 
 
 def _example(zoo: ZooModel, rows: int) -> torch.Tensor:

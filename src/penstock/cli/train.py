@@ -28,8 +28,8 @@ from penstock.cli.options import (
 )
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.errors import RunError, UsageError
+from penstock.group.entry import under_torchrun
 from penstock.group.launch import available_cores
-from penstock.group.world import under_torchrun
 from penstock.recipes.largest import find_largest_batch
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.run_figures import draw_comparison

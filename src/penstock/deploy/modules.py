@@ -17,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from penstock.deploy.jobs import MakeRuntime
-from penstock.deploy.worker import work
+from penstock.deploy.worker import follow
 from penstock.errors import CaptureError, PenstockError, RunError, UsageError
 from penstock.graph.expressions import Expression, Size
 from penstock.graph.graph import Graph, Plain
@@ -208,7 +208,7 @@ class ThreadWorkers:
 
     def _work(self, world: World, make: MakeRuntime) -> None:
         with contextlib.suppress(PenstockError):  # the feeding thread has been told
-            work(world, make)
+            follow(world, make=make)
 
 
 def start_threads(num_stages: int, make: MakeRuntime) -> World:
@@ -225,6 +225,7 @@ def start_threads(num_stages: int, make: MakeRuntime) -> World:
         for rank in range(size)
     ]  # fmt: skip
     worlds[FEEDER].workers = ThreadWorkers(worlds[1:], make)
+    worlds[FEEDER].followed = True
     return worlds[FEEDER]
 
 

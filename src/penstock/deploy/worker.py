@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from penstock.deploy.jobs import MakeRuntime, read_stages, receive_job
 from penstock.deploy.serving import OwnStages, serve_stages
 from penstock.engine.tracers import follow_stages
 from penstock.errors import PenstockError, ProgramError, TransportError
+from penstock.group.entry import join_local
 from penstock.group.launch import leave_with_parent
-from penstock.group.world import Leave, World, join_local
+from penstock.group.world import Leave, World
 from penstock.transport.base import FEEDER, send_bytes
 
 # where workers that a process on this machine starts find their parts of a bundle
@@ -53,12 +54,12 @@ def work(
         raise
 
 
-def follow(world: World, more: Mapping[str, Job] | None = None) -> str:
-    """Do jobs until told to leave, and let go of the world; gives the last word."""
-    try:
-        return work(world, more=more)
-    finally:
-        world.close()
+def follow(
+    world: World, more: Mapping[str, Job] | None = None, make: MakeRuntime | None = None, bundle: Path | None = None
+) -> str:
+    """Do jobs until told to leave, and let go of the world; returns the last word."""
+    with world:
+        return work(world, make, bundle, more)
 
 
 def _find_job(more: Mapping[str, Job], name: str) -> Job:
@@ -99,15 +100,18 @@ def main(prepare: Prepare = _nothing) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # a clean end comes as a job; give it a moment before taking the closed pipe for a death
     leave_with_parent(grace_s=3.0)
-    world = join_local(given.port, given.rank, given.size)
+    folder = os.environ.get(BUNDLE)
     try:
-        folder = os.environ.get(BUNDLE)
-        work(world, bundle=Path(folder) if folder else None, more=more(given))
+        for world in _groups(given):
+            follow(world, more(given), bundle=Path(folder) if folder else None)
     except PenstockError:
         return 1  # the feeding process has been told and prints it
-    finally:
-        world.close()
     return 0
+
+
+def _groups(given: argparse.Namespace) -> Iterator[World]:
+    """Join one group after the other: so far the one whose process started this one."""
+    yield join_local(given.port, given.rank, given.size)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from penstock.engine.counters import Counters, Heard, by_stage, read_counters, w
 from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
 from penstock.engine.wiring import Link
-from penstock.group.liveness import Verdict
+from penstock.group.verdict import Verdict
 from penstock.group.world import World
 from penstock.plan.schedule.actions import NUM_BUFFERS
 from penstock.terminal.live import StageState

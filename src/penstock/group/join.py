@@ -21,8 +21,10 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, RunError
 from penstock.group.board import PatientStore, connect_board, serve_store
-from penstock.group.liveness import FIRST, Boards, prepare_board
+from penstock.group.liveness import Boards
+from penstock.group.verdict import prepare_board
 from penstock.text import first_line
+from penstock.transport.base import FEEDER
 from penstock.transport.watched import StoreSilent
 from penstock.version import __version__
 
@@ -85,12 +87,12 @@ class Meeting:
     @property
     def name(self) -> str:
         """The name of this group, which no other has."""
-        return f"{self._prefix}.{self.hellos[FIRST].nonce}"
+        return f"{self._prefix}.{self.hellos[FEEDER].nonce}"
 
     @property
     def boards(self) -> Boards:
         """The boards of those that this process looks after: the first one after all, the others after the first."""
-        watched = [hello for hello in self.hellos if hello.rank != self._rank and FIRST in (hello.rank, self._rank)]
+        watched = [hello for hello in self.hellos if hello.rank != self._rank and FEEDER in (hello.rank, self._rank)]
         return Boards(
             self.board,
             {hello.rank: partial(connect_board, hello.address, hello.board_port) for hello in watched},

@@ -22,9 +22,10 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, OutOfMemory, RunError
 from penstock.group.board import lookup_s
+from penstock.group.verdict import MAX_MESSAGE, VERDICT_KEY, Verdict, beat_key, gone_key, read_verdict, write_verdict
 from penstock.memory import is_out_of_memory
+from penstock.transport.base import FEEDER
 
-FIRST = 0  # the rank on whose board the verdict stands
 BEAT_S = 1.0
 SILENCE_S = 5.0
 _FIRST_BEAT = 6  # times the silence, where beats must be seen: processes that have only just met
@@ -34,17 +35,6 @@ _CONNECT_S = 7.5  # longer than one question that a name server leaves open
 _LOOKUP_S = 60.0  # until which a name server is waited for
 _GRACE_S = 0.05
 _TELL_S = 2.0  # in which another board takes what it is told
-_VERDICT = "verdict"
-_MAX_MESSAGE = 2000  # characters of a verdict
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ended a run: the rank it happened to, and a sentence for people."""
-
-    rank: int
-    message: str
-    lost: bool
-    memory: bool = False  # it ran out of memory
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Boards:
     @classmethod
     def of_threads(cls, store: Store, rank: int, size: int) -> "Boards":
         """Return the boards of a process's threads that play ranks: one store for all of them."""
-        watched = [other for other in range(size) if other != rank and FIRST in (rank, other)]
+        watched = [other for other in range(size) if other != rank and FEEDER in (rank, other)]
         return cls(store, dict.fromkeys(watched, lambda: store), shared=True)
 
 
@@ -161,14 +151,14 @@ class Health:
 
     def announce(self, verdict: Verdict) -> None:
         """Make this the verdict of the group, unless there is one already; ends every wait."""
-        verdict = msgspec.structs.replace(verdict, message=verdict.message[:_MAX_MESSAGE])
-        text = _write(verdict)
-        if self._rank == FIRST or self._boards.shared:
+        verdict = msgspec.structs.replace(verdict, message=verdict.message[:MAX_MESSAGE])
+        text = write_verdict(verdict)
+        if self._rank == FEEDER or self._boards.shared:
             with contextlib.suppress(RuntimeError):  # the board is gone: this process goes by what it knows itself
-                self._boards.own.compare_set(_VERDICT, "", text)
-                verdict = read_verdict(self._boards.own.get(_VERDICT).decode())
-        elif (first := self._peers.get(FIRST)) is not None and first.rank != verdict.rank:
-            self._tell([first], _VERDICT, text)
+                self._boards.own.compare_set(VERDICT_KEY, "", text)
+                verdict = read_verdict(self._boards.own.get(VERDICT_KEY).decode())
+        elif (first := self._peers.get(FEEDER)) is not None and first.rank != verdict.rank:
+            self._tell([first], VERDICT_KEY, text)
             verdict = read_verdict(first.verdict) if first.verdict else verdict
         self._fail(verdict)
 
@@ -179,11 +169,11 @@ class Health:
         self._closed = True
         # an end that is not announced would be a verdict, and hide the one that there is
         if self.failure is None:
-            self._tell(list(self._peers.values()), _gone(self._rank), "gone")
+            self._tell(list(self._peers.values()), gone_key(self._rank), "gone")
             if self._peers and not self._boards.shared:
                 time.sleep(_GRACE_S)  # a question that was on its way is answered yet
-        elif self._rank == FIRST and not self._boards.shared:
-            self._tell(list(self._peers.values()), _VERDICT, _write(self.failure))
+        elif self._rank == FEEDER and not self._boards.shared:
+            self._tell(list(self._peers.values()), VERDICT_KEY, write_verdict(self.failure))
         self._stop.set()
         for peer in self._peers.values():
             peer.awake.set()
@@ -212,7 +202,7 @@ class Health:
             while not self._stop.is_set() and self.failure is None:
                 beat += 1
                 with contextlib.suppress(RuntimeError):  # the server went first: this process is ending
-                    self._boards.own.set(_beat(self._rank), f"{beat} {self.status()}")
+                    self._boards.own.set(beat_key(self._rank), f"{beat} {self.status()}")
                 now = time.monotonic()
                 if now - seen_s > 2 * self.beat_s + 0.5:  # this process itself stood still: nobody else did
                     for peer in self._peers.values():
@@ -225,7 +215,7 @@ class Health:
             self.announce(Verdict(rank=self._rank, message=f"{name}: watching over it failed: {error}", lost=False))
 
     def _look(self, now: float) -> None:
-        text = self._boards.own.get(_VERDICT).decode() if self._boards.own.check([_VERDICT]) else ""
+        text = self._boards.own.get(VERDICT_KEY).decode() if self._boards.own.check([VERDICT_KEY]) else ""
         if text:
             self._fail(read_verdict(text))
             return
@@ -244,7 +234,7 @@ class Health:
                 return
 
     def _has_left(self, peer: _Peer) -> bool:
-        peer.left = self._boards.own.check([_gone(peer.rank)])
+        peer.left = self._boards.own.check([gone_key(peer.rank)])
         return peer.left
 
     def _verdict_on(self, peer: _Peer, silence_s: float) -> Verdict:
@@ -259,8 +249,8 @@ class Health:
 
     def _ask(self, peer: _Peer) -> None:
         """Ask one other board again and again; what is known of the other process changes with its answers."""
-        beat_key = _beat(peer.rank)
-        keys = [beat_key, _VERDICT] if peer.rank == FIRST and not self._boards.shared else [beat_key]
+        beat = beat_key(peer.rank)
+        keys = [beat, VERDICT_KEY] if peer.rank == FEEDER and not self._boards.shared else [beat]
         try:
             store = self._connect(peer)
             # who has left is asked no more: its board goes, and torch prints a trace where a connection breaks
@@ -268,10 +258,10 @@ class Health:
                 while peer.tell:
                     key, value = peer.tell.pop(0)
                     store.compare_set(key, "", value)
-                    if key == _VERDICT:
-                        peer.verdict = store.get(_VERDICT).decode()
+                    if key == VERDICT_KEY:
+                        peer.verdict = store.get(VERDICT_KEY).decode()
                     peer.told.set()
-                present = keys if not self._boards.shared or store.check([beat_key]) else []
+                present = keys if not self._boards.shared or store.check([beat]) else []
                 answers = [value.decode() for value in store.multi_get(present)] if present else []
                 if not self._boards.shared or answers[:1] not in ([], [peer.beat]):
                     peer.answered_s = time.monotonic()
@@ -305,35 +295,5 @@ class Health:
         self._on_failure()
 
 
-def prepare_board(board: Store, rank: int) -> None:
-    """Write on a new board what is read of it before its process has said anything."""
-    board.set(_beat(rank), "")
-    if rank == FIRST:
-        board.set(_VERDICT, "")
-
-
-def _beat(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def _gone(rank: int) -> str:
-    return f"gone/{rank}"
-
-
 def _unknown(_rank: int) -> None:
     """Nobody here knows how a process ended."""
-
-
-def _write(verdict: Verdict) -> str:
-    return msgspec.json.encode(verdict).decode()
-
-
-def read_verdict(text: str) -> Verdict:
-    """Read a verdict that another process has written; one that cannot be read is a verdict as well."""
-    try:
-        verdict = msgspec.json.decode(text, type=Verdict)
-    except (msgspec.MsgspecError, UnicodeError):
-        message = "the group's verdict cannot be read: a process of another version took part; start again"
-        return Verdict(rank=FIRST, message=message, lost=False)
-    line = (verdict.message.splitlines() or [""])[0]
-    return msgspec.structs.replace(verdict, message=line[:_MAX_MESSAGE])

@@ -52,7 +52,8 @@ def measure_hosts(world: World, *, seconds: float = 2.0, threads: int = 1) -> Me
     """Measure a world whose processes all call this; the one that feeds gets the figures, the others None.
 
     Example:
-        measured = measure_hosts(join_torchrun())
+        with join_torchrun(followed=True) as world:
+            measured = measure_hosts(world)
 
     Hosts are calibrated at the same time, so that what they take from each other is in the figures; links
     one after the other, in both directions.
@@ -71,7 +72,6 @@ def measure_hosts(world: World, *, seconds: float = 2.0, threads: int = 1) -> Me
         work(world)
         return None
     messages = measure_messages(world)
-    world.dismiss()
     return MeasuredHosts([float(second) for second in calibration_s], links, messages)
 
 

@@ -14,7 +14,8 @@ from penstock.deploy.programs import divide_in_turns
 from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
-from penstock.group.world import World, start_local
+from penstock.group.entry import start_local
+from penstock.group.world import World
 from penstock.measure.profiler import MessageCosts
 from penstock.transport.base import FEEDER
 from penstock.zoo.weights.weights import ModuleWeights
@@ -67,13 +68,8 @@ def measure_messages(world: World | None = None, *, num_microbatches: int = 100)
     """
     if world is not None and list(world.devices) != [FEEDER]:
         return _measure(world, num_microbatches)
-    own = start_local(1)
-    try:
-        costs = _measure(own, num_microbatches)
-        own.dismiss()  # a worker that is only left waits for a while
-    finally:
-        own.close()
-    return costs
+    with start_local(1) as own:
+        return _measure(own, num_microbatches)
 
 
 def _measure(world: World, num_microbatches: int) -> MessageCosts:

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from penstock.errors import UsageError
-from penstock.group.world import World, join_torchrun, under_torchrun
+from penstock.group.entry import join_torchrun, under_torchrun
+from penstock.group.world import World
 from penstock.recipes.find import make_task
 from penstock.recipes.from_plan import plan_of
 from penstock.recipes.metrics import (
@@ -44,7 +45,7 @@ def fit_here(settings: FitSettings) -> FitResult:
     Raises what `fit` raises.
     """
     world = join_torchrun() if under_torchrun() else None
-    with world.taking_part() if world is not None else contextlib.nullcontext():
+    with world if world is not None else contextlib.nullcontext():
         if world is None or world.rank == FEEDER:
             check_new(settings)
         first = world is None or world.rank == FEEDER

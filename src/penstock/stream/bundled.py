@@ -13,7 +13,8 @@ from penstock.engine.driver import StreamReport
 from penstock.errors import UsageError
 from penstock.graph.call import read_sizes
 from penstock.group.direct import check_way
-from penstock.group.world import World, join_torchrun, start_local, under_torchrun
+from penstock.group.entry import join_torchrun, start_local, under_torchrun
+from penstock.group.world import World
 from penstock.spec.check import read_plan
 from penstock.stream.pipeline import threads_per_stage
 from penstock.tensors.devices import find_device

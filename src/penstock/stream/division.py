@@ -21,7 +21,8 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
-from penstock.group.world import World, start_local
+from penstock.group.entry import start_local
+from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
 from penstock.spec.plan import Plan

@@ -29,9 +29,10 @@ from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.group.direct import check_way
+from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.launch import available_cores
 from penstock.group.leaving import end_when_dropped, failed
-from penstock.group.world import World, join_torchrun, under_torchrun
+from penstock.group.world import World
 from penstock.spec.check import check_purpose
 from penstock.spec.plan import Plan
 from penstock.stream.division import Wanted, divide_model

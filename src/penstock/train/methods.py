@@ -15,8 +15,9 @@ from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
+from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.liveness import Boards, Health
-from penstock.group.world import World, join_torchrun, under_torchrun
+from penstock.group.world import World
 from penstock.spec.plan import Plan
 from penstock.tensors.devices import find_device
 from penstock.terminal.notes import note

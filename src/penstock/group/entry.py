@@ -1,0 +1,167 @@
+"""The ways into a world: what torchrun started, and fresh workers on this machine."""
+
+import datetime
+import errno
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from penstock.errors import RunError, UsageError
+from penstock.group.addresses import LOOPBACK, first_address, is_everywhere, local_address
+from penstock.group.board import connect_store, serve_store, wait_for_server
+from penstock.group.cores import keep_to_share
+from penstock.group.join import JOIN_S, Meeting, host_name
+from penstock.group.launch import LocalWorkers
+from penstock.group.liveness import Health
+from penstock.group.world import World
+from penstock.transport.base import FEEDER
+from penstock.transport.faulty import wrap_if_faulty
+from penstock.transport.gloo import GlooTransport
+from penstock.transport.watched import run_watched
+
+# a script that makes several pipelines joins several times; all its processes count alike
+_joins = itertools.count()
+# where they meet if torchrun gives no place: kept, since others may join again before this process does
+_serving: dict[tuple[str, int], TCPStore] = {}
+WORKER = "penstock.deploy.worker"
+BIND = "PENSTOCK_BIND"  # the address that this process and those that it starts listen on
+# what gloo waits for while it connects
+_STORE_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def under_torchrun() -> bool:
+    """Return whether torchrun, or something that sets the same variables, started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def own_address() -> str:
+    """Return where processes of this machine alone meet: loopback, unless another address was chosen."""
+    return _chosen_address() or LOOPBACK
+
+
+def _chosen_address() -> str | None:
+    """Return the address that was chosen to listen on; raises `UsageError` where that is all of this machine's."""
+    chosen = os.environ.get(BIND) or None
+    if chosen is not None and is_everywhere(chosen):
+        raise UsageError(f"{BIND} is one address of this machine, and {chosen} means all of them; see `ip address`")
+    return chosen
+
+
+def join_torchrun(*, followed: bool = False) -> World:
+    """Join the processes that torchrun started; `followed` says that the others follow the first.
+
+    Raises `RunError` when they do not all come.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    cores = keep_to_share(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    all_here, chosen = os.environ.get("LOCAL_WORLD_SIZE") == str(size), _chosen_address()
+    # processes of one machine have been given one address, and the first of them serves the store there
+    first = chosen if chosen and all_here and not hosted else first_address(host, all_here=all_here)
+    address = chosen or local_address(first)
+    if rank == FEEDER and not hosted:
+        first = address
+        if (host, port) not in _serving:
+            _serving[host, port] = _serve(address, host, port)
+    else:
+        wait_for_server(first, port, JOIN_S)
+    prefix = f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joins)}"
+    world = _join(
+        lambda: connect_store(first, port, _STORE_TIMEOUT), rank, size, address, prefix,
+        f"rank {rank} on {host_name()}", list(range(size)),
+    )  # fmt: skip
+    world.cores = cores
+    world.followed = followed
+    world.position = int(os.environ.get("LOCAL_RANK", rank))
+    return world
+
+
+def start_local(
+    num_workers: int, env: dict[str, str] | None = None, module: str = WORKER, arguments: Sequence[str] = ()
+) -> World:
+    """Start fresh workers on this machine, with this process as the one that feeds them.
+
+    `module` is the program that they run, which ends as `penstock.deploy.worker` does, with `arguments` of its own.
+    """
+    address = own_address()
+    store = serve_store(address)
+    size, port = num_workers + 1, store.port
+    own = [["--port", str(port), "--rank", str(rank), "--size", str(size), *arguments] for rank in range(1, size)]
+    workers = LocalWorkers(module, own, {"OMP_NUM_THREADS": "1", **(env or {})})
+
+    def watch_workers() -> None:
+        gone = workers.exited()
+        if gone is not None:
+            raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
+
+    try:
+        world = _join(
+            lambda: store, FEEDER, size, address, "run", "the feeding process", list(range(1, size)), watch_workers
+        )
+    except BaseException:
+        workers.stop(0.0)
+        raise
+    world.workers = workers
+    world.followed = True
+    world.health.why_ended = partial(_why_ended, workers)
+    return world
+
+
+def join_local(port: int, rank: int, size: int) -> World:
+    """Join, as a worker, the process that started this one."""
+    address = own_address()
+    world = _join(
+        lambda: connect_store(address, port), rank, size, address, "run", f"worker {rank}", list(range(1, size))
+    )
+    world.position = rank - 1  # the feeding process computes nothing
+    return world
+
+
+def _join(
+    connect: Callable[[], Store], rank: int, size: int, address: str, prefix: str, name: str,
+    devices: Sequence[int], watch_others: Callable[[], None] = lambda: None,
+) -> World:  # fmt: skip
+    meeting = Meeting(connect, rank, size, address=address, prefix=prefix, name=name, watch=watch_others)
+    names = [hello.name for hello in meeting.hellos]
+    health = Health(meeting.boards, rank, names, lambda: None)
+
+    def watch() -> None:
+        watch_others()
+        health.check()
+
+    try:
+        store = PrefixStore(f"penstock/{meeting.name}", run_watched(connect, watch, JOIN_S))
+        transport = wrap_if_faulty(GlooTransport(store, rank, size, address, watch=watch))
+    except BaseException as error:
+        health.report(error)  # who leaves without a word seems to leave in order
+        health.close()
+        raise
+    health.call_instead(transport.abort)
+    return World(
+        transport=transport, health=health, names=names, devices=list(devices), store=store,
+        bandwidths=[hello.bandwidth_bytes_per_s for hello in meeting.hellos],
+        hosts=[hello.host for hello in meeting.hellos],
+    )  # fmt: skip
+
+
+def _why_ended(workers: LocalWorkers, rank: int) -> str | None:
+    """Say how the process of a rank has ended, where this one started it."""
+    return next((str(gone) for gone in workers.exits() if gone.index + 1 == rank), None)
+
+
+def _serve(address: str, host: str, port: int) -> TCPStore:
+    try:
+        return serve_store(address, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} on {host} is in use; give another one with --master-port"
+        else:
+            message = (
+                f"{address}:{port} cannot be listened on ({error.strerror or error}); --master-addr is the first "
+                "host's own address, and --bind another one of it"
+            )
+        raise RunError(message) from None

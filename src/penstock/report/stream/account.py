@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
+from penstock.plan.schedule.simulate import Edge
 from penstock.report.stream.measured import MeasuredStage, MeasuredStream, measure_stream, share
-from penstock.report.stream.replay import Edge, Job, replay
+from penstock.report.stream.replay import Recorded, replay
 from penstock.report.training.backlog import Owed, other_threads_cpu_s, owed_in_waits
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import Machine, Run
@@ -124,12 +125,12 @@ def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
     num_times = sum(speeds) / (sum(speeds) / len(speeds))
     busiest_s = max(loads_alone(stream).values())
     seconds = [num * alone_s / num_times, num * busiest_s]
-    devices = _jobs(stream, costs)
+    devices = _recorded(stream, costs)
     counted: set[str] = set()
     for key in _ORDER:
         counted |= _COUNTED[key]
         wires = stream.wires if key == "communication" else {}
-        seconds.append(replay(devices, frozenset(counted), wires, depth=stream.depth)[1])
+        seconds.append(replay(devices, frozenset(counted), wires, depth=stream.depth))
     seconds.append(stream.total_s)
     speedups = [num * alone_s / taken for taken in seconds]
     keys = ("imbalance", *_ORDER, "remainder")
@@ -204,25 +205,20 @@ def _stage_costs(stage: MeasuredStage, mates: Sequence[MeasuredStage], owed: Seq
     )  # fmt: skip
 
 
-def _jobs(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Job]]:
-    """Turn the stream into jobs: the feeding process's, then each device's."""
+def _recorded(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Recorded]]:
+    """Return what was done in a stream, part by part: by the feeding process, then by each device."""
     num = stream.num_microbatches
-    feeder = [
-        Job(stage=FEEDER_STAGE, kind="load", microbatch=m, source=None, target=(-1, 0),
-            parts={"load": stream.load_s[m]})
-        for m in range(num)
-    ]  # fmt: skip
+    feeder = [Recorded(source=None, target=(FEEDER_STAGE, 0), parts={"load": stream.load_s[m]}) for m in range(num)]
     last = len(stream.stages) - 1
-    steps: dict[int, list[Job]] = {stage.rank: [] for stage in stream.stages}
+    steps: dict[int, list[Recorded]] = {stage.rank: [] for stage in stream.stages}
     for m in range(num):
         for stage in stream.stages:
             cost, step = costs[stage.index], stage.steps[m]
             source: Edge = (stage.index - 1, stage.index)
             target: Edge = (stage.index, stage.index + 1 if stage.index < last else FEEDER_STAGE)
             parts = cost.split(step.compute_s, step.beside_s)
-            job = Job(stage=stage.index, kind="F", microbatch=m, source=source, target=target, parts=parts,
-                      after=cost.after(m))  # fmt: skip
-            steps[stage.rank].append(job)
+            done = Recorded(source=source, target=target, parts=parts, after=cost.after(m))
+            steps[stage.rank].append(done)
     return [feeder, *steps.values()]
 
 

@@ -20,7 +20,8 @@ from benchmarks.planning.memory import NAME as MEMORY
 from benchmarks.planning.memory import errors, memory_rows
 from benchmarks.planning.training import training_rows
 from penstock.plan.cost.bound import pace_bound_s
-from penstock.plan.cost.problem import Problem, fits_all, pace_s
+from penstock.plan.cost.pace import fits_all, pace_s
+from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division

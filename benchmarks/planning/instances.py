@@ -4,7 +4,8 @@ import math
 import random
 from itertools import combinations, pairwise, permutations
 
-from penstock.plan.cost.problem import Placed, Problem, fits_all, pace_s
+from penstock.plan.cost.pace import fits_all, pace_s
+from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Boundary, Profile, Unit

@@ -4,7 +4,8 @@ import random
 from collections.abc import Iterator
 from itertools import combinations, permutations
 
-from penstock.plan.cost.problem import Division, Placed, Problem, fits_all, latency_s, pace_s
+from penstock.plan.cost.pace import fits_all, latency_s, pace_s
+from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.profile import Boundary, Profile, Unit

@@ -7,7 +7,7 @@ import pytest
 from penstock.plan.cost.all_reduces import LastBackward, make_buckets, summed_s
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
-from penstock.plan.cost.step import play_step
+from penstock.plan.cost.training_step import play_step
 from penstock.plan.schedule.actions import BUCKET_BYTES
 from penstock.spec.profile import Unit
 from tests.spec.samples import make_cluster, make_profile

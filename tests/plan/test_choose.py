@@ -6,12 +6,11 @@ import msgspec
 import pytest
 
 from penstock.errors import PlanError
-from penstock.plan.choose import choose, make_plan
+from penstock.plan.choose import choose, make_plan, memory_that_would_do
 from penstock.plan.cost.bound import pace_bound_s
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
-from penstock.plan.misfit import memory_that_would_do
 from penstock.plan.request import Request
 from penstock.plan.search.replicas import rates_of
 from penstock.spec.check import check_made_from, check_plan

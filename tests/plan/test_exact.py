@@ -2,7 +2,8 @@
 
 import pytest
 
-from penstock.plan.cost.problem import Problem, fits_all, latency_s, pace_s
+from penstock.plan.cost.pace import fits_all, latency_s, pace_s
+from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.exact import best_divisions
 from tests.plan.instances import best_by_force, random_problem

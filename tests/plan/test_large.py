@@ -3,11 +3,12 @@
 import pytest
 
 from penstock.plan.cost.bound import pace_bound_s
-from penstock.plan.cost.problem import Problem, fits_all, pace_s
+from penstock.plan.cost.pace import fits_all, pace_s
+from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division
-from penstock.plan.search.refine import settle
+from penstock.plan.search.refine import refine
 from tests.plan.instances import every_division, random_problem
 from tests.spec.samples import make_cluster, make_profile
 
@@ -62,7 +63,7 @@ def test_settling_keeps_devices_and_is_never_slower() -> None:
     for seed in range(80):
         problem = random_problem(seed, trains=seed % 2 == 0)
         for division in list(every_division(problem))[::37]:
-            settled = settle(problem, division)
-            assert [stage.devices for stage in settled] == [stage.devices for stage in division]
-            assert fits_all(problem, settled)
-            assert pace_s(problem, settled) <= pace_s(problem, division) * (1 + 1e-9)
+            refined = refine(problem, division)
+            assert [stage.devices for stage in refined] == [stage.devices for stage in division]
+            assert fits_all(problem, refined)
+            assert pace_s(problem, refined) <= pace_s(problem, division) * (1 + 1e-9)

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.cost.problem import Placed, Problem, latency_s, pace_s
+from penstock.plan.cost.pace import latency_s, pace_s
+from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Costs, Setting
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.profile import Unit

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from penstock.report.stream.backlog import Owed, other_threads_cpu_s, owed_in_waits
 from penstock.report.stream.measured import MeasuredStage, Step
-from penstock.report.training.backlog import Owed, other_threads_cpu_s, owed_in_waits
 from penstock.tracing.trace import Machine
 
 

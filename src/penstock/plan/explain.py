@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.plan.choose import choose
+from penstock.plan.candidates import Candidate
+from penstock.plan.choose import Choice, choose
 from penstock.plan.cost.predict import divisions_of
-from penstock.plan.cost.step import play_step
-from penstock.plan.request import Candidate, Choice, Request
+from penstock.plan.cost.training_step import play_step
+from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
@@ -206,7 +207,7 @@ def _runner_up(choice: Choice) -> list[str]:
 
 def _replica_line(choice: Choice) -> list[str]:
     everything = (choice.best, *choice.others)
-    kinds = {"stages": ("stages", "alternating cuts"), "replicas": ("replicas", "shared stages")}
+    kinds = {"stages": ("stages", "rotating cuts"), "replicas": ("replicas", "shared stages")}
     best = {
         name: max((c for c in everything if c.kind in members), key=lambda c: c.prediction.rows_per_s, default=None)
         for name, members in kinds.items()

@@ -7,7 +7,8 @@ from itertools import pairwise
 import msgspec
 
 from penstock.plan.cost.finite_stream import StageTimes, result_times, steady_s
-from penstock.plan.cost.problem import Division, Placed, Problem, latency_s, pace_s
+from penstock.plan.cost.pace import latency_s, pace_s
+from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.cost.training_step import predict_training
 from penstock.plan.schedule.round_robin import round_robin

@@ -18,8 +18,8 @@ from itertools import product
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from penstock.plan.cost.pace import shared_block
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 
@@ -277,31 +277,6 @@ class _Search:
             if value < best:
                 best, chosen = value, last
         return chosen
-
-
-def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice, ends: slice) -> Vector:
-    """Return the pace of stages whose devices take turns: for each device its number, and how many are like it."""
-    rate: Vector | float = 0.0
-    spent: Vector | float = 0.0
-    possible: NDArray[np.bool_] = np.ones(1, dtype=np.bool_)
-    for number, times in members:
-        terms = problem.terms(number)
-        own = terms.own[0][0][starts, None] + terms.own[0][1][None, ends]
-        for first, last in terms.own[1:]:
-            np.maximum(own, first[starts, None] + last[None, ends], out=own)
-        fits = problem.cost_block(number, 0, starts, ends) < np.inf
-        possible = possible & fits
-        # empty stages have no cost; they are left out by what is possible
-        own = np.where(fits, own, 1.0)
-        rate = rate + times / np.maximum(own, 1e-300)
-        if number == problem.feeder:
-            spent = problem.feeding_alone_s() / np.maximum(own, 1e-300)
-    if sum(times for _, times in members) == 1:
-        return problem.cost_block(members[0][0], 0, starts, ends)
-    pace = np.where(possible, (1 + spent) / rate, np.inf)
-    if any(number == problem.feeder for number, _ in members):
-        pace[pace <= problem.feeding_alone_s() * (1 + 1e-9)] = np.inf
-    return pace
 
 
 def _merge(one: _Window, other: _Window) -> _Window:

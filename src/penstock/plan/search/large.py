@@ -4,7 +4,7 @@ For a given pace the model is filled with devices from its end to its start: eac
 that it can do in time and hold. A beam keeps the few beginnings that waste least: time that a device has
 left because units are not divisible, and CPU time for the bytes at its cut. With many devices there is
 usually one whose speed suits the units at hand. The pace is found by bisection, from the bound upwards;
-then the cuts are settled for the order found. Compare with `bound.py` for how far from the best it may be.
+then the cuts are refined for the order found. Compare with `bound.py` for how far from the best it may be.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.plan.cost.bound import pace_bound_s
-from penstock.plan.cost.problem import Division, Placed, Problem, fits_all, pace_s
+from penstock.plan.cost.pace import fits_all, pace_s
+from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
-from penstock.plan.search.refine import settle
+from penstock.plan.search.refine import refine
 
 _Numbers: TypeAlias = NDArray[np.intp]
 _BEAM = 16
@@ -27,7 +28,7 @@ _CANDIDATES = 64
 # how many boundaries beside the longest stage are looked at, for one with fewer bytes
 _NEAR = 12
 _KEPT = 4
-_SETTLE_REACH = 12
+_REFINE_REACH = 12
 _TOLERANCE = 2e-3
 
 
@@ -60,7 +61,7 @@ def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Div
             low, factor = bound * factor, 1 + (factor - 1) * 2
     if found is None:
         return None
-    best = settle(problem, found, reach=_SETTLE_REACH)
+    best = refine(problem, found, reach=_REFINE_REACH)
     high = min(bound * factor, pace_s(problem, best))
     while high > low * (1 + _TOLERANCE):
         middle = (low + high) / 2
@@ -68,18 +69,18 @@ def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Div
         if found is None:
             low = middle
             continue
-        settled = settle(problem, found, reach=_SETTLE_REACH)
-        if pace_s(problem, settled) < pace_s(problem, best):
-            best = settled
+        refined = refine(problem, found, reach=_REFINE_REACH)
+        if pace_s(problem, refined) < pace_s(problem, best):
+            best = refined
         high = min(middle, pace_s(problem, best))
-    return _settle_on(problem, best)
+    return _refine_on(problem, best)
 
 
-def _settle_on(problem: Problem, division: Division) -> Division:
-    """Settle the cuts until they stay where they are."""
+def _refine_on(problem: Problem, division: Division) -> Division:
+    """Refine the cuts until they stay where they are."""
     best = pace_s(problem, division)
     for _ in range(20):
-        division = settle(problem, division, reach=_SETTLE_REACH)
+        division = refine(problem, division, reach=_REFINE_REACH)
         reached = pace_s(problem, division)
         if reached >= best * (1 - 1e-9):
             break
@@ -102,7 +103,7 @@ class _Filler:
         self.messages = costs.messages_bytes()
         self.memory[problem.feeder] -= self.messages[0] + self.messages[-1]
         self.memory[slice(None) if problem.setting.trains else problem.feeder] -= problem.profile.script_bytes
-        # as if neither the first nor the last stage were its own; settling looks again
+        # as if neither the first nor the last stage were its own; refining looks again
         self.lost_s = np.zeros(len(rates))
         self.lost_s[problem.feeder] = problem.feeding_alone_s()
         self.held = costs.held_bytes

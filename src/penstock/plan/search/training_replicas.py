@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from penstock.plan.cost.problem import Division, Problem, fits_all, pace_s
-from penstock.plan.cost.step import play_step, simulate_step
+from penstock.plan.cost.pace import fits_all, pace_s
+from penstock.plan.cost.problem import Division, Problem
+from penstock.plan.cost.training_step import play_step, simulate_step
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division
 from penstock.plan.search.replicas import EFFORT, groupings

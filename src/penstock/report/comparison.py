@@ -2,17 +2,16 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.report.comparison_text import Compared, compare_counts, compare_policies, name_of
 from penstock.report.page.figures import KEPT, LOST, MOVE, PALETTE, WAIT, Figure
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table
-from penstock.report.stream.account import TITLES, Account, make_account
-from penstock.report.stream.comparison_text import compare_counts, compare_policies, name_of
-from penstock.report.stream.measured import MeasuredStream, measure_stream
+from penstock.report.stream.account import TITLES, make_account
+from penstock.report.stream.measured import measure_stream
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds
 
@@ -20,20 +19,6 @@ _COLORS = {
     "imbalance": LOST, "bubble": WAIT, "slower": "#cc79a7", "communication_cpu": MOVE, "overhead": "#999933",
     "loading": "#56b4e9", "communication": "#009e73", "remainder": "#7f7f7f",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A row of the bench, with what its last pass recorded, put together and accounted for."""
-
-    row: Mapping[str, Any]
-    stream: MeasuredStream
-    account: Account
-
-    @property
-    def name(self) -> str:
-        """Name it as people do."""
-        return name_of(self.row)
 
 
 def write_comparison(

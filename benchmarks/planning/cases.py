@@ -112,6 +112,6 @@ def frozen_profile(model: str) -> str:
     graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
     profile = profile_graph(
         graph, lambda state: load_state(graph, state, zoo.weights), rows=(1, 4),
-        messages=measure_messages(), base_bytes=worker_bytes(),
+        messages=measure_messages(),
     )  # fmt: skip
-    return msgspec.json.encode(profile).decode()
+    return msgspec.json.encode(msgspec.structs.replace(profile, base_bytes=worker_bytes())).decode()

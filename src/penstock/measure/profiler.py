@@ -53,18 +53,16 @@ def profile_graph(
     training: bool = False,
     loss: Loss | None = None,
     messages: MessageCosts | None = None,
-    calibration_s: float = 0.0,
-    base_bytes: float = 0.0,
-    script_bytes: float = 0.0,
 ) -> Profile:
     """Measure what every range between possible cuts takes, at several batch sizes.
 
     Example:
-        profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages(), base_bytes=worker_bytes())
+        profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages())
 
-    Needs the whole model in memory. Seconds are this device's with so many threads. With `training` the graph is
+    Needs the whole model in memory. Seconds are this device's with `threads` threads. With `training` the graph is
     that of a model in training mode, and units get what they take backward and keep until then, the last one with
-    what `loss` takes.
+    what `loss` takes. What belongs to the machine or the data and not to the graph is left at 0: base_bytes,
+    script_bytes, calibration_s, loader_s_per_row.
     """
     cuts = Cuts(graph)
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
@@ -86,8 +84,6 @@ def profile_graph(
         rows=rows,
         boundaries=boundaries,
         units=units,
-        base_bytes=base_bytes,
-        script_bytes=script_bytes,
         feed_s=costs.feed_s,
         result_s=costs.result_s,
         send_s_per_byte=costs.send_s_per_byte,
@@ -97,7 +93,6 @@ def profile_graph(
         own_output_s=costs.own_output_s,
         update_s_per_byte=measure_update_s_per_byte(timing) if training else 0.0,
         sum_s_per_byte=measure_sum_s_per_byte(timing) if training else 0.0,
-        calibration_s=calibration_s,
     )
 
 

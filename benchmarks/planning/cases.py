@@ -30,7 +30,7 @@ _NOT_SHARED = {"shared": False, "rows": [1]}
 
 
 def lab_cases() -> list[tuple[Case, dict[str, Any]]]:
-    """Give the cases and what is asked of the planner; the figures of the summary come from the first three.
+    """Return the cases and what is asked of the planner; the figures of the summary come from the first three.
 
     But for the first, which runs in turns with the peer, they are measured in short passes between which the hosts
     compute alone, since the machine's speed drifts.

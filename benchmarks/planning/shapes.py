@@ -13,7 +13,7 @@ from penstock.spec.profile import Profile
 def plan_of_shape(
     profile: Profile, cluster: Cluster, shape: tuple[int, ...], batch: int, schedule: Schedule = "1f1b"
 ) -> Plan:
-    """Give the best plan of a shape, AdamW included, for batches of so many rows."""
+    """Return the best plan of a shape, AdamW included, for batches of `batch` rows."""
     request = Request(schedule=schedule, batch_rows=batch, optimizer_state_factor=2.0, replicas=False)
     (setting,) = request.settings(profile.rows)
     problem, total = Problem(profile, cluster, setting), setting.num_microbatches or 1

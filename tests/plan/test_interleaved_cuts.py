@@ -18,8 +18,8 @@ def instances(draw: st.DrawFn) -> tuple[list[np.ndarray], list[int]]:
     units = draw(st.lists(st.integers(0, 6).map(float), min_size=2, max_size=9))
     num_stages = draw(st.integers(2, len(units)))
     num_devices = draw(st.integers(1, num_stages))
-    in_turns = [stage % num_devices for stage in range(num_stages)]
-    places = draw(st.one_of(st.just(in_turns), st.permutations(in_turns)))
+    round_robin = [stage % num_devices for stage in range(num_stages)]
+    places = draw(st.one_of(st.just(round_robin), st.permutations(round_robin)))
     slowness = draw(st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=num_devices, max_size=num_devices))
     crossing = draw(st.lists(st.integers(0, 4), min_size=len(units) + 1, max_size=len(units) + 1))
     plain = stage_costs(units, crossing, 0.5)

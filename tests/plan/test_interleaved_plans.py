@@ -44,7 +44,7 @@ def test_steps_are_those_of_the_formulas() -> None:
     assert rate("1f1b") < rate("zero-bubble")
 
 
-def test_stages_are_dealt_out_in_turns_and_devices_are_balanced() -> None:
+def test_stages_are_interleaved_and_devices_are_balanced() -> None:
     plan = make_plan(trained(11), make_cluster(1, 1), Request(schedule="interleaved", num_microbatches=4))
     (pipeline,) = plan.pipelines
     assert [stage.devices[0] for stage in pipeline.stages] == ["a", "b"] * (len(pipeline.stages) // 2)
@@ -86,13 +86,13 @@ def test_halves_of_a_backward_are_played() -> None:
     }  # fmt: skip
 
 
-def test_a_plan_that_is_not_dealt_out_in_turns_is_refused() -> None:
+def test_a_plan_that_is_not_interleaved_is_refused() -> None:
     plan = make_plan(trained(8), make_cluster(1, 1), Request(schedule="interleaved", num_microbatches=4))
     (pipeline,) = plan.pipelines
     other = msgspec.structs.replace(pipeline, stages=(*pipeline.stages[:-1], pipeline.stages[0]))
-    with pytest.raises(PlanError, match=r"is that of stage 1, since stages are dealt out in turns, not 'a'"):
+    with pytest.raises(PlanError, match=r"is that of stage 1, since stages go round-robin to the devices, not 'a'"):
         check_plan(msgspec.structs.replace(plan, pipelines=(other,)))
     with pytest.raises(PlanError, match="is a device that holds no other stage"):
         check_plan(msgspec.structs.replace(plan, schedule="1f1b"))
-    with pytest.raises(PlanError, match="deals stages out to several devices, but there is one; use --schedule 1f1b"):
+    with pytest.raises(PlanError, match="spreads stages over several devices, but there is one; use --schedule 1f1b"):
         make_plan(trained(8), make_cluster(1), Request(schedule="interleaved", num_microbatches=4))

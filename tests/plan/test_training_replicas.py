@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.errors import PlanError
 from penstock.plan.candidates import candidates_of
 from penstock.plan.choose import choose, make_plan
-from penstock.plan.cost.pace import fits_all
+from penstock.plan.cost.pipeline_cost import fits_all
 from penstock.plan.cost.problem import Division, Problem
 from penstock.plan.cost.training_step import play_step
 from penstock.plan.explain import explain

@@ -71,7 +71,7 @@ def profile_graph(
     units = _units(graph, load, cuts, timing, training=training)
     if training:
         found = zip(units, unit_bytes(graph, load, list(cuts)), boundaries[1:], strict=True)
-        units = tuple(_with_bytes(unit, needs, rows[-1], behind) for unit, needs, behind in found)
+        units = tuple(_with_bytes(unit, needs, rows[-1], after) for unit, needs, after in found)
     if loss is not None:
         last = _with_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
         units = (*units[:-1], _with_loss(last, measure_loss(graph, load, loss, timing)))
@@ -128,14 +128,14 @@ def _with_loss(unit: Unit, seconds: Sequence[tuple[float, float]]) -> Unit:
     return msgspec.structs.replace(unit, forward_s=forward_s, backward_s=backward_s)
 
 
-def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, behind: Boundary | None = None) -> Unit:
-    """Add what is kept until a backward, and take its working memory where that is more, for so many rows.
+def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, after: Boundary | None = None) -> Unit:
+    """Add what is kept until a backward, and take its working memory where that is more, for `rows` rows.
 
-    The backward of a unit begins with the gradient of what crosses behind it.
+    The backward of a unit begins with the gradient of what crosses after it.
     """
     per_row, constant = needs.working_per_row, needs.working
-    if behind is not None:
-        per_row, constant = per_row + behind.bytes_per_row, constant + behind.constant_bytes
+    if after is not None:
+        per_row, constant = per_row + after.bytes_per_row, constant + after.constant_bytes
     if unit.working_bytes_per_row * rows + unit.working_bytes < per_row * rows + constant:
         unit = msgspec.structs.replace(unit, working_bytes_per_row=per_row, working_bytes=constant)
     return msgspec.structs.replace(unit, kept_bytes_per_row=unit.kept_bytes_per_row + needs.kept_per_row)

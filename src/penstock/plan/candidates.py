@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.cost.bound import pace_bound_s
-from penstock.plan.cost.pace import pace_s, shared_load_s
+from penstock.plan.cost.bound import bottleneck_bound_s
+from penstock.plan.cost.pipeline_cost import bottleneck_s, shared_load_s
 from penstock.plan.cost.predict import predict_pipelines
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.request import Request
@@ -74,7 +74,7 @@ def as_candidate(
 ) -> Candidate:
     """Name devices and cuts of pipelines, with their shares of the microbatches, and predict what they will do."""
     pipelines = tuple(_pipeline(problem, division, share) for share, division in divisions)
-    pace = pace_s(problem, divisions[0][1])
+    pace = bottleneck_s(problem, divisions[0][1])
     exact = exact and not problem.setting.trains  # searched for its pace, and a step also fills and drains
     known = exact and kind == "stages"
     bound = problem.setting.rows / pace if known else bound_rows_per_s(problem, share=kind != "stages")
@@ -95,8 +95,8 @@ def with_rotation(best: Candidate, request: Request) -> Candidate | None:
 
 
 def bound_rows_per_s(problem: Problem, *, share: bool) -> float:
-    """Return the throughput that no plan exceeds; see `pace_bound_s`."""
-    bound = pace_bound_s(problem, share=share)
+    """Return the throughput that no plan exceeds; see `bottleneck_bound_s`."""
+    bound = bottleneck_bound_s(problem, share=share)
     return problem.setting.rows / bound if bound else math.inf
 
 
@@ -130,7 +130,7 @@ def _interleaved(problem: Problem, request: Request) -> list[Candidate]:
     """Return pipelines with several stages for each device."""
     if len(problem.devices) == 1:
         raise PlanError(
-            "the schedule interleaved deals stages out to several devices, but there is one; use --schedule 1f1b"
+            "the schedule interleaved spreads stages over several devices, but there is one; use --schedule 1f1b"
         )
     return [as_candidate(problem, "stages", ((1.0, d),), request, exact=False) for d in interleaved_divisions(problem)]
 
@@ -152,7 +152,7 @@ def _many(problem: Problem, request: Request) -> list[Candidate]:
     if division is None:
         return []
     # knowing how fast a pipeline can be makes the exact search much smaller
-    found = best_divisions(problem, at_most_s=pace_s(problem, division) * (1 + 1e-9), effort=_BOUNDED_EFFORT)
+    found = best_divisions(problem, at_most_s=bottleneck_s(problem, division) * (1 + 1e-9), effort=_BOUNDED_EFFORT)
     if found:
         divisions = [refine(problem, d, reach=16) for _, d in found.values()]
         return [as_candidate(problem, "stages", ((1.0, d),), request, exact=True) for d in divisions]
@@ -180,7 +180,7 @@ def _fewer(problem: Problem, request: Request) -> list[Candidate]:
 
 
 def _shared(problem: Problem, request: Request) -> list[Candidate]:
-    """Find pipelines in which devices take turns on a stage, where that is not the same as one device each."""
+    """Find pipelines in which devices share a stage, where that is not the same as one device each."""
     found = best_divisions(problem, share=True, effort=_SHARE_EFFORT)
     if not found:
         return []
@@ -222,6 +222,6 @@ def _shares(problem: Problem, stage: Placed) -> tuple[float, ...]:
     parts = []
     for number in stage.devices:
         own = max(float(a[stage.start] + b[stage.end]) for a, b in problem.terms(number).own)
-        spent = problem.feeding_alone_s() if number == problem.feeder else 0.0
+        spent = problem.feeding_only_s() if number == problem.feeder else 0.0
         parts.append((pace - spent) / own)
     return tuple(part / sum(parts) for part in parts)

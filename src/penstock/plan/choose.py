@@ -168,7 +168,7 @@ def _needs(problem: Problem, from_end: int) -> Vector:
 
 
 def _possible(needs: list[Vector], memory_bytes: float) -> bool:
-    """Return whether so many stages of this memory reach from the model's end to its start."""
+    """Return whether stages with these needs, each within a memory, reach from the model's end to its start."""
     reached = np.zeros(len(needs[0]), dtype=np.bool_)
     reached[-1] = True
     for need in needs:

@@ -16,7 +16,7 @@ class Request:
 
     `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes
     to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
-    `replicas` allows whole pipelines side by side, `shared` stages whose devices take turns. A training step has
+    `replicas` allows whole pipelines side by side, `shared` stages that devices share round-robin. A training step has
     `num_microbatches`, or as many as make up `batch_rows`, over all replicas. `recording_bytes` stay free on every
     device for a trace.
 

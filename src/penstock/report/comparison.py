@@ -56,7 +56,7 @@ def write_comparison(
 
 
 def _lead(serial: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say what one process does, what the best pipeline does, and whether they give the same numbers."""
+    """Describe what one process does, what the best pipeline does, and whether they give the same numbers."""
     lines = [f"One process: {serial['images_per_second']:.4g} images/s."]
     pipelines = [row for row in rows if row["mode"] == "pipeline"]
     if pipelines:
@@ -74,7 +74,7 @@ def _lead(serial: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """The speed-up over one process by stage count, a bar for each policy, with n as a line."""
+    """Draw the speed-up over one process by stage count, a bar for each policy, with n as a line."""
     pipelines = [row for row in rows if row["mode"] != "serial"]
     counts = sorted({row["stages"] for row in pipelines})
     names = list(dict.fromkeys(_series(row) for row in pipelines))
@@ -113,7 +113,7 @@ def _series(row: Mapping[str, Any]) -> str:
 
 
 def losses(traced: Sequence[Compared]) -> Figure:
-    """What n times are made of, for each pipeline: what was reached, and what each cause cost."""
+    """Draw what n times are made of, for each pipeline: what was reached, and what each cause cost."""
     names = [item.name for item in traced]
     data: list[dict[str, Any]] = [{
         "type": "bar", "name": "reached", "x": names, "y": [round(item.account.speedup, 4) for item in traced],
@@ -142,7 +142,7 @@ def losses(traced: Sequence[Compared]) -> Figure:
 
 
 def loads(traced: Sequence[Compared]) -> Figure:
-    """What each stage takes alone, for each pipeline: equal bars are a good split."""
+    """Draw what each stage takes alone, for each pipeline: equal bars are a good split."""
     most = max(len(item.stream.stages) for item in traced)
     data: list[dict[str, Any]] = []
     for index in range(most):
@@ -169,20 +169,20 @@ def loads(traced: Sequence[Compared]) -> Figure:
 
 
 def split_points(traced: Sequence[Compared]) -> Table:
-    """Where each pipeline is cut, each stage's part of the counted work, and what crosses behind it."""
+    """Return where each pipeline is cut, each stage's part of the counted work, and what crosses after it."""
     rows: list[tuple[Cell, ...]] = []
     for item in traced:
         shares, crossing, cuts = (item.row.get(key, []) for key in ("shares", "crossing_bytes", "cuts"))
         for stage, share in enumerate(shares):
-            behind = stage < len(cuts)
-            rows.append((item.name, stage, cuts[stage] if behind else None, f"{share:.1%}",
-                         format_bytes(crossing[stage]) if behind else None))  # fmt: skip
-    columns = ("pipeline", "stage", "cut behind it", "of the counted work", "crosses there")
+            follows = stage < len(cuts)
+            rows.append((item.name, stage, cuts[stage] if follows else None, f"{share:.1%}",
+                         format_bytes(crossing[stage]) if follows else None))  # fmt: skip
+    columns = ("pipeline", "stage", "cut after it", "of the counted work", "crosses there")
     return Table("splits", "The split points", columns, tuple(rows))
 
 
 def settings_table(settings: Mapping[str, Any]) -> Table:
-    """What all rows have in common."""
+    """Return what all rows have in common."""
     cells = tuple(
         (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
         for name, value in settings.items()

@@ -42,7 +42,7 @@ def name_of(row: Mapping[str, Any]) -> str:
 
 
 def compare_counts(pipelines: Sequence[Compared]) -> list[str]:
-    """Say for each stage count what its quickest pipeline loses to what, and what further stages are worth."""
+    """Describe for each stage count what its quickest pipeline loses to what, and what further stages are worth."""
     best = _best_of_counts(pipelines)
     lines = []
     for item in best:
@@ -76,7 +76,7 @@ def compare_counts(pipelines: Sequence[Compared]) -> list[str]:
 
 
 def compare_policies(pipelines: Sequence[Compared]) -> list[str]:
-    """Say where each policy splits, and for each stage count why its best one is better than the others."""
+    """Describe where each policy splits, and for each stage count why its best one is better than the others."""
     lines = []
     for count in _counts(pipelines):
         found = sorted((p for p in pipelines if p.row["stages"] == count), key=lambda p: -p.row["speedup"])
@@ -88,7 +88,7 @@ def compare_policies(pipelines: Sequence[Compared]) -> list[str]:
 
 
 def _where(item: Compared) -> str:
-    """Say where a pipeline splits."""
+    """Describe where a pipeline splits."""
     cuts, shares = item.row["cuts"], item.row.get("shares", [])
     if not cuts:
         return "is not split."
@@ -100,7 +100,7 @@ def _where(item: Compared) -> str:
 
 
 def _why(best: Compared, other: Compared) -> str:
-    """Say why one pipeline is quicker than another: what the other loses more to, and the figures behind it."""
+    """Explain why one pipeline is quicker than another: what the other loses more to, and the figures behind it."""
     slower = 1 - other.row["speedup"] / best.row["speedup"]
     better, worse = best.row["policy"], other.row["policy"]
     if best.row["cuts"] == other.row["cuts"]:
@@ -132,7 +132,7 @@ def _alone_s(item: Compared) -> float:
 
 
 def _unsteady(longer: float) -> str:
-    """All rows do the same operations: what these took longer alone is not the policy's doing."""
+    """Describe what stages took longer alone: all rows do the same operations, so it is not the policy's doing."""
     if longer < _WORTH:
         return ""
     return f"; all its stages alone took {longer:.1%} longer for the same operations, which is the machine's doing"

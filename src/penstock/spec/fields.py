@@ -17,7 +17,7 @@ def read_text(what: str, value: object) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Say what to do about a name that is not known, as the end of an error.
+    """Return what to do about a name that is not known, as the end of an error.
 
     >>> nearest("bandwith", ["bandwidth", "latency"])
     "; did you mean 'bandwidth'?"

@@ -73,7 +73,7 @@ class Problem:
         return self._replicas[num_microbatches]
 
     def for_stages(self, num_stages: int) -> "Problem":
-        """Return the same problem for pipelines of so many stages, where that says what stages keep."""
+        """Return the same problem for pipelines of `num_stages` stages, where that says what stages keep."""
         return Problem(self.profile, self.cluster, replace(self.setting, num_stages=num_stages))
 
     def in_flight(self, division: Division) -> list[int]:
@@ -110,7 +110,7 @@ class Problem:
         return max(float(a[start] + b[end]) for a, b in self.terms(device).pairs())
 
     def limit(self, device: int, start: int, end: int) -> str:
-        """Say which part of a device is busiest with a stage."""
+        """Name the part of a device that is busiest with a stage."""
         loads = [float(a[start] + b[end]) for a, b in self.terms(device).pairs()]
         names = ["compute", "link out", "link in", "link to the feeder", "link to the feeder"]
         return names[loads.index(max(loads))]
@@ -125,7 +125,7 @@ class Problem:
         """Return whether a device has the memory for a stage."""
         return self.memory_bytes(device, start, end, in_flight) <= self.devices[device].memory_bytes
 
-    def feeding_alone_s(self) -> float:
+    def feeding_only_s(self) -> float:
         """Return what the feeding device does per microbatch when it holds no stage."""
         pairs = self.terms(self.feeder).feeding
         # with the first boundary not its own, nor the last: everything crosses its link
@@ -152,14 +152,14 @@ class Problem:
     def _terms(self, number: int) -> Terms:
         costs, device = self.costs, self.devices[number]
         feeds = number == self.feeder and not self.setting.trains
-        before, behind = costs.before_s.copy(), costs.behind_s.copy()
+        before, after = costs.before_s.copy(), costs.after_s.copy()
         incoming, outgoing = costs.crossing.copy(), costs.crossing.copy()
         if feeds:  # what is its own already does not cross
-            before[0], behind[-1] = -costs.own_input_s, -costs.own_output_s
+            before[0], after[-1] = -costs.own_input_s, -costs.own_output_s
             incoming[0] = outgoing[-1] = 0.0
         per_byte = 1 / device.bandwidth_bytes_per_s if device.bandwidth_bytes_per_s else 0.0
         own = [
-            ((before - costs.seconds) / device.speed, (costs.seconds + costs.overhead_s + behind) / device.speed),
+            ((before - costs.seconds) / device.speed, (costs.seconds + costs.overhead_s + after) / device.speed),
             (costs.returning * per_byte, outgoing * per_byte),
             (incoming * per_byte, costs.returning * per_byte),
         ]

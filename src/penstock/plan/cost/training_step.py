@@ -5,18 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.plan.cost.all_reduces import Bucket, LastBackward, make_buckets, summed_s
-from penstock.plan.cost.pace import latency_s
+from penstock.plan.cost.all_reduces import Bucket, LastBackward, all_reduced_s, make_buckets
+from penstock.plan.cost.pipeline_cost import latency_s
 from penstock.plan.cost.problem import Division, Problem
-from penstock.plan.schedule.actions import Action
+from penstock.plan.schedule.actions import BACKWARD_PARTS, Action
 from penstock.plan.schedule.schedules import make_schedule
 from penstock.plan.schedule.simulate import Crossing, Simulation, simulate
 from penstock.spec.plan import DeviceLoad, Prediction
 
 # what the optimizer's step reads and writes per byte of weights, beside the weights and gradients: AdamW's two moments
 ADAMW_STATE = 2.0
-# the halves of a backward, as parts of it
-_PARTS = {"B": 1.0, "I": 0.5, "W": 0.5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +23,14 @@ class Step:
 
     - `buckets`: the gradients that travel together;
     - `computed_s`: when the last backward of all is done;
-    - `summed_s`: when every device has the sums of its gradients;
+    - `all_reduced_s`: when every device has its gradients added up;
     - `step_s`: with the optimizer's update and the loading of the next rows.
     """
 
     replicas: tuple[Simulation, ...]
     buckets: tuple[Bucket, ...]
     computed_s: float
-    summed_s: float
+    all_reduced_s: float
     step_s: float
 
 
@@ -40,8 +38,8 @@ def simulate_step(problem: Problem, division: Division, num_microbatches: int | 
     """Play one pipeline's part of a step: every microbatch forward and back, the pipeline filled and drained.
 
     Each stage lies on one device, which may hold others. A stage's work on a microbatch, messages included, is parted
-    between forward and backward as its units' seconds are, the halves of a backward are taken as equal, and a message
-    takes as long in both directions.
+    between forward and backward as its units' seconds are, the two of a split backward are taken as equal, and a
+    message takes as long in both directions.
 
     Example:
         simulate_step(problem, division).makespan_s
@@ -58,12 +56,12 @@ def simulate_step(problem: Problem, division: Division, num_microbatches: int | 
 
     def duration(action: Action, _device: int) -> float:
         part = forward[action.stage]
-        return own_s[action.stage] * (part if action.kind == "F" else (1 - part) * _PARTS[action.kind])
+        return own_s[action.stage] * (part if action.kind == "F" else (1 - part) * BACKWARD_PARTS[action.kind])
 
-    # where stages are dealt out, two devices have several cuts between them, of about the same size
+    # where stages are interleaved, two devices have several cuts between them, of about the same size
     cuts: dict[frozenset[int], list[int]] = defaultdict(list)
-    for before, behind in pairwise(division):
-        cuts[frozenset((before.devices[0], behind.devices[0]))].append(behind.start)
+    for before, after in pairwise(division):
+        cuts[frozenset((before.devices[0], after.devices[0]))].append(after.start)
 
     def transfer(source: int, to: int, _kind: Crossing) -> float:
         one, other = devices[source], devices[to]
@@ -81,9 +79,9 @@ def devices_of(division: Division) -> list[int]:
 
 
 def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> Step:
-    """Play a step of pipelines side by side, each with its number of microbatches, and what comes behind.
+    """Play a step of pipelines side by side, each with its number of microbatches, and what comes after.
 
-    Gradients are added up over the devices that hold the same weights (`sums.py`). Then every device says to all
+    Gradients are added up over the devices that hold the same weights (`all_reduces.py`). Then every device says to all
     that it is done, updates its weights, and loads the rows of the next step where its stage is the first or the last.
 
     Example:
@@ -91,24 +89,24 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
     """
     replicas = tuple(simulate_step(problem, d, count) for d, count in zip(divisions, counts, strict=True))
     last: dict[int, list[LastBackward]] = defaultdict(list)
-    behind_s: dict[int, float] = defaultdict(float)
+    after_s: dict[int, float] = defaultdict(float)
     for division, count, played in zip(divisions, counts, replicas, strict=True):
         # of a stage's actions the last is that of its last microbatch
         spans = {span.action.stage: span for own in played.spans for span in own if span.action.kind != "F"}
         for index, stage in enumerate(division):
             device, span = stage.devices[0], spans[index]
-            # in halves, gradients of weights are told of when all are there
+            # of a split backward, gradients of weights are told of when all are there
             begin_s = span.begin_s if span.action.kind == "B" else span.end_s
             last[device].append(LastBackward(stage, begin_s, span.end_s))
             loads = count if index in {0, len(division) - 1} else 0
-            behind_s[device] += _update_s(problem, device, stage.start, stage.end) + _load_s(problem, device, loads)
+            after_s[device] += _update_s(problem, device, stage.start, stage.end) + _load_s(problem, device, loads)
     buckets = make_buckets(problem, divisions)
-    done_s = summed_s(problem, buckets, last)
+    done_s = all_reduced_s(problem, buckets, last)
     # every process tells the first one how its part went, which tells all
     told_s = 2 * max(problem.latency_s(next(iter(last)), device) for device in last)
     return Step(
         replicas=replicas, buckets=tuple(buckets), computed_s=max(played.makespan_s for played in replicas),
-        summed_s=done_s, step_s=done_s + told_s + max(behind_s.values()),
+        all_reduced_s=done_s, step_s=done_s + told_s + max(after_s.values()),
     )  # fmt: skip
 
 
@@ -160,17 +158,17 @@ def memory_in_training(problem: Problem, division: Division) -> dict[int, float]
 def _loads(
     problem: Problem, divisions: Sequence[Division], counts: Sequence[int], buckets: Sequence[Bucket]
 ) -> list[DeviceLoad]:
-    """Return each device's CPU seconds for a microbatch of the plan on average, sums of gradients included."""
+    """Return each device's CPU seconds for a microbatch of the plan on average, all-reduces included."""
     total = sum(counts)
     loads = []
     for division, count in zip(divisions, counts, strict=True):
         own = problem.for_replica(count) if len(divisions) > 1 else problem
         for device, memory_bytes in memory_in_training(own, division).items():
-            sums_s = sum(bucket.cpu_s(problem, device) for bucket in buckets if device in bucket.devices)
+            all_reduce_s = sum(bucket.cpu_s(problem, device) for bucket in buckets if device in bucket.devices)
             own_s = sum(problem.own_s(device, stage) for stage in division if stage.devices == (device,))
             loads.append(
                 DeviceLoad(
-                    device=problem.devices[device].name, load_s=(own_s * count + sums_s) / total,
+                    device=problem.devices[device].name, load_s=(own_s * count + all_reduce_s) / total,
                     memory_bytes=memory_bytes,
                 )
             )  # fmt: skip
@@ -178,10 +176,10 @@ def _loads(
 
 
 def _limit(problem: Problem, divisions: Sequence[Division], loads: Sequence[DeviceLoad], step: Step) -> str:
-    """Say what a step spends most of its time on: the busiest device, or sums that the last backwards do not hide."""
+    """Name what a step takes longest for: the busiest device, or all-reduces that the last backwards do not hide."""
     busiest = max(loads, key=lambda load: load.load_s)
-    if step.summed_s - step.computed_s > step.computed_s:
-        return "the sums of gradients"
+    if step.all_reduced_s - step.computed_s > step.computed_s:
+        return "the all-reduces of gradients"
     stages = (enumerate(division) for division in divisions)
     places = {problem.devices[stage.devices[0]].name: index for each in stages for index, stage in each}
     return f"compute of {busiest.device} (stage {places[busiest.device]})"

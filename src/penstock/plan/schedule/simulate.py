@@ -1,4 +1,4 @@
-"""Play work event by event: when each job begins and ends, and how long devices wait. The one simulator there is.
+"""Play work event by event, in the one simulator there is: when each job begins and ends, and how long devices wait.
 
     line 0   |F0|F1|  |B0|..            a line does its jobs in order; each waits
               \\                         for its message to arrive, and its result
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.schedule.actions import NUM_BUFFERS, Action, Schedule, placement
+from penstock.plan.schedule.actions import BACKWARD_PARTS, NUM_BUFFERS, Action, Schedule, placement
 
 # what crosses a cut: activations forwards, gradients back
 Crossing = Literal["activations", "gradients"]
@@ -107,7 +107,7 @@ class Line:
         return len(self.ends) == len(self.jobs)
 
     def advance(self) -> bool:
-        """Go on as far as what the jobs wait for is known; tells whether that was any further."""
+        """Go on as far as what the jobs wait for is known; return whether that was any further."""
         jobs, begins, computed, ends, free = self.jobs, self.begins, self.computed, self.ends, self._free
         before = len(begins) + len(ends)
         while (at := len(ends)) < len(jobs):
@@ -143,7 +143,7 @@ class Line:
 
 
 def play(lines: Sequence[Line]) -> bool:
-    """Play lines until all are done, or wait for each other; tells whether all are done.
+    """Play lines until all are done, or wait for each other; return whether all are done.
 
     >>> channel = Channel(wire_s=(0.5,))
     >>> lines = [Line([Job(seconds=1.0, target=channel)] * 2), Line([Job(seconds=2.0, source=channel)] * 2)]
@@ -182,8 +182,8 @@ class Simulation:
 
 
 def uniform(forward_s: float = 1.0, backward_s: float = 2.0) -> Duration:
-    """Make every stage alike; half a backward takes half of it, synchronization and update nothing."""
-    seconds = {"F": forward_s, "B": backward_s, "I": backward_s / 2, "W": backward_s / 2, "S": 0.0, "U": 0.0}
+    """Make every stage alike; each part of a split backward takes half of it, synchronization and update nothing."""
+    seconds = {"F": forward_s, "S": 0.0, "U": 0.0} | {kind: part * backward_s for kind, part in BACKWARD_PARTS.items()}
     return lambda action, _device: seconds[action.kind]
 
 
@@ -196,7 +196,7 @@ def simulate(
 ) -> Simulation:
     """Play a schedule.
 
-    `duration` gives an action's seconds on a device, `transfer` those that a message takes from one device to another.
+    `duration` returns an action's seconds on a device, `transfer` those of a message from one device to another.
     `num_buffers` is how many messages a cut holds in each direction between two devices before the sender waits, None
     for any number; two at the sender and two at the receiver where not given, as the engine has.
 

@@ -31,7 +31,7 @@ _WIDTH = 3000
 _ROUNDING = 1 + 1e-12
 # stages of a device that are tried; more make the bubble smaller and the messages more
 _STAGES_EACH = (2, 3)
-# so many devices may also be used in part
+# this many devices may also be used in part
 _FEW = 12
 _Places: TypeAlias = NDArray[np.intp]
 
@@ -50,7 +50,7 @@ def interleave(costs: Sequence[Vector], places: Sequence[int], *, slack: float =
     largest stage is smallest.
 
     `costs[stage][a, b]` is what the units from boundary `a` to `b` take as this stage on its device, infinite where
-    that cannot be; `places[stage]` is the device. Gives None where nothing can be.
+    that cannot be; `places[stage]` is the device. Returns None where nothing can be.
 
     Example:
         interleave([costs] * 4, [0, 1, 0, 1]).cuts

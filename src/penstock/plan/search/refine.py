@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.plan.cost.pace import shared_block
+from penstock.plan.cost.pipeline_cost import shared_block
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from penstock.plan.cost.pace import shared_load_s
+from penstock.plan.cost.pipeline_cost import shared_load_s
 from penstock.plan.cost.problem import Division, Problem
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division
 
-# with so many devices every way to divide them into groups is tried
+# up to this many devices every way to divide them into groups is tried
 MAX_PARTITIONED = 5
 _MAX_GROUPS = 8
 # each number of groups takes about as long as one pipeline of all devices: with many, only these are tried
@@ -47,7 +47,7 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
     computing too.
     """
     elsewhere_s = problem.feeding_s(())
-    rates = [1 / _own_pace_s(problem, division) for division in divisions]
+    rates = [1 / _own_bottleneck_s(problem, division) for division in divisions]
     mine = next((i for i, d in enumerate(divisions) if any(problem.feeder in stage.devices for stage in d)), None)
     others = sum(rate for index, rate in enumerate(rates) if index != mine)
     # neither the feeder's CPU nor its link hands over more than this
@@ -61,7 +61,7 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
     return rates
 
 
-def _own_pace_s(problem: Problem, division: Division) -> float:
+def _own_bottleneck_s(problem: Problem, division: Division) -> float:
     """Return the pace of a pipeline without what the feeder does for others."""
     pace = 0.0
     for stage in division:

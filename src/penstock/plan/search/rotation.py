@@ -55,7 +55,7 @@ class Portions:
     """For each cut the boundaries where it lies and the portion of microbatches for which it does; the pace in s."""
 
     per_cut: tuple[tuple[tuple[int, float], ...], ...]
-    pace_s: float
+    bottleneck_s: float
 
 
 def rotate(
@@ -70,7 +70,7 @@ def rotate(
 
     `cuts` are the boundaries of the best single set. `holds(stage, start, end)` says whether a stage's device
     has the memory for all units from `start` to `end`: with several sets it holds those of all. Weights are
-    whole parts of a round of at most `period` turns.
+    whole parts of a round of at most `period` microbatches.
 
     >>> work = np.array([0.0, 3.0, 4.0, 8.0])
     >>> rotate(BoundaryCosts(starts=[-work, -work], ends=[work, work]), [2])
@@ -88,7 +88,7 @@ def rotate(
         portions = best_portions(costs, cuts, windows)
         tight = [s for s in range(len(cuts) + 1) if not holds(s, *_extent(s, portions, last))]
         if not tight:
-            return _whole_turns(couple(portions), period)
+            return _whole_rounds(couple(portions), period)
         for stage in tight:
             for cut in (stage - 1, stage):
                 if 0 <= cut < len(cuts):
@@ -198,8 +198,8 @@ def _extent(stage: int, portions: Portions, last: int) -> tuple[int, int]:
     return start, end
 
 
-def _whole_turns(sets: list[tuple[tuple[int, ...], float]], period: int) -> list[tuple[tuple[int, ...], float]]:
-    """Round the weights to what turns can give; what would get none is left out."""
+def _whole_rounds(sets: list[tuple[tuple[int, ...], float]], period: int) -> list[tuple[tuple[int, ...], float]]:
+    """Round the weights to what a round can give; what would get none is left out."""
     counts = round_robin_counts([weight for _, weight in sets], period=period)
     total = sum(counts)
     return [(cuts, number / total) for (cuts, _), number in zip(sets, counts, strict=True) if number]

@@ -11,7 +11,7 @@ from penstock.tracing.record import FEEDER, FEEDER_STAGE
 from penstock.tracing.trace import Alone, Machine, Run, Span
 
 # a wait shorter than this found its message there
-_NO_WAIT_S = 5e-5
+NO_WAIT_S = 5e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ def _wire(
     last = made[0]
     for m, (asked, arrived) in enumerate(arrivals):
         begin = max(made[m], last, taken[m - depth] if taken and m >= depth else made[m])
-        waited = arrived - asked > _NO_WAIT_S
+        waited = arrived - asked > NO_WAIT_S
         seen.append(max(0.0, arrived - begin) if waited else None)
         most.append(max(0.0, asked - begin))
         # without a wait the moment is not known: no later than it was asked for

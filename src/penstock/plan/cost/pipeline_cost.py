@@ -1,4 +1,4 @@
-"""What a pipeline reaches: its pace, its latency, and whether its devices hold it."""
+"""What a pipeline costs: its bottleneck, its latency, and whether its devices hold it."""
 
 import math
 from itertools import pairwise
@@ -11,7 +11,7 @@ from penstock.plan.cost.stage_cost import Vector
 
 
 def shared_load_s(problem: Problem, stage: Placed) -> float:
-    """Return the pace of a stage: one device's load, or that of several that take turns in proportion to speed.
+    """Return the pace of a stage: one device's load, or that of several that share it in proportion to speed.
 
     With the feeder among several, feeding comes first and it takes as many microbatches as it then can.
     """
@@ -24,15 +24,15 @@ def shared_load_s(problem: Problem, stage: Placed) -> float:
         if number == problem.feeder:
             # others take a part of its input and output, wherever this stage lies
             own = max(float(a[stage.start] + b[stage.end]) for a, b in terms.own)
-            spent = problem.feeding_alone_s() / own
+            spent = problem.feeding_only_s() / own
     pace = (1 + spent) / rate
-    if spent and pace <= problem.feeding_alone_s() * (1 + 1e-9):
+    if spent and pace <= problem.feeding_only_s() * (1 + 1e-9):
         return math.inf  # feeding leaves it no time: the stage is better off without it
     return pace
 
 
 def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice, ends: slice) -> Vector:
-    """Return the pace of stages whose devices take turns: for each device its number, and how many are like it."""
+    """Return the pace of stages that devices share: for each device its number, and how many are like it."""
     rate: Vector | float = 0.0
     spent: Vector | float = 0.0
     possible: NDArray[np.bool_] = np.ones(1, dtype=np.bool_)
@@ -47,16 +47,16 @@ def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice
         own = np.where(fits, own, 1.0)
         rate = rate + times / np.maximum(own, 1e-300)
         if number == problem.feeder:
-            spent = problem.feeding_alone_s() / np.maximum(own, 1e-300)
+            spent = problem.feeding_only_s() / np.maximum(own, 1e-300)
     if sum(times for _, times in members) == 1:
         return problem.cost_block(members[0][0], 0, starts, ends)
     pace = np.where(possible, (1 + spent) / rate, np.inf)
     if any(number == problem.feeder for number, _ in members):
-        pace[pace <= problem.feeding_alone_s() * (1 + 1e-9)] = np.inf
+        pace[pace <= problem.feeding_only_s() * (1 + 1e-9)] = np.inf
     return pace
 
 
-def pace_s(problem: Problem, division: Division) -> float:
+def bottleneck_s(problem: Problem, division: Division) -> float:
     """Return the seconds between microbatches of a pipeline that runs full: its busiest device or link."""
     pace = max(shared_load_s(problem, stage) for stage in division)
     for one, other in pairwise(division):
@@ -64,14 +64,14 @@ def pace_s(problem: Problem, division: Division) -> float:
             between = problem.byte_s(one.devices[0], other.devices[0])
             pace = max(pace, float(problem.costs.crossing[one.end]) * between)
     if not any(problem.feeder in stage.devices for stage in division):
-        pace = max(pace, problem.feeding_alone_s())
+        pace = max(pace, problem.feeding_only_s())
     return pace
 
 
 def latency_s(problem: Problem, division: Division) -> float:
     """Return the seconds from feeding a microbatch into the empty pipeline until its result is there.
 
-    Where devices take turns on a stage, the slowest counts.
+    Where devices share a stage, the slowest counts.
     """
     costs, feeder = problem.costs, problem.feeder
     total = costs.feeding_s / problem.devices[feeder].speed

@@ -19,8 +19,9 @@ from benchmarks.planning.instances import best_by_force, small, transformer, une
 from benchmarks.planning.memory import NAME as MEMORY
 from benchmarks.planning.memory import errors, memory_rows
 from benchmarks.planning.training import training_rows
-from penstock.plan.cost.bound import pace_bound_s
-from penstock.plan.cost.problem import Problem, fits_all, pace_s
+from penstock.plan.cost.bound import bottleneck_bound_s
+from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all
+from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division
@@ -68,10 +69,10 @@ def against_force(num_instances: int) -> dict[str, Any]:
             bounds_held += 1
             continue
         feasible += 1
-        bounds_held += pace_bound_s(problem) <= best * _EQUAL
+        bounds_held += bottleneck_bound_s(problem) <= best * _EQUAL
         division = good_division(problem)
         if division is not None:
-            ratios.append(pace_s(problem, division) / best)
+            ratios.append(bottleneck_s(problem, division) / best)
             near += 1
     return {
         "case": "brute force", "num_instances": num_instances, "num_feasible": feasible,
@@ -90,13 +91,13 @@ def growth(num_units: int, num_devices: int) -> dict[str, Any]:
     division = good_division(problem)
     exact = None
     if division is not None:
-        exact = best_divisions(problem, at_most_s=pace_s(problem, division) * _EQUAL)
+        exact = best_divisions(problem, at_most_s=bottleneck_s(problem, division) * _EQUAL)
     if exact:
         division = min(exact.values(), key=lambda item: item[0])[1]
     seconds, cpu_s = time.perf_counter() - begin, time.process_time() - begin_cpu
     if division is None or not fits_all(problem, division):
         sys.exit(f"{num_units} units on {num_devices} devices: no plan that fits")
-    pace, bound = pace_s(problem, division), pace_bound_s(problem)
+    pace, bound = bottleneck_s(problem, division), bottleneck_bound_s(problem)
     return {
         "case": "growth", "num_units": num_units, "num_devices": num_devices, "exact": bool(exact),
         "seconds": seconds, "cpu_s": cpu_s, "stages": len(division), "pace_s": pace, "bound_s": bound,
@@ -105,7 +106,7 @@ def growth(num_units: int, num_devices: int) -> dict[str, Any]:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Give the figures that the project watches; null for what was not measured."""
+    """Return the figures that the project watches; null for what was not measured."""
     seconds = {row["num_devices"]: row["seconds"] for row in rows if row["case"] == "growth"}
     off = [abs(row["off"]) for row in rows if row["case"] == "prediction"]
     memory = [abs(part) for row in rows if row["case"] == MEMORY for part in errors(row).values()]
@@ -127,7 +128,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Say what this ran on."""
+    """Describe what this ran on."""
     return {
         "cores": os.cpu_count(), "machine": platform.machine(), "system": platform.release(),
         "python": platform.python_version(),

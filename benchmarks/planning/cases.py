@@ -30,7 +30,7 @@ _NOT_SHARED = {"shared": False, "rows": [1]}
 
 
 def lab_cases() -> list[tuple[Case, dict[str, Any]]]:
-    """Give the cases and what is asked of the planner; the figures of the summary come from the first three.
+    """Return the cases and what is asked of the planner; the figures of the summary come from the first three.
 
     But for the first, which runs in turns with the peer, they are measured in short passes between which the hosts
     compute alone, since the machine's speed drifts.
@@ -112,6 +112,6 @@ def frozen_profile(model: str) -> str:
     graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
     profile = profile_graph(
         graph, lambda state: load_state(graph, state, zoo.weights), rows=(1, 4),
-        messages=measure_messages(), base_bytes=worker_bytes(),
+        messages=measure_messages(),
     )  # fmt: skip
-    return msgspec.json.encode(profile).decode()
+    return msgspec.json.encode(msgspec.structs.replace(profile, base_bytes=worker_bytes())).decode()

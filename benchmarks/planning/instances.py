@@ -4,19 +4,20 @@ import math
 import random
 from itertools import combinations, pairwise, permutations
 
-from penstock.plan.cost.problem import Placed, Problem, fits_all, pace_s
+from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all
+from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Boundary, Profile, Unit
 
-# one block: norm, qkv, attention, projection, norm, fc1, gelu, fc2; its parts of the work and of the bytes behind
+# one block: norm, qkv, attention, projection, norm, fc1, gelu, fc2; its parts of the work and of the bytes after it
 _WORK = (0.01, 0.22, 0.12, 0.08, 0.01, 0.28, 0.03, 0.25)
 _BYTES = (2.0, 4.0, 3.0, 1.0, 2.0, 5.0, 5.0, 1.0)
 _TOKENS_BYTES = 197 * 384 * 4
 
 
 def transformer(num_units: int, seed: int) -> Profile:
-    """Units in the proportions of a vision transformer, each a little different, one millisecond on average."""
+    """Make units in the proportions of a vision transformer, each a little different, one millisecond on average."""
     rng = random.Random(seed)
     seconds = [_WORK[unit % 8] * 8e-3 * rng.uniform(0.9, 1.1) for unit in range(num_units)]
     crossing = [224 * 224 * 12.0, *(_BYTES[unit % 8] * _TOKENS_BYTES for unit in range(num_units - 1)), 4000.0]
@@ -31,7 +32,7 @@ def transformer(num_units: int, seed: int) -> Profile:
 
 
 def unequal_devices(num_devices: int, seed: int) -> Cluster:
-    """Devices from a fifth to the whole of a core's speed, from 256 MiB to 1 GiB, at 1 or 10 Gbit/s."""
+    """Make devices from a fifth to the whole of a core's speed, from 256 MiB to 1 GiB, at 1 or 10 Gbit/s."""
     rng = random.Random(seed)
     devices = tuple(
         Device(
@@ -44,7 +45,7 @@ def unequal_devices(num_devices: int, seed: int) -> Cluster:
 
 
 def small(seed: int) -> Problem:
-    """Up to ten units on up to four unequal devices with little memory and slow links."""
+    """Make up to ten units on up to four unequal devices with little memory and slow links."""
     rng = random.Random(seed)
     num_units = rng.randint(3, 10)
     units = tuple(
@@ -67,7 +68,7 @@ def small(seed: int) -> Problem:
 
 
 def best_by_force(problem: Problem) -> float:
-    """Give the best pace over every order of every selection of devices and every division; infinite for none."""
+    """Return the best pace over every order of every selection of devices and every division; infinite for none."""
     best = math.inf
     for size in range(1, len(problem.devices) + 1):
         for cuts in combinations(range(1, problem.num_units), size - 1):
@@ -75,5 +76,5 @@ def best_by_force(problem: Problem) -> float:
             for order in permutations(range(len(problem.devices)), size):
                 division = tuple(Placed((n,), start, end) for n, (start, end) in zip(order, bounds, strict=True))
                 if fits_all(problem, division):
-                    best = min(best, pace_s(problem, division))
+                    best = min(best, bottleneck_s(problem, division))
     return best

@@ -88,7 +88,7 @@ def _measure(settings: FitSettings, profile: Profile, shape: tuple[int, ...], sc
 
 
 def errors(row: Mapping[str, Any]) -> dict[str, float]:
-    """Give for each device by what part its prediction is off."""
+    """Return for each device by what part its prediction is off."""
     return {name: row["predicted"][name] / peak - 1 for name, peak in row["measured"].items()}
 
 

@@ -1,6 +1,7 @@
 """The best plan of a shape: how many stages each of the pipelines side by side has."""
 
-from penstock.plan.choose import as_candidate, candidates_of, write_down
+from penstock.plan.candidates import as_candidate, candidates_of
+from penstock.plan.choose import write_down
 from penstock.plan.cost.problem import Problem
 from penstock.plan.request import Request
 from penstock.plan.search.training_replicas import best_steps
@@ -12,7 +13,7 @@ from penstock.spec.profile import Profile
 def plan_of_shape(
     profile: Profile, cluster: Cluster, shape: tuple[int, ...], batch: int, schedule: Schedule = "1f1b"
 ) -> Plan:
-    """Give the best plan of a shape, AdamW included, for batches of so many rows."""
+    """Return the best plan of a shape, AdamW included, for batches of `batch` rows."""
     request = Request(schedule=schedule, batch_rows=batch, optimizer_state_factor=2.0, replicas=False)
     (setting,) = request.settings(profile.rows)
     problem, total = Problem(profile, cluster, setting), setting.num_microbatches or 1

@@ -101,7 +101,7 @@ def _steps(pipe: penstock.Pipeline, ids: torch.Tensor) -> list[float]:
 
 
 def _speeds(world: World, profile: Profile, model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
-    """Let every host train by itself, all at once; gives their speeds in multiples of the profiled core's."""
+    """Let every host train by itself, all at once; return their speeds in multiples of the profiled core's."""
     expected = sum(unit.forward_s[0] + (unit.backward_s or (0.0,))[0] for unit in profile.units)
     seconds = []
     exchange(world.transport, {})

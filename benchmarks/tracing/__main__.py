@@ -83,7 +83,7 @@ def toggled_row(case: Toggled, num_blocks: int) -> dict[str, Any]:
 
 
 def compare_pairs(blocks: NDArray[np.float64]) -> dict[str, float]:
-    """Give what on adds to off: the median over pairs of blocks, and its interval by the bootstrap (Efron 1979).
+    """Return what on adds to off: the median over pairs of blocks, and its interval by the bootstrap (Efron 1979).
 
     >>> compare_pairs(np.array([1.01, 1.0, 1.0, 1.01]))["median"]
     0.01
@@ -96,7 +96,7 @@ def compare_pairs(blocks: NDArray[np.float64]) -> dict[str, float]:
 
 
 def run(case: Case, traces: Path | None) -> dict[str, Any]:
-    """Stream in a case's lab; gives what its first host made of it."""
+    """Stream in a case's lab; return what its first host made of it."""
     given = asdict(case) | {"folder": str(traces.resolve() / case.name) if traces else None}
     written = start("session", given, case.shares, case.bandwidth)
     result: dict[str, Any] = written["result"]
@@ -104,13 +104,13 @@ def run(case: Case, traces: Path | None) -> dict[str, Any]:
 
 
 def start(session: str, given: dict[str, Any], shares: Sequence[float], bandwidth: str = "1 Gbit/s") -> dict[str, Any]:
-    """Run a session on the hosts of a lab; gives what they wrote."""
+    """Run a session on the hosts of a lab; return what they wrote."""
     lab = lab_text(LAB, shares, bandwidth=bandwidth, memory="2 GiB")
     return run_session(lab, f"benchmarks.tracing.{session}", given, given["name"])
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Give the figures that the project watches; the remainder is in parts of n."""
+    """Return the figures that the project watches; the remainder is in parts of n."""
     accounts = [row for row in rows if "lines" in row]
     provoked = [row for row in accounts if row.get("expected") is not None]
     return {

@@ -54,7 +54,7 @@ TOGGLED = (
 
 
 def expected(case: Case, base: Mapping[str, float], known: Mapping[str, float]) -> float | None:
-    """Give the size that the provoked cause should have, from the settings and what was known before the run.
+    """Return the size that the provoked cause should have, from the settings and what was known before the run.
 
     `base` is the account of the run in which nothing was provoked: `speedup`, `alone_s` and its lines. `known` has
     `share` (of the work in the largest stage, by floating-point operations), `message_bytes`, `bandwidth` in bytes
@@ -88,12 +88,12 @@ def expected(case: Case, base: Mapping[str, float], known: Mapping[str, float]) 
 
 
 def within(size: float, wanted: float, part: float = 0.2) -> bool:
-    """Tell whether a size is what it should be, up to a part of it."""
+    """Return whether a size is what it should be, up to a part of it."""
     return abs(size - wanted) <= part * abs(wanted)
 
 
 def shares_of_work(units: Sequence[float], bounds: Sequence[int]) -> list[float]:
-    """Give each stage's part of the work.
+    """Return each stage's part of the work.
 
     >>> shares_of_work([1.0, 1.0, 2.0], [0, 2, 3])
     [0.5, 0.5]

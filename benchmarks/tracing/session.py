@@ -56,7 +56,7 @@ def _busy(wanted: bool) -> Iterator[None]:
 
 
 def account_for(world: World, session: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Stream once to warm up and once to count, and give the account."""
+    """Stream once to warm up and once to count, and return the account."""
     zoo = load_model(session["model"], whole=True)
     measured = _measure_before(world, zoo, folder) if session["name"] == "tiny model" else {}
     with _pipeline(world, zoo, session, folder) as pipe:
@@ -66,7 +66,7 @@ def account_for(world: World, session: dict[str, Any], folder: Path) -> dict[str
                 pass
     account = make_account(read_run(folder))
     return {
-        "known": known, "num_times": account.num_times, "speedup": account.speedup, "alone_s": account.alone_s,
+        "known": known, "num_times": account.num_times, "speedup": account.speedup, "alone_s": account.baseline_s,
         "lines": {line.key: line.times for line in account.lines}, "first": account.largest.key,
         "why": {line.key: line.why for line in account.lines},
     }  # fmt: skip
@@ -84,7 +84,7 @@ def _images(zoo: ZooModel, count: int) -> Iterator[Any]:
 
 
 def _know(pipe: Pipeline) -> dict[str, float]:
-    """Say what the settings say: the largest stage's part of the work, and what crosses the cuts."""
+    """Describe what the settings say: the largest stage's part of the work, and what crosses the cuts."""
     graph = pipe.graph
     sizes = graph.sizes(1)
     bounds = [0, *(cut.position for cut in pipe.cuts), len(graph.ops)]
@@ -114,7 +114,7 @@ def _measure_before(world: World, zoo: ZooModel, folder: Path) -> dict[str, floa
 
 
 def _run_stages(stages: Sequence[Stage], image: Tensor) -> list[float]:
-    """Run the stages on an image; gives the CPU seconds of each."""
+    """Run the stages on an image; return the CPU seconds of each."""
     tensors: Sequence[Tensor] = (image,)
     taken = []
     for stage in stages:
@@ -125,7 +125,7 @@ def _run_stages(stages: Sequence[Stage], image: Tensor) -> list[float]:
 
 
 def _feeding_cpu_s(world: World, folder: Path, num: int = 300) -> float:
-    """Give what a host that feeds, holds a stage and collects takes beside computing and loading, with small messages.
+    """Return what a host that feeds, holds a stage and collects takes beside computing and loading; messages are small.
 
     With messages and layers of the tiny model's size; those of `measure_messages` are larger, and fill the caches.
     """

@@ -36,7 +36,7 @@ _PICTURES = 200
 
 
 def is_on(block: int) -> bool:
-    """Tell whether a block is recorded: on, off, off, on, and again.
+    """Return whether a block is recorded: on, off, off, on, and again.
 
     >>> [is_on(block) for block in range(8)]
     [True, False, False, True, True, False, False, True]
@@ -143,7 +143,7 @@ def train(session: dict[str, Any], folder: Path) -> tuple[int, list[tuple[float,
 
 
 def live() -> list[float]:
-    """Draw the live view of four stages of this machine again and again; gives the CPU seconds of each picture."""
+    """Draw the live view of four stages of this machine again and again; return the CPU seconds of each picture."""
     zoo = load_model(TINY, whole=True)
     image = zoo.example_args[0][:1]
     taken = []

@@ -4,7 +4,8 @@ import random
 from collections.abc import Iterator
 from itertools import combinations, permutations
 
-from penstock.plan.cost.problem import Division, Placed, Problem, fits_all, latency_s, pace_s
+from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all, latency_s
+from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.profile import Boundary, Profile, Unit
@@ -83,7 +84,7 @@ def best_by_force(problem: Problem, value: str = "pace", *, share: bool = False)
     best: dict[int, float] = {}
     for division in every_division(problem, share=share):
         size = sum(len(stage.devices) for stage in division)
-        seconds = pace_s(problem, division) if value == "pace" else latency_s(problem, division)
+        seconds = bottleneck_s(problem, division) if value == "pace" else latency_s(problem, division)
         best[size] = min(best.get(size, float("inf")), seconds)
     return {size: seconds for size, seconds in sorted(best.items()) if seconds < float("inf")}
 

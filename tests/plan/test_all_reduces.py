@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from penstock.plan.cost.all_reduces import LastBackward, make_buckets, summed_s
+from penstock.plan.cost.all_reduces import LastBackward, all_reduced_s, make_buckets
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
-from penstock.plan.cost.step import play_step
+from penstock.plan.cost.training_step import play_step
 from penstock.plan.schedule.actions import BUCKET_BYTES
 from penstock.spec.profile import Unit
 from tests.spec.samples import make_cluster, make_profile
@@ -33,7 +33,7 @@ def test_a_ring_of_replicas() -> None:
     assert bucket.seconds(given) == pytest.approx(6 * (0.25 + 0.01))
     step = play_step(given, whole, [1] * 4)
     assert step.computed_s == pytest.approx(3.0)
-    assert step.summed_s == pytest.approx(3.0 + 6 * 0.26)
+    assert step.all_reduced_s == pytest.approx(3.0 + 6 * 0.26)
 
 
 def test_backwards_hide_the_wire_but_not_the_cpu_time() -> None:
@@ -45,12 +45,12 @@ def test_backwards_hide_the_wire_but_not_the_cpu_time() -> None:
     # b is final after half of the last backward and takes four seconds, two of them hidden; then a
     step = play_step(given, pair, [1, 1])
     assert step.computed_s == pytest.approx(6.0)
-    assert step.summed_s == pytest.approx(4.0 + 4.0 + 0.5)
+    assert step.all_reduced_s == pytest.approx(4.0 + 4.0 + 0.5)
     costly = problem(*weights, send_s_per_byte=1.0 / A_SECOND, receive_s_per_byte=1.0 / A_SECOND)
     # two seconds for what takes one on the wire
-    assert play_step(costly, pair, [1, 1]).summed_s == pytest.approx(4.0 + 12.0 + 1.5)
+    assert play_step(costly, pair, [1, 1]).all_reduced_s == pytest.approx(4.0 + 12.0 + 1.5)
     copied = problem(*weights, sum_s_per_byte=1.0 / A_SECOND)
-    assert play_step(copied, pair, [1, 1]).summed_s == pytest.approx(4.0 + 8.0 + 1.0)
+    assert play_step(copied, pair, [1, 1]).all_reduced_s == pytest.approx(4.0 + 8.0 + 1.0)
 
 
 def test_a_bucket_waits_for_the_last_of_its_devices() -> None:
@@ -58,7 +58,7 @@ def test_a_bucket_waits_for_the_last_of_its_devices() -> None:
     stage = Placed((0,), 0, 1)
     buckets = make_buckets(given, [(stage,), (Placed((1,), 0, 1),)])
     last = {0: [LastBackward(stage, 1.0, 3.0)], 1: [LastBackward(stage, 5.0, 7.0)]}
-    assert summed_s(given, buckets, last) == pytest.approx(8.0)
+    assert all_reduced_s(given, buckets, last) == pytest.approx(8.0)
 
 
 def test_a_weight_of_two_stages_is_added_up_without_replicas() -> None:
@@ -86,4 +86,4 @@ def test_update_and_loading_come_behind_the_sums() -> None:
     parted = [(Placed((0,), 0, 1), Placed((1,), 1, 2))]
     step = play_step(given, parted, [2])
     # plain SGD touches a third of what AdamW does; both ends load two rows
-    assert step.step_s - step.summed_s == pytest.approx(1.0 + 2 * 0.5)
+    assert step.step_s - step.all_reduced_s == pytest.approx(1.0 + 2 * 0.5)

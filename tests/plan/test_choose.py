@@ -6,12 +6,11 @@ import msgspec
 import pytest
 
 from penstock.errors import PlanError
-from penstock.plan.choose import choose, make_plan
-from penstock.plan.cost.bound import pace_bound_s
+from penstock.plan.choose import choose, make_plan, memory_that_would_do
+from penstock.plan.cost.bound import bottleneck_bound_s
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
-from penstock.plan.misfit import memory_that_would_do
 from penstock.plan.request import Request
 from penstock.plan.search.replicas import rates_of
 from penstock.spec.check import check_made_from, check_plan
@@ -49,17 +48,17 @@ def test_a_device_that_only_costs_is_left_out() -> None:
     assert plan.devices == ("a",)
 
 
-def test_cuts_alternate_where_units_do_not_divide() -> None:
+def test_cut_sets_rotate_where_units_do_not_divide() -> None:
     profile = make_profile([1.0] * 18)
     plan = make_plan(profile, make_cluster(1, 1, 1, 1), Request(replicas=False))
     assert len(plan.pipelines[0].cut_sets) > 1
-    # eighteen units on four devices: one set gives a pace of 5, alternating 4.5
+    # eighteen units on four devices: one set gives a pace of 5, rotation 4.5
     assert plan.prediction.rows_per_s > 0.99 / 4.5
     plain = make_plan(profile, make_cluster(1, 1, 1, 1), PLAIN)
     assert plain.prediction.rows_per_s == pytest.approx(1 / 5)
 
 
-def test_alternating_keeps_to_the_memory() -> None:
+def test_rotation_keeps_to_the_memory() -> None:
     profile = make_profile([1.0] * 18, units=weigh(18, 100))
     loose = make_plan(profile, make_cluster(1, 1, 1, 1, memory_bytes=700), Request(replicas=False))
     assert len(loose.pipelines[0].cut_sets) > 1
@@ -171,7 +170,7 @@ def test_any_plan_is_sound_and_keeps_its_promises() -> None:
             assert load.load_s * plan.prediction.rows_per_s <= 1 + 1e-6
         rates = [c.prediction.rows_per_s for c in (choice.best, *choice.others)]
         assert rates[0] >= max(rates) * (1 - 2e-3)
-        bound = pace_bound_s(problem, share=True)
+        bound = bottleneck_bound_s(problem, share=True)
         assert not bound or plan.prediction.rows_per_s <= 1 / bound * (1 + 1e-6)
         again = predict(plan, profile, cluster)
         assert again.prediction.rows_per_s == pytest.approx(plan.prediction.rows_per_s)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from penstock.plan.cost.problem import Problem, fits_all, latency_s, pace_s
+from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all, latency_s
+from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.exact import best_divisions
 from tests.plan.instances import best_by_force, random_problem
@@ -21,7 +22,7 @@ def agree(problem: Problem, aim: str = "pace", share: bool = False) -> None:
     for size, (value, division) in found.items():
         assert fits_all(problem, division)
         assert sum(len(stage.devices) for stage in division) == size
-        assert (pace_s if aim == "pace" else latency_s)(problem, division) == pytest.approx(value, rel=1e-9)
+        assert (bottleneck_s if aim == "pace" else latency_s)(problem, division) == pytest.approx(value, rel=1e-9)
 
 
 @pytest.mark.parametrize("first", range(0, 500, 50))

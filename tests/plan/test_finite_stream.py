@@ -26,11 +26,11 @@ def test_the_wire_is_hidden_behind_compute_until_it_is_the_slowest() -> None:
     assert steady_s([stage(2.0), stage(2.0, wire=1.5)], (0,), depth=1) == pytest.approx(3.5)
 
 
-def test_turns_between_cuts_are_absorbed_by_queues() -> None:
+def test_differences_between_cut_sets_are_absorbed_by_queues() -> None:
     assert steady_s([stage(1.0, 2.0), stage(2.0, 1.0)], (0, 1)) == pytest.approx(1.5)
 
 
-def test_devices_that_take_turns() -> None:
+def test_devices_that_share_a_stage() -> None:
     both = StageTimes(compute_s=((2.0,), (2.0,)), wire_s=(0.0,), order=(0, 1))
     assert steady_s([both], (0,)) == pytest.approx(1.0)
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.cost.problem import Placed, Problem, latency_s, pace_s
+from penstock.plan.cost.pipeline_cost import bottleneck_s, latency_s
+from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Costs, Setting
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.profile import Unit
@@ -92,7 +93,7 @@ def test_the_three_things_that_may_set_the_pace() -> None:
     assert problem.load_s(1, 1, 2) == pytest.approx(4.0)
     assert problem.limit(1, 1, 2) in {"compute", "link in"}
     halves = (Placed((0,), 0, 1), Placed((1,), 1, 2))
-    assert pace_s(problem, halves) == pytest.approx(4.0)
+    assert bottleneck_s(problem, halves) == pytest.approx(4.0)
     # the way through: both stages, 40 bytes to b and 20 back, each at b's 10 bytes per second
     assert latency_s(problem, halves) == pytest.approx((1 + 0.4) + 4.0 + 4.0 + 2.0)
 
@@ -107,7 +108,7 @@ def test_what_a_feeder_is_spared_at_its_own_ends() -> None:
     assert problem.load_s(0, 1, 2) == pytest.approx(1 + 0.5 + 0.4 - 0.1)
     # a device that does not feed, and a feeder without a stage, are spared nothing
     assert problem.load_s(1, 0, 2) == pytest.approx(2 + 0.5)
-    assert problem.feeding_alone_s() == pytest.approx(0.4)
+    assert problem.feeding_only_s() == pytest.approx(0.4)
 
 
 def test_a_narrow_place_between_two_devices() -> None:
@@ -117,7 +118,7 @@ def test_a_narrow_place_between_two_devices() -> None:
     )
     problem = Problem(profile, cluster, Setting())
     halves = (Placed((0,), 0, 1), Placed((1,), 1, 2))
-    assert pace_s(problem, halves) == pytest.approx(4.0)
+    assert bottleneck_s(problem, halves) == pytest.approx(4.0)
     assert latency_s(problem, halves) == pytest.approx(1 + 4.5 + 1 + 0.5)
 
 

@@ -15,7 +15,7 @@ def check(run: Run) -> Account:
     account = make_account(run)
     assert account.num_times == pytest.approx(4.0)
     assert math.isclose(account.num_times - sum(line.times for line in account.lines), account.speedup, rel_tol=1e-12)
-    assert account.speedup == pytest.approx(run.facts.num_rows * account.alone_s / run.facts.total_s)
+    assert account.speedup == pytest.approx(run.facts.num_rows * account.baseline_s / run.facts.total_s)
     assert abs(account.times("remainder")) < 1e-6 * account.num_times
     assert all(line.why for line in account.lines)
     return account

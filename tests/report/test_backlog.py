@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from penstock.report.stream.backlog import Backlog, backlog_in_waits, other_threads_cpu_s
 from penstock.report.stream.measured import MeasuredStage, Step
-from penstock.report.training.backlog import Owed, other_threads_cpu_s, owed_in_waits
 from penstock.tracing.trace import Machine
 
 
@@ -30,9 +30,9 @@ def stage_of(
     )  # fmt: skip
 
 
-def text(owed: Sequence[Owed]) -> str:
-    """Write what is owed behind each step: early, others, loading."""
-    return " ".join("/".join(f"{value:g}" for value in (o.early_s, o.others_s, o.load_s)) for o in owed)
+def text(backlog: Sequence[Backlog]) -> str:
+    """Write what is backlog behind each step: early, others, loading."""
+    return " ".join("/".join(f"{value:g}" for value in (o.early_s, o.others_s, o.load_s)) for o in backlog)
 
 
 @pytest.mark.parametrize(
@@ -51,21 +51,21 @@ def text(owed: Sequence[Owed]) -> str:
     ],
 )
 def test_waits_pay_what_a_step_lacks(rows: list[tuple[float, float, float, float]], expected: str) -> None:
-    assert text(owed_in_waits([stage_of(rows)], threads=1)[0]) == expected
+    assert text(backlog_in_waits([stage_of(rows)], threads=1)[0]) == expected
 
 
 def test_other_threads_come_behind_computing_and_before_loading() -> None:
     stage = stage_of([(0, 6, 4, 0), (9, 8, 4, 0), (9, 8, 4, 0)], others_cpu_s=1.5, load_cpu_s=1.0)
     assert other_threads_cpu_s([stage]) == pytest.approx(1.5)
-    assert text(owed_in_waits([stage], threads=1)[0]) == "2/3/2 0/3/2 0/0/0"
+    assert text(backlog_in_waits([stage], threads=1)[0]) == "2/3/2 0/3/2 0/0/0"
     # with several threads the computing thread's CPU seconds do not say whether it was early
-    assert text(owed_in_waits([stage], threads=2)[0]) == "0/5/2 0/3/2 0/0/0"
+    assert text(backlog_in_waits([stage], threads=2)[0]) == "0/5/2 0/3/2 0/0/0"
 
 
 def test_stages_of_one_process_share_what_is_owed() -> None:
     first, second = (stage_of([(0, 8, 4, 0), (9, 8, 4, 0)], index=index, others_cpu_s=5.0) for index in (0, 1))
     # both stages' CPU seconds are their process's: 9 for each microbatch, of which 1 is no stage's
-    owed = owed_in_waits([first, second], threads=1)
+    backlog = backlog_in_waits([first, second], threads=1)
     assert other_threads_cpu_s([first, second]) == pytest.approx(0.5)
-    assert text(owed[0]) == "0/0/0 0/1/0"
-    assert text(owed[1]) == "0/2/0 0/0/0"
+    assert text(backlog[0]) == "0/0/0 0/1/0"
+    assert text(backlog[1]) == "0/2/0 0/0/0"

@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.plan.schedule.schedules import gpipe
+from penstock.report.comparison import write_comparison
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Table
 from penstock.report.run_report import write_report
-from penstock.report.stream.comparison import write_comparison
 from penstock.tracing.trace import Run, write_run
 from tests.report.samples import streamed, trained
 from tests.report.test_page import asks_for_nothing, browser, opened

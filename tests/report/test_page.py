@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from penstock.report.comparison import write_comparison
 from penstock.report.run_report import Report, write_report
-from penstock.report.stream.comparison import write_comparison
 from penstock.tracing.trace import Run, write_run
 from tests.report.samples import streamed
 

@@ -54,7 +54,7 @@ def test_what_was_put_in_is_found(cause: str, settings: dict[str, Any]) -> None:
 def test_the_optimizers_step_is_work() -> None:
     account = check("imbalance", update_s=0.1)
     assert account.times("imbalance") == pytest.approx(0.0)  # each device updates a quarter of the weights
-    assert account.alone_s == pytest.approx(4 * (12 * ALONE_S + 0.1))
+    assert account.baseline_s == pytest.approx(4 * (12 * ALONE_S + 0.1))
 
 
 def test_a_trace_without_two_steps_is_refused() -> None:

@@ -30,7 +30,7 @@ from penstock.deploy.policies import POLICIES
 from penstock.deploy.worker import follow
 from penstock.errors import UsageError
 from penstock.group.entry import join_torchrun, start_local, under_torchrun
-from penstock.report.stream.comparison import write_comparison
+from penstock.report.comparison import write_comparison
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.tensors.devices import find_device

@@ -9,7 +9,7 @@ import typer
 from penstock.cli.options import JsonFile, make_console, parse_numbers, write_json
 from penstock.errors import UsageError
 from penstock.plan.choose import choose
-from penstock.plan.cost.step import ADAMW_STATE
+from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.explain import explain, load_lines, summary, what_would_help
 from penstock.plan.request import PlanAim, Request
 from penstock.spec.cluster import read_cluster

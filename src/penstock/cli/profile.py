@@ -80,10 +80,13 @@ def profile(
         calibration_s = calibrate(threads=threads)
         made = profile_graph(
             graph, lambda state: load_state(graph, state, zoo.weights), rows=sizes, threads=threads, repeats=repeats,
-            training=training, messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
-            script_bytes=more_bytes,
+            training=training, messages=messages,
         )  # fmt: skip
-    _show(console, msgspec.structs.replace(made, model=model, loader_s_per_row=loader_s_per_row), output, json)
+    made = msgspec.structs.replace(
+        made, model=model, loader_s_per_row=loader_s_per_row, calibration_s=calibration_s, base_bytes=base_bytes,
+        script_bytes=more_bytes,
+    )  # fmt: skip
+    _show(console, made, output, json)
 
 
 def _show(console: Console, made: Profile, output: Path, json: Path | None) -> None:

@@ -26,7 +26,7 @@ def report(
         console.print(f"{item.title:28} {-item.times:+7.3f}  {item.why}", markup=False, soft_wrap=True)
     console.print(f"{'measured':28} {made.account.speedup:7.3f}", markup=False)
     result = {
-        "num_times": made.account.num_times, "speedup": made.account.speedup, "alone_s": made.account.alone_s,
+        "num_times": made.account.num_times, "speedup": made.account.speedup, "alone_s": made.account.baseline_s,
         "lines": [{"cause": item.key, "times": item.times, "why": item.why} for item in made.account.lines],
         "advice": list(made.advice), "files": [str(file) for file in made.files],
     }  # fmt: skip

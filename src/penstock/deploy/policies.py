@@ -11,7 +11,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
 from penstock.plan.search import partition
-from penstock.plan.search.dealt import balanced_devices
+from penstock.plan.search.interleaved_cuts import balanced_devices
 
 Policy = Literal["balanced", "equal-blocks", "equal-size", "smallest-crossing"]
 POLICIES: tuple[str, ...] = get_args(Policy)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.plan.schedule.actions import BUCKET_BYTES, NUM_SUMS
+from penstock.plan.schedule.actions import BUCKET_BYTES, NUM_ALL_REDUCES
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.transport.base import Transport
 from penstock.transport.collectives import all_reduce
@@ -192,7 +192,7 @@ class Synchronizer:
             self._next += 1
             flat = torch.cat([self._take(weight).reshape(-1) for weight in bucket.weights])
             self._tasks.put((bucket, flat))
-            if len(self._threads) < min(NUM_SUMS, len(self._buckets)):
+            if len(self._threads) < min(NUM_ALL_REDUCES, len(self._buckets)):
                 self._threads.append(threading.Thread(target=self._work, name="penstock-gradients", daemon=True))
                 self._threads[-1].start()
 

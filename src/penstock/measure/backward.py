@@ -49,7 +49,7 @@ class Trainable:
         return {state.value.name: self._tensors[state.value.name] for state in part.program.states}
 
     def step(self, sizes: Mapping[str, int], clock: Callable[[], float]) -> tuple[list[float], list[float]]:
-        """Take one microbatch forward and back; gives the seconds of every part in both directions.
+        """Take one microbatch forward and back; return the seconds of every part in both directions.
 
         Whatever else rises may be read in place of a clock, at the beginning and the end of each part.
         """
@@ -133,7 +133,7 @@ def measure_training(
 def measure_loss(
     graph: Graph, load: Callable[[State], Tensor], loss: Loss, timing: Timing
 ) -> list[tuple[float, float]]:
-    """Time the loss behind the model, forward and backward, for each batch size."""
+    """Time the loss after the model, forward and backward, for each batch size."""
     whole = Trainable(graph, load, [])
     return [_loss_s(whole.outputs(graph.sizes(rows)), rows, loss, timing) for rows in timing.rows]
 

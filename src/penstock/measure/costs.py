@@ -18,7 +18,7 @@ from penstock.runtime.eager import Runtime
 
 # passes are repeated while their totals lie further apart than this part of the median
 STEADY = 0.03
-# but only so often, and for so many seconds for each batch size
+# but only this often, and for this many seconds for each batch size
 MOST_ROUNDS = 4
 MOST_S = 2.5
 
@@ -113,7 +113,7 @@ def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[st
     """Return names and bytes of the state that the units between neighbouring positions use, tables included."""
     sizes = {state.value.name: state.value.num_bytes({}) for state in graph.states}
     sources: dict[str, set[str]] = {}
-    for op in graph.prelude:  # every stage computes the tables that it needs, from the state behind them
+    for op in graph.prelude:  # every stage computes the tables that it needs, from the state that they are made of
         sources[op.name] = {name for used in op.uses() for name in sources.get(used, {used} & sizes.keys())}
     held = []
     for start, stop in pairwise(positions):
@@ -124,7 +124,7 @@ def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[st
 
 
 def working_bytes(graph: Graph, positions: Sequence[int], rows: int) -> list[float]:
-    """Return the most bytes that values take at any moment between neighbouring positions, for so many rows."""
+    """Return the most bytes that values take at any moment between neighbouring positions, for `rows` rows."""
     lives: dict[str, list[int]] = {value.name: [0, 0] for value in graph.tensor_inputs()}
     owner = {name: name for name in lives}
     for index, op in enumerate(graph.ops):

@@ -25,7 +25,7 @@ from penstock.transport.base import (
 
 _LINK_BYTES = 2 * 1024 * 1024
 _PINGS = 15
-# every pair is measured up to so many hosts; beyond that neighbours only
+# every pair is measured up to this many hosts; beyond that neighbours only
 _MOST_HOSTS_IN_PAIRS = 6
 
 

@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __call__(self) -> float:
-        """Begin, and give 0; or end, and give the most bytes since then."""
+        """Begin, and return 0; or end, and return the most bytes since then."""
         self._running = not self._running
         if self._running:
             self._began = self._most = self.held

@@ -53,18 +53,16 @@ def profile_graph(
     training: bool = False,
     loss: Loss | None = None,
     messages: MessageCosts | None = None,
-    calibration_s: float = 0.0,
-    base_bytes: float = 0.0,
-    script_bytes: float = 0.0,
 ) -> Profile:
     """Measure what every range between possible cuts takes, at several batch sizes.
 
     Example:
-        profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages(), base_bytes=worker_bytes())
+        profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages())
 
-    Needs the whole model in memory. Seconds are this device's with so many threads. With `training` the graph is
+    Needs the whole model in memory. Seconds are this device's with `threads` threads. With `training` the graph is
     that of a model in training mode, and units get what they take backward and keep until then, the last one with
-    what `loss` takes.
+    what `loss` takes. What belongs to the machine or the data and not to the graph is left at 0: base_bytes,
+    script_bytes, calibration_s, loader_s_per_row.
     """
     cuts = Cuts(graph)
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
@@ -73,7 +71,7 @@ def profile_graph(
     units = _units(graph, load, cuts, timing, training=training)
     if training:
         found = zip(units, unit_bytes(graph, load, list(cuts)), boundaries[1:], strict=True)
-        units = tuple(_with_bytes(unit, needs, rows[-1], behind) for unit, needs, behind in found)
+        units = tuple(_with_bytes(unit, needs, rows[-1], after) for unit, needs, after in found)
     if loss is not None:
         last = _with_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
         units = (*units[:-1], _with_loss(last, measure_loss(graph, load, loss, timing)))
@@ -86,8 +84,6 @@ def profile_graph(
         rows=rows,
         boundaries=boundaries,
         units=units,
-        base_bytes=base_bytes,
-        script_bytes=script_bytes,
         feed_s=costs.feed_s,
         result_s=costs.result_s,
         send_s_per_byte=costs.send_s_per_byte,
@@ -97,7 +93,6 @@ def profile_graph(
         own_output_s=costs.own_output_s,
         update_s_per_byte=measure_update_s_per_byte(timing) if training else 0.0,
         sum_s_per_byte=measure_sum_s_per_byte(timing) if training else 0.0,
-        calibration_s=calibration_s,
     )
 
 
@@ -133,14 +128,14 @@ def _with_loss(unit: Unit, seconds: Sequence[tuple[float, float]]) -> Unit:
     return msgspec.structs.replace(unit, forward_s=forward_s, backward_s=backward_s)
 
 
-def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, behind: Boundary | None = None) -> Unit:
-    """Add what is kept until a backward, and take its working memory where that is more, for so many rows.
+def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, after: Boundary | None = None) -> Unit:
+    """Add what is kept until a backward, and take its working memory where that is more, for `rows` rows.
 
-    The backward of a unit begins with the gradient of what crosses behind it.
+    The backward of a unit begins with the gradient of what crosses after it.
     """
     per_row, constant = needs.working_per_row, needs.working
-    if behind is not None:
-        per_row, constant = per_row + behind.bytes_per_row, constant + behind.constant_bytes
+    if after is not None:
+        per_row, constant = per_row + after.bytes_per_row, constant + after.constant_bytes
     if unit.working_bytes_per_row * rows + unit.working_bytes < per_row * rows + constant:
         unit = msgspec.structs.replace(unit, working_bytes_per_row=per_row, working_bytes=constant)
     return msgspec.structs.replace(unit, kept_bytes_per_row=unit.kept_bytes_per_row + needs.kept_per_row)

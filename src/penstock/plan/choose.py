@@ -1,30 +1,34 @@
-"""Choose a plan: search every batch size, weigh the kinds of plans against each other, write the best one down."""
+"""Choose a plan: weigh the ways to run a model against each other, write the best one down, or say why none fits."""
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+
+import numpy as np
 
 from penstock.errors import PlanError
-from penstock.plan.cost.predict import predict_pipelines
-from penstock.plan.cost.problem import Division, Placed, Problem, pace_s, shared_load_s
-from penstock.plan.misfit import explain_misfit
-from penstock.plan.request import EQUAL, Candidate, Choice, Kind, Request, bound_rows_per_s
-from penstock.plan.search.dealing import dealt_divisions
-from penstock.plan.search.exact import best_divisions
-from penstock.plan.search.large import good_division
-from penstock.plan.search.refine import settle
-from penstock.plan.search.replicas import best_replicas, rates_of
-from penstock.plan.search.training_replicas import best_steps
-from penstock.plan.search.turning import alternating
+from penstock.plan.candidates import EQUAL, Candidate, candidates_of, with_rotation
+from penstock.plan.cost.problem import Problem
+from penstock.plan.cost.stage_cost import Vector
+from penstock.plan.request import Request
 from penstock.spec.check import check_plan
 from penstock.spec.cluster import Cluster
-from penstock.spec.plan import CutSet, Pipeline, Plan, Stage
+from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
 from penstock.spec.saving import fingerprint
+from penstock.units import format_bytes
 
-# how many pipelines beside the best are tried with alternating cuts
-_ALTERNATED = 3
-_SHARE_EFFORT = 300_000_000
-_BOUNDED_EFFORT = 5_000_000_000
+# how many pipelines beside the best are tried with rotating cuts
+_ROTATED = 3
+_KEEPING_MORE = {"gpipe", "interleaved", "zero-bubble"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The plan that was chosen, as plan and as candidate, and the others, best first."""
+
+    plan: Plan
+    best: Candidate
+    others: tuple[Candidate, ...]
 
 
 def make_plan(profile: Profile, cluster: Cluster, request: Request | None = None) -> Plan:
@@ -49,30 +53,12 @@ def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
     ranked = rank(candidates, request)
     best = ranked[0]
     if request.alternate and request.aim == "throughput":
-        turning = [found for plain in _worth_alternating(ranked) if (found := alternating(plain, request)) is not None]
-        fastest = max(turning, key=lambda c: c.prediction.rows_per_s, default=best)
+        rotating = [found for plain in _worth_rotating(ranked) if (found := with_rotation(plain, request)) is not None]
+        fastest = max(rotating, key=lambda c: c.prediction.rows_per_s, default=best)
         if fastest.prediction.rows_per_s > best.prediction.rows_per_s * (1 + EQUAL):
             ranked, best = [fastest, *ranked], fastest
     plan = write_down(best, profile, cluster, request)
     return Choice(plan=plan, best=best, others=tuple(ranked[1:]))
-
-
-def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
-    """Return the plans worth comparing for one microbatch size: the best pipeline for each number of devices,
-    stages that devices share, and whole pipelines side by side."""
-    if problem.setting.schedule == "interleaved":
-        return _dealt(problem, request)
-    found = _single(problem, request)
-    if request.aim == "latency" or len(problem.devices) == 1:
-        return found
-    if problem.setting.trains:
-        found += _replicas_that_train(problem, request) if request.replicas else []
-        return [candidate for candidate in found if _fits(candidate)]
-    if request.shared:
-        found += _shared(problem, request)
-    if request.replicas:
-        found += [_side_by_side(problem, divisions, request) for _, divisions in best_replicas(problem)[:2]]
-    return found
 
 
 def rank(candidates: Sequence[Candidate], request: Request) -> list[Candidate]:
@@ -107,153 +93,13 @@ def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request
     return plan
 
 
-def _worth_alternating(ranked: Sequence[Candidate]) -> list[Candidate]:
+def _worth_rotating(ranked: Sequence[Candidate]) -> list[Candidate]:
     """Return the pipelines that may gain most: the best, and for its microbatch size those with the most devices."""
     plain = [c for c in ranked if c.kind == "stages"]
     if not plain:
         return []
     alike = [c for c in plain if c.rows == plain[0].rows and c is not plain[0]]
-    return [plain[0], *sorted(alike, key=lambda c: -c.num_devices)[:_ALTERNATED]]
-
-
-def _single(problem: Problem, request: Request) -> list[Candidate]:
-    """Find the best pipelines with a device for each stage."""
-    aim: Literal["pace", "latency"] = "latency" if request.aim == "latency" else "pace"
-    # what a stage of zero bubble keeps depends on how many there are
-    each_size = problem.setting.schedule == "zero-bubble"
-    found = _for_each_size(problem, aim) if each_size else best_divisions(problem, aim=aim)
-    if found is None and aim == "pace":
-        return _many(problem, request)
-    if found is None:
-        raise PlanError(
-            f"the smallest latency on {len(problem.devices)} unequal devices is too much to search; "
-            "name fewer devices in the cluster file, the fastest ones"
-        )
-    divisions = [division for _, division in found.values()]
-    if aim == "pace":
-        divisions = [settle(problem, division) for division in divisions]
-    return [as_candidate(problem, "stages", ((1.0, division),), request, exact=True) for division in divisions]
-
-
-def _fits(candidate: Candidate) -> bool:
-    """Return whether devices have the memory: a search that did not know how many stages there would be, for too many
-    devices, knew too little of what zero bubble keeps."""
-    devices = candidate.problem.cluster
-    return all(load.memory_bytes <= devices.device(load.device).memory_bytes for load in candidate.prediction.devices)
-
-
-def _dealt(problem: Problem, request: Request) -> list[Candidate]:
-    """Return pipelines with several stages for each device."""
-    if len(problem.devices) == 1:
-        raise PlanError(
-            "the schedule interleaved deals stages out to several devices, but there is one; use --schedule 1f1b"
-        )
-    return [as_candidate(problem, "stages", ((1.0, d),), request, exact=False) for d in dealt_divisions(problem)]
-
-
-def _for_each_size(problem: Problem, aim: Literal["pace", "latency"]) -> dict[int, tuple[float, Division]] | None:
-    """Search for each number of stages by itself; None where one search is too much."""
-    found: dict[int, tuple[float, Division]] = {}
-    for size in range(1, min(len(problem.devices), problem.num_units) + 1):
-        best = best_divisions(problem.for_stages(size), aim=aim)
-        if best is None:
-            return None
-        found |= {number: each for number, each in best.items() if number == size}
-    return found
-
-
-def _many(problem: Problem, request: Request) -> list[Candidate]:
-    """Find pipelines where there are too many devices to look at every order."""
-    division = good_division(problem)
-    if division is None:
-        return []
-    # knowing how fast a pipeline can be makes the exact search much smaller
-    found = best_divisions(problem, at_most_s=pace_s(problem, division) * (1 + 1e-9), effort=_BOUNDED_EFFORT)
-    if found:
-        divisions = [settle(problem, d, reach=16) for _, d in found.values()]
-        return [as_candidate(problem, "stages", ((1.0, d),), request, exact=True) for d in divisions]
-    candidates = [as_candidate(problem, "stages", ((1.0, division),), request, exact=False)]
-    if request.aim == "devices":
-        candidates += _fewer(problem, request)
-    return candidates
-
-
-def _fewer(problem: Problem, request: Request) -> list[Candidate]:
-    """Find by halving how many of the fastest devices are enough for the target."""
-    order = sorted(range(len(problem.devices)), key=lambda number: -problem.devices[number].speed)
-    low, high = 1, len(order)
-    found: list[Candidate] = []
-    while low < high:
-        middle = (low + high) // 2
-        division = good_division(problem, order[:middle])
-        candidate = as_candidate(problem, "stages", ((1.0, division),), request, exact=False) if division else None
-        if candidate is not None and candidate.prediction.rows_per_s >= (request.target_rows_per_s or 0.0):
-            found.append(candidate)
-            high = middle
-        else:
-            low = middle + 1
-    return found
-
-
-def _shared(problem: Problem, request: Request) -> list[Candidate]:
-    """Find pipelines in which devices take turns on a stage, where that is not the same as one device each."""
-    found = best_divisions(problem, share=True, effort=_SHARE_EFFORT)
-    if not found:
-        return []
-    kept = [d for _, d in found.values() if any(len(stage.devices) > 1 for stage in d)]
-    return [as_candidate(problem, "shared stages", ((1.0, division),), request, exact=True) for division in kept]
-
-
-def _side_by_side(problem: Problem, divisions: tuple[Division, ...], request: Request) -> Candidate:
-    rates = rates_of(problem, divisions)
-    total = sum(rates)
-    shares = [(rate / total, division) for rate, division in zip(rates, divisions, strict=True) if rate > 1e-9 * total]
-    return as_candidate(problem, "replicas", shares, request, exact=False)
-
-
-def _replicas_that_train(problem: Problem, request: Request) -> list[Candidate]:
-    total = problem.setting.num_microbatches or 1
-    found = []
-    for _, divisions, counts in best_steps(problem)[:2]:
-        shares = [(count / total, division) for division, count in zip(divisions, counts, strict=True)]
-        found.append(as_candidate(problem, "replicas", shares, request, exact=False))
-    return found
-
-
-def as_candidate(
-    problem: Problem, kind: Kind, divisions: Sequence[tuple[float, Division]], request: Request, *, exact: bool
-) -> Candidate:
-    """Name devices and cuts of pipelines, with their shares of the microbatches, and predict what they will do."""
-    pipelines = tuple(_pipeline(problem, division, share) for share, division in divisions)
-    pace = pace_s(problem, divisions[0][1])
-    exact = exact and not problem.setting.trains  # searched for its pace, and a step also fills and drains
-    known = exact and kind == "stages"
-    bound = problem.setting.rows / pace if known else bound_rows_per_s(problem, share=kind != "stages")
-    prediction = predict_pipelines(problem, pipelines, request.num_rows, bound)
-    return Candidate(kind=kind, problem=problem, pipelines=pipelines, prediction=prediction, exact=exact)
-
-
-def _pipeline(problem: Problem, division: Division, share: float) -> Pipeline:
-    names = problem.profile.cuts
-    stages = tuple(
-        Stage(devices=tuple(problem.devices[number].name for number in stage.devices), shares=_shares(problem, stage))
-        for stage in division
-    )
-    cuts = tuple(names[stage.start - 1] for stage in division[1:])
-    return Pipeline(stages=stages, cut_sets=(CutSet(cuts=cuts),), share=share)
-
-
-def _shares(problem: Problem, stage: Placed) -> tuple[float, ...]:
-    """Assign devices that share a stage parts after their speed; the feeder has what time feeding leaves."""
-    if len(stage.devices) == 1:
-        return (1.0,)
-    pace = shared_load_s(problem, stage)
-    parts = []
-    for number in stage.devices:
-        own = max(float(a[stage.start] + b[stage.end]) for a, b in problem.terms(number).own)
-        spent = problem.feeding_alone_s() if number == problem.feeder else 0.0
-        parts.append((pace - spent) / own)
-    return tuple(part / sum(parts) for part in parts)
+    return [plain[0], *sorted(alike, key=lambda c: -c.num_devices)[:_ROTATED]]
 
 
 def _by_throughput(candidate: Candidate, top: float) -> tuple[float, float, float, float]:
@@ -261,3 +107,84 @@ def _by_throughput(candidate: Candidate, top: float) -> tuple[float, float, floa
     if rate >= top * (1 - EQUAL):
         return (0.0, candidate.num_devices, -rate, candidate.prediction.latency_s)
     return (1.0, -rate, candidate.num_devices, candidate.prediction.latency_s)
+
+
+def explain_misfit(problem: Problem) -> str:
+    """Return one line that says what is missing and how much memory per device would do.
+
+    Example:
+        raise PlanError(explain_misfit(problem))
+    """
+    devices = problem.devices
+    largest = max(range(len(devices)), key=lambda number: devices[number].memory_bytes)
+    need, unit = _neediest_unit(problem, largest)
+    have = devices[largest].memory_bytes
+    each = memory_that_would_do(problem)
+    would = f"{format_bytes(_round_up(each))} on each of {len(devices)} devices would do"
+    if need > have:
+        names = [boundary.name for boundary in problem.profile.boundaries]
+        return (
+            f"the unit between {names[unit]} and {names[unit + 1]} alone needs {format_bytes(need)}, but the "
+            f"largest memory is {format_bytes(have)} on {devices[largest].name}, {format_bytes(need - have)} too "
+            f"little; {would}"
+        )
+    tightest = min(range(len(devices)), key=lambda number: devices[number].memory_bytes)
+    missing = each - devices[tightest].memory_bytes
+    total = float(problem.costs.held_bytes[0, problem.num_units])
+    holds = ", with gradients and optimizer state," if problem.setting.trains else ""
+    fewer = (
+        ", or the schedule 1f1b, which keeps fewer microbatches" if problem.setting.schedule in _KEEPING_MORE else ""
+    )
+    have_all = sum(device.memory_bytes for device in devices)
+    return (
+        f"the model does not fit: it needs {format_bytes(total)}{holds} and what every process takes beside, the "
+        f"devices have {format_bytes(have_all)} in all; {devices[tightest].name} has "
+        f"{format_bytes(devices[tightest].memory_bytes)}, {format_bytes(max(missing, 0.0))} less than an equal part; "
+        f"{would}, or use more devices or fewer rows per microbatch{fewer}"
+    )
+
+
+def memory_that_would_do(problem: Problem) -> float:
+    """Return the smallest memory with which equal devices, as many as there are, could hold the model."""
+    low, high = 0.0, max(problem.memory_bytes(problem.feeder, 0, problem.num_units, problem.setting.in_flight(1)), 1.0)
+    matrices = [_needs(problem, from_end) for from_end in range(1, min(len(problem.devices), problem.num_units) + 1)]
+    high = min(high, float(matrices[0][0, problem.num_units]))
+    for _ in range(40):
+        middle = (low + high) / 2
+        if _possible(matrices, middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _needs(problem: Problem, from_end: int) -> Vector:
+    """Return the memory of every stage on the feeder, which needs the most, infinite where it is empty."""
+    costs, (first, last) = problem.costs, problem.terms(problem.feeder).memory
+    need: Vector = costs.held_bytes + first[:, None] + last[None, :]
+    need = need + problem.setting.in_flight(from_end) * (costs.kept_at_end_bytes[None, :] - costs.kept_bytes[:, None])
+    need[np.tril_indices(problem.num_units + 1)] = np.inf
+    return need
+
+
+def _possible(needs: list[Vector], memory_bytes: float) -> bool:
+    """Return whether stages with these needs, each within a memory, reach from the model's end to its start."""
+    reached = np.zeros(len(needs[0]), dtype=np.bool_)
+    reached[-1] = True
+    for need in needs:
+        fits = np.flatnonzero(need[:, reached].min(axis=1) <= memory_bytes)
+        if 0 in fits:
+            return True
+        reached[fits] = True
+    return False
+
+
+def _neediest_unit(problem: Problem, number: int) -> tuple[float, int]:
+    needs = [problem.memory_bytes(number, u, u + 1, problem.setting.in_flight(1)) for u in range(problem.num_units)]
+    return max(needs), needs.index(max(needs))
+
+
+def _round_up(num_bytes: float) -> float:
+    """Return three digits that are enough when written down."""
+    step = 10.0 ** max(0, len(str(int(num_bytes))) - 3)
+    return float(np.ceil(num_bytes / step) * step)

@@ -1,4 +1,4 @@
-"""Say why a plan is as it is: loads, what limits it, the runner-up, and what would help most."""
+"""Explain why a plan is as it is: loads, what limits it, the runner-up, and what would help most."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.plan.choose import choose
+from penstock.plan.candidates import Candidate
+from penstock.plan.choose import Choice, choose
 from penstock.plan.cost.predict import divisions_of
-from penstock.plan.cost.step import play_step
-from penstock.plan.request import Candidate, Choice, Request
+from penstock.plan.cost.training_step import play_step
+from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
@@ -68,9 +69,9 @@ def summary(plan: Plan) -> str:
             f"rows in {format_seconds(step_s)}"
         )
     sets = max(len(pipeline.cut_sets) for pipeline in plan.pipelines)
-    turns = f", {sets} cut sets in turn" if sets > 1 else ""
+    rotation = f", {sets} cut sets in rotation" if sets > 1 else ""
     return (
-        f"{what}{turns}: {prediction.rows_per_s:.4g} rows/s steady, {prediction.num_rows} rows in "
+        f"{what}{rotation}: {prediction.rows_per_s:.4g} rows/s steady, {prediction.num_rows} rows in "
         f"{format_seconds(prediction.total_s)}, latency {format_seconds(prediction.latency_s)}"
     )
 
@@ -78,8 +79,8 @@ def summary(plan: Plan) -> str:
 def load_lines(plan: Plan, cluster: Cluster) -> list[str]:
     """Return each device's load as a bar, with its memory; the longest bars set the pace."""
     prediction = plan.prediction
-    pace_s = plan.microbatch_rows / prediction.rows_per_s
-    longest = max(pace_s, *(load.load_s for load in prediction.devices))
+    bottleneck_s = plan.microbatch_rows / prediction.rows_per_s
+    longest = max(bottleneck_s, *(load.load_s for load in prediction.devices))
     width = max(len(load.device) for load in prediction.devices)
     lines = []
     for load in prediction.devices:
@@ -87,7 +88,7 @@ def load_lines(plan: Plan, cluster: Cluster) -> list[str]:
         bar = "█" * round(part * _BAR)
         have = cluster.device(load.device).memory_bytes
         memory = f"{format_bytes(load.memory_bytes)} of {format_bytes(have)}"
-        lines.append(f"  {load.device:<{width}} {bar:<{_BAR}} {load.load_s / pace_s:6.1%}  {memory}")
+        lines.append(f"  {load.device:<{width}} {bar:<{_BAR}} {load.load_s / bottleneck_s:6.1%}  {memory}")
     unused = [device.name for device in cluster.devices if device.name not in plan.devices]
     if unused:
         shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
@@ -169,7 +170,7 @@ def _with(cluster: Cluster, changed: Device) -> Cluster:
 
 
 def _step_line(candidate: Candidate) -> str:
-    """Say what a step of training is made of."""
+    """Describe what a step of training is made of."""
     problem, total = candidate.problem, candidate.problem.setting.num_microbatches or 1
     divisions = [divisions_of(problem, pipeline)[0] for pipeline in candidate.pipelines]
     step = play_step(problem, divisions, [round(pipeline.share * total) for pipeline in candidate.pipelines])
@@ -177,8 +178,8 @@ def _step_line(candidate: Candidate) -> str:
             for played in step.replicas for spans in played.spans]  # fmt: skip
     return (
         f"a step: {format_seconds(step.computed_s)} until the last backward, in which devices wait for "
-        f"{sum(idle) / len(idle):.0%} of the time, {format_seconds(step.summed_s - step.computed_s)} more for sums of "
-        f"gradients, {format_seconds(step.step_s - step.summed_s)} for update and loading"
+        f"{sum(idle) / len(idle):.0%} of the time, {format_seconds(step.all_reduced_s - step.computed_s)} more for "
+        f"all-reduces of gradients, {format_seconds(step.step_s - step.all_reduced_s)} for update and loading"
     )
 
 
@@ -206,7 +207,7 @@ def _runner_up(choice: Choice) -> list[str]:
 
 def _replica_line(choice: Choice) -> list[str]:
     everything = (choice.best, *choice.others)
-    kinds = {"stages": ("stages", "alternating cuts"), "replicas": ("replicas", "shared stages")}
+    kinds = {"stages": ("stages", "rotating cuts"), "replicas": ("replicas", "shared stages")}
     best = {
         name: max((c for c in everything if c.kind in members), key=lambda c: c.prediction.rows_per_s, default=None)
         for name, members in kinds.items()

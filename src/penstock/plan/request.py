@@ -1,19 +1,13 @@
-"""What is wanted of a plan, and what was found: the ways to run a model that were considered."""
+"""What is wanted of a plan."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.cost.bound import pace_bound_s
-from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Setting
-from penstock.spec.plan import Pipeline, Plan, Prediction, Schedule
+from penstock.spec.plan import Schedule
 
 PlanAim = Literal["throughput", "latency", "devices"]
-Kind = Literal["stages", "shared stages", "replicas", "alternating cuts"]
-# plans this near to each other count as equal: then the one with fewer devices is better
-EQUAL = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +16,7 @@ class Request:
 
     `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes
     to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
-    `replicas` allows whole pipelines side by side, `shared` stages whose devices take turns. A training step has
+    `replicas` allows whole pipelines side by side, `shared` stages that devices share round-robin. A training step has
     `num_microbatches`, or as many as make up `batch_rows`, over all replicas. `recording_bytes` stay free on every
     device for a trace.
 
@@ -76,42 +70,3 @@ class Request:
             rows=rows, depth=self.depth, schedule=self.schedule, num_microbatches=count,
             optimizer_state_factor=self.optimizer_state_factor, recording_bytes=self.recording_bytes,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One way to run the model: its kind, its pipelines with names, and what they are predicted to do.
-
-    `exact` says that no plan of its kind is better for its microbatch size.
-    """
-
-    kind: Kind
-    problem: Problem
-    pipelines: tuple[Pipeline, ...]
-    prediction: Prediction
-    exact: bool
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices hold stages."""
-        return len({name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices})
-
-    @property
-    def rows(self) -> int:
-        """The rows of a microbatch."""
-        return self.problem.setting.rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The plan that was chosen, as plan and as candidate, and the others, best first."""
-
-    plan: Plan
-    best: Candidate
-    others: tuple[Candidate, ...]
-
-
-def bound_rows_per_s(problem: Problem, *, share: bool) -> float:
-    """Return the throughput that no plan exceeds; see `pace_bound_s`."""
-    bound = pace_bound_s(problem, share=share)
-    return problem.setting.rows / bound if bound else math.inf

@@ -44,11 +44,13 @@ def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7
     calibration_s = calibrate(threads=threads)
     made = profile_graph(
         graph, lambda state: load_state(graph, state, task.weights), rows=rows, threads=threads, repeats=repeats,
-        training=True, loss=_loss(task, graph), messages=messages, calibration_s=calibration_s, base_bytes=base_bytes,
-        script_bytes=more_bytes,
+        training=True, loss=_loss(task, graph), messages=messages,
     )  # fmt: skip
     data: Any = task.training
-    return msgspec.structs.replace(made, model=settings.model, loader_s_per_row=measure_rows(data))
+    return msgspec.structs.replace(
+        made, model=settings.model, loader_s_per_row=measure_rows(data), calibration_s=calibration_s,
+        base_bytes=base_bytes, script_bytes=more_bytes,
+    )  # fmt: skip
 
 
 def _loss(task: Task, graph: Graph) -> Loss:

@@ -21,6 +21,7 @@ from penstock.report.page.tables import (
     predicted_loads,
     stage_table,
 )
+from penstock.report.page.training_figures import training_figures, training_picture, training_tables
 from penstock.report.stream.account import Account, make_account
 from penstock.report.stream.advice import advise
 from penstock.report.stream.measured import measure_stream
@@ -28,7 +29,6 @@ from penstock.report.stream.memory_advice import advise_memory
 from penstock.report.training.steps import measure_training
 from penstock.report.training.training_account import make_training_account
 from penstock.report.training.training_advice import advise_training
-from penstock.report.training.training_figures import training_figures, training_picture, training_tables
 from penstock.tracing.trace import Run, read_run
 
 
@@ -75,7 +75,7 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a page says of a run; `tables` are those behind no figure."""
+    """What a page says of a run; `tables` are those that belong to no figure."""
 
     title: str
     account: Account
@@ -87,7 +87,7 @@ class Contents:
 
 
 def stream_contents(run: Run) -> Contents:
-    """Say everything about a stream."""
+    """Return everything about a stream."""
     stream = measure_stream(run)
     account = make_account(run, stream)
     facts = run.facts
@@ -104,7 +104,7 @@ def stream_contents(run: Run) -> Contents:
 
 
 def training_contents(run: Run) -> Contents:
-    """Say everything about a training."""
+    """Return everything about a training."""
     training = measure_training(run)
     account = make_training_account(run, training)
     facts, replicas = run.facts, len(training.replicas)
@@ -122,7 +122,7 @@ def training_contents(run: Run) -> Contents:
 
 
 def profiled_lines(run: Run) -> list[str]:
-    """Say where torch.profiler slowed a run down."""
+    """Describe where torch.profiler slowed a run down."""
     seen = {(span.step, span.microbatch) for span in run.spans if span.kind == "profile"}
     if not seen:
         return []
@@ -133,7 +133,7 @@ def profiled_lines(run: Run) -> list[str]:
 
 
 def lead_lines(account: Account, done: str) -> list[str]:
-    """Say in two sentences what the run reached and what it lost most to."""
+    """Describe in two sentences what the run reached and what it lost most to."""
     return [
         f"{done}: {account.speedup:.2f} times one device, of {account.num_times:.2f}.",
         f"Most is lost to {account.largest.title} ({account.largest.times:.2f}): {account.largest.why}.",

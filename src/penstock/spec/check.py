@@ -129,16 +129,16 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_devices_once(plan: Plan) -> None:
-    """See that each device holds one stage, or those of one pipeline that are dealt out to it in turns."""
-    dealt = plan.schedule == "interleaved"
-    if dealt and len(plan.pipelines) > 1:
+    """Check that each device holds one stage, or those of one pipeline that are interleaved on it."""
+    interleaved = plan.schedule == "interleaved"
+    if interleaved and len(plan.pipelines) > 1:
         _refuse("pipelines", "has one pipeline with the schedule interleaved", f"{len(plan.pipelines)}")
     names = [name for _, name in _device_places(plan)]
     for place, (where, name) in enumerate(_device_places(plan)):
-        if dealt and name != names[place % len(plan.devices)]:
-            wanted = f"is that of stage {place % len(plan.devices)}, since stages are dealt out in turns"
+        if interleaved and name != names[place % len(plan.devices)]:
+            wanted = f"is that of stage {place % len(plan.devices)}, since stages go round-robin to the devices"
             _refuse(where, wanted, repr(name))
-        if not dealt and names.count(name) > 1:
+        if not interleaved and names.count(name) > 1:
             _refuse(where, "is a device that holds no other stage", repr(name))
 
 

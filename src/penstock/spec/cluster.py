@@ -21,16 +21,15 @@ A lab file is a cluster file too: its hosts are devices, their share of a core i
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
 
 import msgspec
 
-from penstock.errors import ClusterError, UsageError
-from penstock.spec.fields import nearest, read_text
+from penstock.errors import ClusterError
+from penstock.spec.fields import check_fields, nearest, needed, read_number, read_quantity, read_tables, read_text
 from penstock.spec.names import check_name
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
@@ -38,7 +37,6 @@ _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts",
 _DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency")
 _HOST_FIELDS = ("name", "cpu", "memory", "bandwidth")
 _LINK_FIELDS = ("between", "bandwidth", "latency")
-_Number = TypeVar("_Number", int, float)
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,19 +172,19 @@ def parse_cluster(text: str) -> Cluster:
         table = msgspec.toml.decode(text)
     except msgspec.DecodeError as error:
         raise ClusterError(f"a cluster file is TOML, but this one is not: {error}; correct that line") from None
-    _check_fields("a cluster file", table, _CLUSTER_FIELDS)
-    devices, hosts = _tables(table, "devices"), _tables(table, "hosts")
+    check_fields("a cluster file", table, _CLUSTER_FIELDS)
+    devices, hosts = read_tables(table, "devices"), read_tables(table, "hosts")
     if devices and hosts:
         raise ClusterError("a file has [[devices]] or, as a lab, [[hosts]], not both; keep one kind")
-    bandwidth = _parse("bandwidth of the cluster", table.get("bandwidth"), parse_rate)
-    latency_s = _parse("latency of the cluster", table.get("latency"), parse_seconds) or 0.0
+    bandwidth = read_quantity("bandwidth of the cluster", table.get("bandwidth"), parse_rate)
+    latency_s = read_quantity("latency of the cluster", table.get("latency"), parse_seconds) or 0.0
     read = [_device(item, bandwidth, latency_s) for item in devices]
     read += [_host(item, bandwidth, latency_s) for item in hosts]
     return Cluster(
         name=read_text("name of the cluster", table.get("name", "cluster")),
         feeder=read_text("feeder", table.get("feeder", "")),
         devices=tuple(read),
-        links=tuple(_link(item) for item in _tables(table, "links")),
+        links=tuple(_link(item) for item in read_tables(table, "links")),
     )
 
 
@@ -222,43 +220,43 @@ def write_cluster(cluster: Cluster) -> str:
 
 def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: float) -> Device:
     where = _named(table)
-    _check_fields(where, table, _DEVICE_FIELDS)
+    check_fields(where, table, _DEVICE_FIELDS)
     return Device(
-        name=read_text("a device's name", _needed(where, table, "name")),
-        speed=_number(f"speed of {where}", _needed(where, table, "speed"), float),
-        memory_bytes=_parse(f"memory of {where}", _needed(where, table, "memory"), parse_bytes) or 0,
-        threads=_number(f"threads of {where}", table.get("threads", 1), int),
+        name=read_text("a device's name", needed(where, table, "name")),
+        speed=read_number(f"speed of {where}", needed(where, table, "speed"), float),
+        memory_bytes=read_quantity(f"memory of {where}", needed(where, table, "memory"), parse_bytes) or 0,
+        threads=read_number(f"threads of {where}", table.get("threads", 1), int),
         address=read_text(f"address of {where}", table.get("address", "")),
-        bandwidth_bytes_per_s=_parse(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
+        bandwidth_bytes_per_s=read_quantity(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
         latency_s=latency_s
         if "latency" not in table
-        else _parse(f"latency of {where}", table["latency"], parse_seconds) or 0.0,
+        else read_quantity(f"latency of {where}", table["latency"], parse_seconds) or 0.0,
     )
 
 
 def _host(table: Mapping[str, object], bandwidth: float | None, latency_s: float) -> Device:
     where = _named(table)
-    _check_fields(where, table, _HOST_FIELDS)
-    cpu = _number(f"cpu of {where}", _needed(where, table, "cpu"), float)
+    check_fields(where, table, _HOST_FIELDS)
+    cpu = read_number(f"cpu of {where}", needed(where, table, "cpu"), float)
     return Device(
-        name=read_text("a host's name", _needed(where, table, "name")),
+        name=read_text("a host's name", needed(where, table, "name")),
         # one thread cannot use more than one core
         speed=min(cpu, 1.0),
-        memory_bytes=_parse(f"memory of {where}", _needed(where, table, "memory"), parse_bytes) or 0,
-        bandwidth_bytes_per_s=_parse(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
+        memory_bytes=read_quantity(f"memory of {where}", needed(where, table, "memory"), parse_bytes) or 0,
+        bandwidth_bytes_per_s=read_quantity(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
         latency_s=latency_s,
     )
 
 
 def _link(table: Mapping[str, object]) -> Link:
-    _check_fields("a link", table, _LINK_FIELDS)
-    between = _needed("a link", table, "between")
+    check_fields("a link", table, _LINK_FIELDS)
+    between = needed("a link", table, "between")
     if not isinstance(between, list) or len(between) != 2 or not all(isinstance(name, str) for name in between):
         raise ClusterError(f'a link is between two devices, not {between!r}; write it like between = ["a", "b"]')
     return Link(
         between=(between[0], between[1]),
-        bandwidth_bytes_per_s=_parse("bandwidth of a link", table.get("bandwidth"), parse_rate),
-        latency_s=_parse("latency of a link", table.get("latency"), parse_seconds) or 0.0,
+        bandwidth_bytes_per_s=read_quantity("bandwidth of a link", table.get("bandwidth"), parse_rate),
+        latency_s=read_quantity("latency of a link", table.get("latency"), parse_seconds) or 0.0,
     )
 
 
@@ -276,13 +274,6 @@ def _plain(value: float) -> str:
     return format(Decimal(repr(float(value))), "f")
 
 
-def _tables(table: Mapping[str, object], field: str) -> list[Mapping[str, object]]:
-    value = table.get(field, [])
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ClusterError(f"{field} are [[{field}]] tables; write one [[{field}]] for each")
-    return value
-
-
 def _named(table: Mapping[str, object]) -> str:
     if "name" not in table:
         return "a device without a name"
@@ -290,37 +281,8 @@ def _named(table: Mapping[str, object]) -> str:
     return f"device {table['name']}"
 
 
-def _needed(where: str, table: Mapping[str, object], field: str) -> object:
-    if field not in table:
-        raise ClusterError(f"{where} has no {field}; add it")
-    return table[field]
-
-
-def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...]) -> None:
-    for field in table:
-        if field not in known:
-            raise ClusterError(f"{where} has the fields {', '.join(known)}, not {field!r}{nearest(field, known)}")
-
-
 def _check_link(where: str, bandwidth_bytes_per_s: float | None, latency_s: float) -> None:
     if bandwidth_bytes_per_s is not None and not 0 < bandwidth_bytes_per_s < math.inf:
         raise ClusterError(f"bandwidth is above 0, but {where} has {bandwidth_bytes_per_s:g}; write it like '1 Gbit/s'")
     if not 0 <= latency_s < math.inf:
         raise ClusterError(f"latency is from 0 up, but {where} has {latency_s:g}; write it like '0.2 ms'")
-
-
-def _parse(what: str, value: object, parse: Callable[[str], _Number]) -> _Number | None:
-    if value is None:
-        return None
-    try:
-        return parse(read_text(what, value))
-    except ClusterError:
-        raise
-    except UsageError as error:
-        raise ClusterError(f"{what}: {error}") from None
-
-
-def _number(what: str, value: object, kind: type[_Number]) -> _Number:
-    if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise ClusterError(f"{what} is a {'whole ' if kind is int else ''}number, not {value!r}; correct it")
-    return kind(value)

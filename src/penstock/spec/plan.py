@@ -20,9 +20,9 @@ class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage: the devices that take turns on its microbatches, and what part each of them takes.
+    """One stage: the devices that share its microbatches round-robin, and what part each of them takes.
 
-    With the schedule `interleaved` a device holds several stages of a pipeline, dealt out in turns.
+    With the schedule `interleaved` a device holds several stages of a pipeline, far apart in the model.
     """
 
     devices: tuple[str, ...]
@@ -32,7 +32,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Stages one behind the other, where they are cut, and the part of all microbatches that goes through them."""
+    """Stages one after the other, where they are cut, and the part of all microbatches that goes through them."""
 
     stages: tuple[Stage, ...]
     cut_sets: tuple[CutSet, ...]

@@ -23,7 +23,7 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     constant_bytes: float = 0.0
 
     def num_bytes(self, rows: float) -> float:
-        """Return the bytes that cross for one microbatch of so many rows."""
+        """Return the bytes that cross for one microbatch of `rows` rows."""
         return self.bytes_per_row * rows + self.constant_bytes
 
 
@@ -60,7 +60,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     - `own_input_s`, `own_output_s`: of that and of feeding, what a process is spared that feeds and holds the first
       or the last stage, since nothing crosses between the two;
     - `sum_s_per_byte`: of gradients, to lay them into a bucket and to add another device's;
-    - `update_s_per_byte`: of weights, for AdamW's step behind a step of training;
+    - `update_s_per_byte`: of weights, for AdamW's step after a step of training;
     - `base_bytes`: what a process takes before it holds a stage;
     - `script_bytes`: what one takes beside that which has the model's library and graph: it feeds, or trains;
     - `calibration_s`: a round of reference work, by which other devices' speed is compared; 0 where not measured.

@@ -16,7 +16,8 @@ KEPT_BYTES = 6 * 2**20
 SCRATCH_BYTES = 12 * 2**20
 # memory is looked at between microbatches, at most this often
 SAMPLE_S = 0.1
-# the process that feeds has no stage of its own in the pipeline's order
+# the rank of the process that feeds, and that the others come to; it has no stage of its own in the pipeline's order
+FEEDER = 0
 FEEDER_STAGE = -1
 
 

@@ -63,12 +63,11 @@ class Machine(msgspec.Struct, frozen=True):
     memory_bytes: float = 0.0
 
 
-class ProcessTrace(msgspec.Struct, frozen=True):
-    """Everything that one process recorded during one stream."""
+class _Recorded(msgspec.Struct, frozen=True):
+    """What one process recorded during one stream, but for its spans."""
 
     rank: int
     device: str
-    spans: tuple[Span, ...] = ()
     counters: tuple[Counter, ...] = ()
     alone: tuple[Alone, ...] = ()
     machine: Machine = Machine()
@@ -76,6 +75,12 @@ class ProcessTrace(msgspec.Struct, frozen=True):
     alignment: Alignment = Alignment()
     num_dropped: int = 0
     version: int = 1
+
+
+class ProcessTrace(_Recorded, frozen=True):
+    """Everything that one process recorded during one stream."""
+
+    spans: tuple[Span, ...] = ()
 
     def aligned(self) -> "ProcessTrace":
         """Return the same with all moments on the feeding process's clock."""
@@ -85,19 +90,10 @@ class ProcessTrace(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, spans=spans, counters=counters)
 
 
-class PackedTrace(msgspec.Struct, frozen=True, rename={"packed": "spans"}):
+class PackedTrace(_Recorded, frozen=True, kw_only=True, rename={"packed": "spans"}):
     """A process's trace as it came, whose spans stay text until somebody reads them: a fifth of the memory."""
 
-    rank: int
-    device: str
     packed: msgspec.Raw
-    counters: tuple[Counter, ...] = ()
-    alone: tuple[Alone, ...] = ()
-    machine: Machine = Machine()
-    readings: tuple[Reading, ...] = ()
-    alignment: Alignment = Alignment()
-    num_dropped: int = 0
-    version: int = 1
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -109,11 +105,8 @@ class PackedTrace(msgspec.Struct, frozen=True, rename={"packed": "spans"}):
 
     def unpacked(self) -> ProcessTrace:
         """Return the same with its spans read."""
-        return ProcessTrace(
-            rank=self.rank, device=self.device, spans=self.spans, counters=self.counters, alone=self.alone,
-            machine=self.machine, readings=self.readings, alignment=self.alignment, num_dropped=self.num_dropped,
-            version=self.version,
-        )  # fmt: skip
+        recorded = {name: getattr(self, name) for name in _Recorded.__struct_fields__}
+        return ProcessTrace(spans=self.spans, **recorded)
 
     def aligned(self) -> ProcessTrace:
         """Return the same with all moments on the feeding process's clock."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.tracing.record import FEEDER as FEEDER
 from penstock.transport.tags import CONTROL
 
 
@@ -44,7 +45,6 @@ class Transport(Protocol):
         """Let go of all connections."""
 
 
-FEEDER = 0  # the rank of the process that feeds, and that the others come to
 WORD_BYTES = 64 * 2**10  # of a signal, a number, a name or an error
 DOCUMENT_BYTES = 16 * 2**20  # of what ranks tell each other, an entry for each of them
 JOB_BYTES = 256 * 2**20  # of a job, with the programs of a rank's stages as text

@@ -36,7 +36,7 @@ class Bucket:
         return self.num_bytes * per_byte / problem.devices[device].speed
 
     def seconds(self, problem: Problem) -> float:
-        """Return the seconds of a bucket from its start until every device has the sums."""
+        """Return the seconds of a bucket from its start until every device has all sums."""
         count = len(self.devices)
         neighbours = zip(self.devices, (*self.devices[1:], self.devices[0]), strict=True)
         each = max(
@@ -99,11 +99,11 @@ def _first_units(divisions: Sequence[Division], units: Sequence[int]) -> dict[in
     return found
 
 
-def summed_s(problem: Problem, buckets: Sequence[Bucket], last: Mapping[int, Sequence[LastBackward]]) -> float:
+def all_reduced_s(problem: Problem, buckets: Sequence[Bucket], last: Mapping[int, Sequence[LastBackward]]) -> float:
     """Return when every device has computed the last backwards of its stages and has all sums.
 
     Example:
-        summed_s(problem, make_buckets(problem, divisions), last)
+        all_reduced_s(problem, make_buckets(problem, divisions), last)
     """
     free = dict.fromkeys(last, 0.0)
     cpu_s = dict.fromkeys(last, 0.0)

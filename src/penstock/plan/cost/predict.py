@@ -7,7 +7,8 @@ from itertools import pairwise
 import msgspec
 
 from penstock.plan.cost.finite_stream import StageTimes, result_times, steady_s
-from penstock.plan.cost.problem import Division, Placed, Problem, latency_s, pace_s
+from penstock.plan.cost.pipeline_cost import bottleneck_s, latency_s
+from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.cost.training_step import predict_training
 from penstock.plan.schedule.round_robin import round_robin
@@ -83,7 +84,7 @@ def predict_pipelines(
         times = _stage_times(problem, line, feeding[0])
         order = round_robin(line.weights)
         feed_s = _separate_feed_s(problem, line, max(feeding))
-        holds.append((line.pipeline.share * _line_pace_s(problem, line, len(lines), times, order, feed_s),
+        holds.append((line.pipeline.share * _line_bottleneck_s(problem, line, len(lines), times, order, feed_s),
                       _slowest(problem, line)))  # fmt: skip
         count = max(1, round(num_rows / rows * line.pipeline.share))
         total_s = max(total_s, _stream_s(problem, line, times, order, feed_s, count))
@@ -146,19 +147,19 @@ def _separate_feed_s(problem: Problem, line: _Line, feeding_s: float) -> float:
     return feeding_s / line.pipeline.share
 
 
-def _line_pace_s(
+def _line_bottleneck_s(
     problem: Problem, line: _Line, num_lines: int, times: Sequence[StageTimes], order: Sequence[int], feed_s: float
 ) -> float:
     """Return the seconds between microbatches of one pipeline when it runs full."""
     if num_lines == 1 and len(line.divisions) == 1:
-        return pace_s(problem, line.divisions[0])
+        return bottleneck_s(problem, line.divisions[0])
     steady = steady_s(times, order, depth=problem.setting.depth, feed_s=feed_s)
     # links in the two directions and their share of the feeder's are in the single sets' paces
-    loads = [_link_pace_s(problem, division) for division in line.divisions]
+    loads = [_link_bottleneck_s(problem, division) for division in line.divisions]
     return max(steady, sum(w * load for w, load in zip(line.weights, loads, strict=True)))
 
 
-def _link_pace_s(problem: Problem, division: Division) -> float:
+def _link_bottleneck_s(problem: Problem, division: Division) -> float:
     return max(
         float(first[stage.start] + last[stage.end]) / len(stage.devices)
         for stage in division
@@ -170,7 +171,7 @@ def _link_pace_s(problem: Problem, division: Division) -> float:
 def _stream_s(
     problem: Problem, line: _Line, times: Sequence[StageTimes], order: Sequence[int], feed_s: float, count: int
 ) -> float:
-    """Return the seconds of one pipeline for so many microbatches, filling and draining included."""
+    """Return the seconds of one pipeline for `count` microbatches, filling and draining included."""
     ends = line.divisions[0][-1].devices
     back = max(problem.transfer_s(n, problem.feeder, problem.num_units) + problem.latency_s(n, problem.feeder)
                for n in ends)  # fmt: skip
@@ -182,7 +183,7 @@ def _stream_s(
 
 
 def _slowest(problem: Problem, line: _Line) -> str:
-    """Say what of a pipeline sets its pace."""
+    """Name what of a pipeline sets its pace."""
     found: list[tuple[float, str]] = []
     for index in range(len(line.pipeline.stages)):
         for number in line.divisions[0][index].devices:
@@ -196,7 +197,7 @@ def _slowest(problem: Problem, line: _Line) -> str:
         names = " and ".join(problem.devices[stage.devices[0]].name for stage in (one, other))
         found.append((seconds, f"the link between {names}"))
     if not any(problem.feeder in stage.devices for stage in line.divisions[0]):
-        found.append((problem.feeding_alone_s(), f"feeding on {problem.devices[problem.feeder].name}"))
+        found.append((problem.feeding_only_s(), f"feeding on {problem.devices[problem.feeder].name}"))
     return max(found, key=lambda item: item[0])[1]
 
 

@@ -1,9 +1,7 @@
 """A profile on a cluster at one setting: what each device would take for each stage."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -75,7 +73,7 @@ class Problem:
         return self._replicas[num_microbatches]
 
     def for_stages(self, num_stages: int) -> "Problem":
-        """Return the same problem for pipelines of so many stages, where that says what stages keep."""
+        """Return the same problem for pipelines of `num_stages` stages, where that says what stages keep."""
         return Problem(self.profile, self.cluster, replace(self.setting, num_stages=num_stages))
 
     def in_flight(self, division: Division) -> list[int]:
@@ -112,7 +110,7 @@ class Problem:
         return max(float(a[start] + b[end]) for a, b in self.terms(device).pairs())
 
     def limit(self, device: int, start: int, end: int) -> str:
-        """Say which part of a device is busiest with a stage."""
+        """Name the part of a device that is busiest with a stage."""
         loads = [float(a[start] + b[end]) for a, b in self.terms(device).pairs()]
         names = ["compute", "link out", "link in", "link to the feeder", "link to the feeder"]
         return names[loads.index(max(loads))]
@@ -127,7 +125,7 @@ class Problem:
         """Return whether a device has the memory for a stage."""
         return self.memory_bytes(device, start, end, in_flight) <= self.devices[device].memory_bytes
 
-    def feeding_alone_s(self) -> float:
+    def feeding_only_s(self) -> float:
         """Return what the feeding device does per microbatch when it holds no stage."""
         pairs = self.terms(self.feeder).feeding
         # with the first boundary not its own, nor the last: everything crosses its link
@@ -154,14 +152,14 @@ class Problem:
     def _terms(self, number: int) -> Terms:
         costs, device = self.costs, self.devices[number]
         feeds = number == self.feeder and not self.setting.trains
-        before, behind = costs.before_s.copy(), costs.behind_s.copy()
+        before, after = costs.before_s.copy(), costs.after_s.copy()
         incoming, outgoing = costs.crossing.copy(), costs.crossing.copy()
         if feeds:  # what is its own already does not cross
-            before[0], behind[-1] = -costs.own_input_s, -costs.own_output_s
+            before[0], after[-1] = -costs.own_input_s, -costs.own_output_s
             incoming[0] = outgoing[-1] = 0.0
         per_byte = 1 / device.bandwidth_bytes_per_s if device.bandwidth_bytes_per_s else 0.0
         own = [
-            ((before - costs.seconds) / device.speed, (costs.seconds + costs.overhead_s + behind) / device.speed),
+            ((before - costs.seconds) / device.speed, (costs.seconds + costs.overhead_s + after) / device.speed),
             (costs.returning * per_byte, outgoing * per_byte),
             (incoming * per_byte, costs.returning * per_byte),
         ]
@@ -231,69 +229,6 @@ class Problem:
         speed, rate = device.speed, device.bandwidth_bytes_per_s
         feeds = number == self.feeder and not self.setting.trains
         return speed, device.memory_bytes, rate, device.latency_s, feeds, links
-
-
-def shared_load_s(problem: Problem, stage: Placed) -> float:
-    """Return the pace of a stage: one device's load, or that of several that take turns in proportion to speed.
-
-    With the feeder among several, feeding comes first and it takes as many microbatches as it then can.
-    """
-    if len(stage.devices) == 1:
-        return problem.load_s(stage.devices[0], stage.start, stage.end)
-    rate, spent = 0.0, 0.0
-    for number in stage.devices:
-        terms = problem.terms(number)
-        rate += 1 / max(float(a[stage.start] + b[stage.end]) for a, b in terms.own)
-        if number == problem.feeder:
-            # others take a part of its input and output, wherever this stage lies
-            own = max(float(a[stage.start] + b[stage.end]) for a, b in terms.own)
-            spent = problem.feeding_alone_s() / own
-    pace = (1 + spent) / rate
-    if spent and pace <= problem.feeding_alone_s() * (1 + 1e-9):
-        return math.inf  # feeding leaves it no time: the stage is better off without it
-    return pace
-
-
-def pace_s(problem: Problem, division: Division) -> float:
-    """Return the seconds between microbatches of a pipeline that runs full: its busiest device or link."""
-    pace = max(shared_load_s(problem, stage) for stage in division)
-    for one, other in pairwise(division):
-        if len(one.devices) == len(other.devices) == 1:
-            between = problem.byte_s(one.devices[0], other.devices[0])
-            pace = max(pace, float(problem.costs.crossing[one.end]) * between)
-    if not any(problem.feeder in stage.devices for stage in division):
-        pace = max(pace, problem.feeding_alone_s())
-    return pace
-
-
-def latency_s(problem: Problem, division: Division) -> float:
-    """Return the seconds from feeding a microbatch into the empty pipeline until its result is there.
-
-    Where devices take turns on a stage, the slowest counts.
-    """
-    costs, feeder = problem.costs, problem.feeder
-    total = costs.feeding_s / problem.devices[feeder].speed
-    places = [(feeder,), *(stage.devices for stage in division), (feeder,)]
-    bounds = [*(stage.start for stage in division), problem.num_units]
-    for (senders, receivers), boundary in zip(pairwise(places), bounds, strict=True):
-        total += max(
-            problem.transfer_s(one, other, boundary) + problem.latency_s(one, other)
-            for one in senders
-            for other in receivers
-        )
-    for stage in division:
-        paths = [problem.path_terms(number) for number in stage.devices]
-        total += max(float(a[stage.start] + b[stage.end]) for a, b in paths)
-    return total
-
-
-def fits_all(problem: Problem, division: Division) -> bool:
-    """Return whether every device of a pipeline has the memory for its stage."""
-    return all(
-        problem.fits(number, stage.start, stage.end, in_flight)
-        for stage, in_flight in zip(division, problem.in_flight(division), strict=True)
-        for number in stage.devices
-    )
 
 
 def _zeros(costs: Costs) -> Pair:

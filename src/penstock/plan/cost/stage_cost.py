@@ -19,7 +19,7 @@ training of its backward, which makes gradients beside those that are there; the
 units use, until the last is there; gradients that are being added up; and `depth` messages on each side of the stage.
 
 In training nobody feeds: the devices with the first and the last stage load their rows of a step themselves, and
-hold them. What a step takes beside its microbatches, `step.py` and `sums.py` say.
+hold them. What a step takes beside its microbatches, `training_step.py` and `all_reduces.py` say.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PlanError
-from penstock.plan.schedule.actions import BUCKET_BYTES, NUM_SUMS
+from penstock.plan.schedule.actions import BUCKET_BYTES, NUM_ALL_REDUCES
 from penstock.spec.plan import Schedule
 from penstock.spec.profile import Profile, interpolate
 
@@ -107,7 +107,7 @@ class Costs:
         self.returning = self.crossing * float(setting.trains)
         send, receive = profile.send_s_per_byte, profile.receive_s_per_byte
         self.before_s = self.crossing * receive + self.returning * send
-        self.behind_s = self.crossing * send + self.returning * receive
+        self.after_s = self.crossing * send + self.returning * receive
         self.overhead_s = profile.stage_overhead_s
         self.feeding_s = 0.0 if setting.trains else profile.loader_s_per_row * rows + profile.feed_s + profile.result_s
         # what the feeder is spared at the ends of a pipeline that are its own
@@ -177,7 +177,7 @@ class Costs:
         """
         if self.setting.replicated:
             largest = self._largest([max(dict(unit.parameters).values(), default=0.0) for unit in self.profile.units])
-            return (1 + NUM_SUMS / 2) * np.maximum(largest, np.minimum(self.parameter_bytes, BUCKET_BYTES))
+            return (1 + NUM_ALL_REDUCES / 2) * np.maximum(largest, np.minimum(self.parameter_bytes, BUCKET_BYTES))
         bucket = np.zeros_like(self.parameter_bytes)
         for num_bytes, places in self._tied:
             some = self._with_both(zip(places, places, strict=True)) & ~self._with_both([(places[0], places[-1])])
@@ -190,7 +190,7 @@ class Costs:
         return [(num_bytes, places) for num_bytes, places in self.tensors.values() if len(places) > 1]
 
     def _with_both(self, pairs: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-        """Say which units `a` to `b` have both of any pair in them: `[a, b]`."""
+        """Return which units `a` to `b` have both of any pair in them: `[a, b]`."""
         found = np.zeros(self.parameter_bytes.shape, dtype=np.bool_)
         for first, second in pairs:
             found[: first + 1, second + 1 :] = True

@@ -1,12 +1,125 @@
-"""What pipelines of a training plan will do: seconds of a step, each device's load and memory."""
+"""What a step of training takes, by playing its schedule on the cost model: seconds, each device's load and memory."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-from penstock.plan.cost.all_reduces import Bucket
-from penstock.plan.cost.problem import Division, Problem, latency_s
-from penstock.plan.cost.step import Step, devices_of, play_step
-from penstock.plan.search.dealing import dealt_memory
+from penstock.plan.cost.all_reduces import Bucket, LastBackward, all_reduced_s, make_buckets
+from penstock.plan.cost.pipeline_cost import latency_s
+from penstock.plan.cost.problem import Division, Problem
+from penstock.plan.schedule.actions import BACKWARD_PARTS, Action
+from penstock.plan.schedule.schedules import make_schedule
+from penstock.plan.schedule.simulate import Crossing, Simulation, simulate
 from penstock.spec.plan import DeviceLoad, Prediction
+
+# what the optimizer's step reads and writes per byte of weights, beside the weights and gradients: AdamW's two moments
+ADAMW_STATE = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of pipelines side by side; seconds from its first forward on.
+
+    - `buckets`: the gradients that travel together;
+    - `computed_s`: when the last backward of all is done;
+    - `all_reduced_s`: when every device has its gradients added up;
+    - `step_s`: with the optimizer's update and the loading of the next rows.
+    """
+
+    replicas: tuple[Simulation, ...]
+    buckets: tuple[Bucket, ...]
+    computed_s: float
+    all_reduced_s: float
+    step_s: float
+
+
+def simulate_step(problem: Problem, division: Division, num_microbatches: int | None = None) -> Simulation:
+    """Play one pipeline's part of a step: every microbatch forward and back, the pipeline filled and drained.
+
+    Each stage lies on one device, which may hold others. A stage's work on a microbatch, messages included, is parted
+    between forward and backward as its units' seconds are, the two of a split backward are taken as equal, and a
+    message takes as long in both directions.
+
+    Example:
+        simulate_step(problem, division).makespan_s
+    """
+    setting, costs = problem.setting, problem.costs
+    holders = [stage.devices[0] for stage in division]
+    devices = devices_of(division)
+    own_s = [problem.own_s(number, stage) for number, stage in zip(holders, division, strict=True)]
+    forward = [
+        float(costs.forward_s[stage.end] - costs.forward_s[stage.start])
+        / (float(costs.seconds[stage.end] - costs.seconds[stage.start]) or 1.0)
+        for stage in division
+    ]
+
+    def duration(action: Action, _device: int) -> float:
+        part = forward[action.stage]
+        return own_s[action.stage] * (part if action.kind == "F" else (1 - part) * BACKWARD_PARTS[action.kind])
+
+    # where stages are interleaved, two devices have several cuts between them, of about the same size
+    cuts: dict[frozenset[int], list[int]] = defaultdict(list)
+    for before, after in pairwise(division):
+        cuts[frozenset((before.devices[0], after.devices[0]))].append(after.start)
+
+    def transfer(source: int, to: int, _kind: Crossing) -> float:
+        one, other = devices[source], devices[to]
+        between = cuts[frozenset((one, other))]
+        seconds = sum(problem.transfer_s(one, other, cut) for cut in between) / len(between)
+        return seconds + problem.latency_s(one, other)
+
+    count = num_microbatches or setting.num_microbatches or 1
+    return simulate(make_schedule(setting.schedule, len(division), count, len(devices)), duration, transfer)
+
+
+def devices_of(division: Division) -> list[int]:
+    """Return the devices of a pipeline that trains, each once, in the order of its schedule."""
+    return list(dict.fromkeys(stage.devices[0] for stage in division))
+
+
+def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> Step:
+    """Play a step of pipelines side by side, each with its number of microbatches, and what comes after.
+
+    Gradients are added up over the devices that hold the same weights (`all_reduces.py`). Then every device says to all
+    that it is done, updates its weights, and loads the rows of the next step where its stage is the first or the last.
+
+    Example:
+        play_step(problem, [division], [8]).step_s
+    """
+    replicas = tuple(simulate_step(problem, d, count) for d, count in zip(divisions, counts, strict=True))
+    last: dict[int, list[LastBackward]] = defaultdict(list)
+    after_s: dict[int, float] = defaultdict(float)
+    for division, count, played in zip(divisions, counts, replicas, strict=True):
+        # of a stage's actions the last is that of its last microbatch
+        spans = {span.action.stage: span for own in played.spans for span in own if span.action.kind != "F"}
+        for index, stage in enumerate(division):
+            device, span = stage.devices[0], spans[index]
+            # of a split backward, gradients of weights are told of when all are there
+            begin_s = span.begin_s if span.action.kind == "B" else span.end_s
+            last[device].append(LastBackward(stage, begin_s, span.end_s))
+            loads = count if index in {0, len(division) - 1} else 0
+            after_s[device] += _update_s(problem, device, stage.start, stage.end) + _load_s(problem, device, loads)
+    buckets = make_buckets(problem, divisions)
+    done_s = all_reduced_s(problem, buckets, last)
+    # every process tells the first one how its part went, which tells all
+    told_s = 2 * max(problem.latency_s(next(iter(last)), device) for device in last)
+    return Step(
+        replicas=replicas, buckets=tuple(buckets), computed_s=max(played.makespan_s for played in replicas),
+        all_reduced_s=done_s, step_s=done_s + told_s + max(after_s.values()),
+    )  # fmt: skip
+
+
+def _update_s(problem: Problem, device: int, start: int, end: int) -> float:
+    """Return the seconds of the optimizer's step: measured for AdamW, others touch less for each weight."""
+    part = (1 + problem.setting.optimizer_state_factor) / (1 + ADAMW_STATE)
+    num_bytes = float(problem.costs.parameter_bytes[start, end])
+    return num_bytes * problem.profile.update_s_per_byte * part / problem.devices[device].speed
+
+
+def _load_s(problem: Problem, device: int, num_microbatches: int) -> float:
+    rows = problem.setting.rows * num_microbatches
+    return rows * problem.profile.loader_s_per_row / problem.devices[device].speed
 
 
 def predict_training(
@@ -35,7 +148,7 @@ def predict_training(
 def memory_in_training(problem: Problem, division: Division) -> dict[int, float]:
     """Return the memory that each device of a pipeline needs, whatever its schedule."""
     if len(devices_of(division)) < len(division):
-        return dealt_memory(problem, division)
+        return interleaved_memory(problem, division)
     return {
         stage.devices[0]: problem.memory_bytes(stage.devices[0], stage.start, stage.end, in_flight)
         for stage, in_flight in zip(division, problem.in_flight(division), strict=True)
@@ -45,17 +158,17 @@ def memory_in_training(problem: Problem, division: Division) -> dict[int, float]
 def _loads(
     problem: Problem, divisions: Sequence[Division], counts: Sequence[int], buckets: Sequence[Bucket]
 ) -> list[DeviceLoad]:
-    """Return each device's CPU seconds for a microbatch of the plan on average, sums of gradients included."""
+    """Return each device's CPU seconds for a microbatch of the plan on average, all-reduces included."""
     total = sum(counts)
     loads = []
     for division, count in zip(divisions, counts, strict=True):
         own = problem.for_replica(count) if len(divisions) > 1 else problem
         for device, memory_bytes in memory_in_training(own, division).items():
-            sums_s = sum(bucket.cpu_s(problem, device) for bucket in buckets if device in bucket.devices)
+            all_reduce_s = sum(bucket.cpu_s(problem, device) for bucket in buckets if device in bucket.devices)
             own_s = sum(problem.own_s(device, stage) for stage in division if stage.devices == (device,))
             loads.append(
                 DeviceLoad(
-                    device=problem.devices[device].name, load_s=(own_s * count + sums_s) / total,
+                    device=problem.devices[device].name, load_s=(own_s * count + all_reduce_s) / total,
                     memory_bytes=memory_bytes,
                 )
             )  # fmt: skip
@@ -63,10 +176,42 @@ def _loads(
 
 
 def _limit(problem: Problem, divisions: Sequence[Division], loads: Sequence[DeviceLoad], step: Step) -> str:
-    """Say what a step spends most of its time on: the busiest device, or sums that the last backwards do not hide."""
+    """Name what a step takes longest for: the busiest device, or all-reduces that the last backwards do not hide."""
     busiest = max(loads, key=lambda load: load.load_s)
-    if step.summed_s - step.computed_s > step.computed_s:
-        return "the sums of gradients"
+    if step.all_reduced_s - step.computed_s > step.computed_s:
+        return "the all-reduces of gradients"
     stages = (enumerate(division) for division in divisions)
     places = {problem.devices[stage.devices[0]].name: index for each in stages for index, stage in each}
     return f"compute of {busiest.device} (stage {places[busiest.device]})"
+
+
+def interleaved_memory(problem: Problem, division: Division) -> dict[int, float]:
+    """Return the memory of each device that holds several stages.
+
+    One process holds them all, and works on one at a time; what they keep is counted along the schedule.
+    """
+    costs, setting = problem.costs, problem.setting
+    devices = devices_of(division)
+    schedule = make_schedule(setting.schedule, len(division), setting.num_microbatches or 1, len(devices))
+    needs = {}
+    for device, actions in zip(devices, schedule, strict=True):
+        first, last = problem.terms(device).memory
+        own = [stage for stage in division if stage.devices == (device,)]
+        process = float(first[-1] - costs.messages_bytes()[-1])
+        messages = sum(float(first[stage.start] + last[stage.end]) - process for stage in own)
+        working = [float(costs.working_bytes[stage.start, stage.end]) for stage in own]
+        held = sum(float(costs.held_bytes[stage.start, stage.end]) for stage in own) - sum(working) + max(working)
+        needs[device] = process + messages + held + _kept_bytes(problem, division, actions)
+    return needs
+
+
+def _kept_bytes(problem: Problem, division: Division, actions: tuple[Action, ...]) -> float:
+    """Return the most that a device keeps for backwards at a time."""
+    costs = problem.costs
+    kept = most = 0.0
+    for action in actions:
+        stage = division[action.stage]
+        change = float(costs.kept_at_end_bytes[stage.end] - costs.kept_bytes[stage.start])
+        kept += change if action.kind == "F" else -change if action.kind in {"B", "W"} else 0.0
+        most = max(most, kept)
+    return most

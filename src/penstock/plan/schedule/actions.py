@@ -5,8 +5,8 @@ stage out. The executor runs such a list; whatever else reads schedules reads th
 
     F  forward
     B  backward: gradients of the inputs and of the weights
-    I  backward for the inputs alone, W  for the weights, later: the two halves of a B
-    R  the forward once more, where a stage kept its inputs alone
+    I  backward for the inputs only, W  for the weights, later: a B that is split in two
+    R  the forward once more, where a stage kept its inputs only
     S  gradients of a stage, added up over replicas and over stages that share a weight
     U  the optimizer's update of a stage's weights
 """
@@ -23,7 +23,9 @@ NUM_BUFFERS = 4
 # gradients that are added up as one: large enough for the network, small enough that the first is on its way early
 BUCKET_BYTES = 8 * 2**20
 # buckets under way at a time: while one waits for the network, another is added up
-NUM_SUMS = 2
+NUM_ALL_REDUCES = 2
+# the parts of a split backward are taken as equal
+BACKWARD_PARTS = {"B": 1.0, "I": 0.5, "W": 0.5}
 # these belong to a stage, not to one of its microbatches
 STAGE_KINDS = frozenset({"S", "U"})
 
@@ -45,7 +47,7 @@ Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 def forward_only(stages: Sequence[int], num_microbatches: int | None = None) -> Iterator[Action]:
-    """Forwards without end: inference. A device with several stages takes each microbatch through all of them.
+    """Yield forwards without end: inference. A device with several stages takes each microbatch through all of them.
 
     >>> text(forward_only([2, 3], num_microbatches=2))
     'F0.2 F0.3 F1.2 F1.3'

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages per device, dealt out in turns, so that the bubble shrinks by their number."""
+"""Interleaved 1F1B: several stages per device, far apart in the model, so that the bubble shrinks by their number."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def interleaved_1f1b(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """1F1B over stages dealt out in turns (Narayanan et al. 2021, Megatron-LM).
+    """Make 1F1B over stages that go round-robin to the devices (Narayanan et al. 2021, Megatron-LM).
 
         device 0 of 2, stages 0 and 2:  F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 ...
 
@@ -33,15 +33,15 @@ def interleaved_1f1b(num_stages: int, num_microbatches: int, num_devices: int) -
     if num_stages % num_devices or num_microbatches % num_devices:
         return _as_soon_as_possible(forwards, backwards, [number + 1 for number in ahead], num_stages)
     return tuple(
-        tuple(Action(kind, m, s) for kind, (m, s) in in_turns(f, b, min(n, len(f))))
+        tuple(Action(kind, m, s) for kind, (m, s) in alternate(f, b, min(n, len(f))))
         for f, b, n in zip(forwards, backwards, ahead, strict=True)
     )
 
 
-def in_turns(forwards: Sequence[_T], backwards: Sequence[_T], ahead: int) -> Iterator[tuple[Kind, _T]]:
-    """So many forwards ahead, then one forward and one backward in turns, then the remaining backwards.
+def alternate(forwards: Sequence[_T], backwards: Sequence[_T], ahead: int) -> Iterator[tuple[Kind, _T]]:
+    """Yield `ahead` forwards, then a forward and a backward by turns, then the remaining backwards.
 
-    >>> list(in_turns("ab", "ab", 1))
+    >>> list(alternate("ab", "ab", 1))
     [('F', 'a'), ('F', 'b'), ('B', 'a'), ('B', 'b')]
     """
     remaining = iter(forwards)

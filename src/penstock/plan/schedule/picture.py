@@ -8,7 +8,7 @@ _IDLE = "."
 
 
 def clock_cycles(schedule: Schedule, duration: Duration | None = None) -> list[list[Action | None]]:
-    """Say for every tick what each device does; a forward takes one tick, a backward two, each half of it one.
+    """Return for every tick what each device does; a forward takes one tick, a backward two, a part of one one.
 
     >>> from penstock.plan.schedule.schedules import gpipe
     >>> [[str(action) if action else "" for action in tick] for tick in clock_cycles(gpipe(2, 2))][:3]

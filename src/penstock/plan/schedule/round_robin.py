@@ -29,12 +29,12 @@ class RoundRobin(Generic[T_co]):
         return self.items[self.order[microbatch % len(self.order)]]
 
     def map(self, function: Callable[[T_co], U]) -> "RoundRobin[U]":
-        """Make something of each, in the same order of turns."""
+        """Make something of each, in the same order."""
         return RoundRobin([function(item) for item in self.items], self.order)
 
 
 def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:
-    """Return the order in which cut sets take turns: microbatch `m` takes `turns[m % len(turns)]`.
+    """Return the order in which microbatches go through cut sets: microbatch `m` takes `order[m % len(order)]`.
 
     >>> round_robin([0.5, 0.25, 0.25])
     (0, 1, 2, 0)
@@ -52,17 +52,17 @@ def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ..
     # all in multiples of 1 / (total * slack), so that no rounding decides
     slack = max(2 * len(used) - 2, 1)
     for turn in range(1, total + 1):
-        owed = {j: slack * (turn * counts[j] - total * given[j]) for j in used}
-        due = [j for j in used if owed[j] >= total or len(used) == 1]
+        backlog = {j: slack * (turn * counts[j] - total * given[j]) for j in used}
+        due = [j for j in used if backlog[j] >= total or len(used) == 1]
         # whose part would be missed first
-        chosen = min(due, key=lambda j: ((slack - 1) * total - owed[j]) / counts[j])
+        chosen = min(due, key=lambda j: ((slack - 1) * total - backlog[j]) / counts[j])
         given[chosen] += 1
         order.append(chosen)
     return tuple(order)
 
 
 def round_robin_counts(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:
-    """Return how many turns of one round each cut set takes: whole numbers near the weights, `period` at most in all.
+    """Return how many microbatches of a round each cut set takes: near the weights, at most `period` in all.
 
     >>> round_robin_counts([1 / 3, 2 / 3])
     (1, 2)

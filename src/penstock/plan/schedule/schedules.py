@@ -1,7 +1,7 @@
 """The known training schedules, as pure functions from counts to actions.
 
 With more stages than devices, a device of `gpipe`, `one_f_one_b` and `zero_bubble` holds neighbouring
-stages and works through them as through one; `interleaved_1f1b` deals the stages out in turns.
+stages and works through them as through one; of `interleaved_1f1b` it holds stages far apart.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,13 +10,13 @@ from itertools import accumulate
 
 from penstock.errors import UsageError
 from penstock.plan.schedule.actions import Action, Kind, Schedule
-from penstock.plan.schedule.interleaved import in_turns, interleaved_1f1b
+from penstock.plan.schedule.interleaved import alternate, interleaved_1f1b
 
 MakeSchedule = Callable[[int, int, int], Schedule]
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019, GPipe).
+    """Make all forwards, then all backwards (Huang et al. 2019, GPipe).
 
         device 0 of 2:  F0 F1 F2 B0 B1 B2       holds every microbatch
 
@@ -32,20 +32,20 @@ def gpipe(num_stages: int, num_microbatches: int, num_devices: int | None = None
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
-    """One forward, one backward in turns (Narayanan et al. 2019, PipeDream; flushed as in 2021, Megatron-LM).
+    """Make one forward and one backward by turns (Narayanan et al. 2019, PipeDream; flushed as in 2021, Megatron-LM).
 
     device 0 of 4:  F0 F1 F2 F3 B0 F4 B1 ...   holds at most as many microbatches as there are devices
     device 3 of 4:  F0 B0 F1 B1 F2 B2 ...      holds one
     """
 
     def order(device: int, num_devices: int) -> Iterator[tuple[Kind, int]]:
-        return in_turns(range(num_microbatches), range(num_microbatches), num_devices - device - 1)
+        return alternate(range(num_microbatches), range(num_microbatches), num_devices - device - 1)
 
     return _in_blocks(num_stages, num_microbatches, num_devices, order)
 
 
 def zero_bubble(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
-    """1F1B with the backward in halves, the weights' half where a device would wait (Qi et al. 2023, ZB-H1).
+    """Make 1F1B with split backwards, that for the weights where a device would wait (Qi et al. 2023, ZB-H1).
 
         device 0 of 3:  F0 F1 F2 I0 W0 F3 I1 W1 ...
         device 2 of 3:  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 ...     weights wait for two microbatches
@@ -55,7 +55,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_devices: int | None 
 
     def order(device: int, num_devices: int) -> Iterator[tuple[Kind, int]]:
         every = range(num_microbatches)
-        for kind, m in in_turns(every, every, num_devices - device - 1):
+        for kind, m in alternate(every, every, num_devices - device - 1):
             yield ("I" if kind == "B" else kind), m
             if kind == "B" and m >= device:
                 yield "W", m - device
@@ -65,7 +65,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_devices: int | None 
 
 
 def with_updates(schedule: Schedule, *, update: bool = True) -> Schedule:
-    """Add the synchronization of each stage behind its last backward, and the optimizer's step at the end.
+    """Add the synchronization of each stage after its last backward, and the optimizer's step at the end.
 
     >>> from penstock.plan.schedule.actions import text
     >>> text(with_updates(gpipe(1, 2))[0])
@@ -102,7 +102,7 @@ def with_recompute(schedule: Schedule) -> Schedule:
 
 
 def spread(schedule: Schedule, stages: Sequence[int]) -> Schedule:
-    """Assign each device of a schedule so many neighbouring stages in place of its one, to work through as through one.
+    """Assign each device of a schedule neighbouring stages in place of its one, to work through as through one.
 
     >>> from penstock.plan.schedule.actions import text
     >>> [text(actions) for actions in spread(gpipe(2, 1), [1, 2])]

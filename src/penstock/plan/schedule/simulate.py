@@ -1,24 +1,158 @@
-"""Play a schedule event by event: when each action begins and ends, and how long devices wait.
+"""Play work event by event, in the one simulator there is: when each job begins and ends, and how long devices wait.
 
-device 0   |F0|F1|  |B0|..            a device does its actions in order; each waits
-              \\                       for its inputs to arrive, and its result
-device 1      |F0|F1|B0|              for a free buffer towards the receiver
+    line 0   |F0|F1|  |B0|..            a line does its jobs in order; each waits
+              \\                         for its message to arrive, and its result
+    line 1      |F0|F1|B0|              for a free buffer towards the receiver
+
+Schedules are played here (`simulate`), and by `play` whatever else is lines of jobs with channels between them: streams
+that a plan predicts, recorded runs that a report plays again.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.plan.schedule.actions import NUM_BUFFERS, Action, Schedule, placement
+from penstock.plan.schedule.actions import BACKWARD_PARTS, NUM_BUFFERS, Action, Schedule, placement
 
 # what crosses a cut: activations forwards, gradients back
 Crossing = Literal["activations", "gradients"]
 Duration = Callable[[Action, int], float]
 Transfer = Callable[[int, int, Crossing], float]
 # one cut in one direction: the sending and the receiving stage
-_Edge = tuple[int, int]
+Edge = tuple[int, int]
+_NO_LIMIT = sys.maxsize
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Channel:
+    """Messages from one line to another, numbered as they are made, one after the other on a link.
+
+    Message `k` is `wire_s[k % len(wire_s)]` seconds on the link, which `latency_s` does not keep busy. It is laid out
+    once message `k - at_sender` has left the link and message `k - in_all` has been taken, and it goes onto the link
+    once the receiver has passed on what it made of message `k - at_receiver`.
+    """
+
+    wire_s: Sequence[float] = (0.0,)
+    latency_s: float = 0.0
+    at_sender: int = _NO_LIMIT
+    at_receiver: int = _NO_LIMIT
+    in_all: int = _NO_LIMIT
+    made: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    taken: list[float] = field(default_factory=list)
+    passed: list[float] = field(default_factory=list)
+
+    def sent_s(self, number: int) -> float | None:
+        """Return when a message has left the link; None while that is not known."""
+        sent, made, passed = self.sent, self.made, self.passed
+        while len(sent) <= number:
+            at = len(sent)
+            held = at - self.at_receiver
+            if at >= len(made) or held >= len(passed):
+                return None
+            begin = made[at]
+            if sent and sent[-1] > begin:
+                begin = sent[-1]
+            if held >= 0 and passed[held] > begin:
+                begin = passed[held]
+            sent.append(begin + self.wire_s[at % len(self.wire_s)])
+        return sent[number]
+
+    def room_s(self) -> float | None:
+        """Return when the next message can be laid out; None while that is not known."""
+        held, before = len(self.made) - self.at_sender, len(self.made) - self.in_all
+        if before >= len(self.taken):
+            return None
+        room = self.taken[before] if before >= 0 else 0.0
+        if held < 0:
+            return room
+        left = self.sent[held] if held < len(self.sent) else self.sent_s(held)
+        return None if left is None else max(left, room)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Some work of a line: its seconds, the channel that it takes a message from, the channel for its result.
+
+    It takes message `message`, or the next one. `after_s` is what its device needs before the next job, while nobody
+    waits for it; it goes on while the device waits for a buffer. Of a line with several devices, `device` says which.
+    """
+
+    seconds: float
+    source: Channel | None = None
+    target: Channel | None = None
+    after_s: float = 0.0
+    message: int | None = None
+    device: int = 0
+
+
+class Line:
+    """Jobs in order, and when each begins, has computed, and has laid its result out.
+
+    Jobs on different devices of a line overlap, but results leave in order.
+    """
+
+    def __init__(self, jobs: Sequence[Job], num_devices: int = 1) -> None:
+        self.jobs = jobs
+        self.begins: list[float] = []
+        self.computed: list[float] = []
+        self.ends: list[float] = []
+        self._free = [0.0] * num_devices
+
+    @property
+    def finished(self) -> bool:
+        """Whether all jobs are done."""
+        return len(self.ends) == len(self.jobs)
+
+    def advance(self) -> bool:
+        """Go on as far as what the jobs wait for is known; return whether that was any further."""
+        jobs, begins, computed, ends, free = self.jobs, self.begins, self.computed, self.ends, self._free
+        before = len(begins) + len(ends)
+        while (at := len(ends)) < len(jobs):
+            job = jobs[at]
+            source, target = job.source, job.target
+            if len(begins) == at:
+                begin = free[job.device]
+                if source is not None:
+                    number = len(source.taken) if job.message is None else job.message
+                    arrived = source.sent[number] if number < len(source.sent) else source.sent_s(number)
+                    if arrived is None:
+                        break
+                    arrived += source.latency_s
+                    begin = arrived if arrived > begin else begin
+                    source.taken.append(begin)
+                begins.append(begin)
+                computed.append(begin + job.seconds)
+            done = end = computed[at]
+            if target is not None:
+                room = target.room_s()
+                if room is None:
+                    break
+                end = room if room > end else end
+            free[job.device] = max(end, done + job.after_s)
+            if ends and ends[-1] > end:
+                end = ends[-1]
+            ends.append(end)
+            if source is not None:
+                source.passed.append(end)
+            if target is not None:
+                target.made.append(end)
+        return len(begins) + len(ends) > before
+
+
+def play(lines: Sequence[Line]) -> bool:
+    """Play lines until all are done, or wait for each other; return whether all are done.
+
+    >>> channel = Channel(wire_s=(0.5,))
+    >>> lines = [Line([Job(seconds=1.0, target=channel)] * 2), Line([Job(seconds=2.0, source=channel)] * 2)]
+    >>> play(lines), lines[1].ends
+    (True, [3.5, 5.5])
+    """
+    while max(map(Line.advance, lines), default=False):
+        pass
+    return all(line.finished for line in lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +182,8 @@ class Simulation:
 
 
 def uniform(forward_s: float = 1.0, backward_s: float = 2.0) -> Duration:
-    """Every stage alike; each half of a backward takes half of it, synchronization and update nothing."""
-    seconds = {"F": forward_s, "B": backward_s, "I": backward_s / 2, "W": backward_s / 2, "S": 0.0, "U": 0.0}
+    """Make every stage alike; each part of a split backward takes half of it, synchronization and update nothing."""
+    seconds = {"F": forward_s, "S": 0.0, "U": 0.0} | {kind: part * backward_s for kind, part in BACKWARD_PARTS.items()}
     return lambda action, _device: seconds[action.kind]
 
 
@@ -62,27 +196,89 @@ def simulate(
 ) -> Simulation:
     """Play a schedule.
 
-    `duration` gives an action's seconds on a device, `transfer` those that a message takes from one
-    device to another. `num_buffers` is how many messages a cut holds in each direction between two
-    devices before the sender waits, None for any number; two at the sender and two at the receiver
-    where not given, as the engine has.
+    `duration` returns an action's seconds on a device, `transfer` those of a message from one device to another.
+    `num_buffers` is how many messages a cut holds in each direction between two devices before the sender waits, None
+    for any number; two at the sender and two at the receiver where not given, as the engine has.
 
     Example:
         simulate(one_f_one_b(4, 8)).bubble_fraction
 
     Raises `PlanError` when the devices end up waiting for each other; the message says which for what.
     """
-    player = _Player(schedule, duration or uniform(), transfer, num_buffers)
-    while player.advance():
-        pass
-    if not player.finished:
-        raise PlanError(f"the schedule waits for itself: {player.explain()}; change the order of these actions")
-    spans = tuple(map(tuple, player.spans))
+    lines = _lines(schedule, duration or uniform(), transfer, num_buffers)
+    if not play(lines):
+        raise PlanError(
+            f"the schedule waits for itself: {_standstill(schedule, lines)}; change the order of these actions"
+        )
+    spans = tuple(
+        tuple(Span(device, *times) for times in zip(actions, line.begins, line.computed, strict=True))
+        for device, (actions, line) in enumerate(zip(schedule, lines, strict=True))
+    )
     return Simulation(
         spans=spans,
         makespan_s=max((device[-1].end_s for device in spans if device), default=0.0),
         peak_in_flight=tuple(map(_peak, schedule)),
     )
+
+
+def _lines(schedule: Schedule, duration: Duration, transfer: Transfer, num_buffers: int | None) -> list[Line]:
+    """Turn each device's actions into jobs, with a channel for each cut and direction."""
+    devices = placement(schedule)
+    channels: dict[Edge, Channel] = {}
+    numbers: dict[tuple[Edge, int], int] = {}
+    num_made: dict[Edge, int] = {}
+    for action in (action for actions in schedule for action in actions):
+        edge = _target(action, devices)
+        if edge is not None:
+            numbers[edge, action.microbatch] = num_made.setdefault(edge, 0)
+            num_made[edge] += 1
+            sender, receiver = devices[edge[0]], devices[edge[1]]
+            if edge not in channels and sender == receiver:
+                channels[edge] = Channel()
+            elif edge not in channels:
+                kind: Crossing = "activations" if action.kind == "F" else "gradients"
+                wire_s = transfer(sender, receiver, kind)
+                channels[edge] = Channel(wire_s=(wire_s,), in_all=_NO_LIMIT if num_buffers is None else num_buffers)
+
+    def job(action: Action, device: int) -> Job:
+        source, target = _source(action, devices), _target(action, devices)
+        return Job(
+            seconds=duration(action, device), source=source and channels.setdefault(source, Channel()),
+            # a message that nobody makes never comes
+            message=source and numbers.get((source, action.microbatch), _NO_LIMIT), target=target and channels[target],
+        )  # fmt: skip
+
+    return [Line([job(action, device) for action in actions]) for device, actions in enumerate(schedule)]
+
+
+def _source(action: Action, devices: Mapping[int, int]) -> Edge | None:
+    """Return the cut that an action takes a message from."""
+    if action.kind == "F" and action.stage > 0:
+        return action.stage - 1, action.stage
+    if action.kind in {"B", "I"} and action.stage + 1 in devices:
+        return action.stage + 1, action.stage
+    return None
+
+
+def _target(action: Action, devices: Mapping[int, int]) -> Edge | None:
+    """Return the cut that an action's result crosses."""
+    if action.kind == "F" and action.stage + 1 in devices:
+        return action.stage, action.stage + 1
+    if action.kind in {"B", "I"} and action.stage > 0:
+        return action.stage, action.stage - 1
+    return None
+
+
+def _standstill(schedule: Schedule, lines: Sequence[Line]) -> str:
+    """Name where every unfinished device stands."""
+    parts = []
+    for device, (actions, line) in enumerate(zip(schedule, lines, strict=True)):
+        if len(line.begins) > len(line.ends):
+            result = actions[len(line.ends)]
+            parts.append(f"device {device} cannot pass on the result of {result}, its buffers are full")
+        elif not line.finished:
+            parts.append(f"device {device} is at {actions[len(line.ends)]}")
+    return ", ".join(parts)
 
 
 def _peak(actions: tuple[Action, ...]) -> int:
@@ -93,109 +289,3 @@ def _peak(actions: tuple[Action, ...]) -> int:
         most = max(most, held)
         held -= action.kind in {"B", "W"}
     return most
-
-
-@dataclass
-class _Player:
-    schedule: Schedule
-    duration: Duration
-    transfer: Transfer
-    num_buffers: int | None
-    spans: list[list[Span]] = field(default_factory=list)
-    arrivals: dict[tuple[_Edge, int], float] = field(default_factory=dict)
-    sent: Mapping[_Edge, list[float]] = field(default_factory=lambda: defaultdict(list))
-    taken: Mapping[_Edge, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def __post_init__(self) -> None:
-        self.devices = placement(self.schedule)
-        self.spans = [[] for _ in self.schedule]
-        self._free = [0.0] * len(self.schedule)
-        self._unsent: list[_Edge | None] = [None] * len(self.schedule)
-        self.trains = any(action.kind in {"B", "I"} for actions in self.schedule for action in actions)
-
-    @property
-    def finished(self) -> bool:
-        return all(
-            len(done) == len(actions) for done, actions in zip(self.spans, self.schedule, strict=True)
-        ) and not any(self._unsent)
-
-    def advance(self) -> bool:
-        """Let every device go on as far as it can; tells whether any did."""
-        moved = False
-        for device in range(len(self.schedule)):
-            while self._step(device):
-                moved = True
-        return moved
-
-    def _step(self, device: int) -> bool:
-        if self._unsent[device] is not None:
-            return self._send(device)
-        actions, done = self.schedule[device], self.spans[device]
-        if len(done) == len(actions):
-            return False
-        action = actions[len(done)]
-        begin = self._begin(action, device)
-        if begin is None:
-            return False
-        end = begin + self.duration(action, device)
-        done.append(Span(device, action, begin, end))
-        self._free[device] = end
-        edge = self.source(action)
-        if edge is not None:
-            self.taken[edge].append(begin)
-        self._unsent[device] = self._target(action)
-        return True
-
-    def _begin(self, action: Action, device: int) -> float | None:
-        """When an action's input is there and the device is free; None while that is not known."""
-        edge = self.source(action)
-        if edge is None:
-            return self._free[device]
-        arrival = self.arrivals.get((edge, action.microbatch))
-        return None if arrival is None else max(arrival, self._free[device])
-
-    def _send(self, device: int) -> bool:
-        """Pass the result on, once a message before it has been taken."""
-        edge, action = self._unsent[device], self.spans[device][-1].action
-        if edge is None:
-            return False
-        receiver = self.devices[edge[1]]
-        if receiver != device and self.num_buffers is not None:
-            before = len(self.sent[edge]) - self.num_buffers
-            if before >= len(self.taken[edge]):
-                return False
-            if before >= 0:
-                self._free[device] = max(self._free[device], self.taken[edge][before])
-        kind: Crossing = "activations" if action.kind == "F" else "gradients"
-        delay = 0.0 if receiver == device else self.transfer(device, receiver, kind)
-        # a link carries one message after the other
-        begin = max(self._free[device], *self.sent[edge][-1:]) if self.sent[edge] else self._free[device]
-        self.sent[edge].append(begin + delay)
-        self.arrivals[edge, action.microbatch] = begin + delay
-        self._unsent[device] = None
-        return True
-
-    def source(self, action: Action) -> _Edge | None:
-        """Return the cut that an action takes a message from."""
-        if action.kind == "F" and action.stage > 0:
-            return action.stage - 1, action.stage
-        if action.kind in {"B", "I"} and action.stage + 1 in self.devices:
-            return action.stage + 1, action.stage
-        return None
-
-    def _target(self, action: Action) -> _Edge | None:
-        if action.kind == "F" and action.stage + 1 in self.devices:
-            return action.stage, action.stage + 1
-        if action.kind in {"B", "I"} and action.stage > 0:
-            return action.stage, action.stage - 1
-        return None
-
-    def explain(self) -> str:
-        """Say where every unfinished device stands."""
-        parts = []
-        for device, (actions, done) in enumerate(zip(self.schedule, self.spans, strict=True)):
-            if self._unsent[device] is not None:
-                parts.append(f"device {device} cannot pass on the result of {done[-1].action}, its buffers are full")
-            elif len(done) < len(actions):
-                parts.append(f"device {device} is at {actions[len(done)]}")
-        return ", ".join(parts)

@@ -13,10 +13,10 @@ def check_schedule(schedule: Schedule, *, num_buffers: int | None = NUM_BUFFERS)
     """Check that a schedule can be run, and give its simulation with every action alike.
 
     - each stage is on one device, and there is none missing between the first and the last;
-    - each stage takes each microbatch forward once, and back once or not at all, in halves or whole;
-    - a forward comes before its backward, the inputs' half before the weights';
+    - each stage takes each microbatch forward once, and back once or not at all, split or whole;
+    - a forward comes before its backward, that for the inputs before that for the weights;
     - neighbours send and receive in the same order, since a channel keeps it;
-    - devices never wait for each other in a circle with so many buffers.
+    - devices never wait for each other in a circle with `num_buffers` buffers.
 
     Example:
         check_schedule(read_schedule(text)).peak_in_flight
@@ -90,7 +90,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """A channel keeps its order: the receiver must take messages as the sender makes them."""
+    """Check that receivers take messages as their senders make them, since a channel keeps its order."""
     made: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for actions in schedule:
         for action in actions:

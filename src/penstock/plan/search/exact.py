@@ -18,8 +18,8 @@ from itertools import product
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from penstock.plan.cost.pipeline_cost import shared_block
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 
@@ -37,7 +37,7 @@ _Key = tuple[_State, int]
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Values from boundary `start` on, infinite before and behind."""
+    """Values from boundary `start` on, infinite before and after."""
 
     start: int
     values: Vector
@@ -52,10 +52,10 @@ def best_divisions(
     problem: Problem, *, aim: Aim = "pace", at_most_s: float = math.inf, share: bool = False, effort: int = EFFORT,
     numbers: Sequence[int] | None = None,
 ) -> dict[int, tuple[float, Division]] | None:  # fmt: skip
-    """Return for each number of devices the best pipeline that uses so many, with its pace or latency in seconds.
+    """Return for each number of devices the best pipeline that uses that many, with its pace or latency in seconds.
 
-    Pipelines slower than `at_most_s` are left out. With `share`, devices may take turns on a stage (inference
-    only): any mixture of up to six devices, beyond that several of one kind. Gives None where the search would
+    Pipelines slower than `at_most_s` are left out. With `share`, devices may share a stage (inference
+    only): any mixture of up to six devices, beyond that several of one kind. Returns None where the search would
     look at more than `effort` stages. `numbers` are the devices that may be used, where not all may.
 
     Example:
@@ -155,13 +155,13 @@ class _Search:
         return first, self.kinds[last][1 if kind == last else 0]
 
     def _hop_s(self, kind: int, last: int | None, span: slice) -> Vector:
-        """Return the seconds of a message from one kind to another, or to the feeder behind the last stage."""
+        """Return the seconds of a message from one kind to another, or to the feeder after the last stage."""
         problem = self.problem
         one, other = (self.kinds[kind][0], problem.feeder) if last is None else self._two(kind, last)
         return problem.costs.crossing[span] * problem.wire_s(one, other) + problem.latency_s(one, other)
 
     def _add(self, state: _State, option: _State, left: _State) -> int:
-        """Put a stage before a selection; gives how many stages that looked at."""
+        """Put a stage before a selection; return how many stages that looked at."""
         kind = option.index(max(option))
         following = self._following(state, kind)
         if following is None:
@@ -223,7 +223,7 @@ class _Search:
             if self.aim == "latency":
                 value += self.problem.costs.feeding_s / self.problem.devices[self.problem.feeder].speed
             elif feeder is None or not state[feeder]:
-                value = max(value, self.problem.feeding_alone_s())
+                value = max(value, self.problem.feeding_only_s())
             size = sum(state)
             if value <= self.at_most_s and (size not in best or value < best[size][0]):
                 best[size] = (value, state, last)
@@ -258,7 +258,7 @@ class _Search:
         return tuple(stages)
 
     def _next_kind(self, state: _State, device: int, end: int) -> int:
-        """Return which kind comes next where links differ: the one that gives the best value behind this device."""
+        """Return which kind comes next where links differ: the one that gives the best value after this device."""
         if self.uniform or not any(state):
             return -1
         kind = next(k for k, numbers in enumerate(self.kinds) if device in numbers)
@@ -277,31 +277,6 @@ class _Search:
             if value < best:
                 best, chosen = value, last
         return chosen
-
-
-def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice, ends: slice) -> Vector:
-    """Return the pace of stages whose devices take turns: for each device its number, and how many are like it."""
-    rate: Vector | float = 0.0
-    spent: Vector | float = 0.0
-    possible: NDArray[np.bool_] = np.ones(1, dtype=np.bool_)
-    for number, times in members:
-        terms = problem.terms(number)
-        own = terms.own[0][0][starts, None] + terms.own[0][1][None, ends]
-        for first, last in terms.own[1:]:
-            np.maximum(own, first[starts, None] + last[None, ends], out=own)
-        fits = problem.cost_block(number, 0, starts, ends) < np.inf
-        possible = possible & fits
-        # empty stages have no cost; they are left out by what is possible
-        own = np.where(fits, own, 1.0)
-        rate = rate + times / np.maximum(own, 1e-300)
-        if number == problem.feeder:
-            spent = problem.feeding_alone_s() / np.maximum(own, 1e-300)
-    if sum(times for _, times in members) == 1:
-        return problem.cost_block(members[0][0], 0, starts, ends)
-    pace = np.where(possible, (1 + spent) / rate, np.inf)
-    if any(number == problem.feeder for number, _ in members):
-        pace[pace <= problem.feeding_alone_s() * (1 + 1e-9)] = np.inf
-    return pace
 
 
 def _merge(one: _Window, other: _Window) -> _Window:

@@ -4,7 +4,7 @@ For a given pace the model is filled with devices from its end to its start: eac
 that it can do in time and hold. A beam keeps the few beginnings that waste least: time that a device has
 left because units are not divisible, and CPU time for the bytes at its cut. With many devices there is
 usually one whose speed suits the units at hand. The pace is found by bisection, from the bound upwards;
-then the cuts are settled for the order found. Compare with `bound.py` for how far from the best it may be.
+then the cuts are refined for the order found. Compare with `bound.py` for how far from the best it may be.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.cost.bound import pace_bound_s
-from penstock.plan.cost.problem import Division, Placed, Problem, fits_all, pace_s
+from penstock.plan.cost.bound import bottleneck_bound_s
+from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all
+from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
-from penstock.plan.search.refine import settle
+from penstock.plan.search.refine import refine
 
 _Numbers: TypeAlias = NDArray[np.intp]
 _BEAM = 16
@@ -27,7 +28,7 @@ _CANDIDATES = 64
 # how many boundaries beside the longest stage are looked at, for one with fewer bytes
 _NEAR = 12
 _KEPT = 4
-_SETTLE_REACH = 12
+_REFINE_REACH = 12
 _TOLERANCE = 2e-3
 
 
@@ -49,9 +50,9 @@ def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Div
 
     Example:
         division = good_division(problem)
-        gap = pace_s(problem, division) / pace_bound_s(problem) - 1
+        gap = bottleneck_s(problem, division) / bottleneck_bound_s(problem) - 1
     """
-    bound = max(pace_bound_s(problem, numbers=numbers), 1e-12)
+    bound = max(bottleneck_bound_s(problem, numbers=numbers), 1e-12)
     filler = _Filler(problem, range(len(problem.devices)) if numbers is None else numbers)
     low, found, factor = bound, None, 1.01
     while found is None and factor < 1e6:
@@ -60,27 +61,27 @@ def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Div
             low, factor = bound * factor, 1 + (factor - 1) * 2
     if found is None:
         return None
-    best = settle(problem, found, reach=_SETTLE_REACH)
-    high = min(bound * factor, pace_s(problem, best))
+    best = refine(problem, found, reach=_REFINE_REACH)
+    high = min(bound * factor, bottleneck_s(problem, best))
     while high > low * (1 + _TOLERANCE):
         middle = (low + high) / 2
         found = filler.fill(middle)
         if found is None:
             low = middle
             continue
-        settled = settle(problem, found, reach=_SETTLE_REACH)
-        if pace_s(problem, settled) < pace_s(problem, best):
-            best = settled
-        high = min(middle, pace_s(problem, best))
-    return _settle_on(problem, best)
+        refined = refine(problem, found, reach=_REFINE_REACH)
+        if bottleneck_s(problem, refined) < bottleneck_s(problem, best):
+            best = refined
+        high = min(middle, bottleneck_s(problem, best))
+    return _refine_on(problem, best)
 
 
-def _settle_on(problem: Problem, division: Division) -> Division:
-    """Settle the cuts until they stay where they are."""
-    best = pace_s(problem, division)
+def _refine_on(problem: Problem, division: Division) -> Division:
+    """Refine the cuts until they stay where they are."""
+    best = bottleneck_s(problem, division)
     for _ in range(20):
-        division = settle(problem, division, reach=_SETTLE_REACH)
-        reached = pace_s(problem, division)
+        division = refine(problem, division, reach=_REFINE_REACH)
+        reached = bottleneck_s(problem, division)
         if reached >= best * (1 - 1e-9):
             break
         best = reached
@@ -102,21 +103,21 @@ class _Filler:
         self.messages = costs.messages_bytes()
         self.memory[problem.feeder] -= self.messages[0] + self.messages[-1]
         self.memory[slice(None) if problem.setting.trains else problem.feeder] -= problem.profile.script_bytes
-        # as if neither the first nor the last stage were its own; settling looks again
+        # as if neither the first nor the last stage were its own; refining looks again
         self.lost_s = np.zeros(len(rates))
-        self.lost_s[problem.feeder] = problem.feeding_alone_s()
+        self.lost_s[problem.feeder] = problem.feeding_only_s()
         self.held = costs.held_bytes
 
-    def fill(self, pace_s: float) -> Division | None:
+    def fill(self, bottleneck_s: float) -> Division | None:
         """Return a pipeline of this pace, if one is found."""
         problem = self.problem
         beam = [_Begin(problem.num_units, 0.0, self.closed, 0, None)]
-        able = problem.speeds * np.maximum(pace_s - self.lost_s, 0)
+        able = problem.speeds * np.maximum(bottleneck_s - self.lost_s, 0)
         spare = float(able[~self.closed].sum()) - problem.costs.total_s
         while beam:
             following: dict[tuple[int, float], _Begin] = {}
             for begin in beam:
-                for more in self._extend(begin, pace_s):
+                for more in self._extend(begin, bottleneck_s):
                     if more.boundary == 0:
                         division = self._division(more)
                         if fits_all(problem, division):
@@ -127,12 +128,12 @@ class _Filler:
             beam = sorted(following.values(), key=lambda begin: (begin.wasted, -begin.boundary))[:_BEAM]
         return None
 
-    def _extend(self, begin: _Begin, pace_s: float) -> list[_Begin]:
+    def _extend(self, begin: _Begin, bottleneck_s: float) -> list[_Begin]:
         """Put one more device before what is placed: those that waste least."""
         devices = self._candidates(begin)
         if not len(devices):
             return []
-        starts, wasted = self._longest(begin, devices, pace_s)
+        starts, wasted = self._longest(begin, devices, bottleneck_s)
         order = np.argsort(wasted, kind="stable")[:_KEPT]
         extended: list[_Begin] = []
         for index in order:
@@ -151,12 +152,12 @@ class _Filler:
             return left
         return left[np.linspace(0, len(left) - 1, _CANDIDATES).astype(np.intp)]
 
-    def _longest(self, begin: _Begin, devices: _Numbers, pace_s: float) -> tuple[_Numbers, Vector]:
+    def _longest(self, begin: _Begin, devices: _Numbers, bottleneck_s: float) -> tuple[_Numbers, Vector]:
         """Return for each device the start of the stage that wastes least of it, and what that wastes."""
         problem, costs, end = self.problem, self.problem.costs, begin.boundary
         in_flight = problem.setting.in_flight(begin.num_stages + 1)
-        able = problem.speeds[devices] * np.maximum(pace_s - self.lost_s[devices], 0.0)
-        tail = self.seconds[end] + costs.overhead_s + costs.behind_s[end]
+        able = problem.speeds[devices] * np.maximum(bottleneck_s - self.lost_s[devices], 0.0)
+        tail = self.seconds[end] + costs.overhead_s + costs.after_s[end]
         first = np.searchsorted(self.seconds, tail - able - 1e-12)
         if not np.isinf(self.memory).any():
             # what a stage holds only grows towards the start
@@ -166,28 +167,28 @@ class _Filler:
         starts = np.minimum(first[:, None] + np.arange(_NEAR), end)
         seconds = tail - self.seconds[starts] + costs.before_s[starts]
         possible = (starts < end) & (seconds <= able[:, None] * (1 + 1e-12))
-        possible &= self._in_time(begin, devices, starts, pace_s)
+        possible &= self._in_time(begin, devices, starts, bottleneck_s)
         need = self.held[starts, end] + in_flight * (costs.kept_at_end_bytes[end] - costs.kept_bytes[starts])
         possible &= need + self.messages[starts] + self.messages[end] <= self.memory[devices][:, None]
         # a device's own loss, and what the next will pay for the bytes at this cut
-        wasted = able[:, None] - (self.seconds[end] - self.seconds[starts]) + costs.behind_s[starts] * (starts > 0)
+        wasted = able[:, None] - (self.seconds[end] - self.seconds[starts]) + costs.after_s[starts] * (starts > 0)
         # at the start of the model nothing is left to do, so no time is wasted
         wasted = np.where(possible, np.where(starts == 0, -1.0, wasted), np.inf)
         best = wasted.argmin(axis=1)
         rows = np.arange(len(devices))
         return starts[rows, best], wasted[rows, best]
 
-    def _in_time(self, begin: _Begin, devices: _Numbers, starts: _Numbers, pace_s: float) -> NDArray[np.bool_]:
-        """Say which stages keep links within the pace, the feeder's own messages included."""
+    def _in_time(self, begin: _Begin, devices: _Numbers, starts: _Numbers, bottleneck_s: float) -> NDArray[np.bool_]:
+        """Return which stages keep links within the pace, the feeder's own messages included."""
         costs, problem, end = self.problem.costs, self.problem, begin.boundary
         per_byte = self.byte_s[devices][:, None]
         feeds = (devices == problem.feeder)[:, None]
         out = costs.crossing[end] + costs.returning[starts] + feeds * costs.crossing[0]
         into = costs.crossing[starts] + costs.returning[end] + feeds * costs.crossing[-1]
-        in_time: NDArray[np.bool_] = np.maximum(out, into) * per_byte <= pace_s
+        in_time: NDArray[np.bool_] = np.maximum(out, into) * per_byte <= bottleneck_s
         if problem.cluster.links and begin.stages is not None:
             between = np.array([problem.byte_s(int(device), begin.stages[0]) for device in devices])
-            in_time &= (between * costs.crossing[end] <= pace_s)[:, None]
+            in_time &= (between * costs.crossing[end] <= bottleneck_s)[:, None]
         return in_time
 
     def _division(self, begin: _Begin) -> Division:

@@ -86,7 +86,7 @@ def fill(sizes: Sequence[float], num_stages: int) -> list[int]:
     """Fill stages one after the other up to the average size, as PiPPy's split_into_equal_size does.
 
     A stage ends before the first item that would lift it above `sum(sizes) / num_stages`; the last
-    stage takes what is left. Gives boundaries between items; there may be fewer than asked for when
+    stage takes what is left. Returns boundaries between items; there may be fewer than asked for when
     the items are too coarse.
 
     >>> fill([3, 1, 1, 3], 2)
@@ -134,7 +134,7 @@ def stage_costs(work: Sequence[float], crossing_bytes: Sequence[int], work_per_b
 
 
 def _smallest_largest(costs: _Matrix, num_stages: int) -> float:
-    """Dynamic programming over the number of stages: the best end of so many, from the best of one fewer."""
+    """Return the least largest stage by dynamic programming over the number of stages, from the best of one fewer."""
     best = costs[0]
     for _ in range(1, num_stages):
         best = np.maximum(best[:, None], costs).min(axis=0)

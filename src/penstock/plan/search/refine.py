@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import numpy as np
 
+from penstock.plan.cost.pipeline_cost import shared_block
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
-from penstock.plan.search.exact import shared_block
 
 # rounding of sums taken in another order
 _ROUNDING = 1 + 1e-12
 
 
-def settle(problem: Problem, division: Division, *, reach: int | None = None) -> Division:
+def refine(problem: Problem, division: Division, *, reach: int | None = None) -> Division:
     """Assign every stage the units that make the busiest stage least busy, its device staying where it is.
 
     Of all that are as good it takes the one with the smallest latency. With `reach`, a cut moves by at most so

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from penstock.plan.cost.problem import Division, Problem, shared_load_s
+from penstock.plan.cost.pipeline_cost import shared_load_s
+from penstock.plan.cost.problem import Division, Problem
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division
 
-# with so many devices every way to divide them into groups is tried
+# up to this many devices every way to divide them into groups is tried
 MAX_PARTITIONED = 5
 _MAX_GROUPS = 8
 # each number of groups takes about as long as one pipeline of all devices: with many, only these are tried
@@ -46,7 +47,7 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
     computing too.
     """
     elsewhere_s = problem.feeding_s(())
-    rates = [1 / _own_pace_s(problem, division) for division in divisions]
+    rates = [1 / _own_bottleneck_s(problem, division) for division in divisions]
     mine = next((i for i, d in enumerate(divisions) if any(problem.feeder in stage.devices for stage in d)), None)
     others = sum(rate for index, rate in enumerate(rates) if index != mine)
     # neither the feeder's CPU nor its link hands over more than this
@@ -60,7 +61,7 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
     return rates
 
 
-def _own_pace_s(problem: Problem, division: Division) -> float:
+def _own_bottleneck_s(problem: Problem, division: Division) -> float:
     """Return the pace of a pipeline without what the feeder does for others."""
     pace = 0.0
     for stage in division:
@@ -85,7 +86,7 @@ def _best_of(problem: Problem, group: tuple[int, ...]) -> Division | None:
 def groupings(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
     """Return ways to divide devices into groups, each for a pipeline: every one of up to five devices, some of more."""
     numbers = range(len(problem.devices))
-    return _partitions(numbers) if len(numbers) <= MAX_PARTITIONED else _dealt(problem)
+    return _partitions(numbers) if len(numbers) <= MAX_PARTITIONED else _equal_groups(problem)
 
 
 def _partitions(numbers: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
@@ -100,8 +101,8 @@ def _partitions(numbers: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
             yield [*groups[:index], (first, *group), *groups[index + 1 :]]
 
 
-def _dealt(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
-    """Deal devices out to groups of about equal strength; then every device that can hold the model by itself."""
+def _equal_groups(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
+    """Return groups of about equal strength, for several numbers of them; then every device that can hold it all."""
     order = sorted(range(len(problem.devices)), key=lambda number: -problem.devices[number].speed)
     numbers = range(2, min(_MAX_GROUPS, len(order)) + 1) if len(order) <= _MANY else _GROUPS_OF_MANY
     for num_groups in numbers:

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 _Vector: TypeAlias = NDArray[np.float64]
 _EPSILON = 1e-9
-# Dantzig's rule is quick but may circle where vertices coincide; after so many steps without gain Bland's takes over
+# Dantzig's rule is quick but may circle where vertices coincide; after this many steps without gain Bland's takes over
 _PATIENCE = 20
 
 
 def minimize(costs: _Vector, matrix: _Vector, limits: _Vector, basis: Sequence[int]) -> tuple[_Vector, list[int]]:
-    """Minimize `costs @ x` where `matrix @ x == limits` and `x >= 0`; gives x and its basis.
+    """Minimize `costs @ x` where `matrix @ x == limits` and `x >= 0`; return x and its basis.
 
     `basis` are as many columns as there are rows, and the vertex they stand for must be possible. Numbers
     should be near 1: differences below 1e-9 are taken as none.

@@ -4,15 +4,16 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from penstock.plan.cost.problem import Division, Problem, fits_all, pace_s
-from penstock.plan.cost.step import play_step, simulate_step
+from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all
+from penstock.plan.cost.problem import Division, Problem
+from penstock.plan.cost.training_step import play_step, simulate_step
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.large import good_division
 from penstock.plan.search.replicas import EFFORT, groupings
 
 # beyond this a group has so many numbers of stages that only the fastest pipeline is tried
 _MAX_GROUP = 5
-# seconds for so many microbatches
+# seconds for a number of microbatches
 Seconds = Callable[[int], float]
 
 
@@ -108,7 +109,7 @@ class _Groups:
         return lambda count: self.makespan_s(self.best(divisions, count), count) if count else 0.0
 
     def best(self, divisions: tuple[Division, ...], count: int) -> Division:
-        """Return the pipeline that takes least for so many microbatches."""
+        """Return the pipeline that takes least for `count` microbatches."""
         return min(divisions, key=lambda division: self.makespan_s(division, count))
 
     def _makespan_s(self, division: Division, count: int) -> float:
@@ -124,5 +125,5 @@ class _Groups:
             return (division,) if division else ()
         divisions = [division for _, division in found.values()]
         if len(group) > _MAX_GROUP and divisions:
-            return (min(divisions, key=lambda division: pace_s(problem, division)),)
+            return (min(divisions, key=lambda division: bottleneck_s(problem, division)),)
         return tuple(divisions)

@@ -16,10 +16,10 @@ from penstock.tracing.trace import Run, Span
 
 Event = dict[str, Any]
 _PID = 1
-# names of the format's own colours, by microbatch in turn
+# names of the format's own colours, by microbatch round-robin
 _COLORS = ("thread_state_running", "rail_response", "rail_animation", "thread_state_iowait", "rail_idle", "rail_load",
            "cq_build_passed", "startup")  # fmt: skip
-# rows behind those of the stages: what the feeding process does at the same time
+# rows after those of the stages: what the feeding process does at the same time
 _FEEDING = {"load": (0, "loading"), "send": (1, "feeding"), "buffer": (1, "feeding")}
 _RESULTS = (2, "results")
 

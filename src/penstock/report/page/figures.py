@@ -10,10 +10,10 @@ from penstock.report.stream.measured import MeasuredStage, MeasuredStream
 from penstock.tracing.trace import Run
 from penstock.units import format_seconds
 
-# by microbatch in turn: told apart in light and in dark, and by people who see few colours (Okabe and Ito 2008)
+# by microbatch round-robin: told apart in light and in dark, and by people who see few colours (Okabe and Ito 2008)
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999933", "#7f7f7f")
 LOST, KEPT, WAIT, MOVE = "#d55e00", "#0072b2", "#b8b8b8", "#e69f00"
-# a browser draws about so many bars quickly; a longer stream only repeats what these show
+# a browser draws about this many bars quickly; a longer stream only repeats what these show
 MAX_DRAWN = 200
 
 
@@ -34,7 +34,7 @@ class Figure:
 
 
 def timeline(run: Run, stream: MeasuredStream) -> Figure:
-    """What every stage does when: computing by microbatch, messages, waiting."""
+    """Draw what every stage does when: computing by microbatch, messages, waiting."""
     shown = min(stream.num_microbatches, MAX_DRAWN)
     journeys = [journey(stream, m) for m in range(shown)]
     data = [
@@ -59,7 +59,7 @@ def timeline(run: Run, stream: MeasuredStream) -> Figure:
 
 
 def journey(stream: MeasuredStream, microbatch: int) -> str:
-    """Tell what happened to one microbatch, stage by stage."""
+    """Describe what happened to one microbatch, stage by stage."""
     lines = [f"microbatch {microbatch}: loaded in {format_seconds(stream.load_s[microbatch])}"]
     for stage in stream.stages:
         step = stage.steps[microbatch]
@@ -110,7 +110,7 @@ def _first_view(stream: MeasuredStream) -> list[float]:
 
 
 def waterfall(account: Account, table: Table) -> Figure:
-    """From n down to the measured speed-up."""
+    """Draw the account, from n down to the measured speed-up."""
     names = ["devices together", *(line.title for line in account.lines), "measured"]
     values = [account.num_times, *(-line.times for line in account.lines), account.speedup]
     data = [{
@@ -131,7 +131,7 @@ def waterfall(account: Account, table: Table) -> Figure:
 
 
 def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:
-    """What each stage takes per microbatch: alone, and what comes on top; with the cuts' names."""
+    """Draw what each stage takes per microbatch: alone, and what comes on top; with the cuts' names."""
     names = [
         f"stage {s.index}" + (f"<br>{_bounds(run, s.index)}" if _bounds(run, s.index) else "") for s in stream.stages
     ]
@@ -170,7 +170,7 @@ def _bounds(run: Run, stage: int) -> str:
 
 
 def throughput(run: Run) -> Figure:
-    """Rows per second over time: over a window of a few results."""
+    """Draw rows per second over time: over a window of a few results."""
     moments = run.facts.results_s
     rows = run.facts.num_rows / max(1, run.facts.num_microbatches)
     window = max(1, min(len(moments) // 5, 20))
@@ -192,7 +192,7 @@ def throughput(run: Run) -> Figure:
 
 
 def memory(run: Run) -> Figure | None:
-    """The memory of each process over time; None where it was not seen."""
+    """Draw the memory of each process over time; None where it was not seen."""
     origin = min((span.begin_s for span in run.spans), default=0.0)
     data: list[dict[str, Any]] = []
     rows: list[tuple[Cell, ...]] = []

@@ -53,7 +53,7 @@ def stream_picture(stream: MeasuredStream) -> Picture:
 
 
 def draw_pictures(folder: Path, account: Account, picture: Picture) -> list[Path]:
-    """Draw every picture into a folder, as PNG and SVG; gives the files.
+    """Draw every picture into a folder, as PNG and SVG; return the files.
 
     Raises `UsageError` where matplotlib is not installed.
     """

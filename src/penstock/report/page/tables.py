@@ -56,7 +56,7 @@ def _markdown(text: str) -> str:
 
 
 def account_table(account: Account) -> Table:
-    """The account, from n down to what was measured."""
+    """Return the account, from n down to what was measured."""
     rows: list[tuple[Cell, ...]] = [("devices together", account.num_times, "what the devices do alone, added up")]
     rows += [(line.title, -line.times, line.why) for line in account.lines]
     rows.append(("measured", account.speedup, "times the mean device alone"))
@@ -64,15 +64,15 @@ def account_table(account: Account) -> Table:
 
 
 def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -> Table:
-    """Each stage: where its cuts are, what it takes, alone and predicted, and how busy its device is."""
+    """Return each stage: where its cuts are, what it takes, alone and predicted, and how busy its device is."""
     rows: list[tuple[Cell, ...]] = []
     bounds = ["input", *run.facts.cuts, "output"]
-    in_turns = len(bounds) != len(stream.stages) + 1
+    rotates = len(bounds) != len(stream.stages) + 1
     for stage in stream.stages:
         busy_s = sum(step.compute_s + step.message_s for step in stage.steps)
         compute_s = stage.mean("compute_s")
         known = predicted.get(_host(run, stage.rank))
-        place = "in turns" if in_turns else f"{bounds[stage.index]} to {bounds[stage.index + 1]}"
+        place = "in rotation" if rotates else f"{bounds[stage.index]} to {bounds[stage.index + 1]}"
         rows.append(
             (
                 stage.index, stage.device, place, format_seconds(compute_s), format_seconds(stage.alone_s),
@@ -86,7 +86,7 @@ def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -
 
 
 def link_table(run: Run, stream: MeasuredStream) -> Table:
-    """Each cut's messages: bytes, how long under way, the rate in use, and what the link has."""
+    """Return each cut's messages: bytes, how long under way, the rate in use, and what the link has."""
     rows: list[tuple[Cell, ...]] = []
     for edge, wires in stream.wires.items():
         first = edge[0] < 0
@@ -106,7 +106,7 @@ def link_table(run: Run, stream: MeasuredStream) -> Table:
 
 
 def clock_table(run: Run) -> Table:
-    """How each process's clock stands to the feeding one's, and how well that is known."""
+    """Return how each process's clock stands to the feeding one's, and how well that is known."""
     rows: list[tuple[Cell, ...]] = []
     for process in run.processes:
         a = process.alignment
@@ -115,7 +115,7 @@ def clock_table(run: Run) -> Table:
 
 
 def environment_table(run: Run) -> Table:
-    """What the run was made on."""
+    """Return what the run was made on."""
     facts = run.facts
     rows = [("model", facts.model), ("microbatches", str(facts.num_microbatches)), ("threads", str(facts.threads)),
             ("depth", str(facts.depth)), *facts.environment.items()]  # fmt: skip
@@ -123,14 +123,14 @@ def environment_table(run: Run) -> Table:
 
 
 def plan_table(run: Run, stream: MeasuredStream) -> Table:
-    """Which stage ran where, with its part of the work."""
+    """Return which stage ran where, with its part of the work."""
     loads = loads_alone(stream)
     work = sum(stage.alone_s for stage in stream.stages)
     rows: list[tuple[Cell, ...]] = []
     for stage in stream.stages:
         cut = run.facts.cuts[stage.index] if stage.index < len(run.facts.cuts) else None
         rows.append((stage.index, stage.device, cut, f"{stage.alone_s / work:.1%}", format_seconds(loads[stage.rank])))
-    columns = ("stage", "device", "cut behind it", "of the seconds alone", "its device's load")
+    columns = ("stage", "device", "cut after it", "of the seconds alone", "its device's load")
     return Table("plan", "The plan", columns, tuple(rows))
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
+from penstock.plan.schedule.simulate import Edge
+from penstock.report.stream.backlog import Backlog, backlog_in_waits, other_threads_cpu_s
 from penstock.report.stream.measured import MeasuredStage, MeasuredStream, measure_stream, share
-from penstock.report.stream.replay import Edge, Job, replay
-from penstock.report.training.backlog import Owed, other_threads_cpu_s, owed_in_waits
+from penstock.report.stream.replay import Recorded, replay
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import Machine, Run
 from penstock.units import format_bytes, format_seconds
@@ -56,12 +57,12 @@ class Line:
 class Account:
     """`num_times` minus the sum of the lines is `speedup`, exactly.
 
-    `alone_s` is the whole model on the mean device, seconds per microbatch.
+    `baseline_s` is the single-device baseline: the whole model on the mean device, seconds per microbatch.
     """
 
     num_times: float
     speedup: float
-    alone_s: float
+    baseline_s: float
     lines: tuple[Line, ...]
 
     def times(self, key: str) -> float:
@@ -79,7 +80,7 @@ class _Costs:
     """A stage's mean seconds per microbatch: alone, slower, for bytes, fixed for each message, and loading.
 
     What a step takes is split with two more: `inflation_s` is what its own process's other threads add to computing,
-    `foreign_part` the part of the time beside computing in which something else had the core. `owed` is what follows
+    `foreign_part` the part of the time beside computing in which something else had the core. `backlog` is what follows
     each step.
     """
 
@@ -90,7 +91,7 @@ class _Costs:
     load_s: float
     inflation_s: float
     foreign_part: float
-    owed: Sequence[Owed]
+    backlog: Sequence[Backlog]
 
     def split(self, compute_s: float, beside_s: float) -> dict[str, float]:
         """Return the parts of a step that computes so long and spends so much beside it."""
@@ -100,8 +101,8 @@ class _Costs:
 
     def after(self, microbatch: int) -> dict[str, float]:
         """Return the parts of what has to follow a step, for which nobody waits."""
-        owed = self.owed[microbatch]
-        return {"slower": owed.early_s, "load": owed.load_s, **self._messages(owed.others_s)}
+        backlog = self.backlog[microbatch]
+        return {"slower": backlog.early_s, "load": backlog.load_s, **self._messages(backlog.others_s)}
 
     def _messages(self, seconds: float) -> dict[str, float]:
         bytes_s = seconds * self.bytes_s / max(1e-12, self.bytes_s + self.fixed_s)
@@ -118,26 +119,26 @@ def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
     Raises `DataError` for a run that is not whole.
     """
     stream = stream or measure_stream(run)
-    speeds, alone_s = _reference(stream, run)
+    speeds, baseline_s = _reference(stream, run)
     costs = stream_costs(stream, run.facts.threads)
     num = stream.num_microbatches
     num_times = sum(speeds) / (sum(speeds) / len(speeds))
     busiest_s = max(loads_alone(stream).values())
-    seconds = [num * alone_s / num_times, num * busiest_s]
-    devices = _jobs(stream, costs)
+    seconds = [num * baseline_s / num_times, num * busiest_s]
+    devices = _recorded(stream, costs)
     counted: set[str] = set()
     for key in _ORDER:
         counted |= _COUNTED[key]
         wires = stream.wires if key == "communication" else {}
-        seconds.append(replay(devices, frozenset(counted), wires, depth=stream.depth)[1])
+        seconds.append(replay(devices, frozenset(counted), wires, depth=stream.depth))
     seconds.append(stream.total_s)
-    speedups = [num * alone_s / taken for taken in seconds]
+    speedups = [num * baseline_s / taken for taken in seconds]
     keys = ("imbalance", *_ORDER, "remainder")
     why = _reasons(stream, costs, speeds, speedups)
     lines = tuple(
         Line(key, before - after, why[key]) for key, (before, after) in zip(keys, pairwise(speedups), strict=True)
     )
-    return Account(num_times, speedups[-1], alone_s, lines)
+    return Account(num_times, speedups[-1], baseline_s, lines)
 
 
 def _reference(stream: MeasuredStream, run: Run) -> tuple[list[float], float]:
@@ -176,12 +177,14 @@ def stream_costs(stream: MeasuredStream, threads: int) -> dict[int, _Costs]:
         ranks.setdefault(stage.rank, []).append(stage)
     costs: dict[int, _Costs] = {}
     for mates in ranks.values():
-        owed = owed_in_waits(mates, threads)
-        costs |= {stage.index: _stage_costs(stage, mates, owed[stage.index], threads) for stage in mates}
+        backlog = backlog_in_waits(mates, threads)
+        costs |= {stage.index: _stage_costs(stage, mates, backlog[stage.index], threads) for stage in mates}
     return costs
 
 
-def _stage_costs(stage: MeasuredStage, mates: Sequence[MeasuredStage], owed: Sequence[Owed], threads: int) -> _Costs:
+def _stage_costs(
+    stage: MeasuredStage, mates: Sequence[MeasuredStage], backlog: Sequence[Backlog], threads: int
+) -> _Costs:
     """Split what a stage takes per microbatch.
 
     Where it computes for longer than its CPU time explains, its process's other threads may have had the core:
@@ -194,42 +197,37 @@ def _stage_costs(stage: MeasuredStage, mates: Sequence[MeasuredStage], owed: Seq
     inflation_s = min(max(0.0, off_s), others_s) if threads == 1 else 0.0
     foreign_s = max(0.0, beside_s - stage.mean("between_cpu_s") / part - (others_s - inflation_s))
     foreign_part = min(1.0, foreign_s / beside_s) if beside_s and threads == 1 else 0.0
-    early_s, hidden_s, load_s = (fmean(getattr(o, key) for o in owed) for key in ("early_s", "others_s", "load_s"))
+    early_s, hidden_s, load_s = (fmean(getattr(o, key) for o in backlog) for key in ("early_s", "others_s", "load_s"))
     messages_s = beside_s * (1 - foreign_part) + inflation_s + hidden_s
     bytes_s = min(messages_s, (stage.mean("num_bytes_in") + stage.mean("num_bytes_out")) * stage.machine.byte_s / part)
     return _Costs(
         alone_s=stage.alone_s, bytes_s=bytes_s, fixed_s=messages_s - bytes_s, load_s=load_s,
         slower_s=compute_s + early_s - inflation_s - stage.alone_s + beside_s * foreign_part,
-        inflation_s=inflation_s, foreign_part=foreign_part, owed=owed,
+        inflation_s=inflation_s, foreign_part=foreign_part, backlog=backlog,
     )  # fmt: skip
 
 
-def _jobs(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Job]]:
-    """Turn the stream into jobs: the feeding process's, then each device's."""
+def _recorded(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Recorded]]:
+    """Return what was done in a stream, part by part: by the feeding process, then by each device."""
     num = stream.num_microbatches
-    feeder = [
-        Job(stage=FEEDER_STAGE, kind="load", microbatch=m, source=None, target=(-1, 0),
-            parts={"load": stream.load_s[m]})
-        for m in range(num)
-    ]  # fmt: skip
+    feeder = [Recorded(source=None, target=(FEEDER_STAGE, 0), parts={"load": stream.load_s[m]}) for m in range(num)]
     last = len(stream.stages) - 1
-    steps: dict[int, list[Job]] = {stage.rank: [] for stage in stream.stages}
+    steps: dict[int, list[Recorded]] = {stage.rank: [] for stage in stream.stages}
     for m in range(num):
         for stage in stream.stages:
             cost, step = costs[stage.index], stage.steps[m]
             source: Edge = (stage.index - 1, stage.index)
             target: Edge = (stage.index, stage.index + 1 if stage.index < last else FEEDER_STAGE)
             parts = cost.split(step.compute_s, step.beside_s)
-            job = Job(stage=stage.index, kind="F", microbatch=m, source=source, target=target, parts=parts,
-                      after=cost.after(m))  # fmt: skip
-            steps[stage.rank].append(job)
+            done = Recorded(source=source, target=target, parts=parts, after=cost.after(m))
+            steps[stage.rank].append(done)
     return [feeder, *steps.values()]
 
 
 def _reasons(
     stream: MeasuredStream, costs: Mapping[int, _Costs], speeds: list[float], speedups: list[float]
 ) -> dict[str, str]:
-    """Say for every cause what the figures behind it are."""
+    """Return for every cause the figures behind it, in words."""
     num, count = stream.num_microbatches, len(stream.stages)
     loads = loads_alone(stream)
     busiest = max(loads, key=lambda rank: loads[rank])

@@ -41,9 +41,9 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
     pipeline = choice.plan.pipelines[0]
     sets = len(pipeline.cut_sets)
     cuts = ", ".join(pipeline.cut_sets[0].cuts) or "no cut"
-    turns = f" and {sets - 1} other cut sets in turn" if sets > 1 else ""
+    rotation = f" and {sets - 1} other cut sets in rotation" if sets > 1 else ""
     lines.append(
-        f"Planned for what was measured, the cuts would be {cuts}{turns}: {reached:.4g} rows/s for these "
+        f"Planned for what was measured, the cuts would be {cuts}{rotation}: {reached:.4g} rows/s for these "
         f"{run.facts.num_rows} rows, where {measured:.4g} were measured ({reached / measured - 1:+.1%}); the pace "
         f"would be set by {choice.plan.prediction.limit}."
     )
@@ -57,7 +57,7 @@ def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
     units = run.facts.units
     places = {name: index for index, (name, _, _) in enumerate(units)}
     bounds = [0, *(places[cut] for cut in run.facts.cuts if cut in places), len(units)]
-    if len(bounds) != len(stream.stages) + 1:  # cuts that take turns: one factor for all
+    if len(bounds) != len(stream.stages) + 1:  # cut sets in rotation: one factor for all
         bounds = [0, len(units)]
     seconds: list[float] = []
     stages = list(stream.stages)

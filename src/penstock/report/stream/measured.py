@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import DataError
-from penstock.report.stream.replay import Edge
-from penstock.tracing.record import FEEDER_STAGE
+from penstock.plan.schedule.simulate import Edge
+from penstock.tracing.record import FEEDER, FEEDER_STAGE
 from penstock.tracing.trace import Alone, Machine, Run, Span
 
 # a wait shorter than this found its message there
-_NO_WAIT_S = 5e-5
-_FEEDER = 0  # its rank
+NO_WAIT_S = 5e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +186,7 @@ def _wires(
             waits = found["wait", FEEDER_STAGE]
             arrivals = [(waits[m].begin_s, waits[m].end_s) for m in range(count)]
             taken = []
-        local = (stage.rank if stage else _FEEDER) == (stages[source].rank if source >= 0 else _FEEDER)
+        local = (stage.rank if stage else FEEDER) == (stages[source].rank if source >= 0 else FEEDER)
         wires[edge] = (0.0,) * count if local else _wire(made, arrivals, taken, depth)
         if stage is not None:
             made = [step.end_s for step in stage.steps]
@@ -202,7 +201,7 @@ def _wire(
     last = made[0]
     for m, (asked, arrived) in enumerate(arrivals):
         begin = max(made[m], last, taken[m - depth] if taken and m >= depth else made[m])
-        waited = arrived - asked > _NO_WAIT_S
+        waited = arrived - asked > NO_WAIT_S
         seen.append(max(0.0, arrived - begin) if waited else None)
         most.append(max(0.0, asked - begin))
         # without a wait the moment is not known: no later than it was asked for

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from penstock.errors import DataError
+from penstock.report.stream.measured import NO_WAIT_S
 from penstock.tracing.trace import Machine, ProcessTrace, Run, Span
 
 # the first steps make connections and buffers
 _WARM_UP = 2
 # what an account is made of: more steps only repeat what these show
 MAX_STEPS = 200
-# a wait shorter than this found its message there
-_NO_WAIT_S = 5e-5
 # the direction of the message that an action takes, and that it gives: activations, gradients
 _DIRECTION = {"F": "F", "B": "B", "I": "B"}
 # sending stage, receiving stage, direction
@@ -63,7 +62,7 @@ class Part:
     begin_s: float
     end_s: float
     load_s: float = 0.0
-    update_s: float = 0.0  # the optimizer's, behind the step before
+    update_s: float = 0.0  # the optimizer's, after the step before
     synchronize_s: float = 0.0
     rest_s: float = 0.0  # within the step, of the executor
     between_s: float = 0.0  # outside it, of the caller's code
@@ -219,7 +218,7 @@ def _lines(steps: Sequence[Step], replicas: Sequence[Sequence[int]]) -> dict[Lin
                     continue
                 # a link carries one message after the other
                 begin_s = max(giver.gave_s, last.get(line, giver.gave_s))
-                waited = taker.arrived_s - taker.asked_s > _NO_WAIT_S
+                waited = taker.arrived_s - taker.asked_s > NO_WAIT_S
                 last[line] = taker.arrived_s if waited else begin_s
                 if waited:
                     seen[line].append(max(0.0, taker.arrived_s - begin_s))

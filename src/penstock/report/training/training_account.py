@@ -64,7 +64,7 @@ def usual_seconds(training: MeasuredTraining, threads: int) -> Usual:
 
 
 def make_training_account(run: Run, training: MeasuredTraining) -> Account:
-    """Account for a traced training; `alone_s` is a step on the mean device.
+    """Account for a traced training; `baseline_s` is a step on the mean device.
 
     Example:
         make_training_account(run, measure_training(run)).largest.title
@@ -81,25 +81,25 @@ def make_training_account(run: Run, training: MeasuredTraining) -> Account:
         for step in training.steps
         for rank, part in step.parts.items()
     )
-    alone_s, num_times = work / mean_speed, sum(speeds.values()) / mean_speed
-    seconds = [alone_s / num_times]
+    baseline_s, num_times = work / mean_speed, sum(speeds.values()) / mean_speed
+    seconds = [baseline_s / num_times]
     seconds.append(sum(max(usual.load(part) for part in step.parts.values()) for step in training.steps))
     counted: set[str] = set()
     for key in _ORDER:
         counted.add(_COUNTED[key])
         seconds.append(sum(play_step(training, step, usual, counted) for step in training.steps))
     seconds.append(training.seconds)
-    speedups = [alone_s / taken for taken in seconds]
+    speedups = [baseline_s / taken for taken in seconds]
     why = _reasons(run, training, usual, speedups)
     lines = tuple(
         Line(key, before - after, why[key])
         for key, (before, after) in zip(("imbalance", *_ORDER, "remainder"), pairwise(speedups), strict=True)
     )
-    return Account(num_times, speedups[-1], alone_s / len(training.steps), lines)
+    return Account(num_times, speedups[-1], baseline_s / len(training.steps), lines)
 
 
 def play_step(training: MeasuredTraining, step: Step, usual: Usual, counted: set[str]) -> float:
-    """Play a step with the costs that count; gives its seconds."""
+    """Play a step with the costs that count; return its seconds."""
     seconds = max(_play_replica(training, step, replica, usual, counted) for replica in training.replicas)
     # who comes last waits for nobody: what it still takes is what adding up costs
     still_s = min(part.synchronize_s for part in step.parts.values())
@@ -148,7 +148,7 @@ def _action_s(training: MeasuredTraining, rank: int, done: Done, usual: Usual, c
 
 
 def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[float]) -> dict[str, str]:
-    """Say for every cause what the figures behind it are."""
+    """Return for every cause the figures behind it, in words."""
     steps, devices = training.steps, run.facts.devices
     num = len(steps)
 
@@ -183,7 +183,7 @@ def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[
         "loading": f"{devices[loader]} loads a batch in {format_seconds(mean(loader, 'load_s'))}",
         "communication": "no message was waited for" if longest is None else f"a message from stage {longest[0][0]} to "
         f"stage {longest[0][1]} is under way for {format_seconds(longest[1])}",
-        "synchronization": f"adding up gradients and losses takes {format_seconds(last_s)} per step behind the last "
+        "synchronization": f"adding up gradients and losses takes {format_seconds(last_s)} per step after the last "
         "backward",
         "remainder": f"the replay with all of these takes {abs(speedups[-2] / speedups[-1] - 1):.1%} "
         f"{'less' if speedups[-2] > speedups[-1] else 'more'} than was measured",

@@ -1,6 +1,6 @@
 """What would make a training quicker, played by the simulator with what its steps took."""
 
-from penstock.plan.schedule.actions import Action
+from penstock.plan.schedule.actions import BACKWARD_PARTS, Action
 from penstock.plan.schedule.schedules import SCHEDULES, make_schedule
 from penstock.plan.schedule.simulate import Duration, simulate
 from penstock.report.stream.account import Account
@@ -12,7 +12,7 @@ _WORTH = 0.01
 
 
 def advise_training(run: Run, training: MeasuredTraining, account: Account) -> list[str]:
-    """Say what most is lost to, and which schedule or number of microbatches would lose less.
+    """Describe what most is lost to, and which schedule or number of microbatches would lose less.
 
     Example:
         print("\\n".join(advise_training(run, training, account)))
@@ -26,7 +26,7 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> l
     num = len({done.microbatch for done in training.steps[0].parts[devices[0]].done})
 
     def played(schedule: str, count: int) -> float:
-        # so many more microbatches are so much smaller
+        # more microbatches are smaller in proportion
         return num / count * simulate(make_schedule(schedule, len(replica), count), seconds).makespan_s
 
     here = played(run.facts.schedule, num) if run.facts.schedule in SCHEDULES else None
@@ -42,7 +42,7 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> l
 
 
 def _seconds(training: MeasuredTraining) -> Duration:
-    """Return what an action took on average; each half of a backward takes half of it."""
+    """Return what an action took on average."""
     replica = training.replicas[0]
     forward, backward = [], []
     for stage, rank in enumerate(replica):
@@ -50,9 +50,8 @@ def _seconds(training: MeasuredTraining) -> Duration:
         num = sum(d.kind == "F" for d in done)
         forward.append(sum(d.compute_s for d in done if d.kind == "F") / num)
         backward.append(sum(d.compute_s for d in done if d.kind != "F") / num)
-    halves = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 
     def duration(action: Action, _device: int) -> float:
-        return forward[action.stage] if action.kind == "F" else halves[action.kind] * backward[action.stage]
+        return forward[action.stage] if action.kind == "F" else BACKWARD_PARTS[action.kind] * backward[action.stage]
 
     return duration

@@ -8,9 +8,9 @@ from penstock.plan.choose import make_plan
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
-from penstock.plan.cost.step import simulate_step
+from penstock.plan.cost.training_step import interleaved_memory, simulate_step
 from penstock.plan.request import Request
-from penstock.plan.search.dealing import dealt_divisions, dealt_memory
+from penstock.plan.search.interleaved_cuts import interleaved_divisions
 from penstock.spec.check import check_plan
 from penstock.spec.plan import Schedule, decode_plan, encode_plan
 from penstock.spec.profile import Profile, Unit
@@ -44,7 +44,7 @@ def test_steps_are_those_of_the_formulas() -> None:
     assert rate("1f1b") < rate("zero-bubble")
 
 
-def test_stages_are_dealt_out_in_turns_and_devices_are_balanced() -> None:
+def test_stages_are_interleaved_and_devices_are_balanced() -> None:
     plan = make_plan(trained(11), make_cluster(1, 1), Request(schedule="interleaved", num_microbatches=4))
     (pipeline,) = plan.pipelines
     assert [stage.devices[0] for stage in pipeline.stages] == ["a", "b"] * (len(pipeline.stages) // 2)
@@ -62,9 +62,9 @@ def test_memory_of_a_device_with_several_stages() -> None:
     problem = Problem(trained(4, weights=100, kept=7), make_cluster(1, 1), setting)
     division = tuple(Placed((i % 2,), i, i + 1) for i in range(4))
     # weights four times; the first device has both microbatches on both stages before it goes back
-    assert dealt_memory(problem, division) == {0: 2 * 400 + 4 * 7, 1: 2 * 400 + 3 * 7}
+    assert interleaved_memory(problem, division) == {0: 2 * 400 + 4 * 7, 1: 2 * 400 + 3 * 7}
     small = Problem(trained(4, weights=100, kept=7), make_cluster(1, 1, memory_bytes=820), setting)
-    assert dealt_divisions(small) == []
+    assert interleaved_divisions(small) == []
     with pytest.raises(PlanError, match="the model does not fit"):
         make_plan(small.profile, small.cluster, Request(schedule="interleaved", num_microbatches=2,
                                                         optimizer_state_factor=2.0))  # fmt: skip
@@ -86,13 +86,13 @@ def test_halves_of_a_backward_are_played() -> None:
     }  # fmt: skip
 
 
-def test_a_plan_that_is_not_dealt_out_in_turns_is_refused() -> None:
+def test_a_plan_that_is_not_interleaved_is_refused() -> None:
     plan = make_plan(trained(8), make_cluster(1, 1), Request(schedule="interleaved", num_microbatches=4))
     (pipeline,) = plan.pipelines
     other = msgspec.structs.replace(pipeline, stages=(*pipeline.stages[:-1], pipeline.stages[0]))
-    with pytest.raises(PlanError, match=r"is that of stage 1, since stages are dealt out in turns, not 'a'"):
+    with pytest.raises(PlanError, match=r"is that of stage 1, since stages go round-robin to the devices, not 'a'"):
         check_plan(msgspec.structs.replace(plan, pipelines=(other,)))
     with pytest.raises(PlanError, match="is a device that holds no other stage"):
         check_plan(msgspec.structs.replace(plan, schedule="1f1b"))
-    with pytest.raises(PlanError, match="deals stages out to several devices, but there is one; use --schedule 1f1b"):
+    with pytest.raises(PlanError, match="spreads stages over several devices, but there is one; use --schedule 1f1b"):
         make_plan(trained(8), make_cluster(1), Request(schedule="interleaved", num_microbatches=4))

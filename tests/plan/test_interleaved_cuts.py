@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CutError
-from penstock.plan.search.dealt import balanced_devices, deal
+from penstock.plan.search.interleaved_cuts import balanced_devices, interleave
 from penstock.plan.search.partition import stage_costs
 
 
 @st.composite
-def dealt(draw: st.DrawFn) -> tuple[list[np.ndarray], list[int]]:
+def instances(draw: st.DrawFn) -> tuple[list[np.ndarray], list[int]]:
     """Up to nine units, and stages on devices of other speeds, some of which are impossible."""
     units = draw(st.lists(st.integers(0, 6).map(float), min_size=2, max_size=9))
     num_stages = draw(st.integers(2, len(units)))
     num_devices = draw(st.integers(1, num_stages))
-    in_turns = [stage % num_devices for stage in range(num_stages)]
-    places = draw(st.one_of(st.just(in_turns), st.permutations(in_turns)))
+    round_robin = [stage % num_devices for stage in range(num_stages)]
+    places = draw(st.one_of(st.just(round_robin), st.permutations(round_robin)))
     slowness = draw(st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=num_devices, max_size=num_devices))
     crossing = draw(st.lists(st.integers(0, 4), min_size=len(units) + 1, max_size=len(units) + 1))
     plain = stage_costs(units, crossing, 0.5)
@@ -41,13 +41,13 @@ def every(costs: list[np.ndarray], places: list[int]) -> list[tuple[float, float
     return [pair for pair in found if pair[0] < np.inf]
 
 
-@given(dealt(), st.sampled_from([0.0, 0.25]))
+@given(instances(), st.sampled_from([0.0, 0.25]))
 def test_the_busiest_device_is_as_little_busy_as_it_can_be(
     given: tuple[list[np.ndarray], list[int]], slack: float
 ) -> None:
     costs, places = given
     ways = every(costs, places)
-    found = deal(costs, places, slack=slack)
+    found = interleave(costs, places, slack=slack)
     if not ways:
         assert found is None
         return

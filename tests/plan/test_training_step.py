@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
-from penstock.plan.cost.step import simulate_step
+from penstock.plan.cost.training_step import simulate_step
 from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.plan import Schedule

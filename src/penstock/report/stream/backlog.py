@@ -1,12 +1,12 @@
-"""What a process still needs behind a step, found where its stages wait.
+"""What a process still needs after a step, found where its stages wait.
 
 No process is quicker than its CPU seconds over its CPUs, but a step may be: what its process's other threads need, and
-what it computed sooner than its share of a core gives, is then owed. A step that was held up pays, and so does a wait:
+what it computed sooner than its share of a core gives, is its backlog. A step that was held up pays, so does a wait:
 
-    owed    grows by   (CPU seconds of the step, and of other threads meanwhile) / CPUs  -  the step's seconds
+    backlog grows by   (CPU seconds of the step, and of other threads meanwhile) / CPUs  -  the step's seconds
             falls by   what the stage waits for room or for a message; it is never below zero
 
-What a wait has paid belongs behind the step before it: in a replay in which that wait is shorter, the next step has to
+What a wait has paid belongs after the step before it: in a replay in which that wait is shorter, the next step has to
 come later. So it is as uneven as the run was, and never more than the stage waited there.
 """
 
@@ -17,28 +17,28 @@ from penstock.report.stream.measured import MeasuredStage, Step, share
 
 
 @dataclass(frozen=True, slots=True)
-class Owed:
-    """Seconds behind a step: for computing that was early, for the process's other threads, for loading."""
+class Backlog:
+    """Seconds that follow a step: for computing that was early, for the process's other threads, for loading."""
 
     early_s: float
     others_s: float
     load_s: float
 
 
-def owed_in_waits(mates: Sequence[MeasuredStage], threads: int) -> dict[int, list[Owed]]:
-    """Return for each stage of one process what waits have paid behind each of its steps.
+def backlog_in_waits(mates: Sequence[MeasuredStage], threads: int) -> dict[int, list[Backlog]]:
+    """Return for each stage of one process what waits have paid after each of its steps.
 
     Example:
-        owed_in_waits([stage], threads=1)[stage.index][microbatch].others_s
+        backlog_in_waits([stage], threads=1)[stage.index][microbatch].others_s
     """
     steps = [(stage, step) for row in zip(*(stage.steps for stage in mates), strict=True)
              for stage, step in zip(mates, row, strict=True)]  # fmt: skip
     others_cpu_s = other_threads_cpu_s(mates)
     lacks = [_lacks(stage, step, others_cpu_s, len(mates), threads) for stage, step in steps]
     early, without, whole = (_paid([step for _, step in steps], lack) for lack in zip(*lacks, strict=True))
-    found: dict[int, list[Owed]] = {stage.index: [] for stage in mates}
+    found: dict[int, list[Backlog]] = {stage.index: [] for stage in mates}
     for (stage, _), e, w, all_of_it in zip(steps, early, without, whole, strict=True):
-        found[stage.index].append(Owed(e, w - e, all_of_it - w))
+        found[stage.index].append(Backlog(e, w - e, all_of_it - w))
     return found
 
 
@@ -58,15 +58,15 @@ def _lacks(
 
 
 def _paid(steps: Sequence[Step], lacks: Sequence[float]) -> list[float]:
-    """Return what waits pay behind each step."""
+    """Return what waits pay after each step."""
     paid: list[float] = []
-    owed_s = 0.0
+    backlog_s = 0.0
     for step, lack in zip(steps, lacks, strict=True):
         if paid:  # the first one waits for the stream to begin
-            before_s = min(owed_s, step.arrived_s - step.asked_s)
+            before_s = min(backlog_s, step.arrived_s - step.asked_s)
             paid[-1] += before_s
-            owed_s -= before_s
-        owed_s = max(0.0, owed_s + lack)
-        paid.append(min(owed_s, step.buffer_s))
-        owed_s -= paid[-1]
+            backlog_s -= before_s
+        backlog_s = max(0.0, backlog_s + lack)
+        paid.append(min(backlog_s, step.buffer_s))
+        backlog_s -= paid[-1]
     return paid

@@ -1,8 +1,9 @@
 """What a bench shows, in sentences; every number in them is computed from its rows."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.report.stream.account import TITLES, Account
 from penstock.report.stream.measured import MeasuredStream
@@ -12,20 +13,18 @@ from penstock.units import format_bytes, format_seconds
 _WORTH = 0.02
 
 
-class Pipeline(Protocol):
-    """A pipeline among those that are compared."""
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A row of the bench, with what its last pass recorded, put together and accounted for."""
+
+    row: Mapping[str, Any]
+    stream: MeasuredStream
+    account: Account
 
     @property
-    def row(self) -> Mapping[str, Any]:
-        """What the bench measured."""
-
-    @property
-    def stream(self) -> MeasuredStream:
-        """What it recorded."""
-
-    @property
-    def account(self) -> Account:
-        """What it lost to what."""
+    def name(self) -> str:
+        """Name it as people do."""
+        return name_of(self.row)
 
 
 def name_of(row: Mapping[str, Any]) -> str:
@@ -42,8 +41,8 @@ def name_of(row: Mapping[str, Any]) -> str:
     return f"{row['stages']} stage{'s' * (row['stages'] > 1)}, {policy}"
 
 
-def compare_counts(pipelines: Sequence[Pipeline]) -> list[str]:
-    """Say for each stage count what its quickest pipeline loses to what, and what further stages are worth."""
+def compare_counts(pipelines: Sequence[Compared]) -> list[str]:
+    """Describe for each stage count what its quickest pipeline loses to what, and what further stages are worth."""
     best = _best_of_counts(pipelines)
     lines = []
     for item in best:
@@ -52,7 +51,7 @@ def compare_counts(pipelines: Sequence[Pipeline]) -> list[str]:
                       key=lambda line: -line.times)  # fmt: skip
         causes = "; ".join(f"{line.times:.2f} to {line.title} ({line.why})" for line in lost)
         lines.append(
-            f"{name_of(item.row)}: {item.row['speedup']:.2f} times one process. By the account "
+            f"{item.name}: {item.row['speedup']:.2f} times one process. By the account "
             f"{account.speedup:.2f} of {account.num_times:.2f} are reached"
             + (f" and {account.num_times - account.speedup:.2f} are lost: {causes}." if lost else ".")
         )
@@ -76,20 +75,20 @@ def compare_counts(pipelines: Sequence[Pipeline]) -> list[str]:
     return lines
 
 
-def compare_policies(pipelines: Sequence[Pipeline]) -> list[str]:
-    """Say where each policy splits, and for each stage count why its best one is better than the others."""
+def compare_policies(pipelines: Sequence[Compared]) -> list[str]:
+    """Describe where each policy splits, and for each stage count why its best one is better than the others."""
     lines = []
     for count in _counts(pipelines):
         found = sorted((p for p in pipelines if p.row["stages"] == count), key=lambda p: -p.row["speedup"])
         for item in found:
-            lines.append(f"{name_of(item.row)}, {_where(item)}")
+            lines.append(f"{item.name}, {_where(item)}")
         if len(found) > 1 and found[0].row["cuts"]:
             lines += [_why(_like(other, found) or found[0], other) for other in found[1:]]
     return lines
 
 
-def _where(item: Pipeline) -> str:
-    """Say where a pipeline splits."""
+def _where(item: Compared) -> str:
+    """Describe where a pipeline splits."""
     cuts, shares = item.row["cuts"], item.row.get("shares", [])
     if not cuts:
         return "is not split."
@@ -100,8 +99,8 @@ def _where(item: Pipeline) -> str:
     return f"{text}; {format_bytes(crossing)} cross per microbatch; {item.row['speedup']:.2f} times one process."
 
 
-def _why(best: Pipeline, other: Pipeline) -> str:
-    """Say why one pipeline is quicker than another: what the other loses more to, and the figures behind it."""
+def _why(best: Compared, other: Compared) -> str:
+    """Explain why one pipeline is quicker than another: what the other loses more to, and the figures behind it."""
     slower = 1 - other.row["speedup"] / best.row["speedup"]
     better, worse = best.row["policy"], other.row["policy"]
     if best.row["cuts"] == other.row["cuts"]:
@@ -122,36 +121,36 @@ def _why(best: Pipeline, other: Pipeline) -> str:
     return f"{text}{_unsteady(longer)}."
 
 
-def _like(other: Pipeline, found: Sequence[Pipeline]) -> Pipeline | None:
+def _like(other: Compared, found: Sequence[Compared]) -> Compared | None:
     """Return a quicker pipeline with the same cuts, if there is one."""
     quicker = found[: found.index(other)]
     return next((item for item in quicker if item.row["cuts"] == other.row["cuts"]), None)
 
 
-def _alone_s(item: Pipeline) -> float:
+def _alone_s(item: Compared) -> float:
     return sum(stage.alone_s for stage in item.stream.stages)
 
 
 def _unsteady(longer: float) -> str:
-    """All rows do the same operations: what these took longer alone is not the policy's doing."""
+    """Describe what stages took longer alone: all rows do the same operations, so it is not the policy's doing."""
     if longer < _WORTH:
         return ""
     return f"; all its stages alone took {longer:.1%} longer for the same operations, which is the machine's doing"
 
 
-def _slowest(item: Pipeline) -> str:
+def _slowest(item: Compared) -> str:
     return format_seconds(max(stage.alone_s for stage in item.stream.stages))
 
 
-def _crossing(item: Pipeline) -> str:
+def _crossing(item: Compared) -> str:
     return format_bytes(sum(item.row.get("crossing_bytes", [])))
 
 
-def _counts(pipelines: Sequence[Pipeline]) -> list[int]:
+def _counts(pipelines: Sequence[Compared]) -> list[int]:
     return sorted({item.row["stages"] for item in pipelines})
 
 
-def _best_of_counts(pipelines: Sequence[Pipeline]) -> list[Pipeline]:
+def _best_of_counts(pipelines: Sequence[Compared]) -> list[Compared]:
     return [
         max((item for item in pipelines if item.row["stages"] == count), key=lambda item: item.row["speedup"])
         for count in _counts(pipelines)

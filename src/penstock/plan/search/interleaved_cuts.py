@@ -1,6 +1,6 @@
-"""Divide a line of units where devices hold several stages: the devices are balanced, not the stages.
+"""Cuts for interleaved 1F1B, where devices hold several stages: the devices are balanced, not the stages.
 
-    stages dealt out in turns      device 0: stages 0 and 2     device 1: stages 1 and 3
+    interleaved stages      device 0: stages 0 and 2     device 1: stages 1 and 3
 
 What a device takes is the sum over its stages. Stage by stage from the start of the model, the search keeps every
 state that can still lead to something better than the best known: where the stage ends, and what each device has so
@@ -18,7 +18,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
+from penstock.plan.cost.training_step import interleaved_memory
 from penstock.plan.search.partition import check_stages, stage_costs
 
 # devices that differ by less than this count as equally busy: then more equal stages are better
@@ -27,11 +29,15 @@ SLACK = 0.003
 _WIDTH = 3000
 # sums of floats taken in another order differ in the last bits
 _ROUNDING = 1 + 1e-12
+# stages of a device that are tried; more make the bubble smaller and the messages more
+_STAGES_EACH = (2, 3)
+# this many devices may also be used in part
+_FEW = 12
 _Places: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class InterleavedCuts:
     """Boundaries between stages, what the busiest device takes, and what the largest stage does."""
 
     cuts: tuple[int, ...]
@@ -39,15 +45,15 @@ class Dealt:
     largest: float
 
 
-def deal(costs: Sequence[Vector], places: Sequence[int], *, slack: float = 0.0) -> Dealt | None:
+def interleave(costs: Sequence[Vector], places: Sequence[int], *, slack: float = 0.0) -> InterleavedCuts | None:
     """Choose where stages end so that the busiest device takes least; of those within `slack` of it, so that the
     largest stage is smallest.
 
     `costs[stage][a, b]` is what the units from boundary `a` to `b` take as this stage on its device, infinite where
-    that cannot be; `places[stage]` is the device. Gives None where nothing can be.
+    that cannot be; `places[stage]` is the device. Returns None where nothing can be.
 
     Example:
-        deal([costs] * 4, [0, 1, 0, 1]).cuts
+        interleave([costs] * 4, [0, 1, 0, 1]).cuts
     """
     search = _Search(costs, places, slack)
     best = search.first()
@@ -78,10 +84,10 @@ def balanced_devices(
     Raises `CutError` for more stages than units.
     """
     check_stages(len(work), num_stages)
-    dealt = deal([stage_costs(work, crossing_bytes, work_per_byte)] * num_stages, places, slack=SLACK)
-    if dealt is None:
+    found = interleave([stage_costs(work, crossing_bytes, work_per_byte)] * num_stages, places, slack=SLACK)
+    if found is None:
         raise AssertionError("units enough for the stages, and no division")
-    return list(dealt.cuts)
+    return list(found.cuts)
 
 
 class _Search:
@@ -95,7 +101,7 @@ class _Search:
         self.thinned = False  # whether states were left out of the last search
         self.least = math.inf  # what the busiest device takes in the best division that was seen
 
-    def first(self) -> Dealt | None:
+    def first(self) -> InterleavedCuts | None:
         """Return the division whose largest stage is smallest."""
         best, choices = self.costs[0][0], []
         for cost in self.costs[1:]:
@@ -107,16 +113,16 @@ class _Search:
         cuts = [self.last]
         for choice in reversed(choices):
             cuts.append(int(choice[cuts[-1]]))
-        return self._dealt(tuple(cuts[:0:-1]))
+        return self._cuts(tuple(cuts[:0:-1]))
 
-    def prefers(self, one: Dealt, other: Dealt) -> bool:
+    def prefers(self, one: InterleavedCuts, other: InterleavedCuts) -> bool:
         """Return whether one division is better than another."""
         limit = self.least * (1 + self.slack) * _ROUNDING
         if max(one.busiest, other.busiest) > limit:
             return one.busiest < other.busiest
         return (one.largest, one.busiest) < (other.largest, other.busiest)
 
-    def around(self, known: Dealt, reach: int) -> Dealt | None:
+    def around(self, known: InterleavedCuts, reach: int) -> InterleavedCuts | None:
         """Return the best division whose cuts lie this near to known ones."""
         windows = [np.arange(1)]
         windows += [np.arange(max(1, c - reach), min(self.last - 1, c + reach) + 1) for c in known.cuts]
@@ -144,7 +150,7 @@ class _Search:
         for come, ends in reversed(steps):
             cuts.append(int(ends[state]))
             state = int(come[state])
-        return self._dealt(tuple(cuts[:0:-1]))
+        return self._cuts(tuple(cuts[:0:-1]))
 
     def _promising(self, stage: int, ends: _Places, loads: Vector, largest: Vector) -> _Places:
         """Choose the states that may lead to something as good as the best known; of too many, those with most room."""
@@ -161,10 +167,47 @@ class _Search:
         tight = np.maximum(ahead, rest[kept] / np.maximum(room[kept], 1e-300) - 1)
         return kept[np.lexsort((largest[kept], tight))[:_WIDTH]]
 
-    def _dealt(self, cuts: tuple[int, ...]) -> Dealt:
+    def _cuts(self, cuts: tuple[int, ...]) -> InterleavedCuts:
         stages = [float(cost[a, b]) for cost, (a, b) in zip(self.costs, pairwise((0, *cuts, self.last)), strict=True)]
         loads = [0.0] * self.num_devices
         for place, seconds in zip(self.places, stages, strict=True):
             loads[place] += seconds
         self.least = min(self.least, max(loads))
-        return Dealt(cuts, max(loads), max(stages))
+        return InterleavedCuts(cuts, max(loads), max(stages))
+
+
+def interleaved_divisions(problem: Problem) -> list[Division]:
+    """Return good pipelines with several stages for each device, for each number of devices, those that fit.
+
+    Devices go in order, the fastest ones where not all are used; of more than a dozen all are. Memory is looked at once
+    the cuts are chosen.
+
+    Example:
+        division = interleaved_divisions(problem)[0]
+    """
+    fastest = sorted(range(len(problem.devices)), key=lambda number: -problem.devices[number].speed)
+    found = []
+    for num_devices in range(2 if len(fastest) <= _FEW else len(fastest), len(fastest) + 1):
+        numbers = sorted(fastest[:num_devices])
+        costs = {number: _costs(problem, number) for number in numbers}
+        for each in _STAGES_EACH:
+            holders = numbers * each
+            if len(holders) > problem.num_units:
+                continue
+            chosen = interleave([costs[number] for number in holders], list(range(num_devices)) * each, slack=SLACK)
+            if chosen is None:
+                continue
+            bounds = pairwise((0, *chosen.cuts, problem.num_units))
+            division = tuple(Placed((number,), a, b) for number, (a, b) in zip(holders, bounds, strict=True))
+            needs = interleaved_memory(problem, division)
+            if all(need <= problem.devices[number].memory_bytes for number, need in needs.items()):
+                found.append(division)
+    return found
+
+
+def _costs(problem: Problem, number: int) -> Vector:
+    """Return the seconds of every possible stage on a device, infinite where it is empty."""
+    first, last = problem.path_terms(number)
+    seconds: Vector = first[:, None] + last[None, :]
+    seconds[np.tril_indices(problem.num_units + 1)] = np.inf
+    return seconds

@@ -2,17 +2,16 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.report.comparison_text import Compared, compare_counts, compare_policies, name_of
 from penstock.report.page.figures import KEPT, LOST, MOVE, PALETTE, WAIT, Figure
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table
-from penstock.report.stream.account import TITLES, Account, make_account
-from penstock.report.stream.comparison_text import compare_counts, compare_policies, name_of
-from penstock.report.stream.measured import MeasuredStream, measure_stream
+from penstock.report.stream.account import TITLES, make_account
+from penstock.report.stream.measured import measure_stream
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds
 
@@ -20,20 +19,6 @@ _COLORS = {
     "imbalance": LOST, "bubble": WAIT, "slower": "#cc79a7", "communication_cpu": MOVE, "overhead": "#999933",
     "loading": "#56b4e9", "communication": "#009e73", "remainder": "#7f7f7f",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A row of the bench, with what its last pass recorded, put together and accounted for."""
-
-    row: Mapping[str, Any]
-    stream: MeasuredStream
-    account: Account
-
-    @property
-    def name(self) -> str:
-        """Name it as people do."""
-        return name_of(self.row)
 
 
 def write_comparison(
@@ -71,7 +56,7 @@ def write_comparison(
 
 
 def _lead(serial: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say what one process does, what the best pipeline does, and whether they give the same numbers."""
+    """Describe what one process does, what the best pipeline does, and whether they give the same numbers."""
     lines = [f"One process: {serial['images_per_second']:.4g} images/s."]
     pipelines = [row for row in rows if row["mode"] == "pipeline"]
     if pipelines:
@@ -89,7 +74,7 @@ def _lead(serial: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """The speed-up over one process by stage count, a bar for each policy, with n as a line."""
+    """Draw the speed-up over one process by stage count, a bar for each policy, with n as a line."""
     pipelines = [row for row in rows if row["mode"] != "serial"]
     counts = sorted({row["stages"] for row in pipelines})
     names = list(dict.fromkeys(_series(row) for row in pipelines))
@@ -128,7 +113,7 @@ def _series(row: Mapping[str, Any]) -> str:
 
 
 def losses(traced: Sequence[Compared]) -> Figure:
-    """What n times are made of, for each pipeline: what was reached, and what each cause cost."""
+    """Draw what n times are made of, for each pipeline: what was reached, and what each cause cost."""
     names = [item.name for item in traced]
     data: list[dict[str, Any]] = [{
         "type": "bar", "name": "reached", "x": names, "y": [round(item.account.speedup, 4) for item in traced],
@@ -157,7 +142,7 @@ def losses(traced: Sequence[Compared]) -> Figure:
 
 
 def loads(traced: Sequence[Compared]) -> Figure:
-    """What each stage takes alone, for each pipeline: equal bars are a good split."""
+    """Draw what each stage takes alone, for each pipeline: equal bars are a good split."""
     most = max(len(item.stream.stages) for item in traced)
     data: list[dict[str, Any]] = []
     for index in range(most):
@@ -184,20 +169,20 @@ def loads(traced: Sequence[Compared]) -> Figure:
 
 
 def split_points(traced: Sequence[Compared]) -> Table:
-    """Where each pipeline is cut, each stage's part of the counted work, and what crosses behind it."""
+    """Return where each pipeline is cut, each stage's part of the counted work, and what crosses after it."""
     rows: list[tuple[Cell, ...]] = []
     for item in traced:
         shares, crossing, cuts = (item.row.get(key, []) for key in ("shares", "crossing_bytes", "cuts"))
         for stage, share in enumerate(shares):
-            behind = stage < len(cuts)
-            rows.append((item.name, stage, cuts[stage] if behind else None, f"{share:.1%}",
-                         format_bytes(crossing[stage]) if behind else None))  # fmt: skip
-    columns = ("pipeline", "stage", "cut behind it", "of the counted work", "crosses there")
+            follows = stage < len(cuts)
+            rows.append((item.name, stage, cuts[stage] if follows else None, f"{share:.1%}",
+                         format_bytes(crossing[stage]) if follows else None))  # fmt: skip
+    columns = ("pipeline", "stage", "cut after it", "of the counted work", "crosses there")
     return Table("splits", "The split points", columns, tuple(rows))
 
 
 def settings_table(settings: Mapping[str, Any]) -> Table:
-    """What all rows have in common."""
+    """Return what all rows have in common."""
     cells = tuple(
         (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
         for name, value in settings.items()

@@ -39,7 +39,7 @@ def _row(run: Run, training: MeasuredTraining, rank: int, stage: int) -> str:
 
 
 def timeline(run: Run, training: MeasuredTraining) -> Figure:
-    """What every stage does when: forwards and backwards by microbatch, messages, waiting, gradients' sums."""
+    """Draw what every stage does when: forwards and backwards by microbatch, messages, waiting, all-reduces."""
     first = training.steps[0]
     each = max(1, len({done.microbatch for part in first.parts.values() for done in part.done}))
     steps = training.steps[: max(1, MAX_DRAWN // (2 * each))]
@@ -107,7 +107,7 @@ def _other_kinds(parts: object) -> str:
 
 
 def _journey(run: Run, training: MeasuredTraining, number: int, microbatch: int, origin_s: float) -> str:
-    """Tell what happened to one microbatch in one step, in the order in which it happened."""
+    """Describe what happened to one microbatch in one step, in the order in which it happened."""
     (step,) = (step for step in training.steps if step.number == number)
     found: list[tuple[Done, int]] = [
         (done, rank) for rank, part in step.parts.items() for done in part.done if done.microbatch == microbatch
@@ -151,7 +151,7 @@ def device_shares(training: MeasuredTraining, rank: int) -> list[float]:
 
 
 def loads(run: Run, training: MeasuredTraining) -> Figure:
-    """What each device does with a step."""
+    """Draw what each device does with a step."""
     ranks = [rank for replica in training.replicas for rank in dict.fromkeys(replica)]
     names = [_device(run, training, rank) for rank in ranks]
     shares = {rank: device_shares(training, rank) for rank in ranks}
@@ -199,7 +199,7 @@ def _stage_rows(run: Run, training: MeasuredTraining, usual: Usual) -> list[tupl
 
 
 def throughput(training: MeasuredTraining) -> Figure:
-    """Rows per second, step by step."""
+    """Draw rows per second, step by step."""
     points = [(step.number, step.num_rows / step.seconds) for step in training.steps]
     data = [{"type": "scatter", "mode": "lines+markers", "x": [n for n, _ in points],
              "y": [round(rate, 3) for _, rate in points], "line": {"color": KEPT},
@@ -213,17 +213,17 @@ def throughput(training: MeasuredTraining) -> Figure:
 
 
 def link_table(training: MeasuredTraining) -> Table:
-    """Each stage's messages in a step, and how long they are under way where somebody waited for one."""
+    """Return each stage's messages in a step, and how long they are under way where somebody waited for one."""
     rows: list[tuple[Cell, ...]] = []
     for (source, to, direction), seconds in sorted(training.lines_s.items()):
         what = "activations" if direction == "F" else "gradients"
         rows.append((f"from stage {source} to stage {to}", what, format_seconds(seconds)))
     for process in training.processes.values():
-        sums = [s for s in process.spans if s.kind == "synchronize" and s.name == "sum"]
-        if sums:
-            per_step = sum(s.num_bytes for s in sums) / len({s.step for s in sums})
-            rows.append((process.device, f"sums of gradients, {format_bytes(per_step)} per step",
-                         format_seconds(statistics.median(s.seconds for s in sums))))  # fmt: skip
+        all_reduces = [s for s in process.spans if s.kind == "synchronize" and s.name == "sum"]
+        if all_reduces:
+            per_step = sum(s.num_bytes for s in all_reduces) / len({s.step for s in all_reduces})
+            rows.append((process.device, f"all-reduces of gradients, {format_bytes(per_step)} per step",
+                         format_seconds(statistics.median(s.seconds for s in all_reduces))))  # fmt: skip
     return Table("links", "The links", ("link", "what", "under way"), tuple(rows))
 
 

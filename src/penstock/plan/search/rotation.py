@@ -1,11 +1,12 @@
-"""Let microbatches take turns on several sets of cuts, so that loads become equal that one set leaves uneven.
+"""Cut-set rotation: microbatches go round-robin through several cut sets, so that loads that one set leaves uneven
+become equal.
 
 What a stage does for a microbatch is the sum of a part that depends on its first boundary and one that
 depends on its last. On average over many microbatches only the *portions* count in which each cut lies at
 each boundary, so the best portions are a linear program over each cut's portions, however many sets there are:
 
     smallest T with, for every stage,  sum_a portion[cut before][a] * starts[stage][a]
-                                     + sum_b portion[cut behind][b] * ends[stage][b]   <= T
+                                     + sum_b portion[cut after ][b] * ends[stage][b]   <= T
 
 Few sets with these portions follow by moving all cuts with one number between 0 and 1: where it lies decides
 each cut's place by its cumulative portions. All cuts then move the same way together, which keeps the load
@@ -15,32 +16,34 @@ of a stage near its mean.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from penstock.plan.cost.problem import Problem
+from penstock.plan.cost.stage_cost import Vector
 from penstock.plan.schedule.round_robin import round_robin_counts
 from penstock.plan.search.simplex import minimize
+from penstock.spec.plan import CutSet, Pipeline
 
-_Vector: TypeAlias = NDArray[np.float64]
 # a boundary further away than this would only add to what devices must hold
 MAX_REACH = 32
 # how much of the best pace may be given up for smaller moves, which queues absorb better
 _SLACK = 2e-4
+# a program over more cuts than this takes longer than its gain is worth
+_MAX_STAGES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
+class BoundaryCosts:
     """What stages cost by their boundaries, for as many stages as there are rows.
 
     A stage `s` from boundary `a` to `b` takes `starts[s][a] + ends[s][b]` seconds. `crossing[k][b]`, if given,
     is the seconds that the link of cut `k` is busy when it lies at boundary `b`.
     """
 
-    starts: Sequence[_Vector]
-    ends: Sequence[_Vector]
-    crossing: Sequence[_Vector] = ()
+    starts: Sequence[Vector]
+    ends: Sequence[Vector]
+    crossing: Sequence[Vector] = ()
 
     def load(self, stage: int, start: int, end: int) -> float:
         """Return the seconds of a stage between two boundaries."""
@@ -52,11 +55,11 @@ class Portions:
     """For each cut the boundaries where it lies and the portion of microbatches for which it does; the pace in s."""
 
     per_cut: tuple[tuple[tuple[int, float], ...], ...]
-    pace_s: float
+    bottleneck_s: float
 
 
-def alternate(
-    lines: Lines,
+def rotate(
+    costs: BoundaryCosts,
     cuts: Sequence[int],
     *,
     holds: Callable[[int, int, int], bool] = lambda _stage, _start, _end: True,
@@ -67,25 +70,25 @@ def alternate(
 
     `cuts` are the boundaries of the best single set. `holds(stage, start, end)` says whether a stage's device
     has the memory for all units from `start` to `end`: with several sets it holds those of all. Weights are
-    whole parts of a round of at most `period` turns.
+    whole parts of a round of at most `period` microbatches.
 
     >>> work = np.array([0.0, 3.0, 4.0, 8.0])
-    >>> alternate(Lines(starts=[-work, -work], ends=[work, work]), [2])
+    >>> rotate(BoundaryCosts(starts=[-work, -work], ends=[work, work]), [2])
     [((2,), 1.0)]
 
     The portions are optimal for the linear program over boundaries nearer to each cut than to its neighbours
     and at most `reach` away. Where a device cannot hold all of a solution, the boundaries around its cuts are
     halved in number until it can, so under a memory limit the result is good but need not be the best.
     """
-    last = len(lines.starts[0]) - 1
+    last = len(costs.starts[0]) - 1
     bounds = (0, *cuts, last)
     reaches = [reach] * len(cuts)
     while any(reaches):
         windows = _windows(bounds, reaches)
-        portions = best_portions(lines, cuts, windows)
+        portions = best_portions(costs, cuts, windows)
         tight = [s for s in range(len(cuts) + 1) if not holds(s, *_extent(s, portions, last))]
         if not tight:
-            return _whole_turns(couple(portions), period)
+            return _whole_rounds(couple(portions), period)
         for stage in tight:
             for cut in (stage - 1, stage):
                 if 0 <= cut < len(cuts):
@@ -93,12 +96,12 @@ def alternate(
     return [(tuple(cuts), 1.0)]
 
 
-def best_portions(lines: Lines, cuts: Sequence[int], windows: Sequence[Sequence[int]]) -> Portions:
+def best_portions(costs: BoundaryCosts, cuts: Sequence[int], windows: Sequence[Sequence[int]]) -> Portions:
     """Find how often each cut should lie at each boundary of its window; each window holds the given cut.
 
     Among the best (within 0.02% of the pace) it takes what moves the cuts least, in squared seconds of work.
     """
-    program = _Program(lines, cuts, windows)
+    program = _Program(costs, cuts, windows)
     solution, basis = minimize(program.pace, program.matrix, program.limits, program.basis)
     program.limits[-1] = float(solution[program.num_places]) * (1 + _SLACK)
     solution, _ = minimize(program.moves, program.matrix, program.limits, basis)
@@ -134,15 +137,15 @@ def couple(portions: Portions) -> list[tuple[tuple[int, ...], float]]:
 class _Program:
     """The linear program in matrix form: portions of all windows, then the pace, then what is left over per row."""
 
-    def __init__(self, lines: Lines, cuts: Sequence[int], windows: Sequence[Sequence[int]]) -> None:
-        num_stages, last = len(cuts) + 1, len(lines.starts[0]) - 1
+    def __init__(self, costs: BoundaryCosts, cuts: Sequence[int], windows: Sequence[Sequence[int]]) -> None:
+        num_stages, last = len(cuts) + 1, len(costs.starts[0]) - 1
         bounds = [0, *cuts, last]
         # in units of the pace of the given cuts, so that the numbers are near 1
-        busy = [lines.load(s, bounds[s], bounds[s + 1]) for s in range(num_stages)]
-        busy += [float(lines.crossing[k][cut]) for k, cut in enumerate(cuts) if lines.crossing]
+        busy = [costs.load(s, bounds[s], bounds[s + 1]) for s in range(num_stages)]
+        busy += [float(costs.crossing[k][cut]) for k, cut in enumerate(cuts) if costs.crossing]
         self.scale = max(max(busy), 1e-300)
         self.num_places = sum(len(window) for window in windows)
-        rows = num_stages + (len(cuts) if lines.crossing else 0)
+        rows = num_stages + (len(cuts) if costs.crossing else 0)
         self.matrix = np.zeros((rows + len(cuts) + 1, self.num_places + 1 + rows + 1))
         self.limits = np.zeros(len(self.matrix))
         self.pace = np.zeros(self.matrix.shape[1])
@@ -154,10 +157,10 @@ class _Program:
             columns = slice(place, place + len(window))
             chosen = list(window)
             # what depends on the given cuts goes to the other side of the equation, so that differences stay exact
-            self.matrix[k, columns] = (lines.ends[k][chosen] - lines.ends[k][cut]) / self.scale
-            self.matrix[k + 1, columns] = (lines.starts[k + 1][chosen] - lines.starts[k + 1][cut]) / self.scale
-            if lines.crossing:
-                self.matrix[num_stages + k, columns] = (lines.crossing[k][chosen] - lines.crossing[k][cut]) / self.scale
+            self.matrix[k, columns] = (costs.ends[k][chosen] - costs.ends[k][cut]) / self.scale
+            self.matrix[k + 1, columns] = (costs.starts[k + 1][chosen] - costs.starts[k + 1][cut]) / self.scale
+            if costs.crossing:
+                self.matrix[num_stages + k, columns] = (costs.crossing[k][chosen] - costs.crossing[k][cut]) / self.scale
             self.matrix[rows + k, columns] = 1.0
             self.limits[rows + k] = 1.0
             moved = np.abs(self.matrix[k, columns]) + np.abs(self.matrix[k + 1, columns])
@@ -195,8 +198,46 @@ def _extent(stage: int, portions: Portions, last: int) -> tuple[int, int]:
     return start, end
 
 
-def _whole_turns(sets: list[tuple[tuple[int, ...], float]], period: int) -> list[tuple[tuple[int, ...], float]]:
-    """Round the weights to what turns can give; what would get none is left out."""
+def _whole_rounds(sets: list[tuple[tuple[int, ...], float]], period: int) -> list[tuple[tuple[int, ...], float]]:
+    """Round the weights to what a round can give; what would get none is left out."""
     counts = round_robin_counts([weight for _, weight in sets], period=period)
     total = sum(counts)
     return [(cuts, number / total) for (cuts, _), number in zip(sets, counts, strict=True) if number]
+
+
+def rotated(problem: Problem, pipeline: Pipeline) -> Pipeline | None:
+    """Return the same pipeline with several cut sets in rotation; None where one is as good, or it cannot have more."""
+    stages = pipeline.stages
+    plain = all(len(stage.devices) == 1 for stage in stages) and not problem.setting.trains
+    if not plain or not 2 <= len(stages) <= _MAX_STAGES:
+        return None
+    names = problem.profile.cuts
+    cuts = [names.index(name) + 1 for name in pipeline.cut_sets[0].cuts]
+    numbers = [problem.numbers[stage.devices[0]] for stage in stages]
+    bounds = [0, *cuts, problem.num_units]
+
+    def holds(stage: int, start: int, end: int) -> bool:
+        return _union_fits(problem, numbers[stage], (start, bounds[stage]), (bounds[stage + 1], end))
+
+    sets = rotate(_boundary_costs(problem, numbers), cuts, holds=holds)
+    if len(sets) < 2:
+        return None
+    cut_sets = tuple(CutSet(cuts=tuple(names[b - 1] for b in chosen), weight=weight) for chosen, weight in sets)
+    return Pipeline(stages=stages, cut_sets=cut_sets)
+
+
+def _boundary_costs(problem: Problem, numbers: Sequence[int]) -> BoundaryCosts:
+    terms = [problem.terms(number) for number in numbers]
+    cpu = [t.pairs()[0] for t in terms]
+    crossing: list[Vector] = []
+    if any(device.bandwidth_bytes_per_s for device in problem.devices) or problem.cluster.links:
+        crossing = [problem.costs.crossing * problem.wire_s(a, b) for a, b in pairwise(numbers)]
+    return BoundaryCosts(starts=[first for first, _ in cpu], ends=[last for _, last in cpu], crossing=crossing)
+
+
+def _union_fits(problem: Problem, number: int, starts: tuple[int, int], ends: tuple[int, int]) -> bool:
+    """Return whether a device can hold all units of a stage whose cuts move within these boundaries."""
+    first, last = problem.terms(number).memory
+    need = float(problem.costs.held_bytes[min(starts), max(ends)])
+    need += float(first[min(starts) : max(starts) + 1].max() + last[min(ends) : max(ends) + 1].max())
+    return need <= problem.devices[number].memory_bytes

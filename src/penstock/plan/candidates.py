@@ -1,0 +1,227 @@
+"""Ways to run a model, worked out and predicted, to choose from."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import PlanError
+from penstock.plan.cost.bound import bottleneck_bound_s
+from penstock.plan.cost.pipeline_cost import bottleneck_s, shared_load_s
+from penstock.plan.cost.predict import predict_pipelines
+from penstock.plan.cost.problem import Division, Placed, Problem
+from penstock.plan.request import Request
+from penstock.plan.search.exact import best_divisions
+from penstock.plan.search.interleaved_cuts import interleaved_divisions
+from penstock.plan.search.large import good_division
+from penstock.plan.search.refine import refine
+from penstock.plan.search.replicas import best_replicas, rates_of
+from penstock.plan.search.rotation import rotated
+from penstock.plan.search.training_replicas import best_steps
+from penstock.spec.plan import CutSet, Pipeline, Prediction, Stage
+
+Kind = Literal["stages", "shared stages", "replicas", "rotating cuts"]
+# plans this near to each other count as equal: then the one with fewer devices is better
+EQUAL = 1e-3
+_SHARE_EFFORT = 300_000_000
+_BOUNDED_EFFORT = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to run the model: its kind, its pipelines with names, and what they are predicted to do.
+
+    `exact` says that no plan of its kind is better for its microbatch size.
+    """
+
+    kind: Kind
+    problem: Problem
+    pipelines: tuple[Pipeline, ...]
+    prediction: Prediction
+    exact: bool
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices hold stages."""
+        return len({name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices})
+
+    @property
+    def rows(self) -> int:
+        """The rows of a microbatch."""
+        return self.problem.setting.rows
+
+
+def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
+    """Return the plans worth comparing for one microbatch size: the best pipeline for each number of devices,
+    stages that devices share, and whole pipelines side by side."""
+    if problem.setting.schedule == "interleaved":
+        return _interleaved(problem, request)
+    found = _single(problem, request)
+    if request.aim == "latency" or len(problem.devices) == 1:
+        return found
+    if problem.setting.trains:
+        found += _replicas_that_train(problem, request) if request.replicas else []
+        return [candidate for candidate in found if _fits(candidate)]
+    if request.shared:
+        found += _shared(problem, request)
+    if request.replicas:
+        found += [_side_by_side(problem, divisions, request) for _, divisions in best_replicas(problem)[:2]]
+    return found
+
+
+def as_candidate(
+    problem: Problem, kind: Kind, divisions: Sequence[tuple[float, Division]], request: Request, *, exact: bool
+) -> Candidate:
+    """Name devices and cuts of pipelines, with their shares of the microbatches, and predict what they will do."""
+    pipelines = tuple(_pipeline(problem, division, share) for share, division in divisions)
+    pace = bottleneck_s(problem, divisions[0][1])
+    exact = exact and not problem.setting.trains  # searched for its pace, and a step also fills and drains
+    known = exact and kind == "stages"
+    bound = problem.setting.rows / pace if known else bound_rows_per_s(problem, share=kind != "stages")
+    prediction = predict_pipelines(problem, pipelines, request.num_rows, bound)
+    return Candidate(kind=kind, problem=problem, pipelines=pipelines, prediction=prediction, exact=exact)
+
+
+def with_rotation(best: Candidate, request: Request) -> Candidate | None:
+    """Return a pipeline with several cut sets in rotation, if that is faster with queues as short as they are."""
+    problem, (pipeline, *more) = best.problem, best.pipelines
+    found = None if more else rotated(problem, pipeline)
+    if found is None:
+        return None
+    prediction = predict_pipelines(problem, (found,), request.num_rows, bound_rows_per_s(problem, share=True))
+    if prediction.rows_per_s <= best.prediction.rows_per_s * (1 + EQUAL):
+        return None
+    return Candidate(kind="rotating cuts", problem=problem, pipelines=(found,), prediction=prediction, exact=False)
+
+
+def bound_rows_per_s(problem: Problem, *, share: bool) -> float:
+    """Return the throughput that no plan exceeds; see `bottleneck_bound_s`."""
+    bound = bottleneck_bound_s(problem, share=share)
+    return problem.setting.rows / bound if bound else math.inf
+
+
+def _single(problem: Problem, request: Request) -> list[Candidate]:
+    """Find the best pipelines with a device for each stage."""
+    aim: Literal["pace", "latency"] = "latency" if request.aim == "latency" else "pace"
+    # what a stage of zero bubble keeps depends on how many there are
+    each_size = problem.setting.schedule == "zero-bubble"
+    found = _for_each_size(problem, aim) if each_size else best_divisions(problem, aim=aim)
+    if found is None and aim == "pace":
+        return _many(problem, request)
+    if found is None:
+        raise PlanError(
+            f"the smallest latency on {len(problem.devices)} unequal devices is too much to search; "
+            "name fewer devices in the cluster file, the fastest ones"
+        )
+    divisions = [division for _, division in found.values()]
+    if aim == "pace":
+        divisions = [refine(problem, division) for division in divisions]
+    return [as_candidate(problem, "stages", ((1.0, division),), request, exact=True) for division in divisions]
+
+
+def _fits(candidate: Candidate) -> bool:
+    """Return whether devices have the memory: a search that did not know how many stages there would be, for too many
+    devices, knew too little of what zero bubble keeps."""
+    devices = candidate.problem.cluster
+    return all(load.memory_bytes <= devices.device(load.device).memory_bytes for load in candidate.prediction.devices)
+
+
+def _interleaved(problem: Problem, request: Request) -> list[Candidate]:
+    """Return pipelines with several stages for each device."""
+    if len(problem.devices) == 1:
+        raise PlanError(
+            "the schedule interleaved spreads stages over several devices, but there is one; use --schedule 1f1b"
+        )
+    return [as_candidate(problem, "stages", ((1.0, d),), request, exact=False) for d in interleaved_divisions(problem)]
+
+
+def _for_each_size(problem: Problem, aim: Literal["pace", "latency"]) -> dict[int, tuple[float, Division]] | None:
+    """Search for each number of stages by itself; None where one search is too much."""
+    found: dict[int, tuple[float, Division]] = {}
+    for size in range(1, min(len(problem.devices), problem.num_units) + 1):
+        best = best_divisions(problem.for_stages(size), aim=aim)
+        if best is None:
+            return None
+        found |= {number: each for number, each in best.items() if number == size}
+    return found
+
+
+def _many(problem: Problem, request: Request) -> list[Candidate]:
+    """Find pipelines where there are too many devices to look at every order."""
+    division = good_division(problem)
+    if division is None:
+        return []
+    # knowing how fast a pipeline can be makes the exact search much smaller
+    found = best_divisions(problem, at_most_s=bottleneck_s(problem, division) * (1 + 1e-9), effort=_BOUNDED_EFFORT)
+    if found:
+        divisions = [refine(problem, d, reach=16) for _, d in found.values()]
+        return [as_candidate(problem, "stages", ((1.0, d),), request, exact=True) for d in divisions]
+    candidates = [as_candidate(problem, "stages", ((1.0, division),), request, exact=False)]
+    if request.aim == "devices":
+        candidates += _fewer(problem, request)
+    return candidates
+
+
+def _fewer(problem: Problem, request: Request) -> list[Candidate]:
+    """Find by halving how many of the fastest devices are enough for the target."""
+    order = sorted(range(len(problem.devices)), key=lambda number: -problem.devices[number].speed)
+    low, high = 1, len(order)
+    found: list[Candidate] = []
+    while low < high:
+        middle = (low + high) // 2
+        division = good_division(problem, order[:middle])
+        candidate = as_candidate(problem, "stages", ((1.0, division),), request, exact=False) if division else None
+        if candidate is not None and candidate.prediction.rows_per_s >= (request.target_rows_per_s or 0.0):
+            found.append(candidate)
+            high = middle
+        else:
+            low = middle + 1
+    return found
+
+
+def _shared(problem: Problem, request: Request) -> list[Candidate]:
+    """Find pipelines in which devices share a stage, where that is not the same as one device each."""
+    found = best_divisions(problem, share=True, effort=_SHARE_EFFORT)
+    if not found:
+        return []
+    kept = [d for _, d in found.values() if any(len(stage.devices) > 1 for stage in d)]
+    return [as_candidate(problem, "shared stages", ((1.0, division),), request, exact=True) for division in kept]
+
+
+def _side_by_side(problem: Problem, divisions: tuple[Division, ...], request: Request) -> Candidate:
+    rates = rates_of(problem, divisions)
+    total = sum(rates)
+    shares = [(rate / total, division) for rate, division in zip(rates, divisions, strict=True) if rate > 1e-9 * total]
+    return as_candidate(problem, "replicas", shares, request, exact=False)
+
+
+def _replicas_that_train(problem: Problem, request: Request) -> list[Candidate]:
+    total = problem.setting.num_microbatches or 1
+    found = []
+    for _, divisions, counts in best_steps(problem)[:2]:
+        shares = [(count / total, division) for division, count in zip(divisions, counts, strict=True)]
+        found.append(as_candidate(problem, "replicas", shares, request, exact=False))
+    return found
+
+
+def _pipeline(problem: Problem, division: Division, share: float) -> Pipeline:
+    names = problem.profile.cuts
+    stages = tuple(
+        Stage(devices=tuple(problem.devices[number].name for number in stage.devices), shares=_shares(problem, stage))
+        for stage in division
+    )
+    cuts = tuple(names[stage.start - 1] for stage in division[1:])
+    return Pipeline(stages=stages, cut_sets=(CutSet(cuts=cuts),), share=share)
+
+
+def _shares(problem: Problem, stage: Placed) -> tuple[float, ...]:
+    """Assign devices that share a stage parts after their speed; the feeder has what time feeding leaves."""
+    if len(stage.devices) == 1:
+        return (1.0,)
+    pace = shared_load_s(problem, stage)
+    parts = []
+    for number in stage.devices:
+        own = max(float(a[stage.start] + b[stage.end]) for a, b in problem.terms(number).own)
+        spent = problem.feeding_only_s() if number == problem.feeder else 0.0
+        parts.append((pace - spent) / own)
+    return tuple(part / sum(parts) for part in parts)

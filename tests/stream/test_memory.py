@@ -33,7 +33,7 @@ with penstock.Pipeline(zoo.module, (image,), stages=4, threads=1, weights=zoo.we
     stages = penstock.graph.stages.divide(pipe.graph, pipe.cuts)
     print(json.dumps({
         "feeder": read(os.getpid(), "VmHWM") - before,
-        "workers": [read(pid, "RssAnon") for pid in pipe._world.workers.pids],
+        "workers": [read(pid, "RssAnon") for pid in pipe._streaming.world.workers.pids],
         "stages": [program.state_bytes() for program in stages],
     }))
 """

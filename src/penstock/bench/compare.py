@@ -118,11 +118,9 @@ class Comparison:
 
     def pipeline(self, stages: int, *, policy: str | None = None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
         """Stream through so many stages."""
-        possible = Cuts(self.graph)
-        if cuts is not None:
-            chosen = possible.find_all(cuts)
-        else:
-            chosen = choose_cuts(self.graph, possible, stages=stages, policy=policy or "balanced", sizes=self._sizes)
+        chosen = choose_cuts(
+            self.graph, Cuts(self.graph), names=cuts, stages=stages, policy=policy or "balanced", sizes=self._sizes
+        )
         world = dataclasses.replace(self._world, devices=self._world.devices[:stages])
         measured = self._stream(lambda: self._deploy(world, chosen), len(world.devices), stages, chosen)
         names = [cut.name for cut in chosen]

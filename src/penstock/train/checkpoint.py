@@ -143,7 +143,7 @@ def _own_tensors(
 
 def _saved_here(trainer: Trainer) -> dict[str, Tensor]:
     """Return the tensors that this process saves: of the first replica, each by the first stage that has it."""
-    if trainer.replica_index:
+    if trainer.placed.replica_index:
         return {}
     buffers = {s.source for part in trainer.parts for s in part.program.states if s.kind == "buffer"}
     tensors = {**trainer.tensors.parameters, **{n: t for n, t in trainer.tensors.others.items() if n in buffers}}
@@ -221,7 +221,7 @@ def _index(
     except (TypeError, ValueError):
         raise UsageError("the scheduler's state is more than numbers and text; save it yourself beside this") from None
     return CheckpointIndex(
-        model=trainer.captured.graph.model, step=trainer.step, num_stages=trainer.num_stages,
+        model=trainer.captured.graph.model, step=trainer.step, num_stages=trainer.placed.num_stages,
         num_replicas=len(trainer.grid.replicas), places=_merged(told, "places"),
         shapes={name: (dtype, shape) for name, (dtype, shape) in _merged(told, "shapes").items()},
         scalars=_merged(told, "scalars"), groups=[OptimizerGroup(**group) for group in groups], scheduler=state,

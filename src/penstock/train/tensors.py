@@ -1,6 +1,6 @@
 """The tensors of the model that one process holds: parameters to be trained, frozen ones, buffers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,22 @@ class HeldTensors:
             }
             for stage in self.stages
         }
+
+    def make_optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        """Make the optimizer of the parameters held here; raises `UsageError` where it has others."""
+        own = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        if not own:  # a stage may have nothing to train, and torch refuses to optimize nothing
+            own = [nn.Parameter(torch.zeros(0))]
+        optimizer = make(own)
+        known = {id(parameter) for parameter in own}
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(parameter) not in known for parameter in given)
+        if strange:
+            raise UsageError(
+                f"the optimizer has {strange} parameters that are not this pipeline's; build it from the ones that "
+                "pipe.optimizer passes, as in pipe.optimizer(lambda parameters: AdamW(parameters))"
+            )
+        return optimizer
 
     def of_program(self, program: StageProgram, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a program by the names that it has for them."""

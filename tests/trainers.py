@@ -1,6 +1,7 @@
 """Training in threads that play processes, and the same training by hand in one process."""
 
 import copy
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from penstock.deploy.options import CutOptions, RunOptions
 from penstock.engine.placement import Grid, Replica, shares
 from penstock.graph.call import as_call
 from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
+from penstock.tensors.devices import HOST
 from penstock.train.captured import Captured
 from penstock.train.losses import loss_and_count, take_rows
+from penstock.train.options import TrainOptions
 from penstock.train.trainer import Trainer
 from penstock.transport.memory_network import MemoryNetwork
 
@@ -56,6 +60,18 @@ def in_threads(size: int, script: Callable[[World], Any]) -> list[Any]:
     return results
 
 
+def make_trainer(captured: Captured, world: World, *, device: torch.device = HOST, **settings: Any) -> Trainer:
+    """Make one process's trainer; `settings` are options of `penstock.Pipeline` by name."""
+
+    def take(kind: type[Any]) -> Any:
+        names = {field.name for field in dataclasses.fields(kind)}
+        return kind(**{name: settings.pop(name) for name in names & settings.keys()})
+
+    cut, run, options = take(CutOptions), take(RunOptions), take(TrainOptions)
+    assert not settings, f"no such options: {settings}"
+    return Trainer(captured, world, cut, run, options, device)
+
+
 def gathered(trainer: Trainer, what: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
     """One process's share of gradients or values, by name."""
     return {n: t.detach().clone() for n, p in trainer.named_parameters() if (t := what(p)) is not None}
@@ -67,12 +83,12 @@ def train(
     """Train in threads; gives the losses, the first step's gradients and the trained weights and buffers."""
 
     def script(world: World) -> Any:
-        trainer = Trainer(captured, world, **settings)
+        trainer = make_trainer(captured, world, **settings)
         optimizer = trainer.optimizer(make)
         losses, first = [], {}
         for step, (inputs, labels) in enumerate(batches):
             rows = trainer.grid.rows(len(labels) if labels is not None else rows_of(inputs))
-            mine = rows[trainer.replica_index]
+            mine = rows[trainer.placed.replica_index]
             losses.append(float(trainer.train_step(take_rows(inputs, mine), take_rows(labels, mine), loss_fn)))
             if step == 0:
                 first = gathered(trainer, lambda p: p.grad)

@@ -11,6 +11,7 @@ import msgspec
 
 from benchmarks.pipeline.beside import Beside, start
 from penstock.bench.compare import Comparison
+from penstock.bench.options import BenchOptions
 from penstock.bench.peer import peer_job
 from penstock.cluster.lab import parse_lab
 from penstock.cluster.lab.network import bandwidth_commands
@@ -56,11 +57,9 @@ def measure(world: World, session: dict[str, Any], folder: Path) -> list[dict[st
     Where a row has several passes, what the hosts do alone is measured between any two of them.
     """
     tasks = session["tasks"]
-    comparison = Comparison(
-        load_model(session["model"]), world, num_images=session["num_images"], passes=session["passes"],
-        microbatch_size=session["microbatch_size"], threads=1, depth=session["depth"], max_stages=len(world.devices),
-        serial_images=session["serial_images"],
-    )  # fmt: skip
+    names = ("num_images", "serial_images", "passes", "microbatch_size", "depth")
+    options = BenchOptions(threads=1, **{name: session[name] for name in names})
+    comparison = Comparison(load_model(session["model"]), world, options, max_stages=len(world.devices))
     rows = [comparison.serial()]
     if session["passes"] > 1:
         comparison.take_limit_from(lambda whole: Beside(folder, whole, world.devices, session["model"]))

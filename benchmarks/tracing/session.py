@@ -20,8 +20,8 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.work import count_work
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World
+from penstock.pipeline import Pipeline
 from penstock.report.stream.account import make_account
-from penstock.stream.pipeline import Pipeline
 from penstock.tracing.trace import read_run
 from penstock.transport.base import FEEDER
 from penstock.zoo.models.models import ZooModel, load_model

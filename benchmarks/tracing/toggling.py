@@ -25,8 +25,8 @@ from penstock.engine.placement import StagesJob
 from penstock.engine.tracers import StageTracer
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World
+from penstock.pipeline import Pipeline
 from penstock.plan.schedule.actions import Action
-from penstock.stream.pipeline import Pipeline
 from penstock.terminal.live import LiveView
 from penstock.transport.base import FEEDER
 from penstock.zoo.models.models import load_model

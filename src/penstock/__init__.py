@@ -24,14 +24,14 @@ from penstock.version import __version__
 if TYPE_CHECKING:
     from penstock.deploy.split import SplitModel, split
     from penstock.graph.capture import capture
+    from penstock.pipeline import Pipeline
     from penstock.stream.bundled import BundledPipeline
-    from penstock.stream.pipeline import Pipeline
     from penstock.train.pipe import Pipe
 
 _HOMES = {
     "BundledPipeline": "penstock.stream.bundled",
     "Pipe": "penstock.train.pipe",
-    "Pipeline": "penstock.stream.pipeline",
+    "Pipeline": "penstock.pipeline",
     "SplitModel": "penstock.deploy.split",
     "capture": "penstock.graph.capture",
     "split": "penstock.deploy.split",

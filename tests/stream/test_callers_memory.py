@@ -16,9 +16,9 @@ from penstock.graph.graph import Graph
 from penstock.graph.stages import fingerprint
 from penstock.group.entry import start_local
 from penstock.group.world import World
+from penstock.pipeline import Pipeline
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, Prediction, Stage
 from penstock.spec.plan import Pipeline as PlannedPipeline
-from penstock.stream.pipeline import Pipeline
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.forks import run_forked
 
@@ -130,7 +130,7 @@ from tests.stream.test_callers_memory import check, different, passing
 
 model = passing()
 with penstock.Pipeline(model, (different(1)[0],), stages=int(sys.argv[1]), threads=1) as pipe:
-    if pipe._feeds:
+    if pipe._streaming.feeds:
         check(pipe, model)
     else:
         for _ in range(2):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.stream.pipeline import Pipeline
+from penstock.pipeline import Pipeline
 from tests.processes import run_python
 
 OPEN = """
@@ -66,8 +66,8 @@ def test_a_pipeline_that_is_dropped_ends_its_workers(cycle: bool) -> None:
     x = torch.zeros(2, 8)
     pipe = Pipeline(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval(), (x,), stages=2, threads=1)
     assert len(list(pipe.stream([x] * 3))) == 3
-    assert pipe._world.workers is not None
-    workers = [psutil.Process(pid) for pid in pipe._world.workers.pids]
+    assert pipe._streaming.world.workers is not None
+    workers = [psutil.Process(pid) for pid in pipe._streaming.world.workers.pids]
     assert len(workers) == 2
     if cycle:
         pipe.itself = pipe  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ sys.path[:0] = [sys.argv[1] + "/src", sys.argv[1]]
 from penstock.group.entry import join_torchrun
 from penstock.deploy.worker import follow
 from penstock.errors import DeviceLost
-from penstock.stream.pipeline import Pipeline
+from penstock.pipeline import Pipeline
 from tests.worlds import tower, tower_inputs
 
 def feed():

@@ -25,7 +25,7 @@ from penstock.deploy import worker
 from penstock.group import entry, world as world_module
 from penstock.runtime.eager import Runtime
 from penstock.errors import PenstockError
-from penstock.stream.pipeline import Pipeline
+from penstock.pipeline import Pipeline
 from tests.worlds import tower, tower_inputs
 
 folder, moment, victim, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -132,7 +132,7 @@ import ctypes, os, sys, time
 from penstock.deploy import worker
 from penstock.group import entry, world as world_module
 from penstock.runtime.eager import Runtime
-from penstock.stream.pipeline import Pipeline
+from penstock.pipeline import Pipeline
 from tests.worlds import tower, tower_inputs
 
 rank, busy = int(os.environ["RANK"]), int(sys.argv[1])

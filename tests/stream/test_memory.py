@@ -18,7 +18,7 @@ import json, os, sys
 from pathlib import Path
 import timm, torch, torch.export, torch._dynamo, sympy
 import penstock
-import penstock.stream.pipeline
+import penstock.stream.streaming_pipeline
 from penstock.zoo.models.models import load_model
 
 def read(pid, field):
@@ -33,7 +33,7 @@ with penstock.Pipeline(zoo.module, (image,), stages=4, threads=1, weights=zoo.we
     stages = penstock.graph.stages.divide(pipe.graph, pipe.cuts)
     print(json.dumps({
         "feeder": read(os.getpid(), "VmHWM") - before,
-        "workers": [read(pid, "RssAnon") for pid in pipe._world.workers.pids],
+        "workers": [read(pid, "RssAnon") for pid in pipe._streaming.world.workers.pids],
         "stages": [program.state_bytes() for program in stages],
     }))
 """

@@ -23,8 +23,8 @@ from penstock.deploy.deployment import Deployment
 from penstock.engine.driver import Microbatch
 from penstock.errors import DeviceLost, PenstockError, RunError
 from penstock.group.entry import start_local
+from penstock.pipeline import Pipeline
 from penstock.recipes.predictions import PredictionFile
-from penstock.stream.pipeline import Pipeline
 from penstock.transport.faulty import FAULTS_VARIABLE, Fault, write_faults
 from tests.worlds import Divided, divided_tower, memory_world, poison, tower_inputs
 
@@ -152,9 +152,9 @@ class Hungry(nn.Module):
 def test_a_worker_out_of_memory_is_named() -> None:
     rows = 4096  # the product takes a gigabyte
     with Pipeline(Hungry().eval(), (torch.zeros(rows, 4),), stages=2, threads=1) as pipe:
-        assert pipe._world.workers is not None
+        assert pipe._streaming.world.workers is not None
         list(pipe.stream([torch.ones(2, 4)]))
-        for pid in pipe._world.workers.pids:
+        for pid in pipe._streaming.world.workers.pids:
             limit = psutil.Process(pid).memory_info().vms + 2**28
             resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
         with pytest.raises(RunError, match=r"stage \d, microbatch 0: operation \w+ failed: .*memory"):

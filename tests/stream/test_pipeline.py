@@ -20,7 +20,8 @@ from penstock.deploy.deployment import Deployment
 from penstock.errors import DeviceLost, RunError, UsageError
 from penstock.group.entry import start_local
 from penstock.group.world import World
-from penstock.stream.pipeline import Pipeline, threads_per_stage
+from penstock.pipeline import Pipeline
+from penstock.stream.streaming_pipeline import threads_per_stage
 from tests.processes import Running, run_python
 from tests.worlds import poison, tower, tower_inputs
 
@@ -209,12 +210,12 @@ def test_model_outputs(world: World) -> None:
 
 
 def test_threads_per_stage(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.stream.pipeline.available_cores", lambda: 12)
+    monkeypatch.setattr("penstock.stream.streaming_pipeline.available_cores", lambda: 12)
     assert threads_per_stage(world) == 4
     with Pipeline(tower(), tower_inputs(1)[0], stages=2, threads=1, world=world) as pipe:
-        assert pipe.threads == 1
-        assert isinstance(pipe._deployment, Deployment)
-        assert pipe._deployment.job.threads == 1
+        assert pipe._streaming.threads == 1
+        assert isinstance(pipe._streaming.deployment, Deployment)
+        assert pipe._streaming.deployment.job.threads == 1
 
 
 def test_two_pipelines_at_once_and_a_worker_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -224,8 +225,8 @@ def test_two_pipelines_at_once_and_a_worker_that_is_killed(capfd: pytest.Capture
         for (a, b), x, y in zip(pairs, inputs, reversed(inputs), strict=True):
             assert torch.equal(a, model(*x))
             assert torch.equal(b, model(*y))
-        assert one._world.workers is not None
-        os.kill(one._world.workers.pids[0], signal.SIGKILL)
+        assert one._streaming.world.workers is not None
+        os.kill(one._streaming.world.workers.pids[0], signal.SIGKILL)
         begin = time.perf_counter()
         with pytest.raises(DeviceLost, match=r"worker 1 was killed by signal 9 .*\(stage 0\)"):
             list(one.stream(inputs))

@@ -12,9 +12,8 @@ from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.loader import Loader
-from penstock.train.trainer import Trainer
 from tests.models import gpt2
-from tests.trainers import in_threads
+from tests.trainers import in_threads, make_trainer
 
 ROWS, LENGTH = 22, 6
 
@@ -37,7 +36,7 @@ def go(captured: Captured, size: int, begin: Path | None, end: Path | None, num:
     ids = torch.randint(0, 80, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
 
     def script(world: World) -> list[float]:
-        trainer = Trainer(captured, world, microbatches=2, **settings)
+        trainer = make_trainer(captured, world, microbatches=2, **settings)
         optimizer = trainer.optimizer(lambda ps: torch.optim.AdamW(ps, lr=3e-3))
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
         loader = Loader(trainer, TensorDataset(ids), batch_size=8, shuffle=True)

@@ -22,7 +22,7 @@ from penstock.train import checkpoint
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.trainer import Trainer
-from tests.trainers import in_threads
+from tests.trainers import in_threads, make_trainer
 
 INPUTS, LABELS = torch.arange(12.0).reshape(4, 3) / 12, torch.tensor([0, 1, 2, 0])
 
@@ -99,7 +99,7 @@ def test_a_whole_checkpoint_is_there_whenever_the_machine_dies(
     place, earlier = tmp_path / "run" / "last", tmp_path / "earlier"
 
     def script(world: World) -> list[int]:
-        trainer = Trainer(captured, world, stages=1)
+        trainer = make_trainer(captured, world, stages=1)
         optimizer = trainer.optimizer(lambda ps: torch.optim.AdamW(ps, lr=0.1))
         _learn(trainer, optimizer)
         save_checkpoint(trainer, place, optimizer)
@@ -139,7 +139,7 @@ def test_a_whole_checkpoint_is_there_whenever_the_machine_dies(
 
 def _alone(captured: Captured, do: Callable[[Trainer, torch.optim.Optimizer], Any]) -> Any:
     def script(world: World) -> Any:
-        trainer = Trainer(captured, world, stages=1)
+        trainer = make_trainer(captured, world, stages=1)
         optimizer = trainer.optimizer(lambda ps: torch.optim.AdamW(ps, lr=0.1))
         _learn(trainer, optimizer)
         found = do(trainer, optimizer)
@@ -206,7 +206,7 @@ def test_a_folder_that_hosts_do_not_share_is_named(captured: Captured, tmp_path:
 
     def script(world: World) -> None:
         world.hosts = ["host-a", "host-b"]
-        trainer = Trainer(captured, world, stages=2)
+        trainer = make_trainer(captured, world, stages=2)
         try:
             save_checkpoint(trainer, tmp_path / f"disk-of-{world.rank}" / "one")
         except ModelError as error:
@@ -224,7 +224,7 @@ def test_a_folder_that_hosts_do_not_share_is_named(captured: Captured, tmp_path:
 
 def test_a_host_that_does_not_see_the_checkpoint_is_named(captured: Captured, tmp_path: Path) -> None:
     def script(world: World) -> str:
-        trainer = Trainer(captured, world, stages=2)
+        trainer = make_trainer(captured, world, stages=2)
         save_checkpoint(trainer, tmp_path / "one")
         said = ""
         try:

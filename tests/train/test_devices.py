@@ -17,11 +17,10 @@ from penstock.tensors.devices import HOST
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.save import save_model
-from penstock.train.trainer import Trainer
 from tests.learners import LOSSES, adamw, batches, captured, sgd
 from tests.models import gpt2
 from tests.pretend import MOST_BYTES
-from tests.trainers import error, errors, in_threads, train
+from tests.trainers import error, errors, in_threads, make_trainer, train
 
 CLOSE = 1e-5
 WAYS: list[tuple[int, dict[str, Any]]] = [
@@ -82,7 +81,7 @@ def _go(device: torch.device, size: int, folder: Path, *, begin: str = "", end: 
     whole, given = captured("deit", torch.float32), batches("deit", 6, rows=8)
 
     def script(world: World) -> Any:
-        trainer = Trainer(whole, world, microbatches=2, device=device, **settings)
+        trainer = make_trainer(whole, world, microbatches=2, device=device, **settings)
         optimizer = trainer.optimizer(adamw)
         if begin:
             load_checkpoint(trainer, folder / begin, optimizer)
@@ -101,8 +100,8 @@ def _go(device: torch.device, size: int, folder: Path, *, begin: str = "", end: 
         if end:
             save_checkpoint(trainer, folder / end, optimizer)
             save_model(trainer, folder / f"{end}.safetensors")
-        output = trainer.predict(given[0][0])
-        evaluated = trainer.evaluate(*given[0], F.cross_entropy)
+        output = trainer.evaluation.predict(given[0][0])
+        evaluated = trainer.evaluation.evaluate(*given[0], F.cross_entropy)
         peak = trainer.last_step.peak_memory_bytes
         trainer.close()
         return losses, norms, output, evaluated, peak

@@ -18,7 +18,7 @@ from penstock.train.loader import Loader
 from penstock.train.trainer import Trainer
 from tests.models import seeded
 from tests.processes import Running, free_port
-from tests.trainers import in_threads
+from tests.trainers import in_threads, make_trainer
 
 
 class Numbers(Dataset[tuple[torch.Tensor, int]]):
@@ -46,7 +46,7 @@ def collect(captured: Captured, size: int, make: Any, **settings: Any) -> list[A
     """What each process gets in two epochs, and how many rows it read."""
 
     def script(world: World) -> Any:
-        trainer = Trainer(captured, world, **settings)
+        trainer = make_trainer(captured, world, **settings)
         data = Numbers(11)
         loader = make(trainer, data)
         epochs = [[(y.tolist() if y.device.type == "cpu" else len(y)) for _, y in loader] for _ in range(2)]
@@ -88,7 +88,7 @@ def test_a_users_own_sampler_is_the_first_processs(captured: Captured) -> None:
 
 def test_a_last_batch_smaller_than_the_microbatches_and_the_replicas(captured: Captured) -> None:
     def script(world: World) -> list[float]:
-        trainer = Trainer(captured, world, replicas=2, microbatches=2)
+        trainer = make_trainer(captured, world, replicas=2, microbatches=2)
         losses = [
             float(trainer.train_step(x, x, torch.nn.functional.mse_loss))
             for x, _ in Loader(trainer, Numbers(5), batch_size=4)

@@ -11,12 +11,11 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.group.world import World
 from penstock.train.captured import Captured
-from penstock.train.trainer import Trainer
 from penstock.transport.faulty import Fault, FaultyTransport
 from penstock.transport.tags import link_tag, training_set
 from tests.forks import run_forked
 from tests.train.test_pipeline import images, small
-from tests.trainers import in_threads
+from tests.trainers import in_threads, make_trainer
 
 SCRIPT = """
 import os, signal, sys
@@ -67,7 +66,7 @@ def test_a_lost_message_is_named_by_everybody(rank: int, said: str) -> None:
         first = link_tag(training_set(1), 2)  # of the first generation, activations of the first cut
         fault = Fault(kind="drop", rank=rank, message=3, tag=first + rank)
         world.transport = FaultyTransport(world.transport, [fault])
-        trainer = Trainer(captured, world, microbatches=4, stall_s=0.4)
+        trainer = make_trainer(captured, world, microbatches=4, stall_s=0.4)
         try:
             trainer.train_step(*images(8), F.cross_entropy)
         except RunError as error:
@@ -93,7 +92,7 @@ def test_a_loss_that_is_not_finite_names_the_stage(layer: int | None, said: str)
         return F.cross_entropy(outputs, labels) * (math.nan if layer is None else 1.0)
 
     def script(world: World) -> str:
-        trainer = Trainer(captured, world, microbatches=4)
+        trainer = make_trainer(captured, world, microbatches=4)
         try:
             with pytest.raises(RunError) as raised:
                 trainer.train_step(*images(8), loss)

@@ -13,12 +13,12 @@ from penstock.group.world import World
 from penstock.train.trainer import Trainer
 from tests.communicators import Communicators
 from tests.learners import LOSSES, batches, captured, sgd
-from tests.trainers import in_threads, train
+from tests.trainers import in_threads, make_trainer, train
 
 
 @contextlib.contextmanager
 def trainer_of(world: World, device: torch.device) -> Iterator[Trainer]:
-    trainer = Trainer(captured("deit", torch.float32), world, stages=world.transport.size, device=device)
+    trainer = make_trainer(captured("deit", torch.float32), world, stages=world.transport.size, device=device)
     yield trainer
     trainer.close()
 
@@ -59,7 +59,7 @@ def test_evaluation_goes_from_device_to_device(pretended: torch.device, communic
 
     def script(world: World) -> Any:
         with trainer_of(world, pretended) as trainer:
-            return trainer.predict(inputs), trainer.evaluate(inputs, labels, F.cross_entropy)
+            return trainer.evaluation.predict(inputs), trainer.evaluation.evaluate(inputs, labels, F.cross_entropy)
 
     communicators.shared = True
     expected = in_threads(2, script)[0]

@@ -16,7 +16,7 @@ from penstock.errors import DataError, ModelError, RunError, UsageError
 from penstock.group.world import World
 from tests.forks import run_forked
 from tests.processes import run_python
-from tests.trainers import in_threads
+from tests.trainers import in_threads, make_trainer
 
 SCRIPT = """
 import json, sys
@@ -291,12 +291,11 @@ def test_bad_models(tmp_path: Path) -> None:
 
 def test_a_failing_loss_function_reaches_everybody() -> None:
     from penstock.train.captured import Captured
-    from penstock.train.trainer import Trainer
 
     captured = Captured(small(), images(2)[:1])
 
     def script(world: Any) -> str:
-        trainer = Trainer(captured, world, microbatches=2)
+        trainer = make_trainer(captured, world, microbatches=2)
         try:
             trainer.train_step(*images(4), lambda out, labels: F.cross_entropy(out, labels[:1]))
         except RunError as error:
@@ -311,14 +310,13 @@ def test_a_failing_loss_function_reaches_everybody() -> None:
 
 def test_a_replica_without_rows_predicts_none() -> None:
     from penstock.train.captured import Captured
-    from penstock.train.trainer import Trainer
 
     x, model = images(3)[0], small()
     captured = Captured(model, (x,))
 
     def script(world: World) -> torch.Tensor:
-        trainer = Trainer(captured, world, stages=2, replicas=2, microbatches=2)
-        found: torch.Tensor = trainer.predict(x if world.rank < 2 else x[:0])
+        trainer = make_trainer(captured, world, stages=2, replicas=2, microbatches=2)
+        found: torch.Tensor = trainer.evaluation.predict(x if world.rank < 2 else x[:0])
         trainer.close()
         return found
 
@@ -337,7 +335,7 @@ def test_an_output_without_a_batch_dimension_is_not_joined() -> None:
     for microbatches in (1, 2):
         with penstock.Pipeline(nn.Sequential(nn.Linear(3, 3), Mean()), x, microbatches=microbatches) as pipe:
             if microbatches == 1:
-                assert pipe.trainer.predict(x)[1].shape == ()
+                assert pipe.trainer.evaluation.predict(x)[1].shape == ()
                 continue
             with pytest.raises(UsageError, match="no batch dimension to join 2 microbatches in"):
-                pipe.trainer.predict(x)
+                pipe.trainer.evaluation.predict(x)

@@ -24,11 +24,10 @@ from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, S
 from penstock.spec.profile import Boundary, Unit
 from penstock.train.captured import Captured
 from penstock.train.grids import plan_grid
-from penstock.train.trainer import Trainer
 from tests.learners import LOSSES, batches, captured, model, sgd
 from tests.spec.samples import make_profile
 from tests.train.test_pipeline import images, small
-from tests.trainers import by_hand, errors, in_threads, train
+from tests.trainers import by_hand, errors, in_threads, make_trainer, train
 
 # for each pipeline its microbatches, and where it is cut in parts of the model
 Parts = list[tuple[int, list[float]]]
@@ -95,8 +94,8 @@ def test_a_device_works_through_neighbouring_stages_as_through_one() -> None:
 
 def test_the_schedule_of_a_planned_replica() -> None:
     def script(world: World) -> list[str]:
-        trainer = Trainer(given, world, plan=plan)
-        found = [text(actions) for actions in trainer.schedule(trainer.num_microbatches)]
+        trainer = make_trainer(given, world, plan=plan)
+        found = [text(actions) for actions in trainer.placed.schedule(trainer.placed.num_microbatches)]
         trainer.close()
         return found
 
@@ -121,7 +120,7 @@ def test_what_a_plan_cannot_be_used_for() -> None:
     with pytest.raises(PlanError, match="the plan is for the graph 0000"):
         penstock.Pipeline(small().train(), inputs, plan=replace(plan, graph="0000")).train_step(inputs, labels)
     with pytest.raises(PlanError, match="the plan uses 1 devices, d0, but 2 processes train; start one"):
-        in_threads(2, lambda world: Trainer(given, world, plan=plan))
+        in_threads(2, lambda world: make_trainer(given, world, plan=plan))
 
 
 def test_a_plan_of_one_device_trains_in_this_process() -> None:
@@ -129,7 +128,7 @@ def test_a_plan_of_one_device_trains_in_this_process() -> None:
     plan = plan_for(Captured(small().train(), (inputs,)), [(3, [])])
     with penstock.Pipeline(small().train(), inputs, plan=plan) as pipe:
         assert float(pipe.train_step(inputs, labels, F.cross_entropy)) > 0
-        assert pipe.trainer.num_microbatches == 3
+        assert pipe.trainer.placed.num_microbatches == 3
 
 
 def test_sums_are_planned_in_the_buckets_in_which_they_travel() -> None:
@@ -147,7 +146,7 @@ def test_sums_are_planned_in_the_buckets_in_which_they_travel() -> None:
     planned = make_buckets(problem, [divisions_of(problem, pipeline)[0] for pipeline in plan.pipelines])
 
     def script(world: World) -> list[tuple[int, tuple[int, ...], int]]:
-        trainer = Trainer(given, world, plan=plan)
+        trainer = make_trainer(given, world, plan=plan)
         trainer.close()
         made = engine_buckets(trainer.tensors.weights(), trainer.order)
         return [(b.number, b.weights[0].ranks, sum(w.leaves[0].nbytes for w in b.weights)) for b in made]

@@ -9,9 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.step_report import StepReport
-from penstock.train.trainer import Trainer
 from tests.models import seeded
-from tests.trainers import in_threads
+from tests.trainers import in_threads, make_trainer
 
 WIDTH = 64
 
@@ -24,13 +23,13 @@ def steps(size: int, **settings: Any) -> list[tuple[StepReport, float]]:
     )
 
     def script(world: World) -> tuple[StepReport, float]:
-        trainer = Trainer(captured, world, **settings)
+        trainer = make_trainer(captured, world, **settings)
         x = torch.ones(4, WIDTH)
         begin = time.perf_counter()
         trainer.train_step(x, x, F.mse_loss)
         seconds = time.perf_counter() - begin
         own = [state for state in trainer.watch.stage_states() if state.name.endswith(f"rank {world.rank}")]
-        assert [state.computed for state in own] == [2 * trainer.num_microbatches]
+        assert [state.computed for state in own] == [2 * trainer.placed.num_microbatches]
         assert own[0].busy_s > 0.0 == own[0].queue
         trainer.close()
         return trainer.last_step, seconds

@@ -16,7 +16,7 @@ from penstock.tracing.trace import Run, read_run
 from penstock.train.captured import Captured
 from penstock.train.trainer import Trainer
 from tests.models import seeded
-from tests.trainers import in_threads
+from tests.trainers import in_threads, make_trainer
 
 WIDTH, STEPS, ROWS = 32, 4, 8
 
@@ -29,7 +29,7 @@ def traced(folder: Path, size: int, *, recorded: Sequence[int] = range(STEPS), *
 
     def script(world: World) -> None:
         world.clock = lambda: time.perf_counter() + 1000.0 * world.rank
-        trainer = Trainer(captured, world, trace=True, **settings)
+        trainer = make_trainer(captured, world, trace=folder, **settings)
         optimizer = trainer.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         for step in range(STEPS):
             assert trainer.tracer is not None
@@ -39,7 +39,7 @@ def traced(folder: Path, size: int, *, recorded: Sequence[int] = range(STEPS), *
             trainer.train_step(x, x, F.mse_loss)
             optimizer.step()
             optimizer.zero_grad()
-        trainer.write_trace(folder, "four layers")
+        trainer.write_trace("four layers")
         trainer.close()
 
     in_threads(size, script)
@@ -86,7 +86,7 @@ def test_steps_that_are_not_to_be_recorded_are_left_out(tmp_path: Path) -> None:
 
 
 def test_replicas_and_their_sums(tmp_path: Path) -> None:
-    run = traced(tmp_path, 2, stages=1, replicas=2, profile=True)
+    run = traced(tmp_path, 2, stages=1, replicas=2, trace_profile=True)
     assert {(s.step, s.name) for s in run.spans if s.kind == "profile"} >= {(2, "aten::linear"), (2, "aten::mm")}
     assert {s.step for s in run.spans if s.kind == "profile"} == {2}
     sums = [s for s in run.spans if s.name == "sum"]
@@ -102,7 +102,7 @@ def test_without_tracing_nothing_is_recorded() -> None:
     captured = Captured(seeded(torch.nn.Linear, WIDTH, WIDTH).train(), (torch.zeros(2, WIDTH),))
 
     def script(world: World) -> Trainer:
-        trainer = Trainer(captured, world)
+        trainer = make_trainer(captured, world)
         trainer.train_step(torch.ones(2, WIDTH), torch.ones(2, WIDTH), F.mse_loss)
         trainer.close()
         return trainer

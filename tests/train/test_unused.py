@@ -15,9 +15,8 @@ from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.save import save_model
-from penstock.train.trainer import Trainer
 from tests.models import seeded
-from tests.trainers import Batch, by_hand, errors, in_threads, train
+from tests.trainers import Batch, by_hand, errors, in_threads, make_trainer, train
 
 MASK = "dinov2.embeddings.mask_token"
 WAYS: list[tuple[int, dict[str, Any]]] = [
@@ -87,10 +86,10 @@ def test_they_are_saved_as_they_are_and_resumed(
     model: nn.Module, captured: Captured, tmp_path: Path, size: int, settings: dict[str, Any]
 ) -> None:
     def script(world: World) -> None:
-        trainer = Trainer(captured, world, microbatches=2, **settings)
+        trainer = make_trainer(captured, world, microbatches=2, **settings)
         optimizer = trainer.optimizer(decaying)
         images, labels = batches(1)[0]
-        rows = trainer.grid.rows(4)[trainer.replica_index]
+        rows = trainer.grid.rows(4)[trainer.placed.replica_index]
         trainer.train_step(images[rows.start : rows.stop], labels[rows.start : rows.stop], loss)
         optimizer.step()
         save_model(trainer, tmp_path / "model.safetensors")
@@ -104,7 +103,7 @@ def test_they_are_saved_as_they_are_and_resumed(
     other = Captured(dinov2(mask=7.0), (torch.zeros(2, 3, 16, 16),))
 
     def resume(world: World) -> None:
-        trainer = Trainer(other, world, stages=2)
+        trainer = make_trainer(other, world, stages=2)
         load_checkpoint(trainer, tmp_path / "one", trainer.optimizer(decaying))
         save_model(trainer, tmp_path / "resumed.safetensors")
         trainer.close()

@@ -4,14 +4,15 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.bench.ceiling import Alone, Ceilings, WholeModel
-from penstock.bench.peer import PeerSettings, do_peer
+from penstock.bench.measured import Measured, limit_of
+from penstock.bench.options import BenchOptions
+from penstock.bench.peer import PeerSettings, block_after, do_peer
 from penstock.bench.samples import Difference, Samples
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.documents import write_document
@@ -19,7 +20,6 @@ from penstock.deploy.placing import place, ranks_of
 from penstock.deploy.policies import best_blocks, choose_cuts
 from penstock.deploy.programs import divide_in_turns
 from penstock.deploy.state import load_state
-from penstock.engine.driver import StreamReport
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import RunError
 from penstock.graph.capture import capture
@@ -34,7 +34,6 @@ from penstock.spec.plan import Plan
 from penstock.stream.facts import stream_facts
 from penstock.tracing.trace import Run
 from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
-from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.zoo.models.models import ZooModel
 
 
@@ -44,34 +43,24 @@ class Comparison:
     The rows share inputs and the serial run's outputs, which all others are compared with.
     """
 
-    def __init__(
-        self, zoo: ZooModel, world: World, *, num_images: int, passes: int, microbatch_size: int,
-        threads: int | None, depth: int, max_stages: int, seed: int = 0, serial_images: int | None = None,
-        trace: bool = False, computes_on: str = "cpu",
-    ) -> None:  # fmt: skip
-        self._trace = trace
-        self._computes_on = computes_on
+    def __init__(self, zoo: ZooModel, world: World, options: BenchOptions, *, max_stages: int) -> None:
         self.last_run: Run | None = None  # what the last row's last pass recorded
-        self._zoo = zoo
-        self._world = world
-        self._passes = passes
-        self._depth = depth
+        self._zoo, self._world, self._options = zoo, world, options
         self._number = 0
         self.graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
-        self._rows = self.graph.fixed_batch or microbatch_size
+        self._rows = self.graph.fixed_batch or options.microbatch_size
         self._sizes = self.graph.sizes(self._rows)
-        self._num_microbatches = max(1, num_images // self._rows)
-        self._threads = threads or world.cores or max(1, available_cores() // max_stages)
+        self._num_microbatches = max(1, options.num_images // self._rows)
+        self._threads = options.threads or world.cores or max(1, available_cores() // max_stages)
         self._samples = Samples(zoo, self.graph, self._sizes)
         self._whole = WholeModel(
             world, divide(self.graph, [])[0], self._load, inputs=self._samples.inputs, sizes=self._sizes,
-            threads=self._threads, computes_on=computes_on,
+            threads=self._threads, computes_on=options.device,
         )  # fmt: skip
         self._ceilings = self._limited_by(self._whole)
         self._serial_images_per_s = 0.0
         self._peers: dict[int, float] = {}
-        self._seed = seed
-        self._num_serial = max(1, (serial_images or num_images * passes) // self._rows)
+        self._num_serial = max(1, (options.serial_images or options.num_images * options.passes) // self._rows)
 
     def take_limit_from(self, make: Callable[[WholeModel], Alone]) -> None:
         """Let something else say what devices do alone, which is given the whole model to be run."""
@@ -90,11 +79,11 @@ class Comparison:
         """Return what all rows have in common."""
         return {
             "num_images": self._num_microbatches * self._rows,
-            "passes": self._passes,
+            "passes": self._options.passes,
             "microbatch_size": self._rows,
             "threads": self._threads,
-            "depth": self._depth,
-            "computes_on": self._computes_on,
+            "depth": self._options.depth,
+            "computes_on": self._options.device,
             "devices": [self._world.names[rank] for rank in self._world.devices],
             "torch": torch.__version__,
         }
@@ -118,15 +107,13 @@ class Comparison:
 
     def pipeline(self, stages: int, *, policy: str | None = None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
         """Stream through so many stages."""
-        possible = Cuts(self.graph)
-        if cuts is not None:
-            chosen = possible.find_all(cuts)
-        else:
-            chosen = choose_cuts(self.graph, possible, stages=stages, policy=policy or "balanced", sizes=self._sizes)
+        chosen = choose_cuts(
+            self.graph, Cuts(self.graph), names=cuts, stages=stages, policy=policy or "balanced", sizes=self._sizes
+        )
         world = dataclasses.replace(self._world, devices=self._world.devices[:stages])
         measured = self._stream(lambda: self._deploy(world, chosen), len(world.devices), stages, chosen)
         names = [cut.name for cut in chosen]
-        row = self._row("pipeline", stages, policy or "by hand", names, measured)
+        row = measured.row("pipeline", stages, policy or "by hand", names)
         sums = stage_sums(count_work(self.graph, self._sizes), [cut.position for cut in chosen])
         row["shares"] = [work / sum(sums) for work in sums]
         row["crossing_bytes"] = [cut.num_bytes(self._sizes) for cut in chosen]
@@ -141,14 +128,14 @@ class Comparison:
         def deploy() -> Replicas:
             return Replicas([self._deploy(self._world, [], [rank]) for rank in ranks])
 
-        return self._row("replicas", 1, "replicas", [], self._stream(deploy, len(ranks), len(ranks)))
+        return self._stream(deploy, len(ranks), len(ranks)).row("replicas", 1, "replicas", [])
 
     def _deploy(self, world: World, cuts: Sequence[Cut], ranks: Sequence[int] | None = None) -> Deployment:
         self._number += 1
         return Deployment(
             world, divide_in_turns(self.graph, [cuts]), self._load, sizes=self._sizes, threads=self._threads,
-            ranks=ranks, number=self._number, depth=self._depth,
-            computes_on=self._computes_on, tracer=FeederTracer(world) if self._trace else None,
+            ranks=ranks, number=self._number, depth=self._options.depth,
+            computes_on=self._options.device, tracer=FeederTracer(world) if self._options.trace else None,
         )  # fmt: skip
 
     def alone(self, times: int) -> list[float]:
@@ -163,12 +150,12 @@ class Comparison:
             number, self._number = self._number + 1, self._number + len(plan.pipelines)
             return place(
                 self._world, self.graph, plan, self._load, threads=self._threads, number=number,
-                computes_on=self._computes_on,
+                computes_on=self._options.device,
             )  # fmt: skip
 
         measured = self._stream(deploy, len(self._world.devices), len(ranks))
         cuts = [", ".join(cut_set.cuts) for pipeline in plan.pipelines for cut_set in pipeline.cut_sets]
-        row = self._row("pipeline", len(ranks), "plan", cuts, measured)
+        row = measured.row("pipeline", len(ranks), "plan", cuts)
         return row | {"predicted_images_per_second": plan.prediction.rows_per_s}
 
     def peer(self, stages: int) -> dict[str, Any]:
@@ -190,7 +177,7 @@ class Comparison:
         others = [rank for rank in ranks if rank != self._world.rank]
         for rank in others:
             send_bytes(transport, write_document(settings.document()), rank)
-        seconds = do_peer(self._world, settings, self._zoo.name, self._seed)
+        seconds = do_peer(self._world, settings, self._zoo.name, self._options.seed)
         for rank in others:
             seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES)))
         if seconds is None:
@@ -206,7 +193,7 @@ class Comparison:
 
     def _stream(
         self, deploy: Callable[[], Deployment | Replicas], num_devices: int, stages: int, cuts: Sequence[Cut] = ()
-    ) -> "_Measured":
+    ) -> Measured:
         """Warm up, then stream so many passes and compare every result.
 
         The devices are measured alone on both sides of all passes, or of each where that can be done beside the stages.
@@ -217,13 +204,13 @@ class Comparison:
         with self._limit(num_devices, rates, beside=False):
             deployment = deploy()
             self._pass(deployment, min(self._num_microbatches, 10 * stages), difference)
-            for _ in range(self._passes):
+            for _ in range(self._options.passes):
                 with self._limit(num_devices, rates, beside=True):
                     self._pass(deployment, self._num_microbatches, difference)
                 reports.append(deployment.last_report)
             self.last_run = self._recorded(deployment, cuts) if deployment.traces else None
             deployment.close()
-        return _Measured(reports, difference, rates)
+        return Measured(reports, difference, rates, self._serial_images_per_s)
 
     def _pass(self, deployment: Deployment | Replicas, length: int, difference: Difference) -> None:
         for index, outputs in enumerate(deployment.stream(self._samples.feed(length))):
@@ -247,81 +234,5 @@ class Comparison:
         )  # fmt: skip
         return Run(facts, tuple(process.aligned() for process in deployment.traces))
 
-    def _row(self, mode: str, stages: int, policy: str, cuts: list[str], measured: "_Measured") -> dict[str, Any]:
-        reports, difference = measured.reports, measured.difference
-        seconds = sum(report.total_s for report in reports)
-        rate = sum(report.num_rows for report in reports) / seconds
-        steady = sum(report.steady_rows_per_s for report in reports) / len(reports)
-        ceiling = sum(measured.alone_rows_per_s)
-        limits = [sum(rates) for rates in measured.rates]
-        return {
-            "mode": mode, "stages": stages, "policy": policy, "cuts": cuts,
-            "images_per_second": rate, "steady_images_per_second": steady,
-            "speedup": rate / self._serial_images_per_s, "bit_equal": difference.equal,
-            "max_abs_difference": difference.largest,
-            "fill_s": sum(report.fill_s for report in reports) / len(reports),
-            "efficiency": steady / ceiling, "ceiling_images_per_second": ceiling,
-            "alone_images_per_second": measured.alone_rows_per_s,
-            "pass_efficiencies": [
-                report.steady_rows_per_s / limit for report, limit in zip(reports, limits, strict=False)
-            ] if len(limits) == len(reports) else [],
-            "per_stage": [
-                {
-                    "stage": s.stage, "device": s.device,
-                    **{
-                        name: sum(getattr(report.stages[i], name) for report in reports) / len(reports)
-                        for name in ("compute_s", "wait_s", "send_s")
-                    },
-                }
-                for i, s in enumerate(reports[0].stages)
-            ],
-        }  # fmt: skip
-
     def _load(self, state: State) -> Tensor:
         return load_state(self.graph, state, self._zoo.weights)
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """What came of streaming: a report per pass, the comparison of results, and the devices' rates alone."""
-
-    reports: list[StreamReport]
-    difference: Difference
-    rates: Sequence[Sequence[float]]  # around all passes, or around each
-
-    @property
-    def alone_rows_per_s(self) -> tuple[float, ...]:
-        """Return each device's mean."""
-        return tuple(sum(each) / len(each) for each in zip(*self.rates, strict=True))
-
-
-def block_after(cut: Cut) -> str:
-    """Return the module that begins at a cut between blocks, as the peer wants it named."""
-    names = [name.removesuffix(":before") for name in (cut.name, *cut.aliases) if name.endswith(":before")]
-    return min((name for name in names if "/" not in name), key=len)
-
-
-def limit_of(world: World, ranks: Sequence[int], crossing_bytes: Sequence[int], reports: Sequence[StreamReport]) -> str:
-    """Say what sets the pace, with the arithmetic: the slowest stage, or a link that takes longer than it.
-
-    `crossing_bytes` is what crosses behind each stage but the last, per microbatch.
-    """
-    stages = reports[0].stages
-    compute_s = [
-        sum(r.stages[i].compute_s for r in reports) / sum(r.stages[i].num_microbatches for r in reports)
-        for i in range(len(stages))
-    ]
-    slowest = max(range(len(stages)), key=compute_s.__getitem__)
-    stage = f"stage {slowest} computes {format_seconds(compute_s[slowest])} per microbatch"
-    links = []
-    for index, num_bytes in enumerate(crossing_bytes):
-        known = [rate for rank in ranks[index : index + 2] if (rate := world.bandwidths[rank]) is not None]
-        if known and ranks[index] != ranks[index + 1]:
-            links.append((num_bytes / min(known), num_bytes, min(known), index))
-    if links and max(links)[0] > compute_s[slowest]:
-        seconds, num_bytes, rate, index = max(links)
-        return (
-            f"the link behind stage {index}: {format_bytes(num_bytes)} per microbatch at {format_rate(rate)} take "
-            f"{format_seconds(seconds)}, so at most {1 / seconds:.2f} microbatches/s; {stage}"
-        )
-    return f"{stage}, so at most {1 / compute_s[slowest]:.2f} microbatches/s"

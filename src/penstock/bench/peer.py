@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.deploy.documents import DoMore, check_settings
 from penstock.deploy.worker import Job, main
+from penstock.graph.cuts import Cut
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.zoo.models.models import load_model
@@ -75,6 +76,12 @@ def _step(schedule: Any, inputs: Tensor) -> None:
         schedule.step(inputs)
     else:
         schedule.step()
+
+
+def block_after(cut: Cut) -> str:
+    """Return the module that begins at a cut between blocks, as the peer wants it named."""
+    names = [name.removesuffix(":before") for name in (cut.name, *cut.aliases) if name.endswith(":before")]
+    return min((name for name in names if "/" not in name), key=len)
 
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 """`penstock bench`: stage counts and policies against one process, in one run."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ import typer
 from rich.table import Table
 
 from penstock.bench.compare import Comparison
+from penstock.bench.options import BenchOptions
 from penstock.bench.peer import peer_job, start_peers
 from penstock.cli.cluster import Cluster
 from penstock.cli.options import (
@@ -26,6 +28,7 @@ from penstock.cli.options import (
     parse_numbers,
     write_json,
 )
+from penstock.cli.settings_options import Given, takes_settings
 from penstock.deploy.policies import POLICIES
 from penstock.deploy.worker import follow
 from penstock.errors import UsageError
@@ -40,8 +43,12 @@ from penstock.tracing.trace import Run
 from penstock.transport.base import FEEDER
 from penstock.zoo.models.models import load_model
 
+_SHARED = {"microbatch_size": MicrobatchSize, "seed": Seed, "threads": Threads, "device": ComputesOn}
 
+
+@takes_settings(BenchOptions, _SHARED)
 def bench(
+    *,
     model: Model,
     stages: Annotated[str, typer.Option(help="Stage counts, like 1,2,4.")] = "1,2,4",
     policy: Annotated[str, typer.Option(help=f"Policies: {','.join(POLICIES)}.")] = "balanced",
@@ -52,58 +59,38 @@ def bench(
     plan: Annotated[
         list[Path] | None, typer.Option("--plan", metavar="plan.json", help="One more row with this plan.")
     ] = None,
-    num_images: Annotated[int, typer.Option(min=1, help="Images per pass.")] = 500,
-    serial_images: Annotated[int | None, typer.Option(min=1, help="Images of the serial run, if fewer.")] = None,
-    passes: Annotated[int, typer.Option(min=1, help="Counted passes per row; the full protocol has 5.")] = 1,
-    microbatch_size: MicrobatchSize = 1,
-    depth: Annotated[int, typer.Option(min=1, help="Microbatches that may wait at a cut.")] = 2,
+    given: Given,
     peer: Annotated[bool, typer.Option("--peer", help="Also run torch.distributed.pipelining.")] = False,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="PAGE.html", help="Also compare the rows on a page, in words.")
     ] = None,
     weights: WeightsFile = None,
     pretrained: Pretrained = False,
-    seed: Seed = 0,
-    threads: Threads = None,
-    device: ComputesOn = "cpu",
     bind: Bind = None,
     cluster: Cluster = None,
     json: JsonFile = None,
 ) -> None:
     """Measure a model serially and as pipelines: images per second, speed-up, equality, where the time goes."""
     bind_to(bind, cluster)
-    counts = parse_numbers(stages, "--stages")
-    policies = policy.split(",")
-    for name in policies:
-        if name not in POLICIES:
-            raise UsageError(f"the policy {name!r} is not known; use {', '.join(POLICIES)}")
-    if peer and device != "cpu":
-        raise UsageError(f"--peer runs on the CPU alone, so nothing on {device} can be held against it; leave one out")
-    plans = [_read_plan(file, microbatch_size) for file in plan or []]
-    most = max([*counts, *(len(chosen.devices) for chosen in plans)])
+    options = BenchOptions(**given, trace=report is not None)
+    plans = [_read_plan(file, options.microbatch_size) for file in plan or []]
+    wanted = _Rows(parse_numbers(stages, "--stages"), policy.split(","), cut or [], plans, peer)
+    wanted.check(options.device)
     world = join_torchrun(followed=True) if under_torchrun() else None
     if world is None:
-        find_device(device)  # before anything is started
+        find_device(options.device)  # before anything is started
     if world is not None and world.rank != FEEDER:
-        notes.say(follow(world, peer_job(model, seed) if peer else None))
+        notes.say(follow(world, peer_job(model, options.seed) if peer else None))
         return
     try:
         with working("loading the model") as say:
-            zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
+            zoo = load_model(model, weights=weights, pretrained=pretrained, seed=options.seed)
             say("meeting the processes")
-            world = world or (start_peers(most, model, seed) if peer else start_local(most))
-            comparison = Comparison(
-                zoo, world, num_images=num_images, passes=passes, microbatch_size=microbatch_size,
-                threads=threads, depth=depth, max_stages=most, seed=seed,
-                serial_images=serial_images, trace=report is not None, computes_on=device,
-            )  # fmt: skip
-            rows: list[dict[str, Any]] = []
-            runs: list[Run | None] = []
-            for said, measure in _measurements(comparison, counts, policies, cut or [], plans, peer=peer):
-                say(said)
-                rows.append(measure())
-                runs.append(comparison.last_run if rows[-1]["mode"] == "pipeline" else None)
-        best = max(rows, key=lambda row: row["speedup"])
+            most = wanted.num_devices
+            world = world or (start_peers(most, model, options.seed) if peer else start_local(most))
+            comparison = Comparison(zoo, world, options, max_stages=most)
+            measured = _measure(comparison, wanted, say)
+        best = max((row for row, _ in measured), key=lambda row: row["speedup"])
         last_line = f"speed-up {best['speedup']:.2f} with {best['stages']} stages ({best['policy'] or 'serial'})"
         world.last_word = last_line
         world.end()
@@ -112,34 +99,63 @@ def bench(
             world.end(error)
         raise
     if report is not None:
-        write_comparison(
-            report, {"model": model, **comparison.settings()}, list(zip(rows, runs, strict=True))
-        )  # fmt: skip
+        write_comparison(report, {"model": model, **comparison.settings()}, measured)
+    rows = [row for row, _ in measured]
     write_json(json, {"model": model, "settings": comparison.settings(), "rows": rows})
-    console = make_console()
-    console.print(_table(rows))
-    if report is not None:
-        console.print(f"the page is {report}", markup=False, soft_wrap=True)
-    for row in rows:
-        if row.get("limit"):
-            console.print(f"{row['stages']} stages, {row['policy']}: the pace is set by {row['limit']}")
+    _print(rows, report)
     notes.say(last_line)
 
 
-def _measurements(
-    comparison: Comparison, counts: list[int], policies: list[str], cuts: list[str], plans: list[Plan], *, peer: bool
-) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What is to be measured beside the serial run."""
+
+    stages: list[int]
+    policies: list[str]
+    cuts: list[str]
+    plans: list[Plan]
+    peer: bool
+
+    def check(self, device: str) -> None:
+        """Raise `UsageError` for a policy that is not known, and for a peer where it does not run."""
+        for name in self.policies:
+            if name not in POLICIES:
+                raise UsageError(f"the policy {name!r} is not known; use {', '.join(POLICIES)}")
+        if self.peer and device != "cpu":
+            raise UsageError(
+                f"--peer runs on the CPU alone, so nothing on {device} can be held against it; leave one out"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the largest row takes."""
+        return max([*self.stages, *(len(plan.devices) for plan in self.plans)])
+
+
+def _measure(
+    comparison: Comparison, wanted: _Rows, say: Callable[[str], None]
+) -> list[tuple[dict[str, Any], Run | None]]:
+    """Measure all rows, each with what a pipeline recorded."""
+    measured: list[tuple[dict[str, Any], Run | None]] = []
+    for said, measure in _measurements(comparison, wanted):
+        say(said)
+        row = measure()
+        measured.append((row, comparison.last_run if row["mode"] == "pipeline" else None))
+    return measured
+
+
+def _measurements(comparison: Comparison, wanted: _Rows) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Return the rows to measure, in order: how each is called, and what measures it."""
     yield "serial", comparison.serial
-    for count in counts if peer else []:
+    for count in wanted.stages if wanted.peer else []:
         if count > 1:
             yield f"{count} stages, torch.distributed.pipelining", partial(comparison.peer, count)
-    for count in counts:
-        for name in policies if count > 1 else policies[:1]:
+    for count in wanted.stages:
+        for name in wanted.policies if count > 1 else wanted.policies[:1]:
             yield f"{count} stages, {name}", partial(comparison.pipeline, count, policy=name)
-    for names in cuts:
+    for names in wanted.cuts:
         yield f"cuts {names}", partial(comparison.pipeline, names.count(",") + 2, cuts=names.split(","))
-    for chosen in plans:
+    for chosen in wanted.plans:
         yield f"the plan for {', '.join(chosen.devices)}", partial(comparison.planned, chosen)
 
 
@@ -151,6 +167,16 @@ def _read_plan(file: Path, microbatch_size: int) -> Plan:
             f"--microbatch-size is {microbatch_size}; give --microbatch-size {plan.microbatch_rows}"
         )
     return plan
+
+
+def _print(rows: list[dict[str, Any]], report: Path | None) -> None:
+    console = make_console()
+    console.print(_table(rows))
+    if report is not None:
+        console.print(f"the page is {report}", markup=False, soft_wrap=True)
+    for row in rows:
+        if row.get("limit"):
+            console.print(f"{row['stages']} stages, {row['policy']}: the pace is set by {row['limit']}")
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

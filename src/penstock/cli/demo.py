@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.deploy.split import SplitModel, split
-from penstock.stream.pipeline import Pipeline
+from penstock.pipeline import Pipeline
 from penstock.terminal.console import PlainConsole
 from penstock.units import format_bytes
 from penstock.zoo.data.image_names import open_images

@@ -31,10 +31,10 @@ from penstock.cli.options import (
 from penstock.deploy.worker import follow
 from penstock.errors import RunError, UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
+from penstock.pipeline import Pipeline
 from penstock.recipes.classify import Prediction, classify, labels_comparable
 from penstock.recipes.predictions import PredictionFile
 from penstock.spec.check import read_plan
-from penstock.stream.pipeline import Pipeline
 from penstock.terminal.console import PlainConsole
 from penstock.terminal.live import LiveView
 from penstock.terminal.notes import say

@@ -56,7 +56,7 @@ def write_json(path: Path | None, value: Any) -> None:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --json") from None
 
 
-def check_profiled(*, profile: bool, trace: Path | None) -> None:
+def check_profiled(*, profile: bool, trace: Path | str | None) -> None:
     """What the profiler sees goes into a trace; raises `UsageError` without one."""
     if profile and trace is None:
         raise UsageError("--profile writes into the run's trace; give --trace DIR too")

@@ -1,12 +1,14 @@
 """`penstock plan`: choose stages, devices, cut sets, replicas and microbatch size."""
 
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import msgspec
 import typer
+from msgspec import Meta
 
 from penstock.cli.options import JsonFile, make_console, parse_numbers, write_json
+from penstock.cli.settings_options import Given, takes_settings
 from penstock.errors import UsageError
 from penstock.plan.choose import choose
 from penstock.plan.cost.training_step import ADAMW_STATE
@@ -21,50 +23,67 @@ from penstock.units import format_bytes
 
 _AIMS = ("throughput", "latency", "devices")
 _SCHEDULES = get_args(Schedule)
+_Count = Annotated[int, Meta(ge=1)]
+_BOTH: dict[str, Any] = {"flags": []}  # --name and --no-name
 
 
+class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted of a plan, as it is given; a field with a description is an option."""
+
+    aim: Annotated[str, Meta(description="throughput, latency, or devices: the fewest for --target.")] = "throughput"
+    target: Annotated[float | None, Meta(description="Rows per second to reach with --aim devices.")] = None
+    rows: Annotated[str | None, Meta(description="Microbatch sizes to choose from, like 1,2,4.")] = None
+    num_rows: Annotated[int, Meta(ge=1, description="Rows of the stream that is predicted.")] = 500
+    depth: Annotated[int, Meta(ge=1, description="Microbatches that may wait at a cut.")] = 2
+    schedule: Annotated[str, Meta(description="forward-only; to train gpipe, 1f1b, interleaved or zero-bubble.")] = (
+        "forward-only"
+    )
+    batch_size: Annotated[_Count | None, Meta(description="Rows of a training step, all replicas.")] = None
+    microbatches: Annotated[_Count | None, Meta(description="Or its microbatches, all replicas.")] = None
+    optimizer_state: Annotated[
+        float | None,
+        Meta(description="Bytes per byte of weights; in training AdamW's 2 if not given.", extra={"min": 0}),
+    ] = None
+    alternate: Annotated[bool, Meta(description="Let microbatches take turns on several cut sets.", extra=_BOTH)] = True
+    replicas: Annotated[bool, Meta(description="Also consider whole pipelines side by side.", extra=_BOTH)] = True
+    shared: Annotated[bool, Meta(description="Also consider stages that several devices share.", extra=_BOTH)] = False
+    trace: Annotated[
+        bool,
+        Meta(description=f"Keep {format_bytes(RECORDING_BYTES)} free on every device, for --trace.", extra=_BOTH),
+    ] = True
+
+    def request(self) -> Request:
+        """Return the planner's request; raises `UsageError` for options that do not go together."""
+        if self.aim not in _AIMS:
+            raise UsageError(f"--aim is one of {', '.join(_AIMS)}, not {self.aim!r}")
+        if self.schedule not in _SCHEDULES:
+            raise UsageError(f"--schedule is one of {', '.join(_SCHEDULES)}, not {self.schedule!r}")
+        if self.target is not None and self.aim != "devices":
+            raise UsageError("--target goes with --aim devices; leave it out or add --aim devices")
+        state = self.optimizer_state
+        if state is None:
+            state = 0.0 if self.schedule == "forward-only" else ADAMW_STATE
+        return Request(
+            aim=cast(PlanAim, self.aim), target_rows_per_s=self.target, num_rows=self.num_rows, depth=self.depth,
+            rows=tuple(parse_numbers(self.rows, "--rows")) if self.rows else (),
+            schedule=cast(Schedule, self.schedule), num_microbatches=self.microbatches, batch_rows=self.batch_size,
+            optimizer_state_factor=state, alternate=self.alternate, replicas=self.replicas, shared=self.shared,
+            recording_bytes=float(RECORDING_BYTES) if self.trace else 0.0,
+        )  # fmt: skip
+
+
+@takes_settings(PlanOptions, {})
 def plan(
+    *,
     profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What `penstock profile` wrote.")],
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file or a lab file.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="plan.json", help="Write it here.")] = None,
-    aim: Annotated[str, typer.Option(help="throughput, latency, or devices: the fewest for --target.")] = "throughput",
-    target: Annotated[float | None, typer.Option(help="Rows per second to reach with --aim devices.")] = None,
-    rows: Annotated[str | None, typer.Option(help="Microbatch sizes to choose from, like 1,2,4.")] = None,
-    num_rows: Annotated[int, typer.Option(min=1, help="Rows of the stream that is predicted.")] = 500,
-    depth: Annotated[int, typer.Option(min=1, help="Microbatches that may wait at a cut.")] = 2,
-    schedule: Annotated[
-        str, typer.Option(help="forward-only; to train gpipe, 1f1b, interleaved or zero-bubble.")
-    ] = "forward-only",
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of a training step, all replicas.")] = None,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Or its microbatches, all replicas.")] = None,
-    optimizer_state: Annotated[
-        float | None, typer.Option(min=0, help="Bytes per byte of weights; in training AdamW's 2 if not given.")
-    ] = None,
-    alternate: Annotated[bool, typer.Option(help="Let microbatches take turns on several cut sets.")] = True,
-    replicas: Annotated[bool, typer.Option(help="Also consider whole pipelines side by side.")] = True,
-    shared: Annotated[bool, typer.Option(help="Also consider stages that several devices share.")] = False,
-    trace: Annotated[
-        bool, typer.Option(help=f"Keep {format_bytes(RECORDING_BYTES)} free on every device, for --trace.")
-    ] = True,
+    given: Given,
     explanation: Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")] = False,
     json: JsonFile = None,
 ) -> None:
     """Choose how to run a profiled model on a cluster, and predict what that will do."""
-    if aim not in _AIMS:
-        raise UsageError(f"--aim is one of {', '.join(_AIMS)}, not {aim!r}")
-    if schedule not in _SCHEDULES:
-        raise UsageError(f"--schedule is one of {', '.join(_SCHEDULES)}, not {schedule!r}")
-    if target is not None and aim != "devices":
-        raise UsageError("--target goes with --aim devices; leave it out or add --aim devices")
-    if optimizer_state is None:
-        optimizer_state = 0.0 if schedule == "forward-only" else ADAMW_STATE
-    request = Request(
-        aim=cast(PlanAim, aim), target_rows_per_s=target, num_rows=num_rows, depth=depth,
-        rows=tuple(parse_numbers(rows, "--rows")) if rows else (),
-        schedule=cast(Schedule, schedule), num_microbatches=microbatches, batch_rows=batch_size,
-        optimizer_state_factor=optimizer_state,
-        alternate=alternate, replicas=replicas, shared=shared, recording_bytes=float(RECORDING_BYTES) if trace else 0.0,
-    )  # fmt: skip
+    request = PlanOptions(**given).request()
     measured, devices = read_profile(profile), read_cluster(cluster)
     console = make_console()
     with working(f"planning for {len(devices.devices)} devices"):

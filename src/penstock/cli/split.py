@@ -58,10 +58,7 @@ def split(
     if work == "measured":
         with working("measuring"):
             costs = measure_work(graph, lambda s: load_state(graph, s, zoo.weights), rows=microbatch_size)
-    if cut:
-        chosen = cuts.find_all(cut)
-    else:
-        chosen = choose_cuts(graph, cuts, stages=stages, policy=policy, work=costs, sizes=sizes)
+    chosen = choose_cuts(graph, cuts, names=cut or None, stages=stages, policy=policy, work=costs, sizes=sizes)
     rows = _stage_rows(graph, chosen, costs, sizes)
     policies = _policy_rows(graph, cuts, len(chosen) + 1, costs, sizes)
     console.print(

@@ -26,6 +26,7 @@ from penstock.cli.options import (
     make_console,
     write_json,
 )
+from penstock.cli.settings_options import Given, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.errors import RunError, UsageError
 from penstock.group.entry import under_torchrun
@@ -40,49 +41,17 @@ from penstock.spec.check import read_plan
 from penstock.transport.base import FEEDER
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
-_CHECKPOINTS = "Steps from checkpoint to checkpoint; each epoch has one anyway. Hosts must share the folder --output."
+_SHARED = {
+    "model": Model, "policy": Policy, "cuts": CutNames, "weights": WeightsFile, "pretrained": Pretrained,
+    "threads": Threads, "device": ComputesOn, "trace": Trace, "profile": Profiled, "live": Live,
+}  # fmt: skip
 
 
+@takes_settings(FitSettings, _SHARED)
 def train(
-    model: Model,
-    data: Annotated[str, typer.Option(help="Images (folder, tar, CIFAR, 'digits'), a text file, or sentiment trees.")],
-    validation: Annotated[str | None, typer.Option(help="Data of the same kind; a tenth is kept if not given.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The run's folder.")] = Path("runs/train"),
-    stages: Annotated[int | None, typer.Option(min=1, help="Parts of the model, each in a process.")] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Pipelines that share each batch.")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Processes; stages times replicas if not given.")] = None,
-    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved or zero-bubble.")] = "1f1b",
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Parts of each replica's batch.")] = None,
-    policy: Policy = "balanced",
-    cut: CutNames = None,
-    plan: Annotated[
-        Path | None, typer.Option(metavar="plan.json", help="Stages, replicas and batch as planned.")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of all replicas together; 32.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, help="So many steps instead.")] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, or sgd with momentum 0.9.")] = "adamw",
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
-    lr_schedule: Annotated[str, typer.Option(help="constant or cosine.")] = "constant",
-    weight_decay: Annotated[float, typer.Option(help="Of the optimizer.")] = 0.0,
-    clip: Annotated[float | None, typer.Option(help="Largest norm of the gradient.")] = None,
-    autocast: Annotated[bool, typer.Option("--autocast", help="Compute in bfloat16 where that is safe.")] = False,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Forwards twice, for memory.")] = False,
-    seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of data.")] = 0,
-    weights: WeightsFile = None,
-    pretrained: Pretrained = False,
-    threads: Threads = None,
-    device: ComputesOn = "cpu",
+    *,
+    given: Given,
     bind: Bind = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a row of text; of a sentence at most.")] = 128,
-    num_rows: Annotated[int | None, typer.Option(min=1, help="Only so many rows of the data.")] = None,
-    num_workers: Annotated[int, typer.Option(min=0, help="Processes that load data for each one that trains.")] = 0,
-    checkpoint_every: Annotated[int | None, typer.Option(min=1, help=_CHECKPOINTS)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint.")] = False,
-    track: Annotated[list[str] | None, typer.Option(help="tensorboard or wandb; may be repeated.")] = None,
-    trace: Trace = None,
-    profile: Profiled = False,
-    live: Live = False,
     cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Train on the hosts of a lab.")] = None,
     compare: Annotated[str | None, typer.Option(help="single,model,pipeline,data,both: train in each way.")] = None,
     sweep: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with [[settings]]: train with each.")] = None,
@@ -91,42 +60,37 @@ def train(
     json: JsonFile = None,
 ) -> None:
     """Train a model: alone, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
-    check_profiled(profile=profile, trace=trace)
+    check_profiled(profile=given["profile"], trace=given["trace"])
     bind_to(bind, cluster)
-    if batch_size is None:
-        batch_size = 32 if plan is None else read_plan(plan).batch_rows or 32
-    settings = make_settings({
-        "model": model, "data": data, "validation": validation, "output": str(output), "stages": stages,
-        "replicas": replicas, "devices": devices, "schedule": schedule, "microbatches": microbatches, "policy": policy,
-        "cuts": cut, "plan": str(plan.resolve()) if plan else None,
-        "batch_size": batch_size, "epochs": epochs, "steps": steps, "optimizer": optimizer, "lr": lr,
-        "lr_schedule": lr_schedule, "weight_decay": weight_decay, "clip": clip, "autocast": autocast,
-        "checkpointing": checkpointing, "seed": seed, "weights": str(weights) if weights else None,
-        "pretrained": pretrained, "threads": threads, "device": device, "length": length, "num_rows": num_rows,
-        "num_workers": num_workers, "checkpoint_every": checkpoint_every, "resume": resume, "track": track or [],
-        "trace": str(trace.resolve()) if trace else None, "live": live,
-        "profile": profile,
-    })  # fmt: skip
+    if given["batch_size"] is None:
+        planned = read_plan(given["plan"]).batch_rows if given["plan"] is not None else None
+        given["batch_size"] = planned or 32
+    settings = make_settings(given | {"track": given["track"] or []})
     chosen = [
         name for name, on in (("--compare", compare), ("--sweep", sweep), ("--find-max-batch", find_max_batch)) if on
     ]
-    if len(chosen) > 1 or (chosen and under_torchrun()):
-        raise UsageError(f"{' and '.join(chosen)} starts processes of its own; use one of them, without torchrun")
-    if plan is not None and (compare or find_max_batch):
-        raise UsageError(f"{chosen[0]} chooses stages, replicas and batches itself; leave --plan out")
-    if chosen and trace is not None:
-        raise UsageError(f"{chosen[0]} makes several runs and --trace records one; leave one of them out")
-    if memory is not None and cluster is not None:
-        raise UsageError("--memory is for processes on this machine; give a lab's hosts theirs in its file")
+    _check_goes_together(settings, chosen, cluster=cluster, memory=memory)
     if not chosen:
-        if memory is not None:
-            raise UsageError("--memory is for --compare, --sweep and --find-max-batch; leave it out")
         _show_one(fit(settings, cluster), json)
     elif cluster is not None:
         with lab_session(read_lab(cluster)) as lab:
             _several(settings, Place(lab=lab), compare, sweep, json)
     else:
         _several(settings, Place(memory_bytes=parse_bytes(memory) if memory else None), compare, sweep, json)
+
+
+def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: Path | None, memory: str | None) -> None:
+    """Check the options that start several runs against the others; raises `UsageError`."""
+    if len(chosen) > 1 or (chosen and under_torchrun()):
+        raise UsageError(f"{' and '.join(chosen)} starts processes of its own; use one of them, without torchrun")
+    if settings.plan is not None and chosen and chosen != ["--sweep"]:
+        raise UsageError(f"{chosen[0]} chooses stages, replicas and batches itself; leave --plan out")
+    if chosen and settings.trace is not None:
+        raise UsageError(f"{chosen[0]} makes several runs and --trace records one; leave one of them out")
+    if memory is not None and cluster is not None:
+        raise UsageError("--memory is for processes on this machine; give a lab's hosts theirs in its file")
+    if memory is not None and not chosen:
+        raise UsageError("--memory is for --compare, --sweep and --find-max-batch; leave it out")
 
 
 def _several(settings: FitSettings, place: Place, compare: str | None, sweep: Path | None, json: Path | None) -> None:

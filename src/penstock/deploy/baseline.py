@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.deploy.bundle import LoadState
 from penstock.deploy.documents import RunAlone, write_document
-from penstock.deploy.jobs import receive_state, send_state
+from penstock.deploy.state import receive_state, send_state
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.group.world import World
 from penstock.runtime.eager import Runtime

@@ -4,18 +4,17 @@ A job is a document (`deploy/documents.py`) followed by tensors, one message eac
 programs list their state. Workers know no model: this is all they get.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from penstock.deploy.bundle import LoadState, read_part
 from penstock.deploy.documents import Document, Rotation, ServeStages, read_document, write_document
+from penstock.deploy.state import receive_state, send_state
 from penstock.engine.placement import StagesJob
-from penstock.errors import ProgramError, TransportError, UsageError
-from penstock.graph.ops import State
+from penstock.errors import ProgramError, UsageError
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.group.direct import go_direct
 from penstock.group.world import World
@@ -25,12 +24,9 @@ from penstock.tensors.devices import HOST, find_device, moved
 from penstock.transport.base import (
     FEEDER,
     JOB_BYTES,
-    WORD_BYTES,
     Transport,
     receive_bytes,
-    receive_tensor,
     send_bytes,
-    send_tensor,
 )
 
 # makes a stage's runtime in a process that has the stage's module; only its interface travels
@@ -69,45 +65,6 @@ def send_stages(
         if load is not None:
             for index in indices:
                 send_state(transport, states_of(programs[index].items), load, rank)
-
-
-def send_state(transport: Transport, states: Iterable[State], load: LoadState, rank: int) -> None:
-    """Send state tensor by tensor, then a checksum of all of it."""
-    checksum = 0
-    for state in states:
-        tensor = load(state)
-        send_tensor(transport, tensor, rank)
-        checksum = _add_up(checksum, tensor)
-        del tensor  # before the next one is loaded
-    send_bytes(transport, checksum.to_bytes(8, "little"), rank)
-
-
-def receive_state(transport: Transport, states: Iterable[State], device: torch.device = HOST) -> dict[str, Tensor]:
-    """Receive state tensor by tensor, on the host each straight into its place.
-
-    Raises `TransportError` when it does not arrive as it was sent.
-    """
-    tensors: dict[str, Tensor] = {}
-    checksum = 0
-    for state in states:
-        tensor = torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
-        receive_tensor(transport, tensor, FEEDER)
-        tensors[state.value.name] = moved(tensor, device)
-        checksum = _add_up(checksum, tensor)
-    if receive_bytes(transport, FEEDER, limit=WORD_BYTES) != checksum.to_bytes(8, "little"):
-        raise TransportError("weights arrived damaged: their checksum does not fit; check the network and try again")
-    return tensors
-
-
-def _add_up(checksum: int, tensor: Tensor) -> int:
-    """Go on with a checksum over another tensor's bytes: any single damaged word changes it."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()  # words cannot be read across their bounds
-    whole = data.numel() // 8 * 8
-    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
-    rest = int.from_bytes(bytes(data[whole:].tolist()), "little")
-    return (checksum * 31 + words + rest) % 2**64
 
 
 def receive_job(transport: Transport) -> Document:

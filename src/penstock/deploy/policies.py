@@ -1,4 +1,4 @@
-"""Choose where a model is cut, by a policy, from counted work."""
+"""Choose where a model is cut: by names, or by a policy from counted work."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,12 +22,13 @@ def choose_cuts(
     cuts: Cuts,
     *,
     stages: int,
+    names: Sequence[str] | None = None,
     policy: str = "balanced",
     work: Sequence[float] | None = None,
     sizes: Mapping[str, int] | None = None,
     places: Sequence[int] | None = None,
 ) -> list[Cut]:
-    """Choose the cuts for a number of stages by a policy.
+    """Find the cuts of these names or, without names, choose those for a number of stages by a policy.
 
     - `balanced`: the largest stage does as little as it can, or the busiest device where devices hold several stages;
     - `smallest-crossing`: the fewest bytes cross among cuts that keep the largest stage within 10% of that;
@@ -36,8 +37,10 @@ def choose_cuts(
 
     `work` is seconds per operation of the graph, counted from shapes where it is not given; `sizes`
     are the microbatch's, one row where not given; `places` are the devices of the stages, each its own where
-    not given. Raises `CutError` for a policy that is not known or that this model does not allow.
+    not given. Raises `CutError` for a name or a policy that is not known or that this model does not allow.
     """
+    if names is not None:
+        return cuts.find_all(names)
     sizes = sizes or graph.sizes(graph.fixed_batch or 1)
     work = work if work is not None else count_work(graph, sizes)
     if policy not in POLICIES:

@@ -104,12 +104,8 @@ def split(
     Raises `CaptureError` for a model that does not export, `CutError` for cuts that cannot be.
     """
     graph = capture(model, args, kwargs, dynamic=dynamic)
-    possible = Cuts(graph)
     work = count_work(graph, graph.sizes(graph.fixed_batch or 1))
-    if cuts is not None:
-        chosen = possible.find_all(cuts)
-    else:
-        chosen = choose_cuts(graph, possible, stages=stages, policy=policy, work=work)
+    chosen = choose_cuts(graph, Cuts(graph), names=cuts, stages=stages, policy=policy, work=work)
     source = weights or ModuleWeights(model)
     tensors = {state.value.name: load_state(graph, state, source) for state in graph.states}
     return SplitModel(graph, chosen, tensors, work)

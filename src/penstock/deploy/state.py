@@ -1,11 +1,135 @@
-"""Tensors by name: read from a model, sent to another process, received there."""
+"""Tensors by name, wherever they are: read from a model, moved between ranks, kept for a training to go on from."""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from penstock.errors import UsageError
+from penstock.errors import TransportError, UsageError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
+from penstock.tensors.devices import HOST, moved
+from penstock.transport.base import (
+    FEEDER,
+    WORD_BYTES,
+    Transport,
+    receive_bytes,
+    receive_tensor,
+    send_bytes,
+    send_tensor,
+)
+from penstock.transport.tags import CONTROL
 from penstock.zoo.weights.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The ranks that hold each tensor, by its name; `load` reads one on such a rank."""
+
+    ranks: Mapping[str, Sequence[int]]
+    load: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The ranks that want each tensor, by its name; `room` makes a contiguous one to be filled on such a rank."""
+
+    ranks: Mapping[str, Sequence[int]]
+    room: Callable[[str], Tensor]
+
+
+def redistribute(have: Held, want: Wanted, transport: Transport, tag: int = CONTROL) -> Iterator[tuple[str, Tensor]]:
+    """Move tensors from the ranks that hold them to those that want them, and yield those that this rank wants.
+
+    Every rank that takes part calls this with the same ranks, and takes all that comes of it. One tensor at a time is
+    in memory beside what the caller keeps, in the order of `want`. A tensor that a rank holds already does not move;
+    one that several hold comes from the first of them.
+
+        have  a: 0     b: 0 1              a: rank 0 ──▶ rank 1
+        want  a: 1     b: 1 2     gives    b: rank 0 ──▶ rank 2, and rank 1 has it
+
+    Raises `TransportError` where a tensor does not arrive as it was sent, once the last one has come.
+    """
+    checksums: dict[tuple[int, int], int] = {}
+    for name, targets in want.ranks.items():
+        holders, tensor = have.ranks[name], None
+        source, missing = holders[0], [rank for rank in targets if rank not in holders]
+        pairs: list[tuple[int, int]] = []  # of ranks that it goes between, as far as this one sees it
+        if transport.rank in holders and (transport.rank in targets or (transport.rank == source and missing)):
+            tensor = have.load(name)
+            for rank in missing if transport.rank == source else ():
+                send_tensor(transport, tensor, rank, tag)
+                pairs.append((source, rank))
+        elif transport.rank in targets:
+            tensor = want.room(name)
+            receive_tensor(transport, tensor, source, tag)
+            pairs.append((source, transport.rank))
+        if tensor is not None and pairs:
+            words = _add_up(tensor)  # any single damaged word changes it
+            checksums |= {pair: (checksums.get(pair, 0) * 31 + words) % 2**64 for pair in pairs}
+        if tensor is not None and transport.rank in targets:
+            yield name, tensor
+        del tensor  # before the next one is loaded
+    for (source, target), checksum in sorted(checksums.items()):
+        word = checksum.to_bytes(8, "little")
+        if transport.rank == source:
+            send_bytes(transport, word, target, tag)
+        elif receive_bytes(transport, source, tag, limit=WORD_BYTES) != word:
+            raise TransportError(
+                "weights arrived damaged: their checksum does not fit; check the network and try again"
+            )
+
+
+def _add_up(tensor: Tensor) -> int:
+    """Add up a tensor's bytes as words."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()  # words cannot be read across their bounds
+    whole = data.numel() // 8 * 8
+    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
+    return words + int.from_bytes(bytes(data[whole:].tolist()), "little")
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainState:
+    """What a training goes on from, as far as one process has it: all of it by the model's own names."""
+
+    tensors: dict[str, Tensor]  # parameters and buffers
+    slots: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the optimizer, by parameter: mostly tensors
+    step: int = 0
+    position: Mapping[str, int] | None = None  # the place in the data, where a loader has one
+    random: Tensor = field(default_factory=torch.get_rng_state)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the tensors under names that tell weights and slots apart: those by which they move and are saved.
+
+        >>> list(TrainState(tensors={"w": torch.ones(1)}, slots={"w": {"exp_avg": torch.ones(1)}}).named())
+        ['model/w', 'optimizer/exp_avg/w']
+        """
+        slots = {
+            f"optimizer/{slot}/{name}": value
+            for name, held in self.slots.items() for slot, value in held.items() if isinstance(value, Tensor)
+        }  # fmt: skip
+        return {f"model/{name}": tensor for name, tensor in self.tensors.items()} | slots
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's values that are no tensors, by parameter."""
+        return {
+            name: {slot: value for slot, value in held.items() if not isinstance(value, Tensor)}
+            for name, held in self.slots.items()
+        }
+
+
+def source_of(name: str) -> str:
+    """Return the tensor or parameter that one of `TrainState.named` is, or belongs to.
+
+    >>> source_of("model/w"), source_of("optimizer/exp_avg/w")
+    ('w', 'w')
+    """
+    kind, rest = name.split("/", 1)
+    return rest if kind == "model" else rest.split("/", 1)[1]
 
 
 def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
@@ -20,3 +144,34 @@ def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
     if tuple(tensor.shape) != wanted:
         raise UsageError(f"{state.source} is {tuple(tensor.shape)} in the weights but {wanted} in the model")
     return tensor.detach().to("cpu", state.value.dtype)
+
+
+def room_for(state: State) -> Tensor:
+    """Make an empty tensor on the host for one of a model's."""
+    return torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
+
+
+def send_state(transport: Transport, states: Iterable[State], load: Callable[[State], Tensor], rank: int) -> None:
+    """Send a program's state from the first process to a rank that calls `receive_state`."""
+    for _ in _first_weights(transport, states, rank, load):
+        pass  # all of it is the other's
+
+
+def receive_state(transport: Transport, states: Iterable[State], device: torch.device = HOST) -> dict[str, Tensor]:
+    """Receive a program's state from the first process, on the host each tensor straight into its place.
+
+    Raises `TransportError` as `redistribute` does.
+    """
+    return {name: moved(tensor, device) for name, tensor in _first_weights(transport, states, transport.rank, room_for)}
+
+
+def _first_weights(
+    transport: Transport, states: Iterable[State], rank: int, make: Callable[[State], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    by_name = {state.value.name: state for state in states}
+
+    def made(name: str) -> Tensor:
+        return make(by_name[name])
+
+    have, want = Held(dict.fromkeys(by_name, (FEEDER,)), made), Wanted(dict.fromkeys(by_name, (rank,)), made)
+    return redistribute(have, want, transport)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import DataError, UsageError
-from penstock.stream.pipeline import Pipeline
+from penstock.pipeline import Pipeline
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.models.models import ZooModel
 

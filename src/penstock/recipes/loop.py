@@ -5,12 +5,14 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch.utils.data import DataLoader
 
+from penstock.deploy.options import CutOptions, ModelCall, RunOptions
 from penstock.errors import UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
@@ -28,11 +30,12 @@ from penstock.recipes.metrics import (
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
 from penstock.recipes.training_bar import FitProgress
-from penstock.stream.pipeline import Pipeline
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.train.loader import Loader
+from penstock.train.options import TrainOptions
 from penstock.train.step_report import StepReport
+from penstock.train.training_pipeline import TrainingPipeline
 from penstock.transport.base import FEEDER
 from penstock.transport.collectives import exchange
 
@@ -56,18 +59,23 @@ def fit_here(settings: FitSettings) -> FitResult:
             return _Fit(settings, task, pipe).run()
 
 
-def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Pipeline:
+def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> TrainingPipeline:
     """Make the pipeline that the settings ask for, of the task's model."""
     plan = plan_of(settings)
-    alone = 1 if world is None and plan is None else None
-    return Pipeline(
-        task.module, *task.example, stages=settings.stages or alone, plan=plan,
-        replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
-        policy=settings.policy, cuts=settings.cuts, seed=settings.seed, weights=task.weights, dynamic=task.dynamic,
-        autocast=torch.bfloat16 if settings.autocast else None, checkpointing=settings.checkpointing,
-        threads=settings.threads or (world.cores if world else None), world=world, trace=settings.trace,
-        trace_profile=settings.profile, device=settings.device,
+    one = 1 if world is None and plan is None else None
+    args, kwargs = task.example
+    call = ModelCall(model=task.module, args=args, kwargs=kwargs, dynamic=task.dynamic, weights=task.weights)
+    cut = CutOptions(stages=settings.stages or one, policy=settings.policy, cuts=settings.cuts, plan=plan)
+    run = RunOptions(
+        threads=settings.threads or (world.cores if world else None), device=settings.device,
+        trace=Path(settings.trace) if settings.trace is not None else None, trace_profile=settings.profile,
     )  # fmt: skip
+    options = TrainOptions(
+        replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
+        seed=settings.seed, autocast=torch.bfloat16 if settings.autocast else None,
+        checkpointing=settings.checkpointing,
+    )  # fmt: skip
+    return TrainingPipeline(call, cut, run, options, world)
 
 
 @dataclass(slots=True)
@@ -85,7 +93,7 @@ class _Tally:
 class _Fit:
     """One process's part of a run."""
 
-    def __init__(self, settings: FitSettings, task: Task, pipe: Pipeline) -> None:
+    def __init__(self, settings: FitSettings, task: Task, pipe: TrainingPipeline) -> None:
         self._settings, self._task, self._pipe = settings, task, pipe
         self._trainer = pipe.trainer
         self._world = self._trainer.world
@@ -233,7 +241,7 @@ class _Fit:
         measures = [task.loss_fn, task.accuracy]
         totals = [(0.0, 0.0)] * len(measures)
         for inputs, labels in Loader(self._trainer, data, batch_size=given.batch_size):
-            found = self._trainer.totals(inputs, labels, measures)
+            found = self._trainer.evaluation.totals(inputs, labels, measures)
             totals = [(a + x, b + y) for (a, b), (x, y) in zip(totals, found, strict=True)]
         self._trainer.load_s = 0.0
         return totals[0][0] / totals[0][1], totals[1][0] / totals[1][1]

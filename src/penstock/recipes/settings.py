@@ -10,6 +10,9 @@ from penstock.errors import UsageError
 
 Positive = Annotated[int, Meta(ge=1)]
 Rate = Annotated[float, Meta(ge=0.0)]
+# paths, which are text in a file: one kind as it was given, and one that is the same in every folder
+PathText = Annotated[str, Meta(extra={"path": "as given"})]
+WholePath = Annotated[str, Meta(extra={"path": "whole"})]
 DEFAULT_SCHEDULE = "1f1b"
 
 
@@ -22,47 +25,62 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `data` is images (see `open_images`), a text file, or a folder or file of sentiment trees. `batch_size`
     counts the rows of all replicas together. Without `validation` every tenth row is kept for it, or of a
     text the last tenth. `output` is the folder of the run. `plan` is a plan file, in place of stages, replicas,
-    devices, schedule, microbatches and cuts.
+    devices, schedule, microbatches and cuts. A field with a description is an option of `penstock train`.
     """
 
     model: str
-    data: str
-    validation: str | None = None
-    output: str = "runs/train"
-    stages: Positive | None = None
-    replicas: Positive | None = None
-    devices: Positive | None = None
-    schedule: str = DEFAULT_SCHEDULE
-    microbatches: Positive | None = None
+    data: Annotated[str, Meta(description="Images (folder, tar, CIFAR, 'digits'), a text file, or sentiment trees.")]
+    validation: Annotated[str | None, Meta(description="Data of the same kind; a tenth is kept if not given.")] = None
+    output: Annotated[PathText, Meta(description="The run's folder.", extra={"flags": ["--output", "-o"]})] = (
+        "runs/train"
+    )
+    stages: Annotated[Positive | None, Meta(description="Parts of the model, each in a process.")] = None
+    replicas: Annotated[Positive | None, Meta(description="Data-parallel copies of the pipeline.")] = None
+    devices: Annotated[Positive | None, Meta(description="Processes; stages times replicas if not given.")] = None
+    schedule: Annotated[str, Meta(description="gpipe, 1f1b, interleaved or zero-bubble.")] = DEFAULT_SCHEDULE
+    microbatches: Annotated[Positive | None, Meta(description="Parts of each replica's batch.")] = None
     policy: str = "balanced"
     cuts: list[str] | None = None
-    plan: str | None = None
-    batch_size: Positive = 32
-    epochs: Positive = 1
-    steps: Positive | None = None
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: Rate = 1e-3
-    lr_schedule: Literal["constant", "cosine"] = "constant"
-    weight_decay: Rate = 0.0
-    clip: Rate | None = None
-    autocast: bool = False
-    checkpointing: bool = False
-    seed: int = 0
-    weights: str | None = None
+    plan: Annotated[
+        WholePath | None,
+        Meta(description="Stages, replicas and batch as planned.", extra={"metavar": "plan.json"}),
+    ] = None
+    batch_size: Annotated[Positive, Meta(description="Rows of all replicas together; 32.", extra={"default": None})] = (
+        32
+    )
+    epochs: Annotated[Positive, Meta(description="Passes over the data.")] = 1
+    steps: Annotated[Positive | None, Meta(description="Stop after this many optimizer steps.")] = None
+    optimizer: Annotated[Literal["adamw", "sgd"], Meta(description="adamw, or sgd with momentum 0.9.")] = "adamw"
+    lr: Annotated[Rate, Meta(description="Learning rate.")] = 1e-3
+    lr_schedule: Annotated[Literal["constant", "cosine"], Meta(description="constant or cosine.")] = "constant"
+    weight_decay: Annotated[Rate, Meta(description="Weight decay of the optimizer.")] = 0.0
+    clip: Annotated[Rate | None, Meta(description="Clip gradients to this norm.")] = None
+    autocast: Annotated[bool, Meta(description="Compute in bfloat16 where that is safe.")] = False
+    checkpointing: Annotated[bool, Meta(description="Recompute forwards in the backward to save memory.")] = False
+    seed: Annotated[int, Meta(description="Of weights, dropout and the order of data.")] = 0
+    weights: PathText | None = None
     pretrained: bool = False
     threads: Positive | None = None
     device: str = "cpu"
-    length: Annotated[int, Meta(ge=2)] = 128
-    num_rows: Positive | None = None
-    num_workers: Annotated[int, Meta(ge=0)] = 0
-    checkpoint_every: Positive | None = None
-    resume: bool = False
+    length: Annotated[int, Meta(ge=2, description="Tokens of a row of text; of a sentence at most.")] = 128
+    num_rows: Annotated[Positive | None, Meta(description="Use only this many rows of the data.")] = None
+    num_workers: Annotated[int, Meta(ge=0, description="Processes that load data for each one that trains.")] = 0
+    checkpoint_every: Annotated[
+        Positive | None,
+        Meta(
+            description="Steps from checkpoint to checkpoint; each epoch has one anyway. Hosts must share the "
+            "folder --output."
+        ),
+    ] = None
+    resume: Annotated[bool, Meta(description="Go on from the last whole checkpoint.")] = False
     save: bool = True
     validate: bool = True
-    trace: str | None = None
-    live: bool = False
+    track: Annotated[
+        list[Literal["tensorboard", "wandb"]], Meta(description="tensorboard or wandb; may be repeated.")
+    ] = msgspec.field(default_factory=list)
+    trace: WholePath | None = None
     profile: bool = False
-    track: list[Literal["tensorboard", "wandb"]] = msgspec.field(default_factory=list)
+    live: bool = False
 
     @property
     def num_processes(self) -> int:

@@ -1,15 +1,16 @@
 """A model as it will stream: cut by a policy, by hand, by a plan, or given as modules; then put in place."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
 from penstock.deploy.bundle import LoadState
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
+from penstock.deploy.options import CutOptions, ModelCall, RunOptions
 from penstock.deploy.placing import place
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
@@ -26,25 +27,9 @@ from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
 from penstock.spec.plan import Plan
-from penstock.zoo.weights.weights import ModuleWeights, Weights
+from penstock.zoo.weights.weights import ModuleWeights
 
 _STAGES = 4  # where neither the caller nor a world says how many
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a caller of `Pipeline` asked for; None where the model or the world decides."""
-
-    stages: int | None
-    policy: str
-    cuts: Sequence[str] | None
-    plan: Plan | None
-    weights: Weights | None
-    dynamic: Mapping[str, Mapping[str | int, int]] | None
-    threads: int | None
-    depth: int
-    stall_s: float
-    computes_on: str
 
 
 class Division(Protocol):
@@ -64,40 +49,30 @@ class Division(Protocol):
         """Start what the stages can run in, where nothing has."""
         ...
 
-    def deploy(self, world: World, wanted: Wanted, threads: int, tracer: FeederTracer | None) -> Deployment | Replicas:
+    def deploy(self, world: World, threads: int, tracer: FeederTracer | None) -> Deployment | Replicas:
         """Put the stages where they will stream."""
         ...
 
 
-def divide_model(
-    model: nn.Module | Sequence[nn.Module] | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None,
-    wanted: Wanted, world: World | None,
-) -> Division:  # fmt: skip
-    """Divide a model as its caller wanted, for as many devices as a world has, if there is one.
+def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World | None) -> Division:
+    """Divide a model as its caller asked, for as many devices as a world has, if there is one.
 
-    Raises `UsageError` for a model that is missing and for wishes that do not go together, and what
+    Raises `UsageError` for a model that is missing and for options that do not go together, and what
     `penstock.split` raises.
     """
-    if model is None:
+    if isinstance(call.model, Sequence):
+        return _Chained(call.model, call, cut, run)
+    if not isinstance(call.model, nn.Module):
         raise UsageError("the process that feeds needs the model; pass it to Pipeline")
-    if not isinstance(model, nn.Module):
-        return _Chained(model, args, kwargs or {}, wanted)
-    with advising(model):
-        graph = capture(model, args, kwargs, dynamic=wanted.dynamic)
-    load = partial(load_state, graph, weights=wanted.weights or ModuleWeights(model))
-    if wanted.plan is not None:
-        cuts = tuple(Cuts(graph).find_all(wanted.plan.pipelines[0].cut_sets[0].cuts))
-        return _Planned(graph, cuts, load, wanted.plan)
-    _, sizes = bind_inputs(graph, args, kwargs or {})
-    return _Divided(graph, _choose(graph, wanted, world), load, sizes)
-
-
-def _choose(graph: Graph, wanted: Wanted, world: World | None) -> tuple[Cut, ...]:
-    possible = Cuts(graph)
-    if wanted.cuts is not None:
-        return tuple(possible.find_all(wanted.cuts))
-    count = wanted.stages or (len(world.devices) if world else _STAGES)
-    return tuple(choose_cuts(graph, possible, stages=count, policy=wanted.policy))
+    with advising(call.model):
+        graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic)
+    load = partial(load_state, graph, weights=call.weights or ModuleWeights(call.model))
+    if cut.plan is not None:
+        cuts = tuple(Cuts(graph).find_all(cut.plan.pipelines[0].cut_sets[0].cuts))
+        return _Planned(graph, cuts, load, run, cut.plan)
+    stages = cut.stages or (len(world.devices) if world else _STAGES)
+    chosen = choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy)
+    return _Divided(graph, tuple(chosen), load, run, bind_inputs(graph, call.args, call.kwargs)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +82,16 @@ class _Divided:
     graph: Graph
     cuts: tuple[Cut, ...]
     load: LoadState
+    run: RunOptions
     sizes: Mapping[str, int]
 
     def start_world(self) -> World:
         return start_local(len(self.cuts) + 1)
 
-    def deploy(self, world: World, wanted: Wanted, threads: int, tracer: FeederTracer | None) -> Deployment:
+    def deploy(self, world: World, threads: int, tracer: FeederTracer | None) -> Deployment:
         return Deployment(
             world, divide_in_turns(self.graph, [self.cuts]), self.load, sizes=self.sizes, threads=threads,
-            depth=wanted.depth, stall_s=wanted.stall_s, computes_on=wanted.computes_on, tracer=tracer,
+            depth=self.run.depth, stall_s=self.run.stall_s, computes_on=self.run.device, tracer=tracer,
         )  # fmt: skip
 
 
@@ -126,41 +102,41 @@ class _Planned:
     graph: Graph
     cuts: tuple[Cut, ...]
     load: LoadState
+    run: RunOptions
     plan: Plan
 
     def start_world(self) -> World:
         return start_local(len(self.plan.devices))
 
-    def deploy(self, world: World, wanted: Wanted, threads: int, tracer: FeederTracer | None) -> Replicas:
+    def deploy(self, world: World, threads: int, tracer: FeederTracer | None) -> Replicas:
         return place(
-            world, self.graph, self.plan, self.load, threads=threads, stall_s=wanted.stall_s,
-            computes_on=wanted.computes_on, tracer=tracer,
+            world, self.graph, self.plan, self.load, threads=threads, stall_s=self.run.stall_s,
+            computes_on=self.run.device, tracer=tracer,
         )  # fmt: skip
 
 
 class _Chained:
-    """Modules that are stages as they are, each called with what the one before gave."""
+    """Modules that are stages as they are, each called with what the one before returned."""
 
     cuts: tuple[Cut, ...] = ()
 
-    def __init__(
-        self, modules: Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], wanted: Wanted
-    ) -> None:
-        if wanted.computes_on != "cpu":
+    def __init__(self, modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run: RunOptions) -> None:
+        if run.device != "cpu":
             raise UsageError("a list of modules computes where they lie; move them, and leave device out")
-        if wanted.cuts is not None or wanted.stages not in {None, len(modules)}:
+        if cut.cuts is not None or cut.stages not in {None, len(modules)}:
             raise UsageError(f"a list of {len(modules)} modules is that many stages; leave stages and cuts out")
-        self.graph, self._programs = chain(modules, args, kwargs)
-        self._make_one = runtime_maker(modules, self.graph)
-        _, self._sizes = bind_inputs(self.graph, args, kwargs)
+        self._run = run
+        self.graph, self._programs = chain(modules, call.args, call.kwargs)
+        self._make_one: Callable[[int, StageProgram], StageRuntime] = runtime_maker(modules, self.graph)
+        _, self._sizes = bind_inputs(self.graph, call.args, call.kwargs)
 
     def start_world(self) -> World:
         return start_threads(len(self._programs), self._make_one)
 
-    def deploy(self, world: World, wanted: Wanted, threads: int, tracer: FeederTracer | None) -> Deployment:
+    def deploy(self, world: World, threads: int, tracer: FeederTracer | None) -> Deployment:
         return Deployment(
-            world, self._programs, None, make=self._make, sizes=self._sizes, threads=threads, depth=wanted.depth,
-            stall_s=wanted.stall_s, tracer=tracer,
+            world, self._programs, None, make=self._make, sizes=self._sizes, threads=threads, depth=self._run.depth,
+            stall_s=self._run.stall_s, tracer=tracer,
         )  # fmt: skip
 
     def _make(self, index: int) -> RoundRobin[StageRuntime]:

@@ -11,7 +11,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.deploy.modules import advising
-from penstock.deploy.policies import choose_cuts
 from penstock.errors import CutError, UsageError
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
@@ -89,18 +88,6 @@ class Captured:
             finally:
                 for module, training in modes.items():
                     module.training = training
-
-    def choose(
-        self, stages: int, policy: str, names: Sequence[str] | None, places: Sequence[int] | None = None
-    ) -> list[Cut]:
-        """Choose the cuts of the training graph; `places` are the devices of the stages, where some hold several.
-
-        Raises `CutError` as `penstock.split` does.
-        """
-        cuts = Cuts(self.graph)
-        if names is not None:
-            return cuts.find_all(names)
-        return choose_cuts(self.graph, cuts, stages=stages, policy=policy, places=places)
 
     def same_cuts(self, cuts: Sequence[Cut]) -> list[Cut]:
         """Find cuts of the training graph again in that of evaluation, by any of their names."""

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.deploy.state import Held, TrainState, Wanted, redistribute, source_of
 from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.graph.encoding import DTYPES
-from penstock.tensors.devices import HOST
 from penstock.train.checkpoint_index import (
     CheckpointIndex,
     DataPosition,
@@ -27,14 +26,15 @@ from penstock.train.checkpoint_index import (
     write_index,
 )
 from penstock.train.checkpoint_stages import (
+    StageFiles,
     check_whole,
     drop_leftovers,
     next_suffix,
-    read_stages,
     reason_of,
     write_stages,
 )
 from penstock.train.loader import Loader
+from penstock.train.named_optimizer import NamedOptimizer
 from penstock.train.tensors import holding
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
@@ -56,8 +56,13 @@ def save_checkpoint(
     `UsageError` for a setting that JSON cannot hold.
     """
     suffix = _agree(trainer, lambda: next_suffix(folder) if trainer.world.rank == FEEDER else "")
-    own, scalars = _own_tensors(trainer, optimizer, suffix)
-    groups = _groups(trainer, optimizer) if optimizer is not None else []
+    named = NamedOptimizer(optimizer, trainer.tensors) if optimizer is not None else None
+    state = TrainState(
+        tensors=_saved_tensors(trainer), slots=named.slots() if named is not None else {}, step=trainer.step,
+        position=loader.state() if loader is not None else None,
+    )  # fmt: skip
+    own = _written_here(trainer, state, suffix)
+    groups = named.groups() if named is not None else []
     failed, files = _attempt(lambda: write_stages(folder, own))
     places = {name: stage for stage, tensors in own.items() for name in tensors}
     shapes = {
@@ -67,7 +72,8 @@ def save_checkpoint(
     with trainer.explained():
         told = exchange(
             trainer.world.transport,
-            {"failed": failed, "files": files or {}, "places": places, "shapes": shapes, "scalars": scalars,
+            {"failed": failed, "files": files or {}, "places": places, "shapes": shapes,
+             "scalars": state.scalars(),
              "groups": groups},
         )  # fmt: skip
     _raise_first(told)
@@ -75,7 +81,7 @@ def save_checkpoint(
     def finish() -> None:
         if trainer.world.rank == FEEDER:
             _check_shared(trainer, folder, [document["files"] for document in told])
-            index = _index(trainer, told, scheduler, loader)
+            index = _index(trainer, state, told, scheduler)
             write_index(folder, index)
             drop_leftovers(folder, set(index.places.values()))
 
@@ -94,139 +100,68 @@ def load_checkpoint(
     index = _read_everywhere(trainer, folder)
     places: Mapping[str, str] = index.places
     _check_names(trainer, places)
-    wanted: dict[str, Tensor] = {}
-    sources = [*trainer.tensors.parameters, *trainer.tensors.others, *trainer.tensors.unused]
-    for source in sources:
-        if f"model/{source}" in places:
-            wanted[f"model/{source}"] = _target(trainer, source)
-    _check_shapes(folder, index, wanted)
+    tensors = {name: x for name, x in _saved_tensors(trainer).items() if f"model/{name}" in places}
+    state = TrainState(tensors=tensors, step=index.step, random=index.random_state())
+    _check_shapes(folder, index, tensors)
     if optimizer is not None:
-        _restore_settings(optimizer, index.groups, _optimizer_names(trainer, optimizer))
-        for source, parameter in _optimizer_names(trainer, optimizer).items():
-            state = optimizer.state[parameter]
-            state.update(index.scalars.get(source, {}))
-            for key in _keys(places, source):
-                dtype, shape = index.shapes[f"optimizer/{key}/{source}"]
-                device = _state_device(optimizer, parameter, key)
-                state[key] = wanted[f"optimizer/{key}/{source}"] = torch.zeros(
-                    shape, dtype=DTYPES[dtype], device=device
-                )
-    read_stages(folder, places, wanted)
-    trainer.step = index.step
+        state.slots = NamedOptimizer(optimizer, trainer.tensors).restore(index)
+    wanted, files = state.named(), StageFiles(folder, places)
+    here = dict.fromkeys(wanted, (trainer.world.rank,))  # every process sees the files
+    with torch.no_grad():
+        for name, tensor in redistribute(
+            Held(here, files.load), Wanted(here, wanted.__getitem__), trainer.world.transport
+        ):
+            wanted[name].copy_(tensor)
+    trainer.step = state.step
     if scheduler is not None:
         if index.scheduler is None:
             raise UsageError(f"the checkpoint {folder} was written without a scheduler; load it without one")
         scheduler.load_state_dict(index.scheduler)
     if loader is not None and index.loader is not None:
         loader.resume({"epoch": index.loader.epoch, "position": index.loader.position})
-    torch.set_rng_state(index.random_state())
+    torch.set_rng_state(state.random)
 
 
-def _own_tensors(
-    trainer: Trainer, optimizer: torch.optim.Optimizer | None, suffix: str
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
-    """Return what this process saves: tensors by stage's folder and name, and the optimizer's other values."""
-    names = _optimizer_names(trainer, optimizer)
-    own: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    scalars: dict[str, dict[str, Any]] = {}
-    for source, tensor in _saved_here(trainer).items():
-        stage = f"stage-{holding(trainer.parts, source)[0]}{suffix}"
-        own[stage][f"model/{source}"] = tensor.detach()
-        if optimizer is not None and source in names:
-            state = optimizer.state.get(names[source], {})
-            own[stage] |= {f"optimizer/{key}/{source}": v for key, v in state.items() if isinstance(v, Tensor)}
-            scalars[source] = {key: v for key, v in state.items() if not isinstance(v, Tensor)}
-    if trainer.tensors.unused:
-        own[f"unused{suffix}"] = {f"model/{source}": tensor for source, tensor in trainer.tensors.unused.items()}
-    return own, scalars
-
-
-def _saved_here(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the tensors that this process saves: of the first replica, each by the first stage that has it."""
-    if trainer.replica_index:
-        return {}
+def _saved_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the parameters and buffers that this process holds; constants are part of the model."""
+    held = trainer.tensors
     buffers = {s.source for part in trainer.parts for s in part.program.states if s.kind == "buffer"}
-    tensors = {**trainer.tensors.parameters, **{n: t for n, t in trainer.tensors.others.items() if n in buffers}}
-    return {n: t for n, t in tensors.items() if holding(trainer.parts, n)[:1] and _first_here(trainer, n)}
+    names = [*held.parameters, *(name for name in held.others if name in buffers), *held.unused]
+    return {name: held.find(name) for name in names}
 
 
-def _first_here(trainer: Trainer, name: str) -> bool:
-    return holding(trainer.parts, name)[0] in trainer.tensors.stages
+def _written_here(trainer: Trainer, state: TrainState, suffix: str) -> dict[str, dict[str, Tensor]]:
+    """Return what this process writes, by stage's folder and name: each tensor where its first holder is."""
+    named = state.named()
+    holders = {name: trainer.tensors.holders(source_of(name)) for name in named}
+    have = Held(holders, named.__getitem__)
+    want = Wanted({name: ranks[:1] for name, ranks in holders.items()}, named.__getitem__)
+    own: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in redistribute(have, want, trainer.world.transport):
+        stages = holding(trainer.parts, source_of(name))
+        own[f"{f'stage-{stages[0]}' if stages else 'unused'}{suffix}"][name] = tensor
+    return own
 
 
-def _optimizer_names(trainer: Trainer, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.nn.Parameter]:
-    if optimizer is None:
-        return {}
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: p for name, p in trainer.tensors.parameters.items() if id(p) in known}
-
-
-def _groups(trainer: Trainer, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    names = {id(p): name for name, p in trainer.tensors.parameters.items()}
-    groups = []
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
-        groups.append({
-            "settings": {key: _plain(key, value) for key, value in settings.items()},
-            "names": [names[id(p)] for p in group["params"] if id(p) in names],
-        })  # fmt: skip
-    return groups
-
-
-def _plain(key: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return value.item()
-    if isinstance(value, (tuple, list)):
-        return [_plain(key, item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise UsageError(f"the optimizer's setting {key!r} is a {type(value).__name__}, which a checkpoint cannot hold")
-
-
-def _restore_settings(
-    optimizer: torch.optim.Optimizer, saved: Sequence[OptimizerGroup], names: Mapping[str, torch.nn.Parameter]
-) -> None:
-    if len(saved) != len(optimizer.param_groups):
-        raise UsageError(
-            f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one "
-            f"{len(optimizer.param_groups)}; build it as it was built when the checkpoint was written"
-        )
-    for group, was in zip(optimizer.param_groups, saved, strict=True):
-        own = {name for name, p in names.items() if any(p is member for member in group["params"])}
-        strange = sorted(own - set(was.names))
-        if strange:
-            raise UsageError(f"{strange[0]} is in another group of the checkpoint's optimizer; build it as it was then")
-        for key, value in was.settings.items():
-            group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _state_device(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> torch.device:
-    """Say where an optimizer keeps a tensor of its state: beside the parameter, but most count steps on the host."""
-    group = next(g for g in optimizer.param_groups if any(parameter is member for member in g["params"]))
-    return HOST if key == "step" and not (group.get("capturable") or group.get("fused")) else parameter.device
-
-
-def _index(
-    trainer: Trainer, told: Sequence[Mapping[str, Any]], scheduler: Any, loader: Loader | None
-) -> CheckpointIndex:
+def _index(trainer: Trainer, state: TrainState, told: Sequence[Mapping[str, Any]], scheduler: Any) -> CheckpointIndex:
     groups: list[dict[str, Any]] = []
     for document in told:
         for place, group in enumerate(document["groups"]):
             if place == len(groups):
                 groups.append({"settings": group["settings"], "names": []})
             groups[place]["names"] = sorted({*groups[place]["names"], *group["names"]})
-    state = scheduler.state_dict() if scheduler is not None else None
+    schedule = scheduler.state_dict() if scheduler is not None else None
     try:
-        json.dumps(state)
+        json.dumps(schedule)
     except (TypeError, ValueError):
         raise UsageError("the scheduler's state is more than numbers and text; save it yourself beside this") from None
     return CheckpointIndex(
-        model=trainer.captured.graph.model, step=trainer.step, num_stages=trainer.num_stages,
+        model=trainer.captured.graph.model, step=state.step, num_stages=trainer.placed.num_stages,
         num_replicas=len(trainer.grid.replicas), places=_merged(told, "places"),
         shapes={name: (dtype, shape) for name, (dtype, shape) in _merged(told, "shapes").items()},
-        scalars=_merged(told, "scalars"), groups=[OptimizerGroup(**group) for group in groups], scheduler=state,
-        loader=DataPosition(**loader.state()) if loader is not None else None,
-        random=base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(), files=_merged(told, "files"),
+        scalars=_merged(told, "scalars"), groups=[OptimizerGroup(**group) for group in groups], scheduler=schedule,
+        loader=DataPosition(**state.position) if state.position is not None else None,
+        random=base64.b64encode(state.random.numpy().tobytes()).decode(), files=_merged(told, "files"),
     )  # fmt: skip
 
 
@@ -280,13 +215,13 @@ def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
     return index
 
 
-def _check_shapes(folder: Path, index: CheckpointIndex, wanted: Mapping[str, Tensor]) -> None:
-    for name, tensor in wanted.items():
-        shape = index.shapes[name][1]
+def _check_shapes(folder: Path, index: CheckpointIndex, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        shape = index.shapes[f"model/{name}"][1]
         if list(tensor.shape) != shape:
             raise UsageError(
-                f"the checkpoint {folder} is of another model: {name.removeprefix('model/')} is {shape} in it and "
-                f"{list(tensor.shape)} here; load it into the model that it was written from"
+                f"the checkpoint {folder} is of another model: {name} is {shape} in it and {list(tensor.shape)} here; "
+                "load it into the model that it was written from"
             )
 
 
@@ -302,19 +237,6 @@ def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
             f"the checkpoint is of another model than {trainer.captured.graph.model}: {' and '.join(parts)} "
             f"({len(missing) + len(more)} names differ); load it into the model that it was written from"
         )
-
-
-def _target(trainer: Trainer, source: str) -> Tensor:
-    tensors = trainer.tensors
-    if source in tensors.parameters:
-        return tensors.parameters[source].data
-    return tensors.unused[source] if source in tensors.unused else tensors.others[source]
-
-
-def _keys(places: Mapping[str, str], source: str) -> list[str]:
-    return [
-        name.split("/", 2)[1] for name in places if name.startswith("optimizer/") and name.split("/", 2)[2] == source
-    ]
 
 
 def _attempt(write: Callable[[], _Found]) -> tuple[str, _Found | None]:

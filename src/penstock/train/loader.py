@@ -101,7 +101,7 @@ class Loader:
         trainer = self._trainer
         order = self._order()
         batches = order[self.position :]
-        parts = [trainer.grid.rows(len(batch))[trainer.replica_index] for batch in batches]
+        parts = [trainer.grid.rows(len(batch))[trainer.placed.replica_index] for batch in batches]
         mine = [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
         loads = self._load(mine)
         for number, (batch, rows) in enumerate(zip(batches, mine, strict=True)):

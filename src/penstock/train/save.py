@@ -1,32 +1,35 @@
 """The whole model as one safetensors file, gathered tensor by tensor from the processes that hold it."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from penstock.deploy.state import Held, Wanted, redistribute
 from penstock.errors import ModelError, PenstockError
-from penstock.train.tensors import holding
 from penstock.train.trainer import Trainer
-from penstock.transport.base import FEEDER, WORD_BYTES, receive_bytes, receive_tensor, send_bytes, send_tensor
+from penstock.transport.base import FEEDER
 from penstock.transport.collectives import exchange
 from penstock.transport.tags import STATE
-from penstock.zoo.weights.write_tensors import save_weights
+from penstock.zoo.weights.write_tensors import file_order, save_weights
 
 
 class GatheredWeights:
-    """The model's tensors as they are now, wherever they are; for the first process, while the others `serve`.
+    """The model's tensors as they are now, wherever they are; every process makes this, the first one loads.
 
-    Names are those of the model's `state_dict`, so a tied weight has each of its names.
+    Names are those of the model's `state_dict`, so a tied weight has each of its names. A tensor that no stage uses
+    is as it was given or resumed. What is loaded comes in the order of the file; `finish` takes what was not loaded.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._names = trainer.captured.names
-        graph = trainer.captured.graph
-        self._states = {state.source: state for state in graph.states}
+        self._states = {state.source: state for state in trainer.captured.graph.states}
+        order = file_order(self)
+        have = Held({name: self._holders(name)[:1] for name in order}, self._find)
+        want = Wanted(dict.fromkeys(order, (FEEDER,)), self._room)
+        self._arriving = redistribute(have, want, trainer.world.transport, STATE)
 
     def names(self) -> Collection[str]:
         """Return every name that can be loaded."""
@@ -43,26 +46,30 @@ class GatheredWeights:
         return state.value.dtype if state else self._trainer.captured.weights.dtype(self._names[name])
 
     def load(self, name: str) -> Tensor:
-        """Return one tensor, from the process that has it; one that no stage uses is as it was given or resumed."""
-        source = self._names[name]
-        if source in self._trainer.tensors.unused:
-            return self._trainer.tensors.unused[source]
-        if source not in self._states:
-            return self._trainer.captured.weights.load(source)
-        rank = self._trainer.grid.replicas[0].stages[holding(self._trainer.parts, source)[0]]
-        transport = self._trainer.world.transport
-        if rank == transport.rank:
-            return held(self._trainer, source).cpu()
-        send_bytes(transport, json.dumps({"name": source}).encode(), rank, STATE)
-        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
-        receive_tensor(transport, tensor, rank, STATE)
-        return tensor
+        """Return the next tensor, which has this name, on the host."""
+        arrived, tensor = next(self._arriving)
+        if arrived != name:
+            raise ModelError(
+                f"tensors are gathered in the order of the file, but {name} was asked for before {arrived}"
+            )
+        return tensor.cpu()
 
+    def finish(self) -> None:
+        """Give or take all that is left."""
+        for _ in self._arriving:
+            pass
 
-def held(trainer: Trainer, source: str) -> Tensor:
-    """Return a tensor of this process by its name in the model."""
-    tensors = trainer.tensors
-    return (tensors.parameters[source] if source in tensors.parameters else tensors.others[source]).detach()
+    def _room(self, name: str) -> Tensor:
+        return torch.empty(self.shape(name), dtype=self.dtype(name))
+
+    def _holders(self, name: str) -> list[int]:
+        return self._trainer.tensors.holders(self._names[name]) if self._names[name] in self._states else [FEEDER]
+
+    def _find(self, name: str) -> Tensor:
+        source, tensors = self._names[name], self._trainer.tensors
+        if source in self._states or source in tensors.unused:
+            return tensors.find(source)
+        return self._trainer.captured.weights.load(source)
 
 
 def save_model(trainer: Trainer, path: Path) -> None:
@@ -73,18 +80,13 @@ def save_model(trainer: Trainer, path: Path) -> None:
     transport = trainer.world.transport
     message = ""
     with trainer.explained():
+        weights = GatheredWeights(trainer)
         if transport.rank == FEEDER:
             try:
-                save_weights(GatheredWeights(trainer), path)
+                save_weights(weights, path)
             except ModelError as error:
                 message = str(error)
-            for rank in range(1, transport.size):
-                send_bytes(transport, b"{}", rank, STATE)
-        else:
-            while (
-                name := json.loads(receive_bytes(transport, FEEDER, STATE, limit=WORD_BYTES)).get("name")
-            ) is not None:
-                send_tensor(transport, held(trainer, name), FEEDER, STATE)
+        weights.finish()
         told = exchange(transport, {"failed": message})
     if told[FEEDER]["failed"]:
         raise _everywhere(ModelError(told[FEEDER]["failed"]))

@@ -1,14 +1,13 @@
 """The tensors of the model that one process holds: parameters to be trained, frozen ones, buffers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.deploy.jobs import receive_state, send_state
-from penstock.deploy.state import load_state
+from penstock.deploy.state import Held, Wanted, load_state, redistribute, room_for
 from penstock.engine.gradients import Weight
 from penstock.engine.placement import Grid
 from penstock.errors import UsageError
@@ -18,7 +17,7 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.tensors.devices import HOST, moved
 from penstock.train.captured import Captured
-from penstock.transport.base import FEEDER, Transport, receive_tensor, send_tensor
+from penstock.transport.base import FEEDER, Transport
 from penstock.transport.tags import BUFFERS
 
 
@@ -34,10 +33,9 @@ class HeldTensors:
         self, world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart], device: torch.device = HOST
     ) -> None:
         self.device = device
-        self._grid = grid
-        self._parts = parts
+        self._grid, self._parts, self._unused = grid, parts, frozenset(captured.unused)
         self.stages = grid.stages_of(world.rank)
-        states = _receive(world, grid, captured, parts, device)
+        states = self._receive(world, captured)
         self.unused: dict[str, Tensor] = {}
         if world.rank == FEEDER:
             # copies: what the caller does to the module later changes no training
@@ -57,6 +55,40 @@ class HeldTensors:
             }
             for stage in self.stages
         }
+
+    def _receive(self, world: World, captured: Captured) -> dict[str, tuple[State, Tensor]]:
+        """Load this process's tensors, or have them from the first process where they are a live module's.
+
+        Every process made a module of its own, with random weights of its own: the first one's count.
+        """
+        states = {state.source: state for part in self._parts for state in part.program.states}
+
+        def load(name: str) -> Tensor:
+            return load_state(captured.graph, states[name], captured.weights)
+
+        loaders = range(world.transport.size) if captured.own_weights else (FEEDER,)
+        have = Held(dict.fromkeys(states, loaders), load)
+        want = Wanted({name: self.holders(name) for name in states}, lambda name: room_for(states[name]))
+        return {
+            name: (states[name], tensor.to(self.device, copy=True, memory_format=torch.contiguous_format))
+            for name, tensor in redistribute(have, want, world.transport)
+        }
+
+    def make_optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        """Make the optimizer of the parameters held here; raises `UsageError` where it has others."""
+        own = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        if not own:  # a stage may have nothing to train, and torch refuses to optimize nothing
+            own = [nn.Parameter(torch.zeros(0))]
+        optimizer = make(own)
+        known = {id(parameter) for parameter in own}
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(parameter) not in known for parameter in given)
+        if strange:
+            raise UsageError(
+                f"the optimizer has {strange} parameters that are not this pipeline's; build it from the ones that "
+                "pipe.optimizer passes, as in pipe.optimizer(lambda parameters: AdamW(parameters))"
+            )
+        return optimizer
 
     def of_program(self, program: StageProgram, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a program by the names that it has for them."""
@@ -110,15 +142,26 @@ class HeldTensors:
                 parameter.grad.mul_(factor)
 
     def share_buffers(self, transport: Transport) -> None:
-        """Return the other replicas the statistics of the first one, as DistributedDataParallel does."""
+        """Give the other replicas the statistics of the first one, as DistributedDataParallel does."""
         for stage in self.stages:
             first, *others = self._grid.holders(stage)
-            for name in written_buffers(self._parts[stage]) if others else []:
-                if transport.rank == first:
-                    for rank in others:
-                        send_tensor(transport, self.others[name], rank, BUFFERS)
-                else:
-                    receive_tensor(transport, self.others[name], first, BUFFERS)
+            names = written_buffers(self._parts[stage]) if others else []
+            have = Held(dict.fromkeys(names, (first,)), self.others.__getitem__)
+            want = Wanted(dict.fromkeys(names, others), self.others.__getitem__)
+            for _ in redistribute(have, want, transport, BUFFERS):
+                pass  # it has come into the buffer itself
+
+    def find(self, name: str) -> Tensor:
+        """Return a tensor that this process holds, by its name in the model."""
+        if name in self.parameters:
+            return self.parameters[name].detach()
+        return self.unused[name] if name in self.unused else self.others[name]
+
+    def holders(self, name: str) -> list[int]:
+        """Return the ranks that hold a tensor, first the one that counts and saves it."""
+        if name in self._unused:
+            return [FEEDER]
+        return list(dict.fromkeys(rank for stage in holding(self._parts, name) for rank in self._grid.holders(stage)))
 
     def weights(self) -> list[Weight]:
         """Return the trained parameters with their leaves and everybody who has them."""
@@ -149,32 +192,3 @@ def written_buffers(part: TrainingPart) -> list[str]:
     sources = {state.value.name: state.source for state in part.program.states if state.kind == "buffer"}
     written = {name for op in part.program.ops for name in effect(op).writes}
     return [source for name, source in sources.items() if name in written]
-
-
-def _receive(
-    world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart], device: torch.device
-) -> dict[str, tuple[State, Tensor]]:
-    """Load this process's tensors, or have them from the first process where they are a live module's.
-
-    Every process made a module of its own, with random weights of its own: the first one's count.
-    """
-
-    def load(state: State) -> Tensor:
-        return load_state(captured.graph, state, captured.weights)
-
-    if not captured.own_weights and world.rank == FEEDER:
-        for rank in range(1, world.transport.size):
-            for stage in grid.stages_of(rank):
-                send_state(world.transport, parts[stage].program.states, load, rank)
-    found: dict[str, tuple[State, Tensor]] = {}
-    for stage in grid.stages_of(world.rank):
-        program = parts[stage].program
-        if captured.own_weights or world.rank == FEEDER:
-            tensors = {s.value.name: load(s) for s in program.states if s.source not in found}
-        else:
-            tensors = receive_state(world.transport, program.states)
-        for state in program.states:
-            if state.source not in found:
-                tensor = tensors[state.value.name].to(device, copy=True, memory_format=torch.contiguous_format)
-                found[state.source] = (state, tensor)
-    return found

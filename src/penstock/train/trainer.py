@@ -5,42 +5,37 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.deploy.options import CutOptions, RunOptions
 from penstock.engine.executor import run_schedule
 from penstock.engine.gradients import Synchronizer
 from penstock.engine.observer import Observer
-from penstock.engine.placement import Replica
-from penstock.engine.stall import STALL_S, TrainingWatch
+from penstock.engine.stall import TrainingWatch
 from penstock.engine.training_stage import Head, Sizes, StepInput, TrainingStage
-from penstock.engine.wiring import DEPTH, GrowingChannels, training_links
+from penstock.engine.wiring import GrowingChannels, training_links
 from penstock.errors import TransportError, UsageError
 from penstock.graph.call import build_output
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.direct import go_direct
 from penstock.group.world import World
-from penstock.plan.schedule.actions import Schedule
-from penstock.plan.schedule.schedules import with_recompute, with_updates
 from penstock.runtime.training import TrainingRuntime
-from penstock.spec.plan import Plan
 from penstock.spec.saving import fingerprint
 from penstock.tensors.devices import HOST, most_bytes
-from penstock.tracing.environment import environment
-from penstock.tracing.trace import RunFacts, write_run
+from penstock.tracing.trace import write_run
 from penstock.train.batches import Microbatch, bind, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
-from penstock.train.grids import ScheduleChoice, make_grid
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
+from penstock.train.options import TrainOptions
 from penstock.train.outcome import mean_loss, tell, total_count
-from penstock.train.place import place_training
+from penstock.train.place import Arrangement
 from penstock.train.step_report import StepReport
 from penstock.train.tensors import HeldTensors, written_buffers
-from penstock.train.training_tracer import TrainingTracer
+from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import exchange
 from penstock.transport.metered import MeteredTransport
 
@@ -52,24 +47,20 @@ class Trainer:
     last stage is; activations and gradients go between neighbours; the loss goes to everybody.
 
     Example:
-        trainer = Trainer(Captured(model, (images,)), world, stages=2, schedule="1f1b", microbatches=4)
+        cut, options = CutOptions(stages=2), TrainOptions(schedule="1f1b", microbatches=4)
+        trainer = Trainer(Captured(model, (images,)), world, cut, RunOptions(), options)
         loss = trainer.train_step(images, labels, F.cross_entropy)
         trainer.clip_grad_norm_(1.0)
 
-    Arguments are those of `penstock.Pipeline`. Raises `UsageError`, `CutError` and `PlanError` for what
-    cannot be, on every process alike, and `RunError` or `DeviceLost` when one of them is gone.
+    Raises `UsageError`, `CutError` and `PlanError` for what cannot be, on every process alike, and `RunError` or
+    `DeviceLost` when one of them is gone.
     """
 
     def __init__(
-        self, captured: Captured, world: World, *, stages: int | None = None, replicas: int | None = None,
-        schedule: str = "1f1b", microbatches: int | None = None, policy: str = "balanced",
-        cuts: Sequence[str] | None = None, seed: int = 0, autocast: torch.dtype | None = None,
-        checkpointing: bool = False, plan: Plan | None = None, stall_s: float = STALL_S, trace: bool = False,
-        profile: bool = False, device: torch.device = HOST,
+        self, captured: Captured, world: World, cut: CutOptions, run: RunOptions, options: TrainOptions,
+        device: torch.device = HOST,
     ) -> None:  # fmt: skip
         self._direct: torch.device | None = None  # where tensors go from device to device
-        if microbatches is not None and microbatches < 1:
-            raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
         if device != HOST:
             try:
                 self._direct = device if go_direct(world, range(world.transport.size), device) else None
@@ -77,27 +68,12 @@ class Trainer:
                 raise world.explain(error) from error
         self._transport = MeteredTransport(world.transport)
         self.world = dataclasses.replace(world, transport=self._transport)
-        self.captured = captured
-        self.seed = seed
-        self.autocast = autocast
-        self.device = device
-        self._plan = plan
-        if plan is not None:
-            self.grid, cuts = place_training(world, captured.graph, plan)
-            self._schedule = ScheduleChoice(plan.schedule, 2 * DEPTH)
-        else:
-            stages = stages if cuts is None else len(cuts) + 1
-            self._schedule = ScheduleChoice(schedule, 2 * DEPTH)
-            self.grid = make_grid(world.devices, stages, replicas, self._schedule)
-        self.num_stages = len(self.grid.replicas[0].stages)
-        self.replica_index = self.grid.replica_of(world.rank)
-        self.replica: Replica = self.grid.replicas[self.replica_index]
-        self._given_microbatches = microbatches or self.replica.num_microbatches
-        self._usual_microbatches = microbatches or (2 * self.num_stages if self.num_stages > 1 else 1)
-        self.num_microbatches = self.replica.num_microbatches or self._usual_microbatches
-        first = self.grid.replicas[0]
-        self.cuts = captured.choose(self.num_stages, policy, cuts, [first.devices.index(rank) for rank in first.stages])
-        self.parts: list[TrainingPart] = captured.parts(self.cuts, autocast, device)
+        self.captured, self.device = captured, device
+        self.seed, self.autocast = options.seed, options.autocast
+        self._run, self._plan = run, cut.plan
+        self.placed = Arrangement(world, captured.graph, cut, options)
+        self.grid, self.replica, self.cuts = self.placed.grid, self.placed.replica, self.placed.cuts
+        self.parts: list[TrainingPart] = captured.parts(self.cuts, options.autocast, device)
         self.step = 0
         self.last_step = StepReport()
         self.load_s = 0.0  # since the last step
@@ -107,16 +83,16 @@ class Trainer:
             self.tensors = HeldTensors(self.world, self.grid, captured, self.parts, device)
         self.order = [state.source for state in captured.graph.states]
         self._synchronizer = Synchronizer(self._transport, self.tensors.weights(), self.order)
-        self.stages = {stage: self._make_stage(stage, checkpointing) for stage in self.tensors.stages}
+        self.stages = {stage: self._make_stage(stage, options.checkpointing) for stage in self.tensors.stages}
         self.observer = Observer(self.stages, self.world.clock)
         links = training_links(self.parts)
         self._channels = GrowingChannels(self._transport, links, self.replica, direct=self._direct)
-        self._checkpointing = checkpointing
         with self.explained():
             self.tracer = (
-                TrainingTracer(self.world, self.observer, self._synchronizer, profile=profile) if trace else None
-            )
-        self.watch = TrainingWatch(self.world, self._transport, links, self.grid.replicas, self.observer, stall_s)
+                TrainingTracer(self.world, self.observer, self._synchronizer, profile=run.trace_profile)
+                if run.trace is not None else None
+            )  # fmt: skip
+        self.watch = TrainingWatch(self.world, self._transport, links, self.grid.replicas, self.observer, run.stall_s)
         self._losses: dict[int, tuple[float, float]] = {}
         self._step_data: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
@@ -125,13 +101,13 @@ class Trainer:
     @property
     def last_stage(self) -> int:
         """The stage that computes the loss."""
-        return self.num_stages - 1
+        return self.placed.num_stages - 1
 
     def _check_alike(self) -> None:
         """Every process has captured a model of its own: they must be the same."""
         graph = self.captured.graph
         mine = [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), [cut.name for cut in self.cuts],
-                len(self.grid.replicas), self._usual_microbatches, self.seed, self.autocast and self.device.type,
+                len(self.grid.replicas), self.placed.usual_microbatches, self.seed, self.autocast and self.device.type,
                 None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
         for rank, told in enumerate(exchange(self.world.transport, {"model": mine})):
             if told["model"] != mine:
@@ -192,7 +168,7 @@ class Trainer:
             return self._do_step(tensors, sizes, labels)
 
     def _do_step(self, tensors: Mapping[str, Tensor], sizes: Sizes, labels: Any) -> Tensor:
-        count = self._count_microbatches(sizes["batch"])
+        count = self.placed.count_microbatches(sizes["batch"], short=sizes["batch"] == self.short_batch)
         tensors, labels = self.tensors.moved_here(tensors, labels)
         self._step_data = cut_rows(self.captured.graph, tensors, sizes, labels, count) if count else []
         self._losses.clear()
@@ -239,26 +215,10 @@ class Trainer:
         if self.tracer:
             self.tracer.load(self.step, begin_s)
 
-    def _count_microbatches(self, num_rows: int) -> int:
-        wanted = self.num_microbatches
-        if num_rows >= wanted:
-            return wanted
-        if self._given_microbatches is not None and num_rows != self.short_batch:
-            raise UsageError(
-                f"a batch of {num_rows} rows cannot be {wanted} microbatches; give at least {wanted} rows, or fewer "
-                "microbatches"
-            )
-        return num_rows
-
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the actions of every device of this process's replica for one step."""
-        schedule = with_updates(self._schedule.of(self.replica, num_microbatches), update=False)
-        return with_recompute(schedule) if self._checkpointing else schedule
-
     def _run_step(self, count: int) -> None:
         if self._channels.fit(largest(self._step_data)) and self.tracer:
             self.tracer.follow(self._channels.channels)
-        actions = self.schedule(count)[self.replica.devices.index(self.world.rank)]
+        actions = self.placed.schedule(count)[self.replica.devices.index(self.world.rank)]
         final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
         for stage in self.stages.values():
             stage.begin(self._step_inputs(stage.part), final.get(stage.index, -1))
@@ -266,8 +226,7 @@ class Trainer:
         run_schedule(actions, self.stages, self._channels.channels, self.observer)
 
     def _step_inputs(self, part: TrainingPart) -> dict[int, StepInput]:
-        before = self.grid.replicas[: self.replica_index]
-        first = sum(replica.num_microbatches or self._usual_microbatches for replica in before)
+        first = self.placed.first_microbatch
         return {
             index: StepInput(
                 microbatch.sizes,
@@ -287,7 +246,7 @@ class Trainer:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; gives the norm before."""
-        told = self.tensors.norms() if self.replica_index == 0 else {}
+        told = self.tensors.norms() if self.placed.replica_index == 0 else {}
         with self.explained():
             norms: dict[str, float] = {}
             for document in exchange(self.world.transport, {"norms": told}):
@@ -300,18 +259,7 @@ class Trainer:
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Make the optimizer of this process's parameters; `make` is given them and returns it."""
-        own = [parameter for parameter in self.tensors.parameters.values() if parameter.requires_grad]
-        if not own:  # a stage may have nothing to train, and torch refuses to optimize nothing
-            own = [nn.Parameter(torch.zeros(0))]
-        optimizer = make(own)
-        known = {id(parameter) for parameter in own}
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strange = sum(id(parameter) not in known for parameter in given)
-        if strange:
-            raise UsageError(
-                f"the optimizer has {strange} parameters that are not this pipeline's; build it from the ones that "
-                "pipe.optimizer passes, as in pipe.optimizer(lambda parameters: AdamW(parameters))"
-            )
+        optimizer = self.tensors.make_optimizer(make)
         if self.tracer:
             self.tracer.watch(optimizer)
         return optimizer
@@ -320,40 +268,23 @@ class Trainer:
         """Return the parameters of this process's stages by their names in the model."""
         yield from self.tensors.parameters.items()
 
-    def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
-        """Return the mean of `loss_fn` over all rows of all replicas, in evaluation mode and without gradients."""
-        return self._evaluation.evaluate(inputs, labels, loss_fn)
-
-    def totals(self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]) -> list[tuple[float, float]]:
-        """Return sum and count of several functions over all rows of all replicas, in evaluation mode."""
-        return self._evaluation.totals(inputs, labels, functions)
-
-    def predict(self, inputs: Any) -> Any:
-        """Return the model's output for this replica's rows, in evaluation mode, on every process of the replica."""
-        return self._evaluation.predict(inputs)
-
     @cached_property
-    def _evaluation(self) -> Evaluation:
+    def evaluation(self) -> Evaluation:
+        """The same weights in evaluation mode."""
         return Evaluation(
             self.world, self.captured, self.replica, self.tensors, cuts=self.cuts, autocast=self.autocast,
-            num_microbatches=self.num_microbatches, explained=self.explained, direct=self._direct,
+            num_microbatches=self.placed.num_microbatches, explained=self.explained, direct=self._direct,
         )  # fmt: skip
 
-    def write_trace(self, folder: Path, model: str) -> None:
+    def write_trace(self, model: str) -> None:
         """Write what all processes recorded, from the first one; every process calls this."""
-        if self.tracer is None:
+        if self.tracer is None or self._run.trace is None:
             return
         with self.explained():
             traces = self.tracer.gather()
         if traces:
-            facts = RunFacts(
-                kind="training", model=model, ranks=tuple(r for replica in self.grid.replicas for r in replica.stages),
-                devices=tuple(self.world.names), hosts=tuple(self.world.hosts),
-                bandwidths=tuple(self.world.bandwidths), cuts=tuple(cut.name for cut in self.cuts), depth=DEPTH,
-                threads=torch.get_num_threads(), num_microbatches=self.num_microbatches, num_steps=self.step,
-                schedule=self._schedule.name, environment=environment(),
-            )  # fmt: skip
-            write_run(folder, facts, traces)
+            facts = training_facts(self.world, self.placed, model=model, num_steps=self.step)
+            write_run(self._run.trace, facts, traces)
 
     def close(self, *, wait: bool = True) -> None:
         """Let go of everything; with `wait` once every process has come to this point."""
@@ -365,6 +296,6 @@ class Trainer:
             with contextlib.suppress(TransportError):
                 exchange(self.world.transport, {})
         self._channels.channels.abort()
-        if "_evaluation" in vars(self):
-            self._evaluation.abort()
+        if "evaluation" in vars(self):
+            self.evaluation.abort()
         self._synchronizer.close()

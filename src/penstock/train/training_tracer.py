@@ -10,10 +10,12 @@ from penstock.engine.observer import Observer
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_machine
 from penstock.engine.tracers import ClockReadings, answer_clock, give_trace, make_trace
-from penstock.engine.wiring import Channels
+from penstock.engine.wiring import DEPTH, Channels
 from penstock.group.world import World
+from penstock.tracing.environment import environment
 from penstock.tracing.record import FEEDER_STAGE, Recorder
-from penstock.tracing.trace import StreamTrace
+from penstock.tracing.trace import RunFacts, StreamTrace
+from penstock.train.place import Arrangement
 from penstock.transport.base import FEEDER
 
 
@@ -93,3 +95,14 @@ class TrainingTracer:
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self._world.transport.size) if rank != FEEDER]
+
+
+def training_facts(world: World, placed: Arrangement, *, model: str, num_steps: int) -> RunFacts:
+    """Describe a training that has ended, for its run's folder."""
+    return RunFacts(
+        kind="training", model=model, ranks=tuple(r for replica in placed.grid.replicas for r in replica.stages),
+        devices=tuple(world.names), hosts=tuple(world.hosts), bandwidths=tuple(world.bandwidths),
+        cuts=tuple(cut.name for cut in placed.cuts), depth=DEPTH, threads=torch.get_num_threads(),
+        num_microbatches=placed.num_microbatches, num_steps=num_steps, schedule=placed.schedule_name,
+        environment=environment(),
+    )  # fmt: skip

@@ -27,9 +27,7 @@ def save_weights(weights: Weights, target: Path, names: Iterable[str] | None = N
     Raises `ModelError` when a name is not in the weights, its dtype has no name in safetensors, or the
     target cannot be written.
     """
-    # the widest elements first: every tensor then starts at a multiple of its element size
-    order = sorted(weights.names() if names is None else names)
-    order.sort(key=lambda name: -weights.dtype(name).itemsize)
+    order = file_order(weights, names)
     header, num_bytes = _header(weights, order)
     try:
         with written_whole(target) as file:
@@ -37,6 +35,12 @@ def save_weights(weights: Weights, target: Path, names: Iterable[str] | None = N
     except OSError as problem:
         raise ModelError(f"{target} cannot be written ({one_line(problem)}); choose another folder") from problem
     return num_bytes
+
+
+def file_order(weights: Weights, names: Iterable[str] | None = None) -> list[str]:
+    """Return the order of tensors in a file, which is that in which `save_weights` loads them."""
+    # the widest elements first: every tensor then starts at a multiple of its element size
+    return sorted(weights.names() if names is None else names, key=lambda name: (-weights.dtype(name).itemsize, name))
 
 
 def _header(weights: Weights, order: list[str]) -> tuple[Mapping[str, object], int]:

@@ -1,24 +1,22 @@
-"""What a Pipeline offers for training, in a class of its own so that streaming and training stay apart."""
+"""A model in training mode as a pipeline: the methods of a user's own loop, which all processes run."""
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from penstock.deploy.programs import cuts_of_plan
+from penstock.deploy.options import CutOptions, ModelCall, RunOptions
 from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
-from penstock.graph.cuts import Cut
-from penstock.graph.graph import Graph
+from penstock.graph.call import CallInputs
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
-from penstock.spec.plan import Plan
 from penstock.tensors.devices import find_device
 from penstock.terminal.notes import note
 from penstock.train.captured import Captured
@@ -26,7 +24,8 @@ from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.grids import ScheduleChoice
 from penstock.train.loader import Collate, Loader
 from penstock.train.losses import LossFunction
-from penstock.train.place import check_alone
+from penstock.train.options import TrainOptions
+from penstock.train.place import find_cuts
 from penstock.train.save import save_model
 from penstock.train.step_report import StepReport
 from penstock.train.trainer import Trainer
@@ -34,8 +33,8 @@ from penstock.transport.base import FEEDER
 from penstock.transport.memory_network import MemoryNetwork
 
 
-class TrainingMethods:
-    """The methods of a pipeline whose model is in training mode.
+class TrainingPipeline:
+    """What `penstock.Pipeline` is for a model in training mode.
 
     Example:
         pipe = penstock.Pipeline(model, (images,), microbatches=4)
@@ -47,104 +46,126 @@ class TrainingMethods:
         pipe.save("model.safetensors")
 
     Every process calls every method, in the same order. Each raises `UsageError` where the model is in
-    evaluation mode, `RunError` when something fails and `DeviceLost` when a process is gone.
+    evaluation mode, `RunError` when something fails and `DeviceLost` when a process is gone. The model is captured
+    and the other processes are met at once; nothing is sent before the first method says what for.
     """
 
-    graph: Graph
-    cuts: tuple[Cut, ...]
-    model_name: str
-    _closed: bool
-    _trace: Path | None
-    _owns_world: bool
-    _world: World
-    _trainer: Trainer | None = None
-    _captured: Captured | None = None
-    _joined: World | None = None
-    _between_gpus: str = "gloo"
-    _streaming: Callable[..., None] | None = None  # what would start streaming instead
-    _loader: Loader | None = None
-
-    def _prepare_training(
-        self, model: nn.Module | Callable[[], nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any] | None, *,
-        dynamic: Mapping[str, Mapping[str | int, int]] | None, weights: Any, seed: int, world: World | None,
-        threads: int | None, device: str | torch.device, **settings: Any,
-    ) -> None:  # fmt: skip
-        """Capture the model and meet the other processes; nothing is sent before the first call says what for."""
+    def __init__(
+        self, call: ModelCall, cut: CutOptions, run: RunOptions, options: TrainOptions, world: World | None = None
+    ) -> None:
+        model = call.model
+        if not trains(model):
+            raise UsageError("only a module in training mode, or a function that makes one, can be trained")
+        self.model_name = type(model).__name__
+        self._cut, self._run, self._options = cut, run, options
+        self._is_module = isinstance(model, nn.Module)
+        self._owns_world = world is None
+        self._trainer: Trainer | None = None
+        self._loader: Loader | None = None
+        self._closed = False
         self._joined = world or (join_torchrun() if under_torchrun() else None)
-        if self._joined is not None:
-            self._world = self._joined
-            self._joined.between_gpus = self._between_gpus
         try:
-            settings["device"] = find_device(device, self._joined.position if self._joined else 0)
-            self._captured = Captured(model, args, kwargs, dynamic=dynamic, weights=weights, seed=seed)
+            if self._joined is not None:
+                self._joined.between_gpus = run.between_gpus
+            self._device = find_device(run.device, self._joined.position if self._joined else 0)
+            self._captured = Captured(
+                model, call.args, call.kwargs, dynamic=call.dynamic, weights=call.weights, seed=options.seed
+            )
             self.graph = self._captured.graph
-            self.cuts = tuple(self._choose_cuts(self._captured, **settings))
-            ScheduleChoice(settings["schedule"], 2 * DEPTH)
+            num_processes = len(self._joined.devices) if self._joined else 1
+            self.cuts = tuple(find_cuts(self.graph, cut, options, num_processes))
+            ScheduleChoice(options.schedule, 2 * DEPTH)
         except BaseException as error:
             if self._owns_world and self._joined is not None:
                 self._joined.health.report(error)  # the others wait for this process
                 self._joined.close(0.0)
             raise
-        self._make = partial(make_trainer, self._captured, threads=threads, seed=seed, **settings)
 
-    def _choose_cuts(
-        self, captured: Captured, *, plan: Plan | None, stages: int | None, policy: str, cuts: Sequence[str] | None,
-        replicas: int | None, microbatches: int | None, **_others: object,
-    ) -> list[Cut]:  # fmt: skip
-        """Choose where the model is cut, or read it in the plan; a plan for inference says nothing of training."""
-        if plan is None:
-            count = stages or (len(self._joined.devices) if self._joined else 1)
-            return captured.choose(count, policy, cuts)
-        check_alone(plan, stages=stages, cuts=cuts, replicas=replicas, microbatches=microbatches)
-        names = {name for pipeline in plan.pipelines for name in pipeline.cut_sets[0].cuts}
-        return cuts_of_plan(captured.graph, plan).find_all(sorted(names)) if plan.trains else []
+    def release(self) -> World | None:
+        """Give training up before it has begun, and return the world that was joined, if any.
+
+        Raises `UsageError` where training has begun, and for a function that makes a model.
+        """
+        if self._closed:
+            raise UsageError("the pipeline is closed; make a new one")
+        if self._trainer is not None or not self._is_module:
+            raise UsageError("this pipeline trains; call it for outputs, or stream with a model in evaluation mode")
+        self._closed = True
+        return self._joined
 
     @property
     def trainer(self) -> Trainer:
         """The training that this pipeline does, begun by the first call that needs it."""
-        if self._captured is None:
-            raise UsageError("this pipeline streams; to train, make one of a model after model.train()")
         if self._closed:
             raise UsageError("the pipeline is closed; make a new one")
         if self._trainer is None:
             self._captured.check_trainable()
-            self._world = self._joined or alone()
-            if self._world.rank == FEEDER and (untrained := self._captured.untrained()):
+            world = self._joined = self._joined or alone()
+            if world.rank == FEEDER and (untrained := self._captured.untrained()):
                 note(untrained)
             try:
-                self._trainer = self._make(world=self._world)
+                self._trainer = self._begin(world)
                 self.cuts = tuple(self._trainer.cuts)  # which depend on where stages are
             except BaseException:
                 self._closed = True
                 if self._owns_world:
-                    self._world.close(0.0)
+                    world.close(0.0)
                 raise
-            self._streaming = None
-            atexit.register(self._end_at_exit)  # so that the others take this end for one that is meant
+            atexit.register(self.abandon)  # so that the others take this end for one that is meant
         return self._trainer
 
-    def _end_at_exit(self) -> None:
-        self._end_training(wait=False)
+    def _begin(self, world: World) -> Trainer:
+        """Make this process's part of the training; the others, who wait for it, are told of what goes wrong."""
+        if self._run.threads:
+            torch.set_num_threads(self._run.threads)
+        try:
+            return Trainer(self._captured, world, self._cut, self._run, self._options, self._device)
+        except BaseException as error:
+            world.health.report(error)
+            raise
 
-    def _end_training(self, *, wait: bool) -> bool:
-        """Let go of a training, begun or not; tells whether there was one."""
-        if self._captured is None:
-            return False
-        if not self._closed:
-            self._closed = True
-            atexit.unregister(self._end_at_exit)
-            try:
-                if self._trainer is not None and self._trace is not None and wait and self._world.health.watching:
-                    self._trainer.write_trace(self._trace, self.model_name)
-            finally:
-                self._let_go(wait=wait)
-        return True
+    def close(self) -> None:
+        """Write the trace and let go of the processes, once every one of them has come to this point."""
+        self._end(wait=True)
 
-    def _let_go(self, *, wait: bool) -> None:
-        if self._trainer is not None:
-            self._trainer.close(wait=wait)
-        if self._owns_world and (self._trainer is not None or self._joined is not None):
-            self._world.close()
+    def abandon(self) -> None:
+        """Let go of everything at once."""
+        self._end(wait=False)
+
+    def end(self, error: BaseException | None) -> None:
+        """Close in order, or give everything up because of an error of the caller's."""
+        if error is None or isinstance(error, GeneratorExit):
+            self.close()
+            return
+        if self._owns_world and not self._closed and self._joined is not None:
+            self._joined.health.report(error)  # the other processes would wait for the next step
+        self.abandon()
+
+    def __enter__(self) -> "TrainingPipeline":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end(error)
+
+    def _end(self, *, wait: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.abandon)
+        try:
+            if self._trainer is not None and wait and self._trainer.world.health.watching:
+                self._trainer.write_trace(self.model_name)
+        finally:
+            if self._trainer is not None:
+                self._trainer.close(wait=wait)
+            if self._owns_world and self._joined is not None:
+                self._joined.close()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the current weights in evaluation mode, for this replica's rows."""
+        return self.trainer.evaluation.predict(CallInputs(args, kwargs))
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Make the optimizer of the parameters that this process holds.
@@ -216,7 +237,7 @@ class TrainingMethods:
         Example:
             accuracy = pipe.evaluate(images, labels, lambda out, y: (out.argmax(-1).eq(y).sum(), len(y)))
         """
-        return self.trainer.evaluate(inputs, labels, loss_fn)
+        return self.trainer.evaluation.evaluate(inputs, labels, loss_fn)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters that this process holds, by their names in the model."""
@@ -265,17 +286,6 @@ class TrainingMethods:
 def trains(model: Any) -> TypeGuard[nn.Module | Callable[[], nn.Module]]:
     """Return whether a pipeline of this model trains: a module in training mode, or a function that makes one."""
     return model.training if isinstance(model, nn.Module) else callable(model)
-
-
-def make_trainer(captured: Captured, world: World, *, threads: int | None, **settings: Any) -> Trainer:
-    """Make this process's part of a training; what goes wrong is told to the others, who wait for it."""
-    if threads:
-        torch.set_num_threads(threads)
-    try:
-        return Trainer(captured, world, **settings)
-    except BaseException as error:
-        world.health.report(error)
-        raise
 
 
 def alone() -> World:

@@ -1,0 +1,97 @@
+"""Options of a verb made from the fields of a struct: name, type, default and help are written once, there.
+
+A field's help is the description of its `msgspec.Meta`. What else the command line needs is in the meta's `extra`:
+`flags` other than its name (none for `--name` and `--no-name`), `metavar`, `min` where the struct itself has no limit,
+`default` where the option's is another, `path` for a text that is one.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+import typer
+
+Given = dict[str, Any]
+
+
+def takes_settings(
+    struct: type[msgspec.Struct], shared: Mapping[str, Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb an option for each field of a struct that has a description, or is in `shared` by its name.
+
+    The verb's parameter `given` gets the values by field name, as the struct takes them.
+
+    Example:
+        @takes_settings(FitSettings, {"model": Model})
+        def train(*, given: Given, json: JsonFile = None) -> None: ...
+    """
+    parameters = list(_parameters(struct, shared))
+    paths = {name: extra["path"] for name, _, extra in _fields(struct) if "path" in extra}
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(verb)
+        def call(**options: Any) -> None:
+            given = {parameter.name: options.pop(parameter.name) for parameter in parameters}
+            for name, kind in paths.items():
+                if given.get(name) is not None:
+                    given[name] = str(given[name].resolve() if kind == "whole" else given[name])
+            verb(given=given, **options)
+
+        own = list(inspect.signature(verb).parameters.values())
+        place = [each.name for each in own].index("given")
+        own[place : place + 1] = parameters
+        call.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        call.__annotations__ = {}
+        return call
+
+    return decorate
+
+
+def _parameters(struct: type[msgspec.Struct], shared: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
+    fields = {field.name: field for field in msgspec.structs.fields(struct)}
+    for name, base, extra in _fields(struct):
+        if name not in shared and "description" not in extra:
+            continue
+        default = fields[name].default
+        if fields[name].required:
+            default = inspect.Parameter.empty
+        elif default is msgspec.NODEFAULT:
+            default = None  # a list, which is empty unless the option is given
+        default = extra.get("default", default)
+        if "path" in extra and isinstance(default, str):
+            default = Path(default)
+        annotation = shared[name] if name in shared else _option(name, base, default, extra)
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _option(name: str, base: Any, default: Any, extra: Mapping[str, Any]) -> Any:
+    limits = {"min": extra["ge"]} if base is int and "ge" in extra else {}
+    limits |= {"min": extra["min"]} if "min" in extra else {}
+    if "path" in extra:
+        base = Path
+    elif get_origin(base) is Literal:
+        base = str  # the struct says which ones there are
+    elif get_origin(base) is list:
+        base = list[str]
+    flags = extra.get("flags", [f"--{name.replace('_', '-')}"])
+    how = typer.Option(*flags, help=extra["description"], metavar=extra.get("metavar"), **limits)
+    return Annotated[base | None if default is None else base, how]
+
+
+def _fields(struct: type[msgspec.Struct]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Return each field's name, its type without None and metas, and what the metas say."""
+    for name, base in get_type_hints(struct, include_extras=True).items():
+        extra: dict[str, Any] = {}
+        while get_origin(base) is Annotated or NoneType in get_args(base):
+            if get_origin(base) is Annotated:
+                base, *metas = get_args(base)
+                for meta in metas:
+                    said = {"description": meta.description, "ge": meta.ge}
+                    extra |= {key: value for key, value in said.items() if value is not None} | (meta.extra or {})
+            else:
+                base = next(each for each in get_args(base) if each is not NoneType)
+        yield name, base, extra

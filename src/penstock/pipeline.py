@@ -1,0 +1,261 @@
+"""What users import: one name for a model that streams and for one that trains, told apart by `model.training`."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from torch import nn
+
+from penstock.deploy.options import CutOptions, ModelCall, RunOptions
+from penstock.engine.driver import StreamReport
+from penstock.engine.stall import STALL_S
+from penstock.engine.wiring import DEPTH
+from penstock.errors import UsageError
+from penstock.graph.cuts import Cut
+from penstock.graph.graph import Graph
+from penstock.group.entry import under_torchrun
+from penstock.group.world import World
+from penstock.spec.plan import Plan
+from penstock.stream.streaming_pipeline import StreamingPipeline
+from penstock.tensors.devices import find_device
+from penstock.terminal.live import StageState
+from penstock.train.options import TrainOptions
+from penstock.train.step_report import StepReport
+from penstock.train.trainer import Trainer
+from penstock.train.training_pipeline import TrainingPipeline, trains
+from penstock.zoo.weights.weights import Weights
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def _of_training(
+    method: Callable[Concatenate[TrainingPipeline, _Given], _Result],
+) -> "Callable[Concatenate[Pipeline, _Given], _Result]":
+    """Delegate a method to the pipeline that trains, under the name and with the documentation that it has there."""
+
+    @functools.wraps(method)
+    def call(self: "Pipeline", *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        return method(self._training, *args, **kwargs)
+
+    return cast("Callable[Concatenate[Pipeline, _Given], _Result]", call)
+
+
+class Pipeline:
+    """A model cut into stages that run in processes of their own, fed from this one.
+
+    Started alone it makes one fresh worker process per stage. Under torchrun it uses the processes it
+    finds, on one machine or many; the first one feeds, and the same script runs in all of them.
+
+    Example:
+        with penstock.Pipeline(model, (image,), stages=4) as pipe:
+            for output in pipe.stream(images):
+                print(output.argmax())
+
+    Arguments:
+        model: any module that `torch.export` takes; its parameters may lie on the meta device if `weights` is given.
+            Or a list of modules, one per stage, called one after the other: the way in for what does not export.
+            They run as threads of this process, or under torchrun in the processes, which all have the list.
+        args, kwargs: an example call with the largest microbatch that will be streamed.
+        stages: how many; under torchrun as many as processes unless given.
+        policy, cuts: how the model is cut, by a policy or by hand, as for `penstock.split`.
+        plan: what `penstock plan` chose, in place of stages, policy, cuts and depth; for training, made with
+            `--schedule`, also of replicas, schedule and microbatches.
+        weights: where tensors are read from, one at a time; the model itself where not given.
+        threads: per stage; what this machine's cores allow where not given.
+        depth: microbatches that may wait at a cut.
+        device: what stages compute on, `cpu` or `cuda`: then each process takes the GPU of its number on its machine,
+            and shares it where there are fewer. Outputs come to the CPU. A list of modules computes where they lie.
+        between_gpus: how tensors get from one GPU to the next: `gloo`, by way of the hosts; `nccl`, which needs a GPU
+            for each process; or `auto`, the second where it can be. NCCL is unverified, as it has never run on two
+            GPUs, so it has to be asked for.
+        trace: a folder for what a stream did and when, which `penstock report` reads; each stream replaces the last.
+            A training is written when the pipeline is closed.
+        trace_units: also record every operation, which costs a few percent.
+        trace_profile: also run torch.profiler for a few microbatches, in training for one step: operators with their
+            shapes and memory.
+        stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
+            counts as lost; longer than the slowest link takes for one message. In training, while all wait.
+
+    A model in training mode, or a function that makes one, can be trained: see the methods from `optimizer` on. Whether
+    it trains or streams is decided by what is called first. To train, all processes run the same script,
+    and alone this one does everything. That has further arguments:
+
+        replicas: how many whole pipelines share each batch; as many as fit beside `stages`.
+        schedule: gpipe, 1f1b, interleaved, zero-bubble, or a schedule of your own as text.
+        microbatches: how many a replica's rows of a batch are cut into; two for each stage where not given.
+        seed: of dropout and of the order of data.
+        autocast: torch.bfloat16 to compute in it where autocast does.
+        checkpointing: keep only a stage's inputs until its backward, and compute forward again.
+
+    Raises `CaptureError` and `CutError` as `penstock.split` does, `RunError` when the processes do not
+    come together, and `DeviceLost` while streaming when one of them is gone. After a `RunError` nothing
+    more can be streamed; after an exception of the caller's own the next stream works.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | None,
+        args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        stages: int | None = None,
+        policy: str = "balanced",
+        cuts: Sequence[str] | None = None,
+        plan: Plan | None = None,
+        weights: Weights | None = None,
+        dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
+        threads: int | None = None,
+        depth: int = DEPTH,
+        device: str | torch.device = "cpu",
+        between_gpus: str = "gloo",
+        stall_s: float = STALL_S,
+        world: World | None = None,
+        replicas: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
+        checkpointing: bool = False,
+        trace: str | Path | None = None,
+        trace_units: bool = False,
+        trace_profile: bool = False,
+    ) -> None:
+        args, kwargs = _example(args, kwargs)
+        call = ModelCall(model=model, args=args, kwargs=kwargs, dynamic=dynamic, weights=weights)
+        cut = CutOptions(stages=stages, policy=policy, cuts=cuts, plan=plan)
+        run = RunOptions(
+            threads=threads, depth=depth, device=str(device), between_gpus=between_gpus, stall_s=stall_s,
+            trace=Path(trace) if trace is not None else None, trace_units=trace_units, trace_profile=trace_profile,
+        )  # fmt: skip
+        if world is None and not under_torchrun():
+            find_device(device)  # before anything is started
+        start_streaming = functools.partial(StreamingPipeline, call, cut, run, owns_world=world is None)
+        self._pipe: StreamingPipeline | TrainingPipeline
+        if trains(model) and (world is None or world.workers is None):
+            options = TrainOptions(
+                replicas=replicas, schedule=schedule, microbatches=microbatches, seed=seed, autocast=autocast,
+                checkpointing=checkpointing,
+            )  # fmt: skip
+            self._pipe = TrainingPipeline(call, cut, run, options, world)
+            self._stream_instead = start_streaming
+        else:
+            self._pipe = start_streaming(world)
+
+    @property
+    def _training(self) -> TrainingPipeline:
+        if isinstance(self._pipe, TrainingPipeline):
+            return self._pipe
+        raise UsageError("this pipeline streams; to train, make one of a model after model.train()")
+
+    @property
+    def _streaming(self) -> StreamingPipeline:
+        if isinstance(self._pipe, StreamingPipeline):
+            return self._pipe
+        raise UsageError("this pipeline has not streamed; stream with it, or with a model in evaluation mode")
+
+    @property
+    def graph(self) -> Graph:
+        """The whole model, as it was captured."""
+        return self._pipe.graph
+
+    @property
+    def cuts(self) -> Sequence[Cut]:
+        """Where the model is cut."""
+        return self._pipe.cuts
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in what is written of a run; the class's where nobody sets another."""
+        return self._pipe.model_name
+
+    @model_name.setter
+    def model_name(self, name: str) -> None:
+        self._pipe.model_name = name
+
+    def stream(self, inputs: Iterable[Any]) -> Iterator[Any]:
+        """Return the model's output for every input, in order, while later inputs are on their way.
+
+        Each input is one microbatch: a tensor, a tuple of positional inputs, or a dict of keyword
+        inputs. The batch size may be smaller than the example's at any time. In a process that does
+        not feed, `inputs` is not touched and no output comes: it works on its stage until the stream
+        has ended. Leaving the loop early cancels what is under way, as does an exception of `inputs` or
+        of the loop's body, which then reaches the caller; the pipeline stays ready for another stream.
+        Only an interrupt while this waits for microbatches or results gives the pipeline up.
+
+        Raises `UsageError` for a closed pipeline, an input unlike the example and a second stream at once.
+        """
+        if isinstance(self._pipe, TrainingPipeline):
+            # a model in training mode that is streamed first was never meant to be trained
+            world, name = self._pipe.release(), self._pipe.model_name
+            self._pipe = self._stream_instead(world)
+            self._pipe.model_name = name
+        yield from self._pipe.stream(inputs)
+
+    def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
+        """Run one batch of any size: cut into microbatches, streamed, and put together again.
+
+        Returns None in a process that does not feed. A pipeline that trains returns the outputs of its current
+        weights in evaluation mode, for this replica's rows, on every process of the replica. Raises
+        `UsageError` for an empty batch, and where an output has no batch dimension to put together.
+        """
+        if isinstance(self._pipe, TrainingPipeline):
+            return self._pipe(*args, **kwargs)
+        return self._pipe(*args, microbatch_size=microbatch_size, **kwargs)
+
+    @property
+    def last_report(self) -> StreamReport:
+        """The times of the last stream, on the process that feeds."""
+        return self._streaming.last_report
+
+    def stage_states(self) -> list[StageState]:
+        """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
+        return self._streaming.stage_states()
+
+    optimizer = _of_training(TrainingPipeline.optimizer)
+    loader = _of_training(TrainingPipeline.loader)
+    train_step = _of_training(TrainingPipeline.train_step)
+    clip_grad_norm_ = _of_training(TrainingPipeline.clip_grad_norm_)
+    evaluate = _of_training(TrainingPipeline.evaluate)
+    named_parameters = _of_training(TrainingPipeline.named_parameters)
+    save = _of_training(TrainingPipeline.save)
+    save_checkpoint = _of_training(TrainingPipeline.save_checkpoint)
+    load_checkpoint = _of_training(TrainingPipeline.load_checkpoint)
+
+    @property
+    def last_step(self) -> StepReport:
+        """Where this process's last step went."""
+        return self._training.last_step
+
+    @property
+    def trainer(self) -> Trainer:
+        """The training that this pipeline does, begun by the first call that needs it."""
+        return self._training.trainer
+
+    def close(self) -> None:
+        """End the stages and the worker processes; nothing is left behind."""
+        self._pipe.close()
+
+    def abandon(self) -> None:
+        """Give everything up at once, without waiting for work under way."""
+        self._pipe.abandon()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pipe.end(error)
+
+
+def _example(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Read the example call: a lone tensor is its one positional input, a mapping its keyword inputs."""
+    if isinstance(args, torch.Tensor):
+        return (args,), kwargs or {}
+    if isinstance(args, Mapping):
+        return (), {**args, **(kwargs or {})}
+    return args, kwargs or {}

@@ -1,0 +1,243 @@
+"""A model in evaluation mode as a pipeline: fed from an ordinary loop, its stages in processes of their own."""
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.modules import runtime_maker
+from penstock.deploy.options import CutOptions, ModelCall, RunOptions
+from penstock.engine.driver import Microbatch, StreamReport
+from penstock.engine.tracers import FeederTracer
+from penstock.errors import PenstockError, UsageError
+from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
+from penstock.graph.cuts import Cut
+from penstock.graph.graph import Graph
+from penstock.graph.ops import Ref
+from penstock.group.entry import join_torchrun, under_torchrun
+from penstock.group.launch import available_cores
+from penstock.group.leaving import end_when_dropped, failed
+from penstock.group.world import World
+from penstock.spec.check import check_purpose
+from penstock.stream.division import divide_model
+from penstock.stream.facts import stream_facts, units_of
+from penstock.stream.served import ServedStages
+from penstock.terminal.live import StageState
+from penstock.terminal.notes import note
+from penstock.tracing.trace import write_run
+from penstock.transport.base import FEEDER
+
+
+class StreamingPipeline:
+    """What `penstock.Pipeline` is for a model in evaluation mode, and documented there.
+
+    It takes the processes that torchrun started, or starts its own; `owns_world` says whether they end with it.
+    """
+
+    def __init__(
+        self, call: ModelCall, cut: CutOptions, run: RunOptions, world: World | None = None, *, owns_world: bool = True
+    ) -> None:
+        self.model_name = type(call.model).__name__
+        self.graph: Graph
+        self.cuts: Sequence[Cut] = ()
+        self.deployment: Deployment | Replicas  # in the process that feeds
+        self._run, self._plan = run, cut.plan
+        self._owns_world = owns_world
+        self._dropped: weakref.finalize[..., object] | None = None
+        self._stages: ServedStages | None = None  # in the other processes
+        self._closed = False
+        if cut.plan is not None:
+            check_purpose(cut.plan, trains=False)
+        if world is None and under_torchrun():
+            world = join_torchrun()
+        if world is not None and world.rank != FEEDER:
+            self.world = world
+            make = runtime_maker(call.model, None) if isinstance(call.model, Sequence) else None
+            self._stages = ServedStages(world, make)
+        else:
+            self._place(call, cut, world)
+        self._look_after_end()
+
+    @property
+    def feeds(self) -> bool:
+        """Whether this process feeds the others."""
+        return self._stages is None
+
+    def _place(self, call: ModelCall, cut: CutOptions, world: World | None) -> None:
+        """Put the stages where they will stream."""
+        try:
+            division = divide_model(call, cut, self._run, world)
+            self.graph, self.cuts = division.graph, division.cuts
+            world = self.world = world or division.start_world()
+            world.between_gpus = self._run.between_gpus
+            self.threads = self._run.threads or threads_per_stage(world)
+            self.deployment = division.deploy(world, self.threads, self._tracer())
+        except BaseException as error:
+            if world is not None and self._owns_world:
+                world.health.report(error)  # the other processes wait for their stages
+                world.close(0.0)
+            raise
+
+    def _look_after_end(self) -> None:
+        """See that a stream that is left open ends as one that is meant: it has given what was asked of it."""
+        if not self._owns_world:
+            return
+        if self.world.workers is not None:
+            self._dropped = end_when_dropped(self, self.world, self.deployment)
+        else:
+            self._process = os.getpid()
+            atexit.register(self._end_at_exit)  # the other processes wait for this one, so it cannot just be dropped
+
+    def _forget_end(self) -> None:
+        atexit.unregister(self._end_at_exit)
+        if self._dropped is not None:
+            self._dropped.detach()
+
+    def _end_at_exit(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork of the process that has the pipeline
+        if self._closed:
+            return
+        problem = failed()
+        try:
+            if problem is not None:
+                self.world.health.report(problem)  # the other processes would wait for the next stream
+                self.abandon()
+            elif self._stages is None:
+                self.deployment.leave()
+            else:
+                self._stages.serve_to_end()
+        except PenstockError as error:
+            note(f"the pipeline was left open at the end of the program, and then {error}")
+        finally:
+            self._closed = True
+            self.world.close()
+
+    def stream(self, inputs: Iterable[Any]) -> Iterator[Any]:
+        """Return the model's output for every input, in order; in a process that does not feed, serve the stream."""
+        if self._closed:
+            raise UsageError("the pipeline is closed; make a new one")
+        if self._stages is not None:
+            self._stages.serve()
+            self._closed = self._stages.closed
+            return
+        shapes: deque[dict[str, int]] = deque()
+
+        def bound() -> Iterator[Microbatch]:
+            for item in inputs:
+                tensors, sizes = bind_inputs(self.graph, *as_call(item))
+                self._check_sizes(sizes)
+                shapes.append(sizes)
+                yield tensors, sizes
+
+        try:
+            with contextlib.closing(self.deployment.stream(bound())) as results:
+                for tensors in results:
+                    yield build_output(self.graph, tensors, shapes.popleft())
+        finally:
+            if self.deployment.traces:
+                self._write_trace()
+
+    def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
+        """Run one batch of any size: cut into microbatches, streamed, and put together again."""
+        outputs = list(self.stream(self._microbatches(args, kwargs, microbatch_size)))
+        if not self.feeds:
+            return None
+        if not outputs:
+            raise UsageError("the batch is empty; give it at least one row")
+        for output in self.graph.outputs:
+            value = self.graph.values.get(output.name) if isinstance(output, Ref) else None
+            if len(outputs) > 1 and (value is None or not value.shape or isinstance(value.shape[0], int)):
+                raise UsageError("an output has no batch dimension; use stream() and combine the outputs yourself")
+        return outputs[0] if len(outputs) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
+
+    def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Iterator[Any]:
+        _, sizes = bind_inputs(self.graph, args, kwargs)
+        batched = {v.name for v in self.graph.tensor_inputs() if v.shape and not isinstance(v.shape[0], int)}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        values = list(self.graph.inputs)
+        for start in range(0, sizes.get("batch", 1), size):
+            part = [
+                leaf[start : start + size] if value is not None and value.name in batched else leaf
+                for leaf, value in zip(leaves, values, strict=True)
+            ]
+            yield CallInputs(*pytree.tree_unflatten(part, spec))
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        for name, largest in self.deployment.sizes.items():
+            if sizes[name] > largest:
+                raise UsageError(
+                    f"a microbatch with {name} {sizes[name]} is larger than the example's {largest}; "
+                    "make the pipeline with an example of the largest microbatch, or send smaller ones"
+                )
+
+    def _tracer(self) -> FeederTracer | None:
+        if self._run.trace is None:
+            return None
+        return FeederTracer(self.world, units=self._run.trace_units, profile=self._run.trace_profile)
+
+    def _write_trace(self) -> None:
+        facts = stream_facts(
+            self.deployment, self.last_report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
+            threads=self.threads, plan=self._plan,
+            units=units_of(self.graph, self.deployment.sizes) if self.cuts else (),
+        )  # fmt: skip
+        if self._run.trace is not None:
+            write_run(self._run.trace, facts, self.deployment.traces)
+
+    @property
+    def last_report(self) -> StreamReport:
+        """The times of the last stream, on the process that feeds."""
+        return self.deployment.last_report
+
+    def stage_states(self) -> list[StageState]:
+        """Say how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
+        return self.deployment.stage_states()
+
+    def close(self) -> None:
+        """End the stages and the worker processes; nothing is left behind."""
+        if self._closed and self.feeds:
+            return
+        self._forget_end()
+        try:
+            if self._stages is None:
+                self.deployment.close()
+                if self._owns_world and self.world.workers is not None:
+                    self.world.dismiss()
+            elif not self._closed:
+                self._stages.serve_to_end()
+        finally:
+            self._closed = True
+            if self._owns_world:
+                self.world.close()
+
+    def end(self, error: BaseException | None) -> None:
+        """Close in order, or give everything up because of an error of the caller's."""
+        if error is None or isinstance(error, GeneratorExit):
+            self.close()
+            return
+        if self._owns_world and not self._closed:
+            self.world.health.report(error)  # the other processes would wait for the next stream
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Give everything up at once, without waiting for work under way."""
+        self._closed = True
+        self._forget_end()
+        if self.feeds:
+            self.deployment.abandon()
+        if self._owns_world:
+            self.world.transport.abort()
+            self.world.close(0.0)
+
+
+def threads_per_stage(world: World) -> int:
+    """Share this machine's cores among the stages on it; torchrun's default of one thread is not a choice."""
+    return world.cores or max(1, available_cores() // len(world.devices))

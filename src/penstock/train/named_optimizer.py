@@ -1,0 +1,93 @@
+"""What an optimizer keeps, by the model's own names: another one, of other parameters at hand, can take it up."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.graph.encoding import DTYPES
+from penstock.tensors.devices import HOST
+from penstock.train.checkpoint_index import CheckpointIndex, OptimizerGroup
+from penstock.train.tensors import HeldTensors
+
+
+class NamedOptimizer:
+    """An optimizer of some of the parameters that a process holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, tensors: HeldTensors) -> None:
+        self._optimizer = optimizer
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._named = {name: p for name, p in tensors.parameters.items() if id(p) in known}
+
+    def slots(self) -> dict[str, dict[str, Any]]:
+        """Return what it keeps of each parameter, as it is now."""
+        return {name: dict(self._optimizer.state.get(parameter, {})) for name, parameter in self._named.items()}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return its groups: their settings, and the names of their parameters.
+
+        Raises `UsageError` for a setting that JSON cannot hold.
+        """
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        return [
+            {
+                "settings": {k: _plain(k, v) for k, v in group.items() if k not in {"params", "param_names"}},
+                "names": [names[id(p)] for p in group["params"] if id(p) in names],
+            }
+            for group in self._optimizer.param_groups
+        ]
+
+    def restore(self, index: CheckpointIndex) -> dict[str, dict[str, Any]]:
+        """Take the settings of a checkpoint and make room for what was kept of each parameter; returns that room.
+
+        Raises `UsageError` for an optimizer with other groups.
+        """
+        self._restore_settings(index.groups)
+        found: dict[str, dict[str, Any]] = {}
+        for place, (dtype, shape) in index.shapes.items():
+            kind, *rest = place.split("/", 2)
+            if kind == "optimizer" and rest[1] in self._named:
+                slot, name = rest
+                device = self._device(self._named[name], slot)
+                found.setdefault(name, {})[slot] = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
+        for name, parameter in self._named.items():
+            self._optimizer.state[parameter].update(index.scalars.get(name, {}) | found.get(name, {}))
+        return found
+
+    def _restore_settings(self, saved: Sequence[OptimizerGroup]) -> None:
+        groups = self._optimizer.param_groups
+        if len(saved) != len(groups):
+            raise UsageError(
+                f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(groups)}; build it "
+                "as it was built when the checkpoint was written"
+            )
+        for group, was in zip(groups, saved, strict=True):
+            own = {name for name, p in self._named.items() if _is_in(p, group)}
+            strange = sorted(own - set(was.names))
+            if strange:
+                raise UsageError(
+                    f"{strange[0]} is in another group of the checkpoint's optimizer; build it as it was then"
+                )
+            for key, value in was.settings.items():
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+    def _device(self, parameter: nn.Parameter, slot: str) -> torch.device:
+        """Return where it keeps a tensor: beside the parameter, but most count steps on the host."""
+        group = next(group for group in self._optimizer.param_groups if _is_in(parameter, group))
+        return HOST if slot == "step" and not (group.get("capturable") or group.get("fused")) else parameter.device
+
+
+def _is_in(parameter: nn.Parameter, group: Mapping[str, Any]) -> bool:
+    return any(parameter is member for member in group["params"])
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [_plain(key, item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise UsageError(f"the optimizer's setting {key!r} is a {type(value).__name__}, which a checkpoint cannot hold")

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.deploy.deployment import Deployment
+from penstock.deploy.options import RunOptions
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.sources import FromWeights
 from penstock.deploy.state import load_state
 from penstock.deploy.worker import work
 from penstock.errors import PenstockError
@@ -79,14 +81,11 @@ class Divided:
     def deploy(self, world: World, *, batch: int = 2, **settings: float) -> Deployment:
         """Put the stages on a world."""
         weights = ModuleWeights(self.model)
+        asked = {name: settings.pop(name) for name in ("stall_s", "depth", "device") if name in settings}
         return Deployment(
-            world,
-            self.programs,
-            lambda state: load_state(self.graph, state, weights),
-            sizes={"batch": batch},
-            threads=1,
-            **settings,  # type: ignore[arg-type]
-        )
+            world, self.programs, FromWeights(lambda state: load_state(self.graph, state, weights)),
+            RunOptions(threads=1, **asked), sizes={"batch": batch}, **settings,  # type: ignore[arg-type]
+        )  # fmt: skip
 
 
 def divided_tower(num_stages: int) -> Divided:

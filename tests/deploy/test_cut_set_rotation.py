@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.options import RunOptions
 from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.sources import FromWeights
 from penstock.deploy.state import load_state
 from penstock.engine.channels import Formats
 from penstock.errors import TransportError
@@ -59,7 +61,9 @@ def test_alternating_cuts_give_the_same_numbers(build: object, seed: int) -> Non
 
     def run(programs: list[RoundRobin]) -> list[list[torch.Tensor]]:  # type: ignore[type-arg]
         with memory_world(len(programs)) as world:
-            deployment = Deployment(world.feeder, programs, load, sizes={"batch": ROWS}, threads=1)
+            deployment = Deployment(
+                world.feeder, programs, FromWeights(load), RunOptions(threads=1), sizes={"batch": ROWS}
+            )
             # twice: every stream begins with the first turn
             results = [list(deployment.stream(microbatches)) for _ in range(2)]
             deployment.close()
@@ -109,7 +113,8 @@ def test_pipelines_side_by_side_give_results_in_order(order: tuple[int, ...]) ->
     with memory_world(3) as world:
         pipelines = [
             Deployment(
-                world.feeder, divide_in_turns(graph, [chosen]), load, sizes={"batch": ROWS}, threads=1, ranks=ranks,
+                world.feeder, divide_in_turns(graph, [chosen]), FromWeights(load), RunOptions(threads=1),
+                sizes={"batch": ROWS}, ranks=ranks,
                 number=number,
             )
             for number, (chosen, ranks) in enumerate([([cuts[len(cuts) // 2]], [1, 2]), ([], [3])])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.jobs import send_stages
+from penstock.deploy.sources import FromWeights
 from penstock.deploy.state import load_state
 from penstock.engine.channels import LocalChannel
 from penstock.engine.driver import Microbatch
@@ -351,7 +352,7 @@ def test_weights_are_loaded_one_at_a_time(thirds: Divided) -> None:
             threads=1,
             device_names=tuple(world.feeder.names),
         )
-        send_stages(world.feeder.transport, job, thirds.programs, load)
+        send_stages(world.feeder.transport, job, thirds.programs, FromWeights(load))
         world.feeder.transport.abort()
         for worker in world.workers:
             worker.transport.abort()

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.deployment import Deployment
+from penstock.deploy.options import RunOptions
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.sources import FromWeights
 from penstock.deploy.state import load_state
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import bind_inputs
@@ -135,8 +137,8 @@ def test_streams_through_a_device_as_one_process_there(
     # the second device has two stages, so one cut lies within a process
     with memory_world(2) as world:
         deployment = Deployment(
-            world.feeder, programs, lambda state: load_state(graph, state, weights), sizes=largest, threads=1,
-            computes_on=pretend.NAME,
+            world.feeder, programs, FromWeights(lambda state: load_state(graph, state, weights)),
+            RunOptions(threads=1, device=pretend.NAME), sizes=largest,
         )  # fmt: skip
         fed = [(whole, largest), ([tensor[:1] for tensor in whole], {**largest, "batch": 1})] * 2
         results = list(deployment.stream(fed))
@@ -160,7 +162,7 @@ def test_a_worker_without_a_gpu_says_so() -> None:
     divided, inputs = divided_tower(2), list(tower_inputs(1)[0])
 
     def stream(world: MemoryWorld) -> None:
-        deployment = divided.deploy(world.feeder, computes_on="cuda")  # type: ignore[arg-type]
+        deployment = divided.deploy(world.feeder, device="cuda")  # type: ignore[arg-type]
         list(deployment.stream([(inputs, {"batch": 2})]))
 
     with memory_world(2) as world, pytest.raises(RunError, match=r"worker \d.*: the device 'cuda' is a GPU, and torch"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.deploy.baseline import collect_alone, release_alone, run_alone, send_alone
 from penstock.deploy.bundle import LoadState
-from penstock.deploy.jobs import load_program
+from penstock.deploy.sources import load_programs
 from penstock.graph.program import StageProgram
 from penstock.group.world import World
 from penstock.tensors.devices import find_device
@@ -65,7 +65,7 @@ class WholeModel:
         if FEEDER in ranks:
             torch.set_num_threads(self.threads)
             device = find_device(self._computes_on, self._world.position)
-            runtime = load_program(self.program, self.load, device)
+            runtime = load_programs([self.program], self.load, device)[0]
             results.append(run_alone(runtime, self.sizes, self.inputs, count))
         results += [collect_alone(transport, rank, self.program, self.sizes, len(self.inputs)) for rank in others]
         return results[0][0], [seconds for _, seconds in results]

@@ -16,9 +16,11 @@ from penstock.bench.peer import PeerSettings, block_after, do_peer
 from penstock.bench.samples import Difference, Samples
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.documents import write_document
+from penstock.deploy.options import RunOptions
 from penstock.deploy.placing import place, ranks_of
 from penstock.deploy.policies import best_blocks, choose_cuts
 from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.sources import FromWeights
 from penstock.deploy.state import load_state
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import RunError
@@ -51,7 +53,8 @@ class Comparison:
         self._rows = self.graph.fixed_batch or options.microbatch_size
         self._sizes = self.graph.sizes(self._rows)
         self._num_microbatches = max(1, options.num_images // self._rows)
-        self._threads = options.threads or world.cores or max(1, available_cores() // max_stages)
+        threads = self._threads = options.threads or world.cores or max(1, available_cores() // max_stages)
+        self._run = RunOptions(threads=threads, depth=options.depth, device=options.device)
         self._samples = Samples(zoo, self.graph, self._sizes)
         self._whole = WholeModel(
             world, divide(self.graph, [])[0], self._load, inputs=self._samples.inputs, sizes=self._sizes,
@@ -133,9 +136,8 @@ class Comparison:
     def _deploy(self, world: World, cuts: Sequence[Cut], ranks: Sequence[int] | None = None) -> Deployment:
         self._number += 1
         return Deployment(
-            world, divide_in_turns(self.graph, [cuts]), self._load, sizes=self._sizes, threads=self._threads,
-            ranks=ranks, number=self._number, depth=self._options.depth,
-            computes_on=self._options.device, tracer=FeederTracer(world) if self._options.trace else None,
+            world, divide_in_turns(self.graph, [cuts]), FromWeights(self._load), self._run, sizes=self._sizes,
+            ranks=ranks, number=self._number, tracer=FeederTracer(world) if self._options.trace else None,
         )  # fmt: skip
 
     def alone(self, times: int) -> list[float]:
@@ -148,10 +150,7 @@ class Comparison:
 
         def deploy() -> Replicas:
             number, self._number = self._number + 1, self._number + len(plan.pipelines)
-            return place(
-                self._world, self.graph, plan, self._load, threads=self._threads, number=number,
-                computes_on=self._options.device,
-            )  # fmt: skip
+            return place(self._world, self.graph, plan, self._load, self._run, number=number)
 
         measured = self._stream(deploy, len(self._world.devices), len(ranks))
         cuts = [", ".join(cut_set.cuts) for pipeline in plan.pipelines for cut_set in pipeline.cut_sets]

@@ -12,7 +12,8 @@ from penstock.deploy.documents import RunAlone, write_document
 from penstock.deploy.state import receive_state, send_state
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.group.world import World
-from penstock.runtime.eager import Runtime
+from penstock.runtime.eager import StageRuntime
+from penstock.runtime.registry import EAGER
 from penstock.tensors.devices import find_device, moved, settle
 from penstock.transport.base import (
     FEEDER,
@@ -46,7 +47,7 @@ def do_alone(world: World, document: RunAlone) -> None:
     transport, device = world.transport, find_device(document.computes_on, world.position)
     program = read_program(document.program)
     sizes = document.sizes
-    runtime = Runtime(program, receive_state(transport, program.states, device), device)
+    runtime = EAGER.load(program, receive_state(transport, program.states, device), device)
     inputs = []
     for _ in range(document.num_inputs):
         tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.inputs]
@@ -62,7 +63,7 @@ def do_alone(world: World, document: RunAlone) -> None:
 
 
 def run_alone(
-    runtime: Runtime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int,
+    runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int,
     transport: Transport | None = None,
 ) -> tuple[list[list[Tensor]], float]:  # fmt: skip
     """Warm up on every input, wait for the word to start, then time so many microbatches; outputs lie on the host."""
@@ -76,7 +77,7 @@ def run_alone(
 
 
 def time_alone(
-    runtime: Runtime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int
+    runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int
 ) -> float:
     """Return the seconds of so many microbatches, which take the inputs in turn and lie where the runtime computes."""
     begin = time.perf_counter()

@@ -2,27 +2,29 @@
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from penstock.deploy.bundle import LoadState
-from penstock.deploy.jobs import Parts, load_programs, send_stages
+from penstock.deploy.jobs import send_stages
+from penstock.deploy.options import RunOptions
 from penstock.deploy.serving import OwnStages, serve_stages
+from penstock.deploy.sources import FromModules, Source
 from penstock.engine.counters import ACTIVATIONS, Counters
 from penstock.engine.driver import JOIN_S, Driver, Microbatch, Place, StreamReport, drive
 from penstock.engine.observer import StageReport
 from penstock.engine.placement import StagesJob
-from penstock.engine.stall import STALL_S, StallWatch
+from penstock.engine.stall import StallWatch
 from penstock.engine.tracers import FeederTracer
-from penstock.engine.wiring import DEPTH, feeder_links, stream_links
+from penstock.engine.wiring import feeder_links, stream_links
 from penstock.errors import ConnectionBroken, TransportError, UsageError
 from penstock.graph.program import StageProgram
 from penstock.group.direct import go_direct
 from penstock.group.world import World, check_world
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
+from penstock.runtime.registry import RuntimeChoice
 from penstock.tensors.devices import HOST, find_device
 from penstock.terminal.live import StageState
 from penstock.tracing.record import FEEDER_STAGE
@@ -30,8 +32,6 @@ from penstock.tracing.trace import StreamTrace
 from penstock.transport.base import FEEDER
 from penstock.transport.messages import CLOSE, Message
 
-# makes a stage's runtimes where they do not come from programs and weights
-MakeRuntimes = Callable[[int], RoundRobin[StageRuntime]]
 # stages say how far they are with every heartbeat: what is shorter than a few of these means nothing
 _SHORTEST_STALL_BEATS = 4
 
@@ -48,11 +48,9 @@ class Deployment:
     """
 
     def __init__(
-        self, world: World, programs: Sequence[RoundRobin[StageProgram]], load: LoadState | None, *,
-        sizes: Mapping[str, int], threads: int, make: MakeRuntimes | None = None,
-        ranks: Sequence[int | RoundRobin[int]] | None = None,
-        parts: Parts | None = None, number: int = 0, depth: int = DEPTH, stall_s: float = STALL_S,
-        computes_on: str = "cpu", tracer: FeederTracer | None = None,
+        self, world: World, programs: Sequence[RoundRobin[StageProgram]], source: Source, run: RunOptions, *,
+        sizes: Mapping[str, int], ranks: Sequence[int | RoundRobin[int]] | None = None, number: int = 0,
+        runtimes: Sequence[RuntimeChoice] = (), tracer: FeederTracer | None = None,
     ) -> None:  # fmt: skip
         self.world = world
         self.symbols = programs[0].items[0].symbols
@@ -61,9 +59,10 @@ class Deployment:
             for each in ranks or check_world(world, len(programs))
         ]
         self.job = StagesJob(
-            number=number, ranks=tuple(places), sizes=dict(sizes), depth=depth, threads=threads,
-            device_names=tuple(world.names), computes_on=computes_on, trace=tracer is not None,
-            trace_units=tracer is not None and tracer.units, trace_profile=tracer is not None and tracer.profile,
+            number=number, ranks=tuple(places), sizes=dict(sizes), depth=run.depth, threads=run.threads or 1,
+            device_names=tuple(world.names), computes_on=run.device, runtimes=tuple(runtimes),
+            trace=tracer is not None, trace_units=tracer is not None and tracer.units,
+            trace_profile=tracer is not None and tracer.profile,
         )  # fmt: skip
         _check_shared(self.job)
         self.tracer = tracer
@@ -72,28 +71,17 @@ class Deployment:
         self._executor: threading.Thread | None = None
         self._stream: Driver | None = None
         try:
-            send_stages(world.transport, self.job, programs, load, parts)
-            if computes_on != HOST.type and (parts is not None or load is not None):
-                own = find_device(computes_on, world.position) if FEEDER in self.job.holders else HOST
+            send_stages(world.transport, self.job, programs, source)
+            own = find_device(run.device, world.position) if FEEDER in self.job.holders else HOST
+            if run.device != HOST.type and not isinstance(source, FromModules):
                 self.job = replace(self.job, direct=go_direct(world, self.job.holders, own))
-            self._place = self._connect(programs, self._load(programs, load, make), stall_s)
+            runtimes_here = {
+                index: source.make(index, programs[index], self.job.runtime_of(index), own)
+                for index in self.job.stages_of(FEEDER)
+            }
+            self._place = self._connect(programs, runtimes_here, run.stall_s)
         except TransportError as error:
             raise world.explain(error) from error
-
-    def _load(
-        self, programs: Sequence[RoundRobin[StageProgram]], load: LoadState | None, make: MakeRuntimes | None
-    ) -> dict[int, RoundRobin[StageRuntime]]:
-        """Make the runtimes of the stages that the feeding process holds itself, under torchrun."""
-        device = find_device(self.job.computes_on, self.world.position) if self.job.stages_of(FEEDER) else HOST
-        runtimes = {}
-        for index in self.job.stages_of(FEEDER):
-            if make is None and load is None:
-                raise UsageError("a deployment needs weights to load, or modules to run; give load or make")
-            if make is not None:
-                runtimes[index] = make(index)
-            elif load is not None:
-                runtimes[index] = RoundRobin(load_programs(programs[index].items, load, device), programs[index].order)
-        return runtimes
 
     def _connect(
         self, programs: Sequence[RoundRobin[StageProgram]], runtimes: Mapping[int, RoundRobin[StageRuntime]],

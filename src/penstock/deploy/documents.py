@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from penstock.errors import ProgramError
 from penstock.group.world import Leave
+from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.names import check_name
 
 Count = Annotated[int, Meta(ge=1, le=2**31)]
@@ -48,6 +49,7 @@ class ServeStages(
     plan: Short = ""
     device: Short = ""
     computes_on: Short = "cpu"
+    runtimes: tuple[RuntimeChoice, ...] = ()
     trace: bool = False
     trace_units: bool = False
     trace_profile: bool = False
@@ -109,6 +111,10 @@ def _check_stages(document: ServeStages, num_ranks: int) -> None:
             raise ProgramError(f"a job of {len(document.ranks)} stages has no stage {index}; start again")
         if document.source != "bundle":
             _check_order(f"the programs of stage {index}", document.order, len(programs))
+    if len(document.runtimes) not in (0, len(document.ranks)):
+        raise ProgramError(
+            f"a job of {len(document.ranks)} stages has not {len(document.runtimes)} runtimes; start again"
+        )
     if len(document.device_names) != num_ranks:
         raise ProgramError(f"{num_ranks} processes have {num_ranks} names, not {len(document.device_names)}")
     if document.source == "bundle":

@@ -4,14 +4,13 @@ A job is a document (`deploy/documents.py`) followed by tensors, one message eac
 programs list their state. Workers know no model: this is all they get.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
-import torch
-
-from penstock.deploy.bundle import LoadState, read_part
 from penstock.deploy.documents import Document, Rotation, ServeStages, read_document, write_document
+from penstock.deploy.sources import FromBundle, FromModules, FromWeights, MakeRuntime, Source, load_part
 from penstock.deploy.state import receive_state, send_state
 from penstock.engine.placement import StagesJob
 from penstock.errors import ProgramError, UsageError
@@ -19,8 +18,8 @@ from penstock.graph.program import StageProgram, read_interface, read_program, s
 from penstock.group.direct import go_direct
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import Runtime, StageRuntime
-from penstock.tensors.devices import HOST, find_device, moved
+from penstock.runtime.eager import StageRuntime
+from penstock.tensors.devices import HOST, find_device
 from penstock.transport.base import (
     FEEDER,
     JOB_BYTES,
@@ -29,42 +28,31 @@ from penstock.transport.base import (
     send_bytes,
 )
 
-# makes a stage's runtime in a process that has the stage's module; only its interface travels
-MakeRuntime = Callable[[int, StageProgram], StageRuntime]
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Which plan's bundle the ranks have, and the device that each of them is."""
-
-    plan: str
-    devices: Mapping[int, str]
-    order: tuple[int, ...]
+_KINDS: Mapping[type[Source], Literal["weights", "bundle", "modules"]] = {
+    FromWeights: "weights", FromBundle: "bundle", FromModules: "modules",
+}  # fmt: skip
 
 
 def send_stages(
-    transport: Transport, job: StagesJob, programs: Sequence[RoundRobin[StageProgram]], load: LoadState | None,
-    parts: Parts | None = None,
-) -> None:  # fmt: skip
-    """Send every other rank the stages that it holds, reading one weight at a time.
-
-    With `parts` every rank reads its own from its folder; with neither the stages are modules that the ranks have.
-    """
+    transport: Transport, job: StagesJob, programs: Sequence[RoundRobin[StageProgram]], source: Source
+) -> None:
+    """Send every other rank the stages that it holds, reading one weight at a time."""
     for rank in sorted(job.holders - {transport.rank}):
         indices = job.stages_of(rank)
         texts = {index: [write_program(program) for program in programs[index].items] for index in indices}
+        part = source if isinstance(source, FromBundle) else None
         document = ServeStages(
-            source="bundle" if parts else "weights" if load else "modules", number=job.number,
+            source=_KINDS[type(source)], number=job.number,
             ranks=tuple(Rotation(ranks.items, ranks.order) for ranks in job.ranks), sizes=dict(job.sizes),
             depth=job.depth, threads=job.threads, device_names=job.device_names, programs=texts,
-            order=tuple(parts.order if parts else programs[0].order), plan=parts.plan if parts else "",
-            device=parts.devices[rank] if parts else "", computes_on=job.computes_on, trace=job.trace,
-            trace_units=job.trace_units, trace_profile=job.trace_profile,
+            order=tuple(part.order if part else programs[0].order), plan=part.plan if part else "",
+            device=part.devices[rank] if part else "", computes_on=job.computes_on,
+            runtimes=job.runtimes, trace=job.trace, trace_units=job.trace_units, trace_profile=job.trace_profile,
         )  # fmt: skip
         send_bytes(transport, write_document(document), rank)
-        if load is not None:
+        if isinstance(source, FromWeights):
             for index in indices:
-                send_state(transport, states_of(programs[index].items), load, rank)
+                send_state(transport, states_of(programs[index].items), source.load, rank)
 
 
 def receive_job(transport: Transport) -> Document:
@@ -92,8 +80,8 @@ def read_stages(
     job = StagesJob(
         number=document.number, ranks=tuple(RoundRobin(each.ranks, each.order) for each in document.ranks),
         sizes=document.sizes, depth=document.depth, threads=document.threads, device_names=document.device_names,
-        computes_on=document.computes_on, trace=document.trace, trace_units=document.trace_units,
-        trace_profile=document.trace_profile,
+        computes_on=document.computes_on, runtimes=document.runtimes, trace=document.trace,
+        trace_units=document.trace_units, trace_profile=document.trace_profile,
     )  # fmt: skip
     if set(document.programs) != set(job.stages_of(world.rank)):
         raise ProgramError(f"a job has a program for each stage of a process, not for {sorted(document.programs)}")
@@ -103,11 +91,13 @@ def read_stages(
         if document.source == "bundle":
             if bundle is None:
                 raise UsageError("the stages come from a bundle, which this process has not; give it the folder")
-            runtimes[index] = load_part(bundle / document.device, document.plan, document.order, device)
+            folder, runtime = bundle / document.device, job.runtime_of(index)
+            runtimes[index] = load_part(folder, document.plan, document.order, device, runtime)
         elif document.source == "weights":
             programs = [read_program(text) for text in texts]
             tensors = receive_state(world.transport, states_of(programs), device)
-            runtimes[index] = RoundRobin([Runtime(program, tensors, device) for program in programs], document.order)
+            made = [job.runtime_of(index).load(program, tensors, device) for program in programs]
+            runtimes[index] = RoundRobin(made, document.order)
         elif make is None:
             raise UsageError("the stages are modules, and this process has none; pass the same list to its Pipeline")
         else:
@@ -115,23 +105,3 @@ def read_stages(
     if device != HOST and document.source != "modules":
         job = replace(job, direct=go_direct(world, job.holders, device))
     return job, runtimes
-
-
-def load_part(folder: Path, plan: str, order: Sequence[int], device: torch.device = HOST) -> RoundRobin[StageRuntime]:
-    """Make a stage's runtimes from a device's part of a bundle."""
-    programs, tensors = read_part(folder, plan)
-    if max(order) >= len(programs):
-        raise ProgramError(f"{folder} has {len(programs)} programs, but a job's order names {max(order)}; bundle again")
-    there = {name: moved(tensor, device) for name, tensor in tensors.items()}
-    return RoundRobin([Runtime(program, there, device) for program in programs], order)
-
-
-def load_program(program: StageProgram, load: LoadState, device: torch.device = HOST) -> Runtime:
-    """Make a runtime in this process."""
-    return load_programs([program], load, device)[0]
-
-
-def load_programs(programs: Sequence[StageProgram], load: LoadState, device: torch.device = HOST) -> list[Runtime]:
-    """Make runtimes in this process that share what they have in common."""
-    tensors = {state.value.name: moved(load(state), device) for state in states_of(programs)}
-    return [Runtime(program, tensors, device) for program in programs]

@@ -7,7 +7,7 @@ script; alone, the stages run as threads of this process.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
-from penstock.deploy.jobs import MakeRuntime
+from penstock.deploy.sources import MakeRuntime
 from penstock.deploy.worker import follow
 from penstock.errors import CaptureError, PenstockError, RunError, UsageError
 from penstock.graph.expressions import Expression, Size
@@ -29,6 +29,7 @@ from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
 from penstock.tensors.devices import HOST
+from penstock.tensors.layout import copy_exactly
 from penstock.transport.base import FEEDER
 from penstock.transport.memory_network import MemoryNetwork
 
@@ -112,6 +113,24 @@ class ModuleRuntime:
                 "a stage's outputs may change with the batch size only"
             )
         return tensors
+
+    def watched(
+        self, sizes: Mapping[str, int], inputs: Sequence[Tensor], _clock: Callable[[], float]
+    ) -> tuple[list[Tensor], list[float]]:
+        """Run on one microbatch; its operations cannot be told apart."""
+        return self(sizes, inputs), []
+
+    def own(self, outputs: Sequence[Tensor], _sizes: Mapping[str, int]) -> list[Tensor]:
+        """Return copies: what a module returns may be what it keeps."""
+        return [copy_exactly(output) for output in outputs]
+
+    def copied(self) -> None:
+        """Return nothing: a module of the caller's may not be copied."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the module's parameters and buffers."""
+        return sum(tensor.nbytes for tensor in [*self._module.parameters(), *self._module.buffers()])
 
     def _call(self, inputs: list[Tensor]) -> Any:
         if self._spec is None:

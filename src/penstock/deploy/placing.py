@@ -2,31 +2,30 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.deploy.bundle import LoadState, interfaces, read_bundle
 from penstock.deploy.deployment import Deployment, Replicas
-from penstock.deploy.jobs import Parts, load_part
+from penstock.deploy.options import RunOptions
 from penstock.deploy.programs import divide_plan, order_of
-from penstock.engine.stall import STALL_S
+from penstock.deploy.sources import FromBundle, FromWeights
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import PlanError
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin, round_robin
-from penstock.runtime.eager import StageRuntime
+from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.plan import Pipeline, Plan
 from penstock.spec.saving import fingerprint
-from penstock.tensors.devices import find_device
-from penstock.transport.base import FEEDER
 
 
 def place(
-    world: World, graph: Graph, plan: Plan, load: LoadState, *, threads: int, number: int = 0, stall_s: float = STALL_S,
-    computes_on: str = "cpu", tracer: FeederTracer | None = None,
+    world: World, graph: Graph, plan: Plan, load: LoadState, run: RunOptions, *, number: int = 0,
+    tracer: FeederTracer | None = None,
 ) -> Replicas:  # fmt: skip
-    """Send every device its stages and give what streams through them.
+    """Send every device its stages and return what streams through them.
 
     Pipelines take jobs from `number` on. Raises `PlanError` where the plan is of another model or names a device
     that is not there, and where stages that devices share would be recorded.
@@ -39,43 +38,41 @@ def place(
         )
     ranks = ranks_of(world, plan.devices)
     sizes = graph.sizes(plan.microbatch_rows)
+    run = replace(run, depth=plan.depth)
     deployments = [
         Deployment(
-            world, programs, load, sizes=sizes, threads=threads, ranks=_places(pipeline, ranks),
-            number=number + index, depth=plan.depth, stall_s=stall_s, computes_on=computes_on, tracer=tracer,
+            world, programs, FromWeights(load), run, sizes=sizes, ranks=_places(pipeline, ranks),
+            number=number + index, runtimes=_runtimes(pipeline), tracer=tracer,
         )
         for index, (pipeline, programs) in enumerate(zip(plan.pipelines, divide_plan(graph, plan), strict=True))
     ]  # fmt: skip
     return Replicas(deployments, round_robin([pipeline.share for pipeline in plan.pipelines]))
 
 
-def place_bundle(
-    world: World, folder: Path, *, threads: int, number: int = 0, stall_s: float = STALL_S, computes_on: str = "cpu"
-) -> tuple[Replicas, StageProgram]:
-    """Have every device read its part of a bundle; gives what streams through them, and what goes in and comes out.
+def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0) -> tuple[Replicas, StageProgram]:
+    """Have every device read its part of a bundle; returns what streams through them, and what goes in and comes out.
 
     Raises `ProgramError` for a bundle that is damaged, and `PlanError` as `place` does.
     """
     plan, interface = read_bundle(folder)
     ranks = ranks_of(world, plan.devices)
     sizes = {symbol: plan.microbatch_rows if symbol == "batch" else 1 for symbol in interface.symbols}
+    run = replace(run, depth=plan.depth)
     deployments = []
     for index, pipeline in enumerate(plan.pipelines):
         names = {ranks[name]: name for stage in pipeline.stages for name in stage.devices}
-        parts = Parts(fingerprint(plan), names, order_of(pipeline))
-
-        def own(_stage: int, parts: Parts = parts) -> RoundRobin[StageRuntime]:
-            device = find_device(computes_on, world.position)
-            return load_part(folder / parts.devices[FEEDER], parts.plan, parts.order, device)
-
+        source = FromBundle(folder, fingerprint(plan), names, order_of(pipeline))
         deployments.append(
             Deployment(
-                world, interfaces(interface, len(pipeline.stages)), None, sizes=sizes, threads=threads,
-                ranks=_places(pipeline, ranks), make=own, parts=parts, number=number + index, depth=plan.depth,
-                stall_s=stall_s, computes_on=computes_on,
+                world, interfaces(interface, len(pipeline.stages)), source, run, sizes=sizes,
+                ranks=_places(pipeline, ranks), number=number + index, runtimes=_runtimes(pipeline),
             )
         )  # fmt: skip
     return Replicas(deployments, round_robin([pipeline.share for pipeline in plan.pipelines])), interface
+
+
+def _runtimes(pipeline: Pipeline) -> list[RuntimeChoice]:
+    return [RuntimeChoice(stage.runtime, stage.precision) for stage in pipeline.stages]
 
 
 def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[RoundRobin[int]]:

@@ -16,7 +16,8 @@ from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
-from penstock.runtime.eager import Runtime
+from penstock.runtime.eager import StageRuntime
+from penstock.runtime.registry import EAGER
 from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 
@@ -31,7 +32,7 @@ class Stage:
     before: Cut | None
     after: Cut | None
     program: StageProgram
-    runtime: Runtime
+    runtime: StageRuntime
     work: float
 
     @property
@@ -67,7 +68,7 @@ class SplitModel:
                 before=cuts[index - 1] if index else None,
                 after=cuts[index] if index < len(cuts) else None,
                 program=program,
-                runtime=Runtime(program, tensors),
+                runtime=EAGER.load(program, tensors),
                 work=sum(work[bounds[index] : bounds[index + 1]]),
             )
             for index, program in enumerate(programs)

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 from penstock.plan.schedule.actions import Action, forward_only
 from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.registry import EAGER, RuntimeChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class StagesJob:
     threads: int
     device_names: tuple[str, ...]
     computes_on: str = "cpu"
+    runtimes: tuple[RuntimeChoice, ...] = ()  # of every stage, eager where none are given
     direct: bool = False  # tensors between stages go from device to device
     trace: bool = False
     trace_units: bool = False
@@ -92,6 +94,10 @@ class StagesJob:
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank holds, in order."""
         return [index for index, ranks in enumerate(self.ranks) if rank in ranks.items]
+
+    def runtime_of(self, stage: int) -> RuntimeChoice:
+        """Return what computes a stage."""
+        return self.runtimes[stage] if self.runtimes else EAGER
 
     def schedule(self, rank: int) -> Iterator[Action]:
         """Forwards without end: on every microbatch that has its turn on this rank, all of its stages."""

@@ -13,7 +13,7 @@ from penstock.engine.calibrate import calibrate
 from penstock.group.launch import quota_cores
 from penstock.memory import limit_bytes
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import Runtime, StageRuntime
+from penstock.runtime.eager import StageRuntime
 from penstock.tensors.devices import settle
 from penstock.tracing.record import SCRATCH_BYTES
 from penstock.tracing.trace import Alone, Machine
@@ -74,13 +74,14 @@ def _run(runtime: StageRuntime, message: Message) -> None:
 
 
 def _with_copies(runtime: StageRuntime, others: int) -> tuple[list[StageRuntime], Tensor | None]:
-    if not isinstance(runtime, Runtime) or not others:  # the user's own module, which may not be copied
-        return [runtime], None
     size = max(1, runtime.weight_bytes)
     num_copies = min(others, SCRATCH_BYTES // size)
+    copies = [copy for _ in range(num_copies) if (copy := runtime.copied()) is not None]
+    if not others or len(copies) < num_copies:  # the user's own module may not be copied
+        return [runtime], None
     rest_bytes = min((others - num_copies) * size, SCRATCH_BYTES - num_copies * size)
     rest = torch.zeros(rest_bytes // 8, dtype=torch.int64) if rest_bytes >= 8 and num_copies < others else None
-    return [runtime, *(runtime.copied() for _ in range(num_copies))], rest
+    return [runtime, *copies], rest
 
 
 def measure_machine() -> Machine:

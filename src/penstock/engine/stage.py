@@ -8,7 +8,7 @@ import torch
 from penstock.errors import RunError
 from penstock.plan.schedule.actions import Action
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import Runtime, StageRuntime
+from penstock.runtime.eager import StageRuntime
 from penstock.tensors.devices import moved, settle
 from penstock.tracing.record import Recorder
 from penstock.transport.messages import DATA, Message
@@ -59,12 +59,12 @@ class ForwardStage:
         sizes = dict(zip(runtime.program.symbols, message.sizes, strict=True))
         message.tensors = [moved(tensor, runtime.device) for tensor in message.tensors]
         recorder = self.recorder
-        if recorder is None or not recorder.units or not isinstance(runtime, Runtime):
+        if recorder is None or not recorder.units:
             outputs = runtime(sizes, message.tensors)
         else:
             at_s = recorder.clock()
             outputs, seconds = runtime.watched(sizes, message.tensors, recorder.clock)
-            for op, taken_s in zip(runtime.program.ops, seconds, strict=True):
+            for op, taken_s in zip(runtime.program.ops, seconds, strict=False):
                 recorder.span("unit", action.stage, message.index, at_s, at_s + taken_s, op.name)
                 at_s += taken_s
         settle(runtime.device)

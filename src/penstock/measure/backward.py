@@ -14,7 +14,7 @@ from penstock.graph.ops import State
 from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing, medians_scaled, spread
 from penstock.measure.operation_times import random_input
-from penstock.runtime.training import TrainingRuntime
+from penstock.runtime.registry import EAGER
 
 _UPDATED = 2**20  # weights of a tensor
 # the model's outputs and their rows to the sum that is minimized
@@ -42,7 +42,7 @@ class Trainable:
         trained = {s.source for s in graph.states if s.kind == "parameter"}
         self._tensors = {s.value.name: _leaf(load(s), s.source in trained) for s in graph.states}
         self._parts = divide_for_training(graph, cuts, trained)
-        self._runtimes = [TrainingRuntime(part, self._own_tensors(part)) for part in self._parts]
+        self._runtimes = [EAGER.load_training(part, self._own_tensors(part)) for part in self._parts]
         self._inputs = {value.name: value for value in graph.tensor_inputs()}
 
     def _own_tensors(self, part: TrainingPart) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import State, Value, effect
 from penstock.graph.stages import divide
 from penstock.measure.operation_times import random_input
-from penstock.runtime.eager import Runtime
+from penstock.runtime.eager import StageRuntime
+from penstock.runtime.registry import EAGER
 
 # passes are repeated while their totals lie further apart than this part of the median
 STEADY = 0.03
@@ -59,7 +60,7 @@ def measure_seconds(
     """
     torch.set_num_threads(timing.threads)
     program = divide(graph, [])[0]
-    runtime = Runtime(program, {state.value.name: load(state) for state in program.states})
+    runtime = EAGER.load(program, {state.value.name: load(state) for state in program.states})
     with torch.inference_mode():
         return [
             _measure(runtime, graph, positions, count, timing.clock, timing.repeats_for(count)) for count in timing.rows
@@ -67,7 +68,7 @@ def measure_seconds(
 
 
 def _measure(
-    runtime: Runtime, graph: Graph, positions: Sequence[int], rows: int, clock: Callable[[], float], repeats: int
+    runtime: StageRuntime, graph: Graph, positions: Sequence[int], rows: int, clock: Callable[[], float], repeats: int
 ) -> Seconds:
     sizes = graph.sizes(rows)
     inputs = [random_input(value, sizes) for value in graph.tensor_inputs()]
@@ -77,7 +78,7 @@ def _measure(
     began = time.perf_counter()
     for _ in range(MOST_ROUNDS):
         for _ in range(repeats):
-            seconds = runtime.timed(sizes, inputs, clock)
+            seconds = runtime.watched(sizes, inputs, clock)[1]
             passes.append([sum(seconds[a:b]) for a, b in pairwise(positions)])
             begin = clock()
             runtime(sizes, inputs)

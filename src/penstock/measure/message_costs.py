@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.deployment import Deployment
+from penstock.deploy.options import RunOptions
 from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.sources import FromWeights
 from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
@@ -101,8 +103,8 @@ def _run(
     graph = capture(model, (example,))
     cuts = Cuts(graph).find_all([f"{stage}:before" for stage in range(1, len(ranks))])
     deployment = Deployment(
-        world, divide_in_turns(graph, [cuts]), partial(load_state, graph, weights=ModuleWeights(model)),
-        sizes=graph.sizes(1), threads=1, ranks=ranks, number=number,
+        world, divide_in_turns(graph, [cuts]), FromWeights(partial(load_state, graph, weights=ModuleWeights(model))),
+        RunOptions(threads=1), sizes=graph.sizes(1), ranks=ranks, number=number,
     )  # fmt: skip
     for counted in (False, True):
         begin = time.process_time()

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State, Value
 from penstock.graph.stages import divide
-from penstock.runtime.eager import Runtime
+from penstock.runtime.registry import EAGER
 
 
 def measure_work(
@@ -31,12 +31,12 @@ def measure_work(
     if threads:
         torch.set_num_threads(threads)
     program = divide(graph, [])[0]
-    runtime = Runtime(program, {state.value.name: load(state) for state in program.states})
+    runtime = EAGER.load(program, {state.value.name: load(state) for state in program.states})
     sizes = graph.sizes(graph.fixed_batch or rows)
     inputs = [random_input(value, sizes) for value in graph.tensor_inputs()]
     with torch.inference_mode():
-        runtime.timed(sizes, inputs, time.perf_counter)
-        passes = [runtime.timed(sizes, inputs, time.perf_counter) for _ in range(repeats)]
+        runtime.watched(sizes, inputs, time.perf_counter)[1]
+        passes = [runtime.watched(sizes, inputs, time.perf_counter)[1] for _ in range(repeats)]
     return [statistics.median(times) for times in zip(*passes, strict=True)]
 
 

@@ -76,6 +76,21 @@ class StageRuntime(Protocol):
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on one microbatch; `sizes` gives every symbol of the program its value."""
 
+    def watched(
+        self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]
+    ) -> tuple[list[Tensor], list[float]]:
+        """Run on one microbatch; returns the outputs, and the seconds of every operation where they can be told."""
+
+    def own(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+        """Return outputs that the caller may write to."""
+
+    def copied(self) -> "StageRuntime | None":
+        """Make the same again, with tensors of its own; None where it cannot be copied."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of its tensors."""
+
 
 class Runtime:
     """A stage program with its weights on a device, callable.
@@ -120,17 +135,13 @@ class Runtime:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Return the bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self._state)
 
     def copied(self) -> "Runtime":
         """Make the same again, with tensors of its own."""
         pairs = zip(self.program.states, self._state, strict=True)
         return Runtime(self.program, {state.value.name: tensor.clone() for state, tensor in pairs}, self.device)
-
-    def timed(self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]) -> list[float]:
-        """Run on one microbatch and give the seconds of every operation."""
-        return self.watched(sizes, inputs, clock)[1]
 
     def watched(
         self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]

@@ -7,6 +7,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from penstock.deploy.options import RunOptions
 from penstock.deploy.placing import place_bundle
 from penstock.deploy.worker import BUNDLE, work
 from penstock.engine.driver import StreamReport
@@ -43,7 +44,7 @@ class BundledPipeline:
         folder = Path(folder).absolute()
         self._world: World
         if under_torchrun():
-            self._world = join_torchrun()
+            self._world = join_torchrun(followed=True)
         else:
             find_device(device)  # before anything is started
             self._world = start_local(len(read_plan(folder / "plan.json").devices), {BUNDLE: str(folder)})
@@ -53,8 +54,10 @@ class BundledPipeline:
             if not self._feeds:
                 work(self._world, bundle=folder)
                 return
-            count = threads or threads_per_stage(self._world)
-            self._pipelines, self._interface = place_bundle(self._world, folder, threads=count, computes_on=str(device))
+            run = RunOptions(
+                threads=threads or threads_per_stage(self._world), device=str(device), between_gpus=between_gpus
+            )
+            self._pipelines, self._interface = place_bundle(self._world, folder, run)
         except BaseException as error:
             self._world.health.report(error)
             self._world.close(0.0)
@@ -82,15 +85,9 @@ class BundledPipeline:
 
     def close(self) -> None:
         """Stop the stages and let go of the processes."""
-        try:
+        with self._world:
             if self._feeds and self._world.health.failure is None:
                 self._pipelines.close()
-                self._world.dismiss()
-        except BaseException as error:
-            self._world.health.report(error)  # the other processes would wait for their next job
-            raise
-        finally:
-            self._world.close()
 
     def __enter__(self) -> "BundledPipeline":
         return self

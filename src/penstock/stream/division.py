@@ -1,7 +1,7 @@
 """A model as it will stream: cut by a policy, by hand, by a plan, or given as modules; then put in place."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from penstock.deploy.options import CutOptions, ModelCall, RunOptions
 from penstock.deploy.placing import place
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.sources import FromModules, FromWeights
 from penstock.deploy.state import load_state
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import UsageError
@@ -24,7 +25,6 @@ from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local
 from penstock.group.world import World
-from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
 from penstock.spec.plan import Plan
 from penstock.zoo.weights.weights import ModuleWeights
@@ -90,8 +90,8 @@ class _Divided:
 
     def deploy(self, world: World, threads: int, tracer: FeederTracer | None) -> Deployment:
         return Deployment(
-            world, divide_in_turns(self.graph, [self.cuts]), self.load, sizes=self.sizes, threads=threads,
-            depth=self.run.depth, stall_s=self.run.stall_s, computes_on=self.run.device, tracer=tracer,
+            world, divide_in_turns(self.graph, [self.cuts]), FromWeights(self.load),
+            replace(self.run, threads=threads), sizes=self.sizes, tracer=tracer,
         )  # fmt: skip
 
 
@@ -109,10 +109,7 @@ class _Planned:
         return start_local(len(self.plan.devices))
 
     def deploy(self, world: World, threads: int, tracer: FeederTracer | None) -> Replicas:
-        return place(
-            world, self.graph, self.plan, self.load, threads=threads, stall_s=self.run.stall_s,
-            computes_on=self.run.device, tracer=tracer,
-        )  # fmt: skip
+        return place(world, self.graph, self.plan, self.load, replace(self.run, threads=threads), tracer=tracer)
 
 
 class _Chained:
@@ -135,10 +132,6 @@ class _Chained:
 
     def deploy(self, world: World, threads: int, tracer: FeederTracer | None) -> Deployment:
         return Deployment(
-            world, self._programs, None, make=self._make, sizes=self._sizes, threads=threads, depth=self._run.depth,
-            stall_s=self._run.stall_s, tracer=tracer,
+            world, self._programs, FromModules(self._make_one), replace(self._run, threads=threads),
+            sizes=self._sizes, tracer=tracer,
         )  # fmt: skip
-
-    def _make(self, index: int) -> RoundRobin[StageRuntime]:
-        programs: RoundRobin[StageProgram] = self._programs[index]
-        return programs.map(partial(self._make_one, index))

@@ -206,17 +206,14 @@ class StreamingPipeline:
         if self._closed and self.feeds:
             return
         self._forget_end()
-        try:
-            if self._stages is None:
-                self.deployment.close()
-                if self._owns_world and self.world.workers is not None:
-                    self.world.dismiss()
-            elif not self._closed:
-                self._stages.serve_to_end()
-        finally:
-            self._closed = True
-            if self._owns_world:
-                self.world.close()
+        with self.world if self._owns_world else contextlib.nullcontext():
+            try:
+                if self._stages is None:
+                    self.deployment.close()
+                elif not self._closed:
+                    self._stages.serve_to_end()
+            finally:
+                self._closed = True
 
     def end(self, error: BaseException | None) -> None:
         """Close in order, or give everything up because of an error of the caller's."""

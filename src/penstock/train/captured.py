@@ -17,7 +17,7 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.training_parts import TrainingPart, divide_for_training
-from penstock.runtime.eager import Runtime
+from penstock.runtime.registry import EAGER
 from penstock.tensors.devices import HOST
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.weights.weights import ModuleWeights, RandomWeights, Weights
@@ -136,7 +136,7 @@ def cast_crossings(
                 torch.empty(v.evaluate(sizes), dtype=dtypes.get(v.name, v.dtype), device=device) for v in program.inputs
             ]
             with mode, torch.no_grad(), torch.autocast(device.type, dtype=autocast):
-                outputs = Runtime(program, states, device)(sizes, inputs)
+                outputs = EAGER.load(program, states, device)(sizes, inputs)
             dtypes |= {v.name: t.dtype for v, t in zip(program.outputs, outputs, strict=True)}
             cast = {
                 group: tuple(dataclasses.replace(v, dtype=dtypes.get(v.name, v.dtype)) for v in getattr(program, group))

@@ -21,7 +21,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.plan.schedule.actions import forward_only
-from penstock.runtime.training import TrainingRuntime
+from penstock.runtime.registry import EAGER
 from penstock.train.batches import Microbatch, bind, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
@@ -116,7 +116,7 @@ class Evaluation:
             program = self._parts[index].program
             self._tensors.add_states(program.states, self._captured)
             tensors = self._tensors.of_program(program, {})
-            runtime = TrainingRuntime(self._parts[index], tensors, self._tensors.device)
+            runtime = EAGER.load_training(self._parts[index], tensors, self._tensors.device)
             stages[index] = TrainingStage(
                 index=index, part=self._parts[index], runtime=runtime, leaves={}, autocast=self._autocast, trains=False
             )

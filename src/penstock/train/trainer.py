@@ -22,7 +22,7 @@ from penstock.graph.call import build_output
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.direct import go_direct
 from penstock.group.world import World
-from penstock.runtime.training import TrainingRuntime
+from penstock.runtime.registry import EAGER
 from penstock.spec.saving import fingerprint
 from penstock.tensors.devices import HOST, most_bytes
 from penstock.tracing.trace import write_run
@@ -123,10 +123,10 @@ class Trainer:
         if checkpointing:
             written = {s.value.name for s in part.program.states if s.source in written_buffers(part)}
             spare = {name: tensor.clone() if name in written else tensor for name, tensor in tensors.items()}
-            recompute = TrainingRuntime(part, spare, self.device)
+            recompute = EAGER.load_training(part, spare, self.device)
         head: Head | None = self._head if index == self.last_stage else None
         stage = TrainingStage(
-            index=index, part=part, runtime=TrainingRuntime(part, tensors, self.device), leaves=leaves, head=head,
+            index=index, part=part, runtime=EAGER.load_training(part, tensors, self.device), leaves=leaves, head=head,
             autocast=self.autocast, recompute=recompute, synchronize=self._synchronizer.stage_done,
         )  # fmt: skip
         for name, leaf in leaves.items():

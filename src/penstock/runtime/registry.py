@@ -1,0 +1,70 @@
+"""Runtimes by the names that plans have for them; nothing else makes one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PlanError
+from penstock.graph.program import StageProgram
+from penstock.graph.training_parts import TrainingPart
+from penstock.runtime.eager import Runtime, StageRuntime
+from penstock.runtime.training import TrainingRuntime
+from penstock.tensors.devices import HOST
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeKind:
+    """How a runtime is made of a program and its tensors by name, and what it computes in.
+
+    `load_training` makes one that gradients flow back through, where the kind can.
+    """
+
+    load: Callable[[StageProgram, Mapping[str, Tensor], torch.device], StageRuntime]
+    load_training: Callable[[TrainingPart, Mapping[str, Tensor], torch.device], TrainingRuntime] | None
+    precisions: tuple[str, ...]
+
+
+RUNTIMES: dict[str, RuntimeKind] = {
+    "eager": RuntimeKind(load=Runtime, load_training=TrainingRuntime, precisions=("float32",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeChoice:
+    """What a plan says of a stage's runtime.
+
+    Example:
+        runtime = RuntimeChoice("eager").load(program, tensors)
+
+    Raises `PlanError` for a runtime that is not known and a precision that it does not compute in.
+    """
+
+    name: str = "eager"
+    precision: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.name not in RUNTIMES:
+            raise PlanError(f"the runtime {self.name!r} is not known; use one of {', '.join(RUNTIMES)}")
+        if self.precision not in RUNTIMES[self.name].precisions:
+            raise PlanError(
+                f"the runtime {self.name} computes in {', '.join(RUNTIMES[self.name].precisions)}, not in "
+                f"{self.precision}; plan with one of these"
+            )
+
+    def load(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> StageRuntime:
+        """Make a runtime of a program."""
+        return RUNTIMES[self.name].load(program, tensors, device)
+
+    def load_training(
+        self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST
+    ) -> TrainingRuntime:
+        """Make a runtime that is trained."""
+        load = RUNTIMES[self.name].load_training
+        if load is None:
+            raise PlanError(f"the runtime {self.name} does not train; use eager")
+        return load(part, tensors, device)
+
+
+EAGER = RuntimeChoice()

@@ -1,0 +1,59 @@
+"""Runtimes by name: those that are there are made, others refused by name before anything runs."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.deploy.options import RunOptions
+from penstock.deploy.placing import place
+from penstock.deploy.state import load_state
+from penstock.errors import PlanError
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cuts
+from penstock.graph.stages import divide, fingerprint
+from penstock.runtime.registry import RUNTIMES, RuntimeChoice
+from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
+from penstock.zoo.weights.weights import ModuleWeights
+from tests.worlds import memory_world
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_a_named_runtime_computes_what_the_model_does(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    x = torch.randn(3, 4)
+    graph = capture(model, (x,))
+    tensors = {state.value.name: load_state(graph, state, ModuleWeights(model)) for state in graph.states}
+    runtime = RuntimeChoice(name, RUNTIMES[name].precisions[0]).load(divide(graph, [])[0], tensors)
+    assert torch.equal(runtime({"batch": 3}, [x])[0], model(x))
+
+
+def test_a_runtime_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match=r"the runtime 'abacus' is not known; use one of eager"):
+        RuntimeChoice("abacus")
+
+
+def test_a_precision_that_a_runtime_has_not_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"the runtime eager computes in float32, not in int8"):
+        RuntimeChoice("eager", "int8")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"runtime": "abacus"}, "the runtime 'abacus' is not known"), ({"precision": "bfloat16"}, "not in bfloat16")],
+)
+def test_a_plan_s_runtime_is_read(change: dict[str, str], message: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
+    graph = capture(model, (torch.randn(1, 4),))
+    cut = next(iter(Cuts(graph))).name
+    stages = (Stage(devices=("a",)), Stage(devices=("b",), **change))  # type: ignore[arg-type]
+    plan = Plan(
+        model="two", graph=fingerprint(graph), profile="", cluster="", microbatch_rows=1,
+        pipelines=(Pipeline(stages=stages, cut_sets=(CutSet(cuts=(cut,)),)),), loader="a", writer="a",
+        prediction=Prediction(
+            rows_per_s=1.0, bound_rows_per_s=1.0, latency_s=1.0, total_s=1.0, num_rows=1, limit="a",
+            devices=tuple(DeviceLoad(device=name, load_s=1.0, memory_bytes=1.0) for name in "ab"),
+        ),
+    )  # fmt: skip
+    weights = ModuleWeights(model)
+    with memory_world(2) as world, pytest.raises(PlanError, match=message):
+        place(world.feeder, graph, plan, lambda state: load_state(graph, state, weights), RunOptions(threads=1))

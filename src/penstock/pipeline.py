@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.deploy.options import CutOptions, ModelCall, RunOptions
-from penstock.engine.driver import StreamReport
+from penstock.engine.observer import StreamReport
 from penstock.engine.stall import STALL_S
 from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError

@@ -11,10 +11,9 @@ from penstock.deploy.serving import OwnStages, serve_stages
 from penstock.deploy.sources import load_programs
 from penstock.deploy.state import load_state
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, Counters
-from penstock.engine.executor import serve_stream
+from penstock.engine.executor import ForwardStage, serve_stream
 from penstock.engine.observer import Observer, StageReport
 from penstock.engine.placement import StagesJob
-from penstock.engine.stage import ForwardStage
 from penstock.engine.wiring import Channels, Opening, feeder_links, open_channels
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError
 from penstock.plan.schedule.actions import forward_only

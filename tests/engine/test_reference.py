@@ -85,7 +85,7 @@ import resource, torch
 from torch import nn
 from penstock.engine import reference
 from penstock.engine.observer import StreamObserver
-from penstock.engine.stage import ForwardStage
+from penstock.engine.executor import ForwardStage
 from penstock.transport.messages import DATA, Message
 from penstock.runtime.eager import Runtime
 from penstock.deploy.state import load_state

@@ -29,7 +29,7 @@ from penstock.spec.plan import write_plan
 from penstock.train.captured import Captured
 from penstock.zoo.models.models import load_model
 from tests.recipes.test_data import BERT, TREES
-from tests.train.test_place import plan_for
+from tests.train.test_arrangement import plan_for
 
 VIT = "timm:vit_tiny_patch16_224,img_size=8,patch_size=4,depth=2,embed_dim=24,num_heads=3"
 Run = Callable[..., tuple[int, str, str]]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.bench.samples import Difference
-from penstock.engine.driver import StreamReport
+from penstock.engine.observer import StreamReport
 from penstock.group.world import World
 from penstock.units import format_bytes, format_rate, format_seconds
 

@@ -12,8 +12,9 @@ from penstock.deploy.options import RunOptions
 from penstock.deploy.serving import OwnStages, serve_stages
 from penstock.deploy.sources import FromModules, Source
 from penstock.engine.counters import ACTIVATIONS, Counters
-from penstock.engine.driver import JOIN_S, Driver, Microbatch, Place, StreamReport, drive
-from penstock.engine.observer import StageReport
+from penstock.engine.driver import JOIN_S, Driver, Microbatch, finish_stream, stream_through
+from penstock.engine.observer import StreamReport
+from penstock.engine.place import Place
 from penstock.engine.placement import StagesJob
 from penstock.engine.stall import StallWatch
 from penstock.engine.tracers import FeederTracer
@@ -66,10 +67,7 @@ class Deployment:
         )  # fmt: skip
         _check_shared(self.job)
         self.tracer = tracer
-        self.traces: Sequence[StreamTrace] = []  # of the last stream's processes, where it was recorded
-        self.last_report = StreamReport()
         self._executor: threading.Thread | None = None
-        self._stream: Driver | None = None
         try:
             send_stages(world.transport, self.job, programs, source)
             own = find_device(run.device, world.position) if FEEDER in self.job.holders else HOST
@@ -79,7 +77,7 @@ class Deployment:
                 index: source.make(index, programs[index], self.job.runtime_of(index), own)
                 for index in self.job.stages_of(FEEDER)
             }
-            self._place = self._connect(programs, runtimes_here, run.stall_s)
+            self.place = self._connect(programs, runtimes_here, run.stall_s)
         except TransportError as error:
             raise world.explain(error) from error
 
@@ -106,7 +104,7 @@ class Deployment:
                 target=self._serve, args=(own, errors), name="penstock-stages", daemon=True
             )
             self._executor.start()
-        return Place(world, job, own.channels, watch, counters, window, self._give_up, errors)
+        return Place(world, job, self.symbols, own.channels, watch, counters, window, self.tracer, errors)
 
     def _serve(self, own: OwnStages, errors: "queue.Queue[BaseException]") -> None:
         """Run this process's own stages, in a thread."""
@@ -125,7 +123,7 @@ class Deployment:
         the next stream finds the stages ready. Raises `UsageError` while another stream is under way.
         A `KeyboardInterrupt` in the middle gives the pipeline up: what was being handed over is not known.
         """
-        return _stream_through(RoundRobin([self]), microbatches, self)
+        return stream_through(RoundRobin([self.place]), microbatches)
 
     @property
     def deployments(self) -> "tuple[Deployment, ...]":
@@ -139,55 +137,42 @@ class Deployment:
 
     def stage_states(self) -> list[StageState]:
         """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
-        return self._place.watch.states(self.job.depth)
+        return self.place.watch.states(self.job.depth)
 
-    def open(self) -> Driver:
-        """Begin a stream; raises `UsageError` while another one is under way."""
-        if self._stream is not None:
-            raise UsageError("another stream is under way; take all of its results or close() it first")
-        self._stream = Driver(self._place)
-        return self._stream
+    @property
+    def last_report(self) -> StreamReport:
+        """The times of the last stream."""
+        return self.place.report
 
-    def finish(self) -> list[StageReport]:
-        """End the stream under way: what is on its way is thrown away. Returns the stages' reports."""
-        driver, self._stream = self._stream, None
-        reports = driver.finish() if driver is not None else []
-        if reports and self.tracer is not None:
-            try:
-                self.traces = self.tracer.gather(self.job.holders)
-            except TransportError as error:
-                raise self.world.explain(error) from error
-        return reports
-
-    def _give_up(self) -> None:
-        """After a failure: end every wait of this process, so that its threads end by themselves."""
-        self.world.transport.abort()
-        self._place.channels.abort()
+    @property
+    def traces(self) -> Sequence[StreamTrace]:
+        """What the processes recorded of the last stream, the feeding one first; empty where nothing was."""
+        return self.place.traces
 
     def abandon(self) -> None:
         """End at once, whatever is under way; nothing more can be streamed."""
-        self._give_up()
-        if self._stream is not None:
-            self._stream.abandon()
+        self.place.give_up()
+        if self.place.driver is not None:
+            self.place.driver.abandon()
         self._join()
 
     def close(self) -> None:
         """Tell the stages to stop serving; the world stays. A stream under way is cancelled."""
         try:
-            self.finish()
+            finish_stream(self.place)
             if self.world.health.failure is None:
-                Driver(self._place).stop()
+                Driver(self.place).stop()
         finally:
             if self.world.health.failure is not None:
-                self._give_up()
+                self.place.give_up()
             self._join()
 
     def leave(self) -> None:
         """Do what `close` does when the program ends: from Python 3.12 on, no thread can be started then."""
-        self.world.health.call_instead(self._give_up)
-        self.finish()
+        self.world.health.call_instead(self.place.give_up)
+        finish_stream(self.place)
         if self.world.health.failure is None:
-            channels = self._place.channels
+            channels = self.place.channels
             channels.senders[FEEDER_STAGE, ACTIVATIONS].put(Message(CLOSE))
             while channels.receivers[FEEDER_STAGE, ACTIVATIONS].take().kind != CLOSE:
                 pass
@@ -209,8 +194,6 @@ class Replicas:
     def __init__(self, deployments: Sequence[Deployment], order: Sequence[int] | None = None) -> None:
         self.deployments = tuple(deployments)
         self._order = tuple(order) if order is not None else tuple(range(len(deployments)))
-        self.tracer = self.deployments[0].tracer
-        self.last_report = StreamReport()
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -223,13 +206,19 @@ class Replicas:
         return self.deployments[0].traces
 
     @property
+    def last_report(self) -> StreamReport:
+        """The times of the last stream."""
+        return self.deployments[0].last_report
+
+    @property
     def world(self) -> World:
         """The world that all of them run in."""
         return self.deployments[0].world
 
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
         """Feed microbatches and yield their results in order, as `Deployment.stream` does."""
-        return _stream_through(RoundRobin(self.deployments, self._order), microbatches, self)
+        places = [deployment.place for deployment in self.deployments]
+        return stream_through(RoundRobin(places, self._order), microbatches)
 
     def stage_states(self) -> list[StageState]:
         """Return how far each stage of each pipeline is, as `Deployment.stage_states`."""
@@ -249,30 +238,6 @@ class Replicas:
         """Do what `close` does when the program ends, as `Deployment.leave`."""
         for deployment in self.deployments:
             deployment.leave()
-
-
-def _stream_through(
-    deployments: RoundRobin[Deployment], microbatches: Iterable[Microbatch], owner: Deployment | Replicas
-) -> Generator[list[Tensor], None, None]:
-    """Stream through pipelines side by side, and see that each has ended its stream whatever happens."""
-    first = deployments.items[0]
-    drivers = deployments.map(lambda deployment: deployment.open())
-    report = owner.last_report = StreamReport()
-    for deployment in deployments.items:
-        deployment.last_report = report
-    try:
-        recorder = first.tracer.recorder if first.tracer else None
-        yield from drive(drivers, first.symbols, microbatches, report, recorder)
-    except (TransportError, KeyboardInterrupt) as error:
-        # the stages are out of step, or may be: an interrupt can fall between any two steps of a hand-over
-        first.world.health.report(error)
-        raise
-    finally:
-        report.stages = [stage for deployment in deployments.items for stage in deployment.finish()]
-        if first.tracer is not None and report.stages:
-            traces = [first.tracer.own(), *(t for deployment in deployments.items for t in deployment.traces)]
-            for deployment in deployments.items:
-                deployment.traces = traces
 
 
 def _check_shared(job: StagesJob) -> None:

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from penstock.engine.counters import write_counters
-from penstock.engine.executor import serve
+from penstock.engine.executor import ForwardStage, serve
 from penstock.engine.observer import StreamObserver
 from penstock.engine.placement import StagesJob
-from penstock.engine.stage import ForwardStage
 from penstock.engine.wiring import Link, Opening, open_channels, stream_links
 from penstock.group.world import World
 from penstock.plan.schedule.actions import Action

@@ -4,72 +4,25 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from penstock.engine.channels import LocalChannel
-from penstock.engine.counters import ACTIVATIONS, Counters
-from penstock.engine.observer import StageReport
-from penstock.engine.placement import StagesJob
-from penstock.engine.stall import StallWatch
-from penstock.engine.wiring import Channels
+from penstock.engine.counters import ACTIVATIONS
+from penstock.engine.observer import StageReport, StreamReport
+from penstock.engine.place import Place
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
-from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tensors.devices import HOST
 from penstock.tensors.layout import copy_exactly
-from penstock.tracing.record import FEEDER_STAGE, Recorder
+from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.messages import CLOSE, DATA, END, Message
 
 Microbatch = tuple[Sequence[Tensor], Mapping[str, int]]
 _POLL_S = 0.1
 # how long a thread that nothing holds up any more may take to end
 JOIN_S = 5.0
-
-
-@dataclass(slots=True)
-class StreamReport:
-    """Times of one stream, in seconds since its first microbatch was fed, and what each stage did."""
-
-    num_microbatches: int = 0
-    num_rows: int = 0
-    fill_s: float = 0.0  # until the first result
-    fed_s: float = 0.0  # until the last microbatch had been taken in
-    total_s: float = 0.0  # until the last result
-    results_s: list[float] = field(default_factory=list)
-    stages: list[StageReport] = field(default_factory=list)
-
-    @property
-    def rows_per_s(self) -> float:
-        """Rows over the whole stream, fill and drain included."""
-        return self.num_rows / self.total_s if self.total_s else 0.0
-
-    @property
-    def steady_rows_per_s(self) -> float:
-        """Rows per second from the first result until the last input was taken in; of all of it where that is short."""
-        steady = [moment for moment in self.results_s if self.fill_s < moment <= self.fed_s]
-        if len(steady) < 2:
-            return self.rows_per_s
-        return len(steady) * self.num_rows / self.num_microbatches / (steady[-1] - self.fill_s)
-
-
-@dataclass(slots=True)
-class Place:
-    """A pipeline in place, as its driver needs it: who holds it, the feeder's channels, what went wrong in here.
-
-    `window` bounds the microbatches that may be in it; `counters` count what the feeder sent and took.
-    """
-
-    world: World
-    job: StagesJob
-    channels: Channels
-    watch: StallWatch
-    counters: Counters
-    window: int
-    give_up: Callable[[], None]
-    errors: "queue.Queue[BaseException]" = field(default_factory=queue.Queue)
 
 
 class Driver:
@@ -252,15 +205,58 @@ class Driver:
             raise TransportError(f"from the last stage to the feeding process: {error}") from error
 
 
-def drive(
-    drivers: RoundRobin[Driver], symbols: Sequence[str], microbatches: Iterable[Microbatch], report: StreamReport,
-    recorder: Recorder | None = None,
-) -> Generator[list[Tensor], None, None]:  # fmt: skip
-    """Feed microbatches round-robin and yield their results in order, writing the report on the way.
+def open_stream(place: Place) -> Driver:
+    """Begin a stream; raises `UsageError` while another one is under way."""
+    if place.driver is not None:
+        raise UsageError("another stream is under way; take all of its results or close() it first")
+    driver = place.driver = Driver(place)
+    return driver
 
-    An exception of `microbatches` itself comes out here; finishing the drivers is the caller's.
+
+def finish_stream(place: Place) -> list[StageReport]:
+    """End the stream under way: what is on its way is thrown away. Returns the stages' reports."""
+    driver, place.driver = place.driver, None
+    reports = driver.finish() if driver is not None else []
+    if reports and place.tracer is not None:
+        try:
+            place.traces = place.tracer.gather(place.job.holders)
+        except TransportError as error:
+            raise place.world.explain(error) from error
+    return reports
+
+
+def stream_through(
+    places: RoundRobin[Place], microbatches: Iterable[Microbatch]
+) -> Generator[list[Tensor], None, None]:
+    """Feed microbatches round-robin to pipelines side by side, and yield their results in order.
+
+    Whatever happens, each pipeline has ended its stream afterwards. An exception of `microbatches` itself comes out
+    once what is under way has been drained.
     """
-    source = iter(microbatches) if recorder is None else _recorded(iter(microbatches), recorder)
+    first = places.items[0]
+    drivers = places.map(open_stream)
+    report = StreamReport()
+    for place in places.items:
+        place.report = report
+    try:
+        source = iter(microbatches)
+        yield from _drive(drivers, first.symbols, first.tracer.loading(source) if first.tracer else source, report)
+    except (TransportError, KeyboardInterrupt) as error:
+        # the stages are out of step, or may be: an interrupt can fall between any two steps of a hand-over
+        first.world.health.report(error)
+        raise
+    finally:
+        report.stages = [stage for place in places.items for stage in finish_stream(place)]
+        if first.tracer is not None and report.stages:
+            traces = [first.tracer.own(), *(trace for place in places.items for trace in place.traces)]
+            for place in places.items:
+                place.traces = traces
+
+
+def _drive(
+    drivers: RoundRobin[Driver], symbols: Sequence[str], source: Iterator[Microbatch], report: StreamReport
+) -> Generator[list[Tensor], None, None]:
+    """Feed and take by turns, writing the report on the way."""
     begin = time.perf_counter()
     exhausted = False
     fed = taken = 0
@@ -287,16 +283,3 @@ def drive(
             report.fill_s = report.results_s[0]
             report.num_microbatches = taken
             yield result
-
-
-def _recorded(source: Iterator[Microbatch], recorder: Recorder) -> Iterator[Microbatch]:
-    """Record how long each microbatch's data takes to load."""
-    number = 0
-    while True:
-        begin_s, cpu_s = recorder.clock(), time.thread_time()
-        following = next(source, None)
-        if following is None:
-            return
-        recorder.span("load", FEEDER_STAGE, number, begin_s, recorder.clock(), cpu_s=time.thread_time() - cpu_s)
-        number += 1
-        yield following

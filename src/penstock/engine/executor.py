@@ -2,23 +2,85 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
 from penstock.engine.channels import Receiver
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS
 from penstock.engine.observer import Observer
-from penstock.engine.stage import Stage
 from penstock.engine.wiring import Channels
 from penstock.errors import ConnectionBroken, OutOfMemory, RunError, TransportError
 from penstock.memory import is_out_of_memory
 from penstock.plan.schedule.actions import STAGE_KINDS, Action
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.eager import StageRuntime
+from penstock.tensors.devices import moved, settle
 from penstock.tensors.layout import copy_exactly
 from penstock.text import first_line
+from penstock.tracing.record import Recorder
 from penstock.transport.messages import CLOSE, DATA, END, Message
 
 # what an action takes from one neighbour and sends to the other; those not here do neither
 CARRIES = {"F": ACTIVATIONS, "B": GRADIENTS, "I": GRADIENTS}
+
+
+class Stage(Protocol):
+    """What the executor runs: it only computes; messages are taken and sent around it."""
+
+    # the kinds of actions that it can run
+    kinds: ClassVar[frozenset[str]]
+    # whether it still needs an action's inputs when the action is done, so that they may not stay in a buffer
+    keeps_inputs: ClassVar[bool]
+
+    @property
+    def device(self) -> torch.device:
+        """Return where it computes."""
+
+    def run(self, action: Action, message: Message | None) -> Message | None:
+        """Run an action on the message that it takes, if it takes one; returns the message that it sends.
+
+        Raises `RunError` where an operation fails.
+        """
+
+
+@dataclass(slots=True)
+class ForwardStage:
+    """A stage of a stream: its programs, one for each cut set, which the microbatches meet round-robin.
+
+    With a recorder that wants units every operation is recorded.
+    """
+
+    kinds: ClassVar[frozenset[str]] = frozenset({"F"})
+    keeps_inputs: ClassVar[bool] = False
+
+    runtimes: RoundRobin[StageRuntime]
+    recorder: Recorder | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Return where it computes."""
+        return self.runtimes.items[0].device
+
+    def run(self, action: Action, message: Message | None) -> Message | None:
+        """Compute one microbatch."""
+        if message is None:
+            raise RunError(f"{action} needs a microbatch, and none came; give the stage a link that brings it")
+        runtime = self.runtimes[action.microbatch]
+        sizes = dict(zip(runtime.program.symbols, message.sizes, strict=True))
+        message.tensors = [moved(tensor, runtime.device) for tensor in message.tensors]
+        recorder = self.recorder
+        if recorder is None or not recorder.units:
+            outputs = runtime(sizes, message.tensors)
+        else:
+            at_s = recorder.clock()
+            outputs, seconds = runtime.watched(sizes, message.tensors, recorder.clock)
+            for op, taken_s in zip(runtime.program.ops, seconds, strict=False):
+                recorder.span("unit", action.stage, message.index, at_s, at_s + taken_s, op.name)
+                at_s += taken_s
+        settle(runtime.device)
+        return Message(DATA, message.index, message.sizes, outputs)
 
 
 def run_schedule(

@@ -3,14 +3,18 @@
 import contextlib
 import json
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+import torch
 
 from penstock.engine.counters import COMPUTING, Counters
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_alone
-from penstock.engine.stage import ForwardStage
 from penstock.plan.schedule.actions import Action
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.eager import StageRuntime
 from penstock.tensors.devices import held_bytes
 from penstock.tensors.layout import copy_exactly
 from penstock.tracing.record import KEPT_BYTES, Clock, Recorder
@@ -141,6 +145,42 @@ class StageReport:
     memory_bytes: float | None = None
 
 
+@dataclass(slots=True)
+class StreamReport:
+    """Times of one stream, in seconds since its first microbatch was fed, and what each stage did."""
+
+    num_microbatches: int = 0
+    num_rows: int = 0
+    fill_s: float = 0.0  # until the first result
+    fed_s: float = 0.0  # until the last microbatch had been taken in
+    total_s: float = 0.0  # until the last result
+    results_s: list[float] = field(default_factory=list)
+    stages: list[StageReport] = field(default_factory=list)
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows over the whole stream, fill and drain included."""
+        return self.num_rows / self.total_s if self.total_s else 0.0
+
+    @property
+    def steady_rows_per_s(self) -> float:
+        """Rows per second from the first result until the last input was taken in; of all of it where that is short."""
+        steady = [moment for moment in self.results_s if self.fill_s < moment <= self.fed_s]
+        if len(steady) < 2:
+            return self.rows_per_s
+        return len(steady) * self.num_rows / self.num_microbatches / (steady[-1] - self.fill_s)
+
+
+class Streamed(Protocol):
+    """A stage of a stream: its runtimes, one for each cut set, and where they compute."""
+
+    runtimes: RoundRobin[StageRuntime]
+
+    @property
+    def device(self) -> torch.device:
+        """Return where it computes."""
+
+
 class StreamObserver(Observer):
     """Observes the stages of a stream: each adds its report to the end of the stream, and runs once more alone.
 
@@ -150,7 +190,7 @@ class StreamObserver(Observer):
     between = True
 
     def __init__(
-        self, stages: dict[int, ForwardStage], device_name: str, others: int, clock: Clock = time.perf_counter
+        self, stages: Mapping[int, Streamed], device_name: str, others: int, clock: Clock = time.perf_counter
     ) -> None:
         super().__init__(stages, clock)
         self._stages, self._device_name, self._others = stages, device_name, others

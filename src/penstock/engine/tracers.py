@@ -8,16 +8,19 @@ answers ◀───────── clock questions ────────�
 sends what it recorded ──────────────────────▶  writes one file for each process
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import count
+from typing import TypeVar
 
 import msgspec
 import torch
 
+from penstock.engine.executor import ForwardStage
 from penstock.engine.observer import StreamObserver
 from penstock.engine.placement import StagesJob
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_machine
-from penstock.engine.stage import ForwardStage
 from penstock.engine.wiring import Channels
 from penstock.errors import TransportError
 from penstock.group.world import World
@@ -28,6 +31,7 @@ from penstock.transport.base import FEEDER, Transport, receive_bytes, send_bytes
 from penstock.transport.tags import CLOCK
 
 _NUM_EXCHANGES = 24
+T = TypeVar("T")
 MAX_TRACE_BYTES = 64 * 2**20
 
 
@@ -89,6 +93,17 @@ class FeederTracer:
         if stages:
             self._own = StageTracer(self._world, stages, channels, observer, units=self.units, profile=self.profile)
         self._clocks.begin(_others(ranks))
+
+    def loading(self, source: Iterator[T]) -> Iterator[T]:
+        """Yield what a source does, and record how long each item takes it."""
+        for number in count():
+            begin_s, cpu_s = self.recorder.clock(), time.thread_time()
+            following = next(source, None)
+            if following is None:
+                return
+            took_s = time.thread_time() - cpu_s
+            self.recorder.span("load", FEEDER_STAGE, number, begin_s, self.recorder.clock(), cpu_s=took_s)
+            yield following
 
     def gather(self, ranks: Collection[int]) -> list[PackedTrace]:
         """At the end of a stream: take what the ranks of a pipeline have recorded."""

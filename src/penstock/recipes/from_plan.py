@@ -4,7 +4,7 @@ from penstock.errors import UsageError
 from penstock.recipes.settings import DEFAULT_SCHEDULE, FitSettings
 from penstock.spec.check import check_purpose, read_plan
 from penstock.spec.plan import Plan
-from penstock.train.place import check_alone
+from penstock.train.arrangement import check_alone
 
 
 def plan_of(settings: FitSettings) -> Plan | None:

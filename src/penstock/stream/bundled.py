@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.deploy.options import RunOptions
 from penstock.deploy.placing import place_bundle
 from penstock.deploy.worker import BUNDLE, work
-from penstock.engine.driver import StreamReport
+from penstock.engine.observer import StreamReport
 from penstock.errors import UsageError
 from penstock.graph.call import read_sizes
 from penstock.group.direct import check_way

@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 
 from penstock.deploy.deployment import Deployment, Replicas
-from penstock.engine.driver import StreamReport
+from penstock.engine.observer import StreamReport
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.work import count_work

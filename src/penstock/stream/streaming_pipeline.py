@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.modules import runtime_maker
 from penstock.deploy.options import CutOptions, ModelCall, RunOptions
-from penstock.engine.driver import Microbatch, StreamReport
+from penstock.engine.driver import Microbatch
+from penstock.engine.observer import StreamReport
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import PenstockError, UsageError
 from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output

@@ -19,13 +19,13 @@ from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
 from penstock.tensors.devices import find_device
 from penstock.terminal.notes import note
+from penstock.train.arrangement import find_cuts
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.grids import ScheduleChoice
 from penstock.train.loader import Collate, Loader
 from penstock.train.losses import LossFunction
 from penstock.train.options import TrainOptions
-from penstock.train.place import find_cuts
 from penstock.train.save import save_model
 from penstock.train.step_report import StepReport
 from penstock.train.trainer import Trainer

@@ -15,7 +15,7 @@ from penstock.group.world import World
 from penstock.tracing.environment import environment
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.tracing.trace import RunFacts, StreamTrace
-from penstock.train.place import Arrangement
+from penstock.train.arrangement import Arrangement
 from penstock.transport.base import FEEDER
 
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from penstock.errors import PlanError
+from penstock.plan.candidates import fits
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.predict import predict
 from penstock.plan.request import Request
@@ -41,7 +42,7 @@ def plan_again(
         stays = msgspec.structs.replace(plan, loader=now.feeding.name, writer=now.feeding.name)
         kept = predict(stays, profile, now)
     fresh = make_plan(profile, now, request)
-    if kept is None or not _fits(kept, now):
+    if kept is None or not fits(kept.prediction, now):
         return fresh
     if fresh.prediction.rows_per_s > kept.prediction.rows_per_s * (1 + worth):
         return fresh
@@ -69,7 +70,3 @@ def request_of(plan: Plan) -> Request:
         num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,
         alternate=plan.schedule == "forward-only",
     )  # fmt: skip
-
-
-def _fits(plan: Plan, cluster: Cluster) -> bool:
-    return all(load.memory_bytes <= cluster.device(load.device).memory_bytes for load in plan.prediction.devices)

@@ -18,6 +18,7 @@ from penstock.plan.search.refine import refine
 from penstock.plan.search.replicas import best_replicas, rates_of
 from penstock.plan.search.rotation import rotated
 from penstock.plan.search.training_replicas import best_steps
+from penstock.spec.cluster import Cluster
 from penstock.spec.plan import CutSet, Pipeline, Prediction, Stage
 
 Kind = Literal["stages", "shared stages", "replicas", "rotating cuts"]
@@ -61,7 +62,8 @@ def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
         return found
     if problem.setting.trains:
         found += _replicas_that_train(problem, request) if request.replicas else []
-        return [candidate for candidate in found if _fits(candidate)]
+        # for too many devices the search did not know how many stages there would be, and what zero bubble then keeps
+        return [candidate for candidate in found if fits(candidate.prediction, problem.cluster)]
     if request.shared:
         found += _shared(problem, request)
     if request.replicas:
@@ -119,11 +121,9 @@ def _single(problem: Problem, request: Request) -> list[Candidate]:
     return [as_candidate(problem, "stages", ((1.0, division),), request, exact=True) for division in divisions]
 
 
-def _fits(candidate: Candidate) -> bool:
-    """Return whether devices have the memory: a search that did not know how many stages there would be, for too many
-    devices, knew too little of what zero bubble keeps."""
-    devices = candidate.problem.cluster
-    return all(load.memory_bytes <= devices.device(load.device).memory_bytes for load in candidate.prediction.devices)
+def fits(prediction: Prediction, cluster: Cluster) -> bool:
+    """Return whether devices have the memory that is predicted."""
+    return all(load.memory_bytes <= cluster.device(load.device).memory_bytes for load in prediction.devices)
 
 
 def _interleaved(problem: Problem, request: Request) -> list[Candidate]:
@@ -221,7 +221,6 @@ def _shares(problem: Problem, stage: Placed) -> tuple[float, ...]:
     pace = shared_load_s(problem, stage)
     parts = []
     for number in stage.devices:
-        own = max(float(a[stage.start] + b[stage.end]) for a, b in problem.terms(number).own)
         spent = problem.feeding_only_s() if number == problem.feeder else 0.0
-        parts.append((pace - spent) / own)
+        parts.append((pace - spent) / problem.own_load_s(number, stage))
     return tuple(part / sum(parts) for part in parts)

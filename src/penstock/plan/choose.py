@@ -160,9 +160,7 @@ def memory_that_would_do(problem: Problem) -> float:
 
 def _needs(problem: Problem, from_end: int) -> Vector:
     """Return the memory of every stage on the feeder, which needs the most, infinite where it is empty."""
-    costs, (first, last) = problem.costs, problem.terms(problem.feeder).memory
-    need: Vector = costs.held_bytes + first[:, None] + last[None, :]
-    need = need + problem.setting.in_flight(from_end) * (costs.kept_at_end_bytes[None, :] - costs.kept_bytes[:, None])
+    need = problem.memory_block(problem.feeder, problem.setting.in_flight(from_end), slice(None), slice(None))
     need[np.tril_indices(problem.num_units + 1)] = np.inf
     return need
 

@@ -59,7 +59,7 @@ def result_times(
             [Job(seconds=seconds, source=source, target=target, device=server) for seconds in own]
             for server, own in enumerate(stage.compute_s)
         ]
-        period = math.lcm(len(stage.order), len(rotation))
+        period = min(math.lcm(len(stage.order), len(rotation)), num_microbatches)
         round_ = [jobs[stage.order[m % len(stage.order)]][rotation[m % len(rotation)]] for m in range(period)]
         lines.append(Line(list(islice(cycle(round_), num_microbatches)), len(stage.compute_s)))
     play(lines)
@@ -73,12 +73,8 @@ def steady_s(
 
     Short queues do not absorb every difference between cut sets; this counts what is lost.
     """
-    length = max(len(rotation) * max(stage_servers(stages), 1), 2 * len(stages) + 2)
+    longest = max(len(stage.order) for stage in stages)
+    length = max(len(rotation) * longest, 2 * len(stages) + 2)
     times = result_times(stages, rotation, rounds * length, depth=depth, feed_s=feed_s)
     half = rounds // 2 * length
     return (times[-1] - times[half - 1]) / (len(times) - half)
-
-
-def stage_servers(stages: Sequence[StageTimes]) -> int:
-    """Return the largest number of devices that share a stage."""
-    return max(len(stage.order) for stage in stages)

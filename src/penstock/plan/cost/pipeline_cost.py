@@ -19,11 +19,10 @@ def shared_load_s(problem: Problem, stage: Placed) -> float:
         return problem.load_s(stage.devices[0], stage.start, stage.end)
     rate, spent = 0.0, 0.0
     for number in stage.devices:
-        terms = problem.terms(number)
-        rate += 1 / max(float(a[stage.start] + b[stage.end]) for a, b in terms.own)
+        own = problem.own_load_s(number, stage)
+        rate += 1 / own
         if number == problem.feeder:
             # others take a part of its input and output, wherever this stage lies
-            own = max(float(a[stage.start] + b[stage.end]) for a, b in terms.own)
             spent = problem.feeding_only_s() / own
     pace = (1 + spent) / rate
     if spent and pace <= problem.feeding_only_s() * (1 + 1e-9):
@@ -84,8 +83,7 @@ def latency_s(problem: Problem, division: Division) -> float:
             for other in receivers
         )
     for stage in division:
-        paths = [problem.path_terms(number) for number in stage.devices]
-        total += max(float(a[stage.start] + b[stage.end]) for a, b in paths)
+        total += max(problem.own_s(number, stage) for number in stage.devices)
     return total
 
 

@@ -149,6 +149,10 @@ class Problem:
         first, last = self.path_terms(number)
         return float(first[stage.start] + last[stage.end])
 
+    def own_load_s(self, number: int, stage: Placed) -> float:
+        """Return the seconds for which the busiest part of a device is busy with a stage, without feeding."""
+        return max(float(first[stage.start] + last[stage.end]) for first, last in self.terms(number).own)
+
     def _terms(self, number: int) -> Terms:
         costs, device = self.costs, self.devices[number]
         feeds = number == self.feeder and not self.setting.trains
@@ -205,20 +209,25 @@ class Problem:
     def cost_block(self, device: int, in_flight: int, starts: slice, ends: slice) -> Vector:
         """Return seconds for stages from every one of some boundaries to every one of others, infinite where
         memory does not suffice or a stage would be empty."""
-        terms, costs = self.terms(device), self.costs
+        terms = self.terms(device)
         block: Vector | None = None
         for first, last in terms.pairs():
             outer = first[starts, None] + last[None, ends]
             block = outer if block is None else np.maximum(block, outer, out=block)
         if block is None:
             raise AssertionError("a device without terms")
-        need = costs.held_bytes[starts, ends] + (terms.memory[0][starts, None] + terms.memory[1][None, ends])
-        if in_flight:
-            need += in_flight * (costs.kept_at_end_bytes[None, ends] - costs.kept_bytes[starts, None])
-        block[need > terms.limit_bytes] = np.inf
+        block[self.memory_block(device, in_flight, starts, ends) > terms.limit_bytes] = np.inf
         numbers = np.arange(self.num_units + 1)
         block[numbers[starts, None] >= numbers[None, ends]] = np.inf
         return block
+
+    def memory_block(self, device: int, in_flight: int, starts: slice, ends: slice) -> Vector:
+        """Return the memory for stages from every one of some boundaries to every one of others."""
+        costs, (first, last) = self.costs, self.terms(device).memory
+        need: Vector = costs.held_bytes[starts, ends] + (first[starts, None] + last[None, ends])
+        if in_flight:
+            need += in_flight * (costs.kept_at_end_bytes[None, ends] - costs.kept_bytes[starts, None])
+        return need
 
     def signature(self, number: int) -> tuple[object, ...]:
         """Return what two devices have alike exactly if one may stand for the other."""

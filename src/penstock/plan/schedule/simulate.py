@@ -228,7 +228,7 @@ def _lines(schedule: Schedule, duration: Duration, transfer: Transfer, num_buffe
     numbers: dict[tuple[Edge, int], int] = {}
     num_made: dict[Edge, int] = {}
     for action in (action for actions in schedule for action in actions):
-        edge = _target(action, devices)
+        edge = _edges(action, devices)[1]
         if edge is not None:
             numbers[edge, action.microbatch] = num_made.setdefault(edge, 0)
             num_made[edge] += 1
@@ -241,7 +241,7 @@ def _lines(schedule: Schedule, duration: Duration, transfer: Transfer, num_buffe
                 channels[edge] = Channel(wire_s=(wire_s,), in_all=_NO_LIMIT if num_buffers is None else num_buffers)
 
     def job(action: Action, device: int) -> Job:
-        source, target = _source(action, devices), _target(action, devices)
+        source, target = _edges(action, devices)
         return Job(
             seconds=duration(action, device), source=source and channels.setdefault(source, Channel()),
             # a message that nobody makes never comes
@@ -251,22 +251,14 @@ def _lines(schedule: Schedule, duration: Duration, transfer: Transfer, num_buffe
     return [Line([job(action, device) for action in actions]) for device, actions in enumerate(schedule)]
 
 
-def _source(action: Action, devices: Mapping[int, int]) -> Edge | None:
-    """Return the cut that an action takes a message from."""
-    if action.kind == "F" and action.stage > 0:
-        return action.stage - 1, action.stage
-    if action.kind in {"B", "I"} and action.stage + 1 in devices:
-        return action.stage + 1, action.stage
-    return None
-
-
-def _target(action: Action, devices: Mapping[int, int]) -> Edge | None:
-    """Return the cut that an action's result crosses."""
-    if action.kind == "F" and action.stage + 1 in devices:
-        return action.stage, action.stage + 1
-    if action.kind in {"B", "I"} and action.stage > 0:
-        return action.stage, action.stage - 1
-    return None
+def _edges(action: Action, devices: Mapping[int, int]) -> tuple[Edge | None, Edge | None]:
+    """Return the cut that an action takes a message from, and the one that its result crosses."""
+    stage = action.stage
+    before = (stage - 1, stage) if stage > 0 else None
+    after = (stage, stage + 1) if stage + 1 in devices else None
+    if action.kind == "F":
+        return before, after
+    return (after and after[::-1], before and before[::-1]) if action.kind in {"B", "I"} else (None, None)
 
 
 def _standstill(schedule: Schedule, lines: Sequence[Line]) -> str:

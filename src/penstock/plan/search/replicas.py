@@ -55,8 +55,7 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
     rates = [rate if index == mine else rate * given / others for index, rate in enumerate(rates)]
     if mine is not None:
         stage = next(stage for stage in divisions[mine] if problem.feeder in stage.devices)
-        own = max(float(a[stage.start] + b[stage.end]) for a, b in problem.terms(problem.feeder).own)
-        own_s = own / len(stage.devices) + problem.feeding_s(divisions[mine])[0]
+        own_s = problem.own_load_s(problem.feeder, stage) / len(stage.devices) + problem.feeding_s(divisions[mine])[0]
         rates[mine] = min(rates[mine], max(0.0, 1 - elsewhere_s[0] * given) / own_s)
     return rates
 
@@ -68,8 +67,7 @@ def _own_bottleneck_s(problem: Problem, division: Division) -> float:
         if len(stage.devices) > 1:
             pace = max(pace, shared_load_s(problem, stage))
             continue
-        own = problem.terms(stage.devices[0]).own
-        pace = max([pace, *(float(a[stage.start] + b[stage.end]) for a, b in own)])
+        pace = max(pace, problem.own_load_s(stage.devices[0], stage))
     for one, other in pairwise(division):
         between = problem.byte_s(one.devices[0], other.devices[0])
         pace = max(pace, float(problem.costs.crossing[one.end]) * between)

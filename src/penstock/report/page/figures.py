@@ -15,6 +15,10 @@ PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#9
 LOST, KEPT, WAIT, MOVE = "#d55e00", "#0072b2", "#b8b8b8", "#e69f00"
 # a browser draws about this many bars quickly; a longer stream only repeats what these show
 MAX_DRAWN = 200
+TEXT_INSIDE = {
+    "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "none",
+    "textfont": {"color": "#ffffff"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +48,25 @@ def timeline(run: Run, stream: MeasuredStream) -> Figure:
     ]
     rows: list[tuple[Cell, ...]] = [(m, text.replace("<br>", "; ")) for m, text in enumerate(journeys)]
     more = f" The first {shown} of {stream.num_microbatches} microbatches." if shown < stream.num_microbatches else ""
-    layout = {
-        "barmode": "overlay", "bargap": 0.3, "hovermode": "closest", "dragmode": "pan",
-        "xaxis": {"title": {"text": "seconds since the first microbatch was loaded"}, "range": _first_view(stream)},
-        "yaxis": {"autorange": "reversed", "fixedrange": True, "title": {"text": ""}},
-        "height": 150 + 60 * len(stream.stages), "uniformtext": {"minsize": 8, "mode": "hide"},
-    }  # fmt: skip
+    layout = timeline_layout(
+        "seconds since the first microbatch was loaded", _first_view(stream), num_rows=len(stream.stages)
+    )
     table = Table("timeline", "Every microbatch's journey", ("microbatch", "journey"), tuple(rows))
     return Figure(
         "timeline", "Timeline", f"One row for each stage of {run.facts.model}, time from left to right; F and a number "
         f"is the forward of that microbatch.{more} The table below has each microbatch's journey.", data, layout, table,
         tuple(journeys),
     )  # fmt: skip
+
+
+def timeline_layout(title: str, view: list[float], *, num_rows: int) -> dict[str, Any]:
+    """Return how a timeline looks that shows these seconds first."""
+    return {
+        "barmode": "overlay", "bargap": 0.3, "hovermode": "closest", "dragmode": "pan",
+        "xaxis": {"title": {"text": title}, "range": view},
+        "yaxis": {"autorange": "reversed", "fixedrange": True, "title": {"text": ""}},
+        "height": 150 + 60 * num_rows, "uniformtext": {"minsize": 8, "mode": "hide"},
+    }  # fmt: skip
 
 
 def journey(stream: MeasuredStream, microbatch: int) -> str:
@@ -96,8 +107,7 @@ def _computing(stream: MeasuredStream, shown: int, journeys: Sequence[str]) -> d
     bars = _bars("computing", stream, shown, journeys, ends, KEPT)
     numbers = [m for _ in stream.stages for m in range(shown)]
     bars |= {
-        "width": 0.8, "text": [f"F{m}" for m in numbers], "textposition": "inside", "insidetextanchor": "middle",
-        "textangle": 0, "constraintext": "none", "textfont": {"color": "#ffffff"},
+        "width": 0.8, "text": [f"F{m}" for m in numbers], **TEXT_INSIDE,
         "marker": {"color": [PALETTE[m % len(PALETTE)] for m in numbers], "line": {"width": 0.5, "color": "#ffffff"}},
     }  # fmt: skip
     return bars

@@ -3,7 +3,19 @@
 import statistics
 from collections.abc import Sequence
 
-from penstock.report.page.figures import KEPT, LOST, MAX_DRAWN, MOVE, PALETTE, WAIT, Figure, stacked, waterfall
+from penstock.report.page.figures import (
+    KEPT,
+    LOST,
+    MAX_DRAWN,
+    MOVE,
+    PALETTE,
+    TEXT_INSIDE,
+    WAIT,
+    Figure,
+    stacked,
+    timeline_layout,
+    waterfall,
+)
 from penstock.report.page.figures import memory as memory_figure
 from penstock.report.page.pictures import Bar, Picture
 from penstock.report.page.tables import Cell, Table, account_table, clock_table, environment_table, memory_of
@@ -76,18 +88,12 @@ def timeline(run: Run, training: MeasuredTraining) -> Figure:
              "color": [b[5] for b in found], "line": {"width": 0.5, "color": "#ffffff"},
              "pattern": {"shape": [b[6] for b in found], "size": 5, "solidity": 0.2, "fillmode": "overlay",
                          "fgcolor": "rgba(255,255,255,0.45)"}},
-         **({"text": [b[4] for b in found], "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
-             "constraintext": "none", "textfont": {"color": "#ffffff"}} if name == "computing" else {})}
+         **({"text": [b[4] for b in found], **TEXT_INSIDE} if name == "computing" else {})}
         for name, (width, color) in looks.items() if (found := bars.get(name))
     ]  # fmt: skip
     num_rows = len({bar[0] for found in bars.values() for bar in found})
     end_s = max(part.end_s for part in first.parts.values())
-    layout = {
-        "barmode": "overlay", "bargap": 0.3, "hovermode": "closest", "dragmode": "pan",
-        "xaxis": {"title": {"text": "seconds"}, "range": [0.0, round(1.02 * (end_s - origin_s), 5)]},
-        "yaxis": {"autorange": "reversed", "fixedrange": True, "title": {"text": ""}},
-        "height": 150 + 60 * num_rows, "uniformtext": {"minsize": 8, "mode": "hide"},
-    }  # fmt: skip
+    layout = timeline_layout("seconds", [0.0, round(1.02 * (end_s - origin_s), 5)], num_rows=num_rows)
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (number, m, text.replace("<br>", "; ")) for (number, m), text in told.items()
     )

@@ -74,6 +74,11 @@ class Account:
         """The cause that cost most, the remainder apart."""
         return max((line for line in self.lines if line.key != "remainder"), key=lambda line: line.times)
 
+    @property
+    def advice(self) -> str:
+        """What cost most, and why, as a sentence."""
+        return f"Most is lost to {self.largest.title}: {self.largest.times:.2f} times. {self.largest.why}."
+
 
 @dataclass(frozen=True, slots=True)
 class _Costs:

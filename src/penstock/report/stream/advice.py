@@ -25,7 +25,7 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
     Example:
         print("\\n".join(advise(run, stream, make_account(run))))
     """
-    lines = [f"Most is lost to {account.largest.title}: {account.largest.times:.2f} times. {account.largest.why}."]
+    lines = [account.advice]
     if len(run.facts.units) < 2 or len(run.facts.ranks) != len(set(run.facts.ranks)):
         return [*lines, "The planner has nothing to say: the run does not hold what lies between its cuts."]
     profile, cluster = observed_profile(run, stream), observed_cluster(run, stream)

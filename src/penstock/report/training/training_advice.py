@@ -17,7 +17,7 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> l
     Example:
         print("\\n".join(advise_training(run, training, account)))
     """
-    lines = [f"Most is lost to {account.largest.title}: {account.largest.times:.2f} times. {account.largest.why}."]
+    lines = [account.advice]
     replica = training.replicas[0]
     devices = list(dict.fromkeys(replica))
     if len(devices) < 2 or list(replica) != devices:

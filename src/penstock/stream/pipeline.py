@@ -198,7 +198,7 @@ class StreamingPipeline:
         return self.deployment.last_report
 
     def stage_states(self) -> list[StageState]:
-        """Say how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
+        """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
         states = []
         for part in self.deployment.deployments:
             found, before = part.progress(), part.num_fed

@@ -101,7 +101,7 @@ def _plan(comparison: Comparison, task: dict[str, Any]) -> dict[str, Any]:
     def as_fast_as(rates: Sequence[float]) -> Cluster:
         return given.at_mean_speeds([whole_s * rate / rows for rate in rates])
 
-    cluster = as_fast_as(comparison.alone(_CALIBRATIONS))
+    cluster = as_fast_as(comparison.baseline(_CALIBRATIONS))
     plan = make_plan(profile, cluster, msgspec.convert(task["request"], Request))
     row = comparison.planned(plan)
     # the same plan and profile at the speed that the devices had around the run: it drifts

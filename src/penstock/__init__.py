@@ -7,7 +7,7 @@
         for output in pipe.stream(images):
             ...
 
-    pipe = penstock.Pipeline(model.train(), images)              # alone, or in as many processes as torchrun starts
+    pipe = penstock.Pipeline(model.train(), images)              # one process, or as many as torchrun starts
     optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters))
     for images, labels in pipe.loader(dataset, batch_size=64, shuffle=True):
         loss = pipe.train_step(images, labels, loss_fn=F.cross_entropy)

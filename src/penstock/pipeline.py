@@ -1,4 +1,4 @@
-"""What users import: one name for a model that streams and for one that trains, told apart by `model.training`."""
+"""What users import: one name for a model that streams and for one that trains, gathered apart by `model.training`."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -89,7 +89,7 @@ class Pipeline:
         microbatches: how many a replica's rows of a batch are cut into; two for each stage where not given.
         seed: of dropout and of the order of data.
         autocast: torch.bfloat16 to compute in it where autocast does.
-        checkpointing: keep only a stage's inputs until its backward, and compute forward again.
+        checkpointing: keep only a stage's inputs until its backward, and recompute the forward then.
 
     Raises `CaptureError` and `CutError` as `penstock.split` does, `RunError` when the processes do not
     come together, and `DeviceLost` while streaming when one of them is gone. After a `RunError` nothing

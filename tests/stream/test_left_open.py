@@ -34,6 +34,19 @@ sys.stdout.write(f"{rank} took {len(taken)}\\n")
 """
 
 
+TRAINING = """
+import torch, penstock
+x = torch.ones(2, 4)
+pipe = penstock.Pipeline(torch.nn.Linear(4, 4), x)
+pipe.train_step(x, x, torch.nn.functional.mse_loss)
+"""
+
+
+def test_a_training_ends_with_its_script() -> None:
+    done = run_python("-c", TRAINING, deadline_s=60.0)
+    assert (done.status, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize(("how", "taken"), [("end", 5), ("middle", 1)])
 def test_at_the_end_of_a_script(how: str, taken: int) -> None:
     done = run_python("-c", OPEN, how, deadline_s=60.0)

@@ -4,11 +4,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import RunError
-from penstock.train.outcome import mean_loss, tell, total_count
+from penstock.train.outcome import mean_loss, step_document, total_count
 
 
 def told(*losses: tuple[float, float], **more: Any) -> dict[str, Any]:
-    return tell(dict(enumerate(losses)), **({"odd": {}, "used": ["weight"], "unused": []} | more))
+    return step_document(dict(enumerate(losses)), **({"first_nonfinite": {}, "used": ["weight"], "unused": []} | more))
 
 
 def test_losses_are_weighted_by_what_they_count() -> None:
@@ -18,20 +18,23 @@ def test_losses_are_weighted_by_what_they_count() -> None:
 
 
 def test_losses_are_told_in_the_order_of_microbatches() -> None:
-    assert tell({1: (2.0, 1), 0: (6.0, 3)}, odd={}, used=[], unused=[])["losses"] == [(6.0, 3), (2.0, 1)]
+    assert step_document({1: (2.0, 1), 0: (6.0, 3)}, first_nonfinite={}, used=[], unused=[])["losses"] == [
+        (6.0, 3),
+        (2.0, 1),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("odd", "where"),
+    ("first", "where"),
     [
         ({0: None, 1: 0}, "came from stage 1;"),
         ({0: 2, 1: 0}, "came from stage 0;"),
         ({}, "stage 1, in the loss itself"),
     ],
 )
-def test_a_loss_that_is_not_finite_says_where_it_came_from(odd: dict[int, int | None], where: str) -> None:
+def test_a_loss_that_is_not_finite_says_where_it_came_from(first: dict[int, int | None], where: str) -> None:
     with pytest.raises(RunError, match=where) as raised:
-        mean_loss([told((math.nan, 1), odd=odd)], step=4, last_stage=1)
+        mean_loss([told((math.nan, 1), first_nonfinite=first)], step=4, last_stage=1)
     assert "the loss of step 4 is nan" in str(raised.value)
     assert getattr(raised.value, "everywhere", False)
 

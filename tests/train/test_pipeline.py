@@ -199,6 +199,7 @@ def test_checkpointing_frozen_parameters_and_autocast() -> None:
 
 def test_a_function_makes_the_model() -> None:
     with penstock.Pipeline(small, images(2)[0], stages=2) as made:
+        assert made(images(6)[0]).shape == (6, 4)
         assert float(made.train_step(*images(6), F.cross_entropy)) > 0
 
 

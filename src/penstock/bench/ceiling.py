@@ -1,4 +1,4 @@
-"""What the devices do alone with the whole model: the limit that pipelines are compared with."""
+"""What single devices do with the whole model: the limit that pipelines are compared with."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from penstock.tensors.devices import find_device
 from penstock.transport.base import FEEDER
 
 
-class Alone(Protocol):
+class Baseline(Protocol):
     """Whatever runs the whole model on devices, each by itself."""
 
     @property
@@ -24,7 +24,7 @@ class Alone(Protocol):
         """Whether it can do so while stages are deployed."""
 
     def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
-        """Take so many microbatches on each of these ranks, all at once; gives outputs, and everyone's seconds."""
+        """Run `count` microbatches on each of these ranks, all at once; return outputs, and everyone's seconds."""
 
 
 class WholeModel:
@@ -49,9 +49,9 @@ class WholeModel:
         self._computes_on = computes_on
 
     def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
-        """Take so many microbatches on each of these ranks, all at once.
+        """Run `count` microbatches on each of these ranks, all at once.
 
-        Gives the first rank's outputs, one list for each distinct input, and everyone's seconds.
+        Returns the first rank's outputs, one list for each distinct input, and everyone's seconds.
         """
         others = [rank for rank in ranks if rank != FEEDER]
         transport = self._world.transport
@@ -72,7 +72,7 @@ class WholeModel:
 
 
 class Ceilings:
-    """The rows per second that devices reach alone, all at once, measured on both sides of what is compared with them.
+    """The rows per second that single devices reach, all at once, measured on both sides of what is compared with them.
 
     A machine's speed drifts by more than what is to be seen, so the limit of a run is the mean of one measurement
     right before it and one right after. The one after a run is the one before the next.
@@ -84,7 +84,7 @@ class Ceilings:
         limit = sum(rates)
     """
 
-    def __init__(self, whole: Alone, devices: Sequence[int], *, num_microbatches: int, rows: int) -> None:
+    def __init__(self, whole: Baseline, devices: Sequence[int], *, num_microbatches: int, rows: int) -> None:
         self._whole = whole
         self._devices = devices
         self._num_microbatches = num_microbatches
@@ -97,13 +97,13 @@ class Ceilings:
         return self._whole.beside
 
     def before(self, num_devices: int) -> list[float]:
-        """Return the rate of each of the first so many devices, measured now unless a run has just ended with it."""
+        """Return the rate of each of the first devices, measured now unless a run has just ended with it."""
         if num_devices not in self._last:
             self._last = {num_devices: self._measure(num_devices)}
         return self._last[num_devices]
 
     def typical(self, num_devices: int, times: int) -> list[float]:
-        """Return each device's mean rate over so many measurements: one alone may take a device for too fast."""
+        """Return each device's mean rate over `times` measurements: a single one may take a device for too fast."""
         measured = [self.before(num_devices)]
         while len(measured) < times:
             self.forget()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bench.ceiling import Alone, Ceilings, WholeModel
+from penstock.bench.ceiling import Baseline, Ceilings, WholeModel
 from penstock.bench.measured import Measured, limit_of
 from penstock.bench.options import BenchOptions
 from penstock.bench.peer import PeerSettings, block_after, do_peer
@@ -65,13 +65,13 @@ class Comparison:
         self._peers: dict[int, float] = {}
         self._num_serial = max(1, (options.serial_images or options.num_images * options.passes) // self._rows)
 
-    def take_limit_from(self, make: Callable[[WholeModel], Alone]) -> None:
-        """Let something else say what devices do alone, which is given the whole model to be run."""
+    def take_limit_from(self, make: Callable[[WholeModel], Baseline]) -> None:
+        """Take the single-device baseline from something else, which gets the whole model to run."""
         self._ceilings = self._limited_by(make(self._whole))
 
-    def _limited_by(self, alone: Alone) -> Ceilings:
+    def _limited_by(self, baseline: Baseline) -> Ceilings:
         count = max(8, self._num_microbatches // 4)
-        return Ceilings(alone, self._world.devices, num_microbatches=count, rows=self._rows)
+        return Ceilings(baseline, self._world.devices, num_microbatches=count, rows=self._rows)
 
     @property
     def world(self) -> World:
@@ -109,7 +109,7 @@ class Comparison:
         }  # fmt: skip
 
     def pipeline(self, stages: int, *, policy: str | None = None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
-        """Stream through so many stages."""
+        """Stream through a number of stages."""
         chosen = choose_cuts(
             self.graph, Cuts(self.graph), names=cuts, stages=stages, policy=policy or "balanced", sizes=self._sizes
         )
@@ -125,7 +125,7 @@ class Comparison:
         return row | {"peer_images_per_second": self._peers.get(stages), "limit": limit}
 
     def replicas(self, count: int) -> dict[str, Any]:
-        """Stream through the whole model on so many devices, which take turns."""
+        """Stream through the whole model on `count` devices, round-robin."""
         ranks = self._world.devices[:count]
 
         def deploy() -> Replicas:
@@ -140,8 +140,8 @@ class Comparison:
             ranks=ranks, number=self._number, tracer=FeederTracer(world) if self._options.trace else None,
         )  # fmt: skip
 
-    def alone(self, times: int) -> list[float]:
-        """Return the rows per second of every device with the whole model, all at once: the mean of so many tries."""
+    def baseline(self, times: int) -> list[float]:
+        """Return the rows per second of every device with the whole model, all at once: the mean of `times` tries."""
         return self._ceilings.typical(len(self._world.devices), times)
 
     def planned(self, plan: Plan) -> dict[str, Any]:
@@ -193,9 +193,9 @@ class Comparison:
     def _stream(
         self, deploy: Callable[[], Deployment | Replicas], num_devices: int, stages: int, cuts: Sequence[Cut] = ()
     ) -> Measured:
-        """Warm up, then stream so many passes and compare every result.
+        """Warm up, then stream all passes and compare every result.
 
-        The devices are measured alone on both sides of all passes, or of each where that can be done beside the stages.
+        The single-device baseline is measured before and after all passes, or each where it can be beside the stages.
         """
         difference = self._samples.difference()
         reports = []

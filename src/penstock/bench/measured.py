@@ -1,4 +1,4 @@
-"""What came of streaming through one row's pipeline, and what set its pace."""
+"""What came of streaming through one row's pipeline, and what limited it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Measured:
     serial_images_per_s: float
 
     @property
-    def alone_rows_per_s(self) -> tuple[float, ...]:
+    def baseline_rows_per_s(self) -> tuple[float, ...]:
         """Return each device's mean with the whole model."""
         return tuple(sum(each) / len(each) for each in zip(*self.rates, strict=True))
 
@@ -30,7 +30,7 @@ class Measured:
         seconds = sum(report.total_s for report in reports)
         rate = sum(report.num_rows for report in reports) / seconds
         steady = sum(report.steady_rows_per_s for report in reports) / len(reports)
-        ceiling = sum(self.alone_rows_per_s)
+        ceiling = sum(self.baseline_rows_per_s)
         limits = [sum(rates) for rates in self.rates]
         return {
             "mode": mode, "stages": stages, "policy": policy, "cuts": cuts,
@@ -39,7 +39,7 @@ class Measured:
             "max_abs_difference": difference.largest,
             "fill_s": sum(report.fill_s for report in reports) / len(reports),
             "efficiency": steady / ceiling, "ceiling_images_per_second": ceiling,
-            "alone_images_per_second": self.alone_rows_per_s,
+            "alone_images_per_second": self.baseline_rows_per_s,
             "pass_efficiencies": [
                 report.steady_rows_per_s / limit for report, limit in zip(reports, limits, strict=False)
             ] if len(limits) == len(reports) else [],
@@ -57,9 +57,9 @@ class Measured:
 
 
 def limit_of(world: World, ranks: Sequence[int], crossing_bytes: Sequence[int], reports: Sequence[StreamReport]) -> str:
-    """Say what sets the pace, with the arithmetic: the slowest stage, or a link that takes longer than it.
+    """Name the bottleneck, with the arithmetic: the slowest stage, or a link that takes longer than it.
 
-    `crossing_bytes` is what crosses behind each stage but the last, per microbatch.
+    `crossing_bytes` is what crosses after each stage but the last, per microbatch.
     """
     stages = reports[0].stages
     compute_s = [
@@ -76,7 +76,7 @@ def limit_of(world: World, ranks: Sequence[int], crossing_bytes: Sequence[int], 
     if links and max(links)[0] > compute_s[slowest]:
         seconds, num_bytes, rate, index = max(links)
         return (
-            f"the link behind stage {index}: {format_bytes(num_bytes)} per microbatch at {format_rate(rate)} take "
+            f"the link after stage {index}: {format_bytes(num_bytes)} per microbatch at {format_rate(rate)} take "
             f"{format_seconds(seconds)}, so at most {1 / seconds:.2f} microbatches/s; {stage}"
         )
     return f"{stage}, so at most {1 / compute_s[slowest]:.2f} microbatches/s"

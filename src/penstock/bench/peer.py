@@ -39,7 +39,7 @@ def run_peer(
     threads: int,
     number: int,
 ) -> float | None:
-    """Run the peer's pipeline on these ranks; gives the seconds of the slowest one, on each of them.
+    """Run the peer's pipeline on these ranks; returns the seconds of the slowest one, on each of them.
 
     `example` is one microbatch; `modules` are where stages begin, as in `["blocks.3", "blocks.6"]`. Ranks
     that take no part get None. Raises what torch raises for a model that it cannot cut.

@@ -14,7 +14,7 @@ _NUM_DISTINCT = 8
 
 
 class Samples:
-    """A few distinct inputs of a model, which a stream takes in turn, and what they should give.
+    """A few distinct inputs of a model, which a stream takes round-robin, and what they should return.
 
     Example:
         samples = Samples(zoo, graph, {"batch": 1})
@@ -38,7 +38,7 @@ class Samples:
         self._expected = self._expected or outputs
 
     def feed(self, count: int) -> Iterator[Microbatch]:
-        """Return so many microbatches."""
+        """Yield this many microbatches."""
         for index in range(count):
             yield self.inputs[index % _NUM_DISTINCT], self._sizes
 

@@ -41,7 +41,7 @@ def take_cluster(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
-    """Run `penstock` with these arguments on every host of a lab and give its exit status.
+    """Run `penstock` with these arguments on every host of a lab and return its exit status.
 
     What the first host prints is printed as it is; everything on standard error has the host in front.
     """

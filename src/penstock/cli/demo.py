@@ -139,7 +139,7 @@ def _accuracy(outputs: list[Tensor], labels: Tensor) -> float:
 
 
 def _print_cuts(console: PlainConsole, halves: SplitModel) -> None:
-    table = Table("stage", "cut behind it", "crossing, per image", "parameters")
+    table = Table("stage", "cut after it", "crossing, per image", "parameters")
     for stage in halves.stages:
         crossing = format_bytes(stage.after.num_bytes({"batch": 1})) if stage.after else ""
         name = stage.after.name if stage.after else "(the end)"

@@ -58,8 +58,8 @@ def infer(
     cut: CutNames = None,
     plan: Annotated[Path | None, typer.Option(metavar="plan.json", help="Run this plan; it says how to cut.")] = None,
     microbatch_size: MicrobatchSize = 1,
-    num_images: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on behind the rows that are there.")] = False,
+    num_images: Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue after the rows that are there.")] = False,
     trace: Trace = None,
     profile: Profiled = False,
     live: Live = False,
@@ -131,7 +131,7 @@ def _run(
     *,
     live: bool,
 ) -> list[Prediction]:
-    """Write a row for every image; gives those that failed."""
+    """Write a row for every image; returns those that failed."""
     tally = _Tally(zoo, images, file)
     console = PlainConsole(stderr=True)
     progress = Progress(

@@ -54,7 +54,7 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and give its exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run the command line and return its exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         cluster, rest = take_cluster(arguments) if arguments and arguments[0] in _ON_CLUSTERS else (None, arguments)

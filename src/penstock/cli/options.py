@@ -57,13 +57,13 @@ def write_json(path: Path | None, value: Any) -> None:
 
 
 def check_profiled(*, profile: bool, trace: Path | str | None) -> None:
-    """What the profiler sees goes into a trace; raises `UsageError` without one."""
+    """Check that the profiler has a trace to write into; raises `UsageError` without one."""
     if profile and trace is None:
         raise UsageError("--profile writes into the run's trace; give --trace DIR too")
 
 
 def bind_to(address: str | None, cluster: Path | None = None) -> None:
-    """Have this process and those that it starts listen on this address alone, if one was given.
+    """Have this process and those that it starts listen on this address only, if one was given.
 
     Raises `UsageError` for an address that is not this machine's, and for the hosts of a lab.
     """

@@ -44,7 +44,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         Meta(description="Bytes per byte of weights; in training AdamW's 2 if not given.", extra={"min": 0}),
     ] = None
-    alternate: Annotated[bool, Meta(description="Let microbatches take turns on several cut sets.", extra=_BOTH)] = True
+    alternate: Annotated[bool, Meta(description="Rotate microbatches over several cut sets.", extra=_BOTH)] = True
     replicas: Annotated[bool, Meta(description="Also consider whole pipelines side by side.", extra=_BOTH)] = True
     shared: Annotated[bool, Meta(description="Also consider stages that several devices share.", extra=_BOTH)] = False
     trace: Annotated[

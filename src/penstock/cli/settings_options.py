@@ -21,7 +21,7 @@ Given = dict[str, Any]
 def takes_settings(
     struct: type[msgspec.Struct], shared: Mapping[str, Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb an option for each field of a struct that has a description, or is in `shared` by its name.
+    """Add to a verb an option for each field of a struct that has a description, or is in `shared` by its name.
 
     The verb's parameter `given` gets the values by field name, as the struct takes them.
 

@@ -116,7 +116,7 @@ def _policy_rows(
 
 
 def _stage_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("stage", "cut behind it", "crossing", "work", "parameters", "operations")
+    table = Table("stage", "cut after it", "crossing", "work", "parameters", "operations")
     for row in rows:
         table.add_row(
             str(row["stage"]),

@@ -59,7 +59,7 @@ def train(
     memory: Annotated[str | None, typer.Option(help="What each process may hold, as in 2GiB.")] = None,
     json: JsonFile = None,
 ) -> None:
-    """Train a model: alone, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
+    """Train a model: in one process, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
     check_profiled(profile=given["profile"], trace=given["trace"])
     bind_to(bind, cluster)
     if given["batch_size"] is None:

@@ -25,7 +25,7 @@ from penstock.zoo.weights.weights import ModuleWeights, Weights
 class Stage:
     """One stage: its program, the cuts on both sides, and a call that runs it.
 
-    Called with its input tensors it gives its output tensors; the batch size is read from them.
+    Called with its input tensors it returns its output tensors; the batch size is read from them.
     """
 
     index: int
@@ -54,7 +54,7 @@ class Stage:
 class SplitModel:
     """A model as stages that are called one after the other in this process.
 
-    Called like the model, with any batch size, it gives what the model gives.
+    Called like the model, with any batch size, it returns what the model returns.
     """
 
     def __init__(self, graph: Graph, cuts: Sequence[Cut], tensors: Mapping[str, Tensor], work: Sequence[float]) -> None:
@@ -93,7 +93,7 @@ def split(
     dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
     weights: Weights | None = None,
 ) -> SplitModel:
-    """Split a model into stages; called, the result gives what the model gives.
+    """Split a model into stages; called, the result returns what the model returns.
 
     `cuts` names the cuts by hand, as in `["blocks.5:after"]`, and then decides the number of stages.
     `weights` is needed only where the model's parameters lie on the meta device.

@@ -44,7 +44,7 @@ def classify(
 ) -> Iterator[Prediction]:
     """Return a prediction for every image from `start` on, in order; unreadable ones come with their error.
 
-    Raises `UsageError` for a model that does not take images or gives no class scores.
+    Raises `UsageError` for a model that does not take images or returns no class scores.
     """
     if model.transform is None:
         raise UsageError(f"{model.name} does not take images; use an image classification model")
@@ -61,14 +61,14 @@ def classify(
             confidence, best = scores[row].max(dim=-1)
             name = classes[int(best)] if int(best) < len(classes) else None
             yield Prediction(index, images.name(index), images.label(index), int(best), name, float(confidence))
-    for group in feed.groups:  # images behind the last readable one
+    for group in feed.groups:  # images after the last readable one
         for item in group:
             if isinstance(item, Prediction):
                 yield item
 
 
 class _Feed:
-    """RoundRobin images into microbatches, and remembers which image went where and which could not be read."""
+    """Gathers images into microbatches, and remembers which image went where and which could not be read."""
 
     def __init__(self, model: ZooModel, images: ImageSet, microbatch_size: int, start: int) -> None:
         self._model = model

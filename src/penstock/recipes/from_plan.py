@@ -4,11 +4,11 @@ from penstock.errors import UsageError
 from penstock.recipes.settings import DEFAULT_SCHEDULE, FitSettings
 from penstock.spec.check import check_purpose, read_plan
 from penstock.spec.plan import Plan
-from penstock.train.arrangement import check_alone
+from penstock.train.arrangement import check_given_once
 
 
 def plan_of(settings: FitSettings) -> Plan | None:
-    """Read the plan that a run follows, or give None for a run without one.
+    """Read the plan that a run follows, or return None for a run without one.
 
     Raises `PlanError` for a plan for inference, `UsageError` where the settings say something else than the plan.
     """
@@ -16,7 +16,7 @@ def plan_of(settings: FitSettings) -> Plan | None:
         return None
     plan = read_plan(settings.plan)
     check_purpose(plan, trains=True)
-    check_alone(
+    check_given_once(
         plan, stages=settings.stages, replicas=settings.replicas, devices=settings.devices,
         microbatches=settings.microbatches, cuts=settings.cuts,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def next_token_loss(output: Any, ids: Tensor) -> tuple[Tensor, int]:
 
 
 def next_token_accuracy(output: Any, ids: Tensor) -> tuple[Tensor, int]:
-    """How many tokens are the most probable ones."""
+    """Count the tokens that are the most probable ones."""
     wanted = ids[:, 1:]
     return (logits_of(output)[:, :-1].argmax(-1) == wanted).sum().double(), wanted.numel()
 

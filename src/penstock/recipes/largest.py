@@ -12,7 +12,7 @@ _STEPS = 2  # the second one has the optimizer's state
 def find_largest_batch(
     settings: FitSettings, place: Place, tell: Callable[[Row], None] = lambda _row: None
 ) -> tuple[int, list[Row]]:
-    """Double the batch until it no longer fits, then halve the distance; gives the size and every try.
+    """Double the batch until it no longer fits, then halve the distance; returns the size and every try.
 
     Each try trains two steps in processes of its own. The answer is exact to a sixteenth of itself, and no
     more than the rows that there are.

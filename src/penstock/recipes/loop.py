@@ -43,7 +43,7 @@ WARM_UP = 2  # the first steps make connections and buffers
 
 
 def fit_here(settings: FitSettings) -> FitResult:
-    """Train in the processes that are there: in this one alone, or in all that torchrun started.
+    """Train in the processes that are there: in this one only, or in all that torchrun started.
 
     Raises what `fit` raises.
     """
@@ -136,14 +136,14 @@ class _Fit:
         found = newest_checkpoint(self._settings) if self._world.rank == FEEDER else None
         for line in found.passed_over if found is not None else ():
             note(line)
-        told = exchange(self._world.transport, {"name": found.name if found is not None else None})
-        if told[FEEDER]["name"] is None:
+        gathered = exchange(self._world.transport, {"name": found.name if found is not None else None})
+        if gathered[FEEDER]["name"] is None:
             raise UsageError(f"{self._settings.folder} holds no whole checkpoint any more; leave --resume out to start")
-        folder = self._settings.folder / "checkpoints" / told[FEEDER]["name"]
+        folder = self._settings.folder / "checkpoints" / gathered[FEEDER]["name"]
         self._pipe.load_checkpoint(folder, self._optimizer, self._scheduler)
 
     def run(self) -> FitResult:
-        """Train to the end; gives the result, the same on every process."""
+        """Train to the end; returns the result, the same on every process."""
         epochs: list[EpochResult] = []
         try:
             unit, shown = self._task.unit, self._world.rank == FEEDER
@@ -212,19 +212,19 @@ class _Fit:
         loss, accuracy = self._validate() if self._settings.validate else (None, None)
         mine = {"s": tally.counted_s, "units": tally.counted_units, "sent": tally.sent_bytes,
                 "memory": tally.peak_memory_bytes, "rows": tally.batch_rows}  # fmt: skip
-        told = exchange(self._world.transport, mine)
+        gathered = exchange(self._world.transport, mine)
         rate = 0.0
         replicas = self._trainer.grid.replicas
         for replica in replicas:
-            seconds = sum(told[rank]["s"] for rank in replica.devices) / len(replica.devices)
-            rate += told[replica.devices[0]]["units"] / seconds if seconds else 0.0
+            seconds = sum(gathered[rank]["s"] for rank in replica.devices) / len(replica.devices)
+            rate += gathered[replica.devices[0]]["units"] / seconds if seconds else 0.0
         result = EpochResult(
             epoch=epoch, step=self._trainer.step, unit=self._task.unit,
-            batch_rows=sum(told[replica.devices[0]]["rows"] for replica in replicas),
+            batch_rows=sum(gathered[replica.devices[0]]["rows"] for replica in replicas),
             train_loss=sum(tally.losses) / len(tally.losses),
-            train_s=sum(document["s"] for document in told) / len(told), units_per_s=rate,
-            validation_loss=loss, accuracy=accuracy, peak_memory_bytes=[document["memory"] for document in told],
-            sent_bytes=[document["sent"] for document in told],
+            train_s=sum(document["s"] for document in gathered) / len(gathered), units_per_s=rate,
+            validation_loss=loss, accuracy=accuracy, peak_memory_bytes=[document["memory"] for document in gathered],
+            sent_bytes=[document["sent"] for document in gathered],
         )  # fmt: skip
         self._folder.write("epoch", **msgspec.structs.asdict(result))
         if self._settings.save:

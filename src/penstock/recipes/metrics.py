@@ -129,7 +129,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _losing_lines(self) -> Iterator[None]:
-        """Say once that metrics cannot be written: they are not worth the training."""
+        """Warn once that metrics cannot be written: they are not worth the training."""
         try:
             yield
         except OSError as error:

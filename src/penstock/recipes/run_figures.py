@@ -11,7 +11,7 @@ _COLOR = "#3b6ea5"
 
 
 def draw_comparison(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw `training_time.png` and `throughput.png`; gives their paths.
+    """Draw `training_time.png` and `throughput.png`; returns their paths.
 
     Raises `UsageError` without matplotlib.
     """

@@ -77,7 +77,7 @@ class Buckets:
     """Batches of sentences of like lengths, in random order if shuffled.
 
     Rows are shuffled, sorted by length within pools of some batches, and the batches shuffled again; the
-    order depends on seed and epoch alone.
+    order depends on seed and epoch only.
 
     >>> list(Buckets(encoded, 2, False))  # doctest: +SKIP
     [[3, 0], [1, 2]]

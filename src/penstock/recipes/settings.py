@@ -84,7 +84,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def num_processes(self) -> int:
-        """How many processes this takes, started by itself."""
+        """The number of processes that this takes, started by itself."""
         return self.devices or (self.stages or 1) * (self.replicas or 1)
 
     @property

@@ -46,7 +46,7 @@ class Place:
 
 
 def run_row(name: str, settings: FitSettings, place: Place) -> Row:
-    """Train once in processes of its own; gives a row in any case but wrong usage of the lab."""
+    """Train once in processes of its own; returns a row in any case but wrong usage of the lab."""
     try:
         result = fit_apart(settings, lab=place.lab, memory_bytes=place.memory_bytes)
     except ClusterError:
@@ -101,7 +101,7 @@ MODES = ("single", "model", "pipeline", "data", "both")
 def mode_runs(names: Sequence[str], base: FitSettings, cores: int) -> list[tuple[str, FitSettings]]:
     """Return the settings of the modes to compare, all with the same threads for each process.
 
-    single: one process. model: stages that take turns, one microbatch. pipeline: stages with microbatches.
+    single: one process. model: stages one after the other, one microbatch. pipeline: stages with microbatches.
     data: replicas. both: replicas of a pipeline. Stages and replicas are the base's, two where not given.
 
     Raises `UsageError` for other names.

@@ -29,7 +29,7 @@ _GRACE_S = 12.0  # in which the others hear that one has failed, and say why
 
 
 def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
-    """Train a model by name on data by name; gives what came out.
+    """Train a model by name on data by name, and return what came out.
 
     Under torchrun it uses the processes that it finds, and every one of them calls this. Alone it starts as
     many processes as stages and replicas need, or with `cluster` one on each host of a lab.
@@ -113,7 +113,7 @@ def _read_result(path: Path, problem: RunError | None) -> FitResult:
 
 
 def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_bytes: int | None) -> RunError | None:
-    """Run on this machine; gives what went wrong as seen from here."""
+    """Run on this machine; returns what went wrong as seen from here."""
     count = num_processes(settings, plan)
     address = own_address()
     with listen(address) as probe:
@@ -151,7 +151,7 @@ def _watch(workers: LocalWorkers, memory_bytes: int | None) -> RunError | None:
 
 
 def explain_exit(exit_: WorkerExit, killed_before: int | None) -> RunError:
-    """Tell a process that the system ended for want of memory from one that somebody killed."""
+    """Distinguish a process that the system ended for want of memory from one that somebody killed."""
     if exit_.status != -signal.SIGKILL:
         return RunError(f"rank {exit_.index} {exit_}")
     killed = num_killed()
@@ -169,7 +169,7 @@ def available_memory() -> int:
 
 
 def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) -> RunError | None:
-    """Run on as many hosts as there are processes; gives what went wrong as seen from here."""
+    """Run on as many hosts as there are processes; returns what went wrong as seen from here."""
     hosts = [host.name for host in lab.spec.hosts]
     missing = [name for name in plan.devices if name not in hosts] if plan is not None else []
     if missing:

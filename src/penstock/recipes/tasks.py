@@ -36,7 +36,7 @@ class Task:
     """A model and what it is to learn.
 
     `example` is one call of two rows, `dynamic` names sizes that vary beside the batch. `units_per_row`
-    is one image, one sentence, or so many tokens. `loss_fn` and `accuracy` give (sum, count).
+    is one image, one sentence, or a number of tokens. `loss_fn` and `accuracy` return (sum, count).
     """
 
     unit: str
@@ -69,12 +69,12 @@ def class_loss(output: Any, labels: Tensor) -> tuple[Tensor, int]:
 
 
 def class_accuracy(output: Any, labels: Tensor) -> tuple[Tensor, int]:
-    """How many rows are classified rightly."""
+    """Count the rows that are classified rightly."""
     return (logits_of(output).argmax(-1) == labels).sum().double(), len(labels)
 
 
 def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooModel, Weights, list[str]]:
-    """Load a model with the head that the data asks for; gives it, its weights, and the tensors that are new.
+    """Load a model with the head that the data asks for; returns it, its weights, and the tensors that are new.
 
     Given weights may be of a model with another head: tensors of another shape, or not there, start anew.
     """
@@ -126,7 +126,7 @@ class Rows(Dataset[Any]):
 
 
 def spread(num_rows: int, wanted: int | None) -> Sequence[int]:
-    """Choose so many rows evenly, since files often come one class after the other.
+    """Choose `wanted` rows evenly, since files often come one class after the other.
 
     >>> spread(10, 4)
     [0, 2, 5, 7]

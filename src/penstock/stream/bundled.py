@@ -23,7 +23,7 @@ from penstock.transport.base import FEEDER
 
 
 class BundledPipeline:
-    """A bundle in processes: alone it starts one worker for each device, under torchrun each host reads its part.
+    """A bundle in processes: a worker for each device, started by this one, or under torchrun each host with its part.
 
     Example:
         with penstock.BundledPipeline("bundle") as pipe:
@@ -31,7 +31,7 @@ class BundledPipeline:
                 ...
 
     Inputs and outputs are the model's tensors in order, without names. A process that does not feed works until
-    the feeding process leaves, and its `stream` gives nothing. Raises `ProgramError` for a part that is damaged or
+    the feeding process leaves, and its `stream` yields nothing. Raises `ProgramError` for a part that is damaged or
     of another plan, `PlanError` where the run's hosts are not the plan's devices. `device` and
     `between_gpus` are as for `Pipeline`.
     """

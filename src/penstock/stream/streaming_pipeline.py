@@ -199,7 +199,7 @@ class StreamingPipeline:
         return self.deployment.last_report
 
     def stage_states(self) -> list[StageState]:
-        """Say how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
+        """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
         return self.deployment.stage_states()
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ class Arrangement:
 
 
 def place_training(world: World, graph: Graph, plan: Plan) -> tuple[Grid, list[str]]:
-    """Find the processes for a plan's devices; gives the grid and the names of the cuts.
+    """Find the processes for a plan's devices, and return the grid and the names of the cuts.
 
     Raises `PlanError` for a plan for inference or of another model, and where processes and devices do not agree.
     """
@@ -99,14 +99,14 @@ def find_cuts(graph: Graph, cut: CutOptions, options: TrainOptions, num_processe
     if cut.plan is None:
         stages = cut.stages or num_processes
         return choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy)
-    check_alone(
+    check_given_once(
         cut.plan, stages=cut.stages, cuts=cut.cuts, replicas=options.replicas, microbatches=options.microbatches
     )
     names = {name for pipeline in cut.plan.pipelines for name in pipeline.cut_sets[0].cuts}
     return cuts_of_plan(graph, cut.plan).find_all(sorted(names)) if cut.plan.trains else []
 
 
-def check_alone(plan: Plan | None, **given: object) -> None:
+def check_given_once(plan: Plan | None, **given: object) -> None:
     """Raise `UsageError` where what a plan says is given beside it."""
     twice = [name for name, value in given.items() if value is not None]
     if plan is not None and twice:

@@ -24,7 +24,7 @@ class Microbatch:
 
 
 def bind(graph: Graph, inputs: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Check inputs against the capture and give them by name, with their sizes; raises `UsageError`."""
+    """Check inputs against the capture and return them by name, with their sizes; raises `UsageError`."""
     tensors, sizes = bind_inputs(graph, *as_call(inputs))
     return {v.name: t for v, t in zip(graph.tensor_inputs(), tensors, strict=True)}, sizes
 
@@ -32,7 +32,7 @@ def bind(graph: Graph, inputs: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
 def cut_rows(
     graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], labels: Any, num_parts: int
 ) -> list[Microbatch]:
-    """Cut rows into so many microbatches, which differ by one row at most."""
+    """Cut rows into `num_parts` microbatches, which differ by one row at most."""
     batched = {value.name: _is_batched(value.shape) for value in graph.tensor_inputs()}
     return [
         Microbatch(

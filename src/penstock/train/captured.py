@@ -68,7 +68,7 @@ class Captured:
             )
 
     def untrained(self) -> str:
-        """Say which parameters stay as they are although they could be trained; nothing where none does."""
+        """Name the parameters that stay as they are although they could be trained; empty where none does."""
         names = [name for name in self.unused if name in self.trainable]
         if not names:
             return ""

@@ -70,18 +70,18 @@ def save_checkpoint(
         for tensors in own.values() for name, tensor in tensors.items()
     }  # fmt: skip
     with trainer.explained():
-        told = exchange(
+        gathered = exchange(
             trainer.world.transport,
             {"failed": failed, "files": files or {}, "places": places, "shapes": shapes,
              "scalars": state.scalars(),
              "groups": groups},
         )  # fmt: skip
-    _raise_first(told)
+    _raise_first(gathered)
 
     def finish() -> None:
         if trainer.world.rank == FEEDER:
-            _check_shared(trainer, folder, [document["files"] for document in told])
-            index = _index(trainer, state, told, scheduler)
+            _check_shared(trainer, folder, [document["files"] for document in gathered])
+            index = _index(trainer, state, gathered, scheduler)
             write_index(folder, index)
             drop_leftovers(folder, set(index.places.values()))
 
@@ -143,9 +143,11 @@ def _written_here(trainer: Trainer, state: TrainState, suffix: str) -> dict[str,
     return own
 
 
-def _index(trainer: Trainer, state: TrainState, told: Sequence[Mapping[str, Any]], scheduler: Any) -> CheckpointIndex:
+def _index(
+    trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]], scheduler: Any
+) -> CheckpointIndex:
     groups: list[dict[str, Any]] = []
-    for document in told:
+    for document in gathered:
         for place, group in enumerate(document["groups"]):
             if place == len(groups):
                 groups.append({"settings": group["settings"], "names": []})
@@ -157,16 +159,16 @@ def _index(trainer: Trainer, state: TrainState, told: Sequence[Mapping[str, Any]
         raise UsageError("the scheduler's state is more than numbers and text; save it yourself beside this") from None
     return CheckpointIndex(
         model=trainer.captured.graph.model, step=state.step, num_stages=trainer.placed.num_stages,
-        num_replicas=len(trainer.grid.replicas), places=_merged(told, "places"),
-        shapes={name: (dtype, shape) for name, (dtype, shape) in _merged(told, "shapes").items()},
-        scalars=_merged(told, "scalars"), groups=[OptimizerGroup(**group) for group in groups], scheduler=schedule,
+        num_replicas=len(trainer.grid.replicas), places=_merged(gathered, "places"),
+        shapes={name: (dtype, shape) for name, (dtype, shape) in _merged(gathered, "shapes").items()},
+        scalars=_merged(gathered, "scalars"), groups=[OptimizerGroup(**group) for group in groups], scheduler=schedule,
         loader=DataPosition(**state.position) if state.position is not None else None,
-        random=base64.b64encode(state.random.numpy().tobytes()).decode(), files=_merged(told, "files"),
+        random=base64.b64encode(state.random.numpy().tobytes()).decode(), files=_merged(gathered, "files"),
     )  # fmt: skip
 
 
-def _merged(told: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    return {name: value for document in told for name, value in document[key].items()}
+def _merged(gathered: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    return {name: value for document in gathered for name, value in document[key].items()}
 
 
 def _check_shared(trainer: Trainer, folder: Path, files: Sequence[Mapping[str, int]]) -> None:
@@ -200,8 +202,8 @@ def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
     except ModelError as error:
         failed = str(error)
     with trainer.explained():
-        told = exchange(trainer.world.transport, {"failed": failed})
-    failures = [(rank, document["failed"]) for rank, document in enumerate(told) if document["failed"]]
+        gathered = exchange(trainer.world.transport, {"failed": failed})
+    failures = [(rank, document["failed"]) for rank, document in enumerate(gathered) if document["failed"]]
     if failures:
         rank, reason = failures[0]
         if rank != FEEDER:
@@ -240,7 +242,7 @@ def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
 
 
 def _attempt(write: Callable[[], _Found]) -> tuple[str, _Found | None]:
-    """Do something that the file system may refuse; returns the reason, and what came of it."""
+    """Try what the file system may refuse; return the reason, and what came of it."""
     try:
         return "", write()
     except UsageError as error:
@@ -251,16 +253,16 @@ def _attempt(write: Callable[[], _Found]) -> tuple[str, _Found | None]:
 
 
 def _agree(trainer: Trainer, work: Callable[[], _Found]) -> Any:
-    """Do a step of writing in every process and return what the first one found; raises everywhere what failed."""
+    """Run a step of writing in every process and return what the first one found; raises everywhere what failed."""
     failed, found = _attempt(work)
     with trainer.explained():
-        told = exchange(trainer.world.transport, {"failed": failed, "found": found})
-    _raise_first(told)
-    return told[FEEDER]["found"]
+        gathered = exchange(trainer.world.transport, {"failed": failed, "found": found})
+    _raise_first(gathered)
+    return gathered[FEEDER]["found"]
 
 
-def _raise_first(told: Sequence[Mapping[str, Any]]) -> None:
-    failed = [document["failed"] for document in told if document["failed"]]
+def _raise_first(gathered: Sequence[Mapping[str, Any]]) -> None:
+    failed = [document["failed"] for document in gathered if document["failed"]]
     if failed:
         raise _everywhere(ModelError(failed[0]))
 

@@ -2,7 +2,7 @@
 
     folder/
         checkpoint.json            the index: step, settings, which stage's folder holds each tensor
-        stage-0/  stage-1.2/       tensors in safetensors; behind the dot how often the folder was written before
+        stage-0/  stage-1.2/       tensors in safetensors; after the dot how often the folder was written before
         unused/                    parameters that no stage uses, where there are any
 
 The index takes its place in one instant, after everything that it names is on the disk, and names folders that
@@ -111,8 +111,8 @@ def read_index(folder: Path) -> CheckpointIndex:
 def _check_names(index: CheckpointIndex) -> None:
     """Raise `ValueError` where parts of an index contradict each other."""
     if index.places.keys() != index.shapes.keys():
-        odd = min(index.places.keys() ^ index.shapes.keys())
-        raise ValueError(f"{odd} must have a place and a shape")
+        name = min(index.places.keys() ^ index.shapes.keys())
+        raise ValueError(f"{name} must have a place and a shape")
     for name, (dtype, _) in index.shapes.items():
         if dtype not in DTYPES:
             raise ValueError(f"{name} is {dtype!r}, which no tensor is")

@@ -37,7 +37,7 @@ Use = Callable[[Microbatch, Any], None]
 class Evaluation:
     """The stages of a model in evaluation mode, with the weights that are being trained.
 
-    `explained` gives the network's errors their reason, as the trainer's does. The graph is captured
+    `explained` adds to the network's errors their reason, as the trainer's does. The graph is captured
     when it is first needed.
     """
 
@@ -69,8 +69,8 @@ class Evaluation:
 
         with self._explained():
             self._forward(inputs, labels, head)
-            told = exchange(self._world.transport, {"sums": sums})
-        found = [[pair for document in told for pair in document["sums"][index]] for index in range(len(functions))]
+            gathered = exchange(self._world.transport, {"sums": sums})
+        found = [[pair for document in gathered for pair in document["sums"][index]] for index in range(len(functions))]
         return [(math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)) for pairs in found]
 
     def predict(self, inputs: Any) -> Any:

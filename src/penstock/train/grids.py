@@ -91,7 +91,7 @@ def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, 
 
 
 def plan_grid(plan: Plan, ranks: Mapping[str, int], places: Mapping[str, int]) -> tuple[Grid, list[str]]:
-    """Place a plan's pipelines, and give the names of the cuts of all of them, in the order of the model.
+    """Place a plan's pipelines, and return the names of the cuts of all of them, in the order of the model.
 
     `ranks` are those of the plan's devices, `places` where each of its cuts lies. All replicas have the same stages:
     where their cuts differ, a stage ends at each cut of any, and a device has several neighbouring ones.

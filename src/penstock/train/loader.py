@@ -23,7 +23,7 @@ class Loader:
     """An iterable over a data set, an epoch each time; each process gets its replica's rows of each batch.
 
     A process whose stages use neither inputs nor labels loads nothing: it gets tensors on the meta
-    device, which have a shape and no values. The order depends on seed and epoch alone. The last batch
+    device, which have a shape and no values. The order depends on seed and epoch only. The last batch
     of an epoch may be small, and a replica's part of it empty.
 
     Example:
@@ -55,7 +55,7 @@ class Loader:
             raise UsageError(f"a batch has at least one row, not {self._batch_size}")
 
     def _take_over(self, loader: DataLoader[Any]) -> None:
-        """Do what a DataLoader would: its order is the first process's, where it is of the user's own making."""
+        """Load as a DataLoader would: its order is the first process's, where it is of the user's own making."""
         self._dataset, self._collate = loader.dataset, loader.collate_fn
         self._num_workers = loader.num_workers
         plain = (
@@ -73,8 +73,8 @@ class Loader:
 
     def _first_processes(self, mine: list[list[int]]) -> list[list[int]]:
         with self._trainer.explained():
-            told = exchange(self._trainer.world.transport, {"order": mine if self._trainer.world.rank == 0 else []})
-        order: list[list[int]] = told[0]["order"]
+            gathered = exchange(self._trainer.world.transport, {"order": mine if self._trainer.world.rank == 0 else []})
+        order: list[list[int]] = gathered[0]["order"]
         return order
 
     def _own_order(self) -> list[list[int]]:

@@ -18,7 +18,7 @@ def loss_and_count(loss_fn: LossFunction | None, output: Any, labels: Any, num_r
     `loss_fn` may return a mean, which counts once for each row, or `(sum, count)`, which is exact where
     rows weigh differently, as with `ignore_index`. Without it the model's own loss is taken, a mean.
 
-    Raises `RunError` where `loss_fn` fails or gives neither.
+    Raises `RunError` where `loss_fn` fails or returns neither.
     """
     if loss_fn is None:
         return own_loss(output) * num_rows, float(num_rows)

@@ -13,7 +13,7 @@ from penstock.errors import UsageError
 
 
 class Pipe(nn.Module):
-    """Run the children of an `nn.Sequential` on the devices where they lie, microbatch behind microbatch.
+    """Run the children of an `nn.Sequential` on the devices where they lie, microbatch after microbatch.
 
     Example:
         model = nn.Sequential(nn.Linear(8, 64).to("cuda:0"), nn.ReLU(), nn.Linear(64, 8).to("cuda:1"))
@@ -68,7 +68,7 @@ class Pipe(nn.Module):
         return [(devices[begin], self.module[begin:end]) for begin, end in pairwise(bounds)]
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Run all rows and give the output on the last stage's device."""
+        """Run all rows and return the output on the last stage's device."""
         rows = {len(tensor) for tensor in inputs if tensor.dim()}
         if len(rows) != 1 or 0 in rows:
             raise UsageError(f"the inputs need the same number of rows, at least one, but have {sorted(rows)}")
@@ -80,7 +80,7 @@ class Pipe(nn.Module):
 
 
 def _ticks(num_microbatches: int, num_stages: int) -> Iterator[list[tuple[int, int]]]:
-    """Give, tick by tick, which microbatch is at which stage, as (microbatch, stage)."""
+    """Yield, tick by tick, which microbatch is at which stage, as (microbatch, stage)."""
     #            tick 0  tick 1  tick 2  tick 3
     # stage 0    (0, 0)  (1, 0)  (2, 0)
     # stage 1            (0, 1)  (1, 1)  (2, 1)

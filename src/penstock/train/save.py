@@ -55,7 +55,7 @@ class GatheredWeights:
         return tensor.cpu()
 
     def finish(self) -> None:
-        """Give or take all that is left."""
+        """Send or receive all that is left."""
         for _ in self._arriving:
             pass
 
@@ -87,9 +87,9 @@ def save_model(trainer: Trainer, path: Path) -> None:
             except ModelError as error:
                 message = str(error)
         weights.finish()
-        told = exchange(transport, {"failed": message})
-    if told[FEEDER]["failed"]:
-        raise _everywhere(ModelError(told[FEEDER]["failed"]))
+        gathered = exchange(transport, {"failed": message})
+    if gathered[FEEDER]["failed"]:
+        raise _everywhere(ModelError(gathered[FEEDER]["failed"]))
 
 
 def _everywhere(error: PenstockError) -> PenstockError:

@@ -142,7 +142,7 @@ class HeldTensors:
                 parameter.grad.mul_(factor)
 
     def share_buffers(self, transport: Transport) -> None:
-        """Give the other replicas the statistics of the first one, as DistributedDataParallel does."""
+        """Send the other replicas the statistics of the first one, as DistributedDataParallel does."""
         for stage in self.stages:
             first, *others = self._grid.holders(stage)
             names = written_buffers(self._parts[stage]) if others else []

@@ -1,4 +1,4 @@
-"""Training over the processes that run the user's script: alone, as stages, as replicas, as both."""
+"""Training over the processes that run the user's script: in one process, as stages, as replicas, as both."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
 from penstock.train.losses import LossFunction, check_labels, loss_and_count
 from penstock.train.options import TrainOptions
-from penstock.train.outcome import mean_loss, tell, total_count
+from penstock.train.outcome import mean_loss, step_document, total_count
 from penstock.train.step_report import StepReport
 from penstock.train.tensors import HeldTensors, written_buffers
 from penstock.train.training_tracer import TrainingTracer, training_facts
@@ -109,11 +109,11 @@ class Trainer:
         mine = [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), [cut.name for cut in self.cuts],
                 len(self.grid.replicas), self.placed.usual_microbatches, self.seed, self.autocast and self.device.type,
                 None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
-        for rank, told in enumerate(exchange(self.world.transport, {"model": mine})):
-            if told["model"] != mine:
+        for rank, other in enumerate(exchange(self.world.transport, {"model": mine})):
+            if other["model"] != mine:
                 raise UsageError(
                     f"{self.world.names[rank]} has another model or other settings than "
-                    f"{self.world.names[self.world.rank]}: {told['model']} and {mine}; run the same script everywhere"
+                    f"{self.world.names[self.world.rank]}: {other['model']} and {mine}; run the same script everywhere"
                 )
 
     def _make_stage(self, index: int, checkpointing: bool) -> TrainingStage:
@@ -146,7 +146,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Return errors of the network their reason, and tell the others of errors here, so that nobody waits."""
+        """Add their reason to errors of the network, and report errors here to the others, so that nobody waits."""
         try:
             yield
         except TransportError as error:
@@ -157,7 +157,7 @@ class Trainer:
             raise
 
     def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
-        """Forward, backward and synchronization of one batch; gives the loss of the whole batch.
+        """Run forward, backward and synchronization of one batch, and return the loss of the whole batch.
 
         `inputs` and `labels` are this replica's rows. Gradients are added to those that are there.
         """
@@ -179,14 +179,14 @@ class Trainer:
                 self._run_step(count)
             computed_s = self.world.clock()
             self._synchronizer.flush()
-            told = exchange(self._transport, self._tell())  # while sums are on their way
+            gathered = exchange(self._transport, self._step_document())  # while sums are on their way
             with self._transport.waiting():
-                gradients = self._synchronizer.finish(total_count(told) or 1.0)
+                gradients = self._synchronizer.finish(total_count(gathered) or 1.0)
         synchronize_s = self.world.clock() - computed_s
         if self.tracer:
             self.tracer.synchronized(computed_s)
         step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
-        loss = mean_loss(told, step, self.last_stage)
+        loss = mean_loss(gathered, step, self.last_stage)
         self.tensors.add_gradients(gradients)
         with self.explained():
             self.tensors.share_buffers(self._transport)
@@ -236,20 +236,19 @@ class Trainer:
             for index, microbatch in enumerate(self._step_data)
         }
 
-    def _tell(self) -> dict[str, Any]:
-        """What this process has to say of a step."""
+    def _step_document(self) -> dict[str, Any]:
+        """Describe the step as this process has seen it."""
         unused = self._synchronizer.unused if self._step_data else []
         used = [name for name in self.tensors.parameters if name not in unused] if self._step_data else []
-        return tell(
-            self._losses, odd={s.index: s.first_nonfinite for s in self.stages.values()}, used=used, unused=unused
-        )
+        nonfinite = {stage.index: stage.first_nonfinite for stage in self.stages.values()}
+        return step_document(self._losses, first_nonfinite=nonfinite, used=used, unused=unused)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over all stages is at most `max_norm`; gives the norm before."""
-        told = self.tensors.norms() if self.placed.replica_index == 0 else {}
+        """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before."""
+        own = self.tensors.norms() if self.placed.replica_index == 0 else {}
         with self.explained():
             norms: dict[str, float] = {}
-            for document in exchange(self.world.transport, {"norms": told}):
+            for document in exchange(self.world.transport, {"norms": own}):
                 norms |= document["norms"]
         norm = math.sqrt(math.fsum(norms[name] ** 2 for name in self.order if name in norms))
         factor = max_norm / (norm + 1e-6)

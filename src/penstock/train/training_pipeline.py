@@ -82,7 +82,7 @@ class TrainingPipeline:
             raise
 
     def release(self) -> World | None:
-        """Give training up before it has begun, and return the world that was joined, if any.
+        """Give up training before it has begun, and return the world that was joined, if any.
 
         Raises `UsageError` where training has begun, and for a function that makes a model.
         """
@@ -100,7 +100,7 @@ class TrainingPipeline:
             raise UsageError("the pipeline is closed; make a new one")
         if self._trainer is None:
             self._captured.check_trainable()
-            world = self._joined = self._joined or alone()
+            world = self._joined = self._joined or world_of_one()
             if world.rank == FEEDER and (untrained := self._captured.untrained()):
                 note(untrained)
             try:
@@ -201,10 +201,10 @@ class TrainingPipeline:
         return self._loader
 
     def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
-        """Run forward and backward of one batch and give its loss, the same on every process.
+        """Run forward and backward of one batch and return its loss, the same on every process.
 
         `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs: the rows of this
-        replica, as `loader` gives them. `loss_fn(output, labels)` runs where the last stage is and gives a
+        replica, as `loader` returns them. `loss_fn(output, labels)` runs where the last stage is and gives a
         mean, which counts once for each row, or `(sum, count)`; without it the model's own loss is taken.
         Gradients are added to those of earlier steps until `optimizer.zero_grad()`.
 
@@ -222,7 +222,7 @@ class TrainingPipeline:
         return self.trainer.last_step
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale gradients down to a norm over the whole model, and give the norm that they had.
+        """Scale gradients down to a norm over the whole model, and return the norm that they had.
 
         Example:
             pipe.clip_grad_norm_(1.0)
@@ -288,8 +288,8 @@ def trains(model: Any) -> TypeGuard[nn.Module | Callable[[], nn.Module]]:
     return model.training if isinstance(model, nn.Module) else callable(model)
 
 
-def alone() -> World:
-    """Make a world of this process alone."""
+def world_of_one() -> World:
+    """Make a world of this process only."""
     network, store = MemoryNetwork(1), HashStore()
     transport, names = network.transports[0], ["this process"]
     health = Health(Boards.of_threads(store, 0, 1), 0, names, transport.abort)

@@ -54,7 +54,7 @@ class TrainingTracer:
 
     @contextmanager
     def step(self, number: int, num_rows: int) -> Iterator[None]:
-        """Record a step, of so many rows here; only one that ends is there."""
+        """Record a step of `num_rows` rows here; only one that ends is there."""
         self.recorder.step = number
         begin_s = self.recorder.clock()
         yield
@@ -85,7 +85,7 @@ class TrainingTracer:
         optimizer.register_step_post_hook(after)
 
     def gather(self) -> Sequence[StreamTrace]:
-        """At the end: take what the others have recorded, or give it."""
+        """Gather what all have recorded on the first process; every process calls this at the end."""
         mine = make_trace(self._world, self.recorder, self._machine)
         if self._world.rank == FEEDER:
             return [mine, *self._clocks.take(self._others)]

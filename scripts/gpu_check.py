@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.tensors.devices import find_device
+from penstock.tensors import find_device
 
 OUTPUTS, GRADIENTS = 1e-6, 1e-5
 DEVICES = 1e-3  # between devices, since cuDNN rounds to TF32 unless told otherwise

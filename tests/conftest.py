@@ -110,7 +110,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device that is not the CPU; messages may not lie on it."""
-    from penstock.tensors import devices
+    from penstock import tensors as devices
     from penstock.transport import memory_network
     from tests import pretend
 

@@ -15,7 +15,7 @@ from penstock.engine.placement import Grid, Replica, shares
 from penstock.graph.call import as_call
 from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
-from penstock.tensors.devices import HOST
+from penstock.tensors import HOST
 from penstock.train.captured import Captured
 from penstock.train.losses import loss_and_count, take_rows
 from penstock.train.options import TrainOptions

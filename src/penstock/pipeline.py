@@ -20,7 +20,7 @@ from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.spec.plan import Plan
 from penstock.stream.streaming_pipeline import StreamingPipeline
-from penstock.tensors.devices import find_device
+from penstock.tensors import find_device
 from penstock.terminal.live import StageState
 from penstock.train.options import TrainOptions
 from penstock.train.step_report import StepReport

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.jobs import send_stages
-from penstock.deploy.sources import FromWeights
+from penstock.deploy.jobs import FromWeights, send_stages
 from penstock.deploy.state import load_state
 from penstock.engine.channels import LocalChannel
 from penstock.engine.driver import Microbatch

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from penstock.deploy.jobs import load_programs
 from penstock.deploy.serving import OwnStages, serve_stages
-from penstock.deploy.sources import load_programs
 from penstock.deploy.state import load_state
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, Counters
 from penstock.engine.executor import ForwardStage, serve_stream

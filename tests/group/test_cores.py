@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.group.cores import keep_to_share, share
+from penstock.group.entry import keep_to_share, share
 
 
 @given(st.integers(1, 16), st.integers(1, 8), st.integers(0, 7))

@@ -5,7 +5,7 @@ import math
 import sys
 from pathlib import Path
 
-from penstock.engine.calibrate import calibrate
+from penstock.engine.reference import calibrate
 from penstock.measure.message_costs import measure_messages
 from tests.processes import Running
 

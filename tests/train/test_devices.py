@@ -13,7 +13,7 @@ from torch import Tensor
 import penstock
 from penstock.errors import UsageError
 from penstock.group.world import World
-from penstock.tensors.devices import HOST
+from penstock.tensors import HOST
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.save import save_model

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from penstock.deploy.baseline import collect_alone, release_alone, run_alone, send_alone
 from penstock.deploy.bundle import LoadState
-from penstock.deploy.sources import load_programs
+from penstock.deploy.jobs import load_programs
 from penstock.graph.program import StageProgram
 from penstock.group.world import World
-from penstock.tensors.devices import find_device
+from penstock.tensors import find_device
 from penstock.transport.base import FEEDER
 
 

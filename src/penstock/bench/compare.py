@@ -16,11 +16,11 @@ from penstock.bench.peer import PeerSettings, block_after, do_peer
 from penstock.bench.samples import Difference, Samples
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.documents import write_document
+from penstock.deploy.jobs import FromWeights
 from penstock.deploy.options import RunOptions
 from penstock.deploy.placing import place, ranks_of
 from penstock.deploy.policies import best_blocks, choose_cuts
 from penstock.deploy.programs import divide_in_turns
-from penstock.deploy.sources import FromWeights
 from penstock.deploy.state import load_state
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import RunError

@@ -36,7 +36,7 @@ from penstock.group.entry import join_torchrun, start_local, under_torchrun
 from penstock.report.comparison import write_comparison
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
-from penstock.tensors.devices import find_device
+from penstock.tensors import find_device
 from penstock.terminal import notes
 from penstock.terminal.progress import working
 from penstock.tracing.trace import Run

@@ -19,7 +19,7 @@ from penstock.cli.options import (
     write_json,
 )
 from penstock.deploy.state import load_state
-from penstock.engine.calibrate import calibrate
+from penstock.engine.reference import calibrate
 from penstock.errors import UsageError
 from penstock.graph.capture import capture
 from penstock.measure.load_costs import measure_loader

@@ -14,7 +14,7 @@ from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.group.world import World
 from penstock.runtime.eager import StageRuntime
 from penstock.runtime.registry import EAGER
-from penstock.tensors.devices import find_device, moved, settle
+from penstock.tensors import find_device, moved, settle
 from penstock.transport.base import (
     FEEDER,
     WORD_BYTES,

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from penstock.deploy.jobs import send_stages
+from penstock.deploy.jobs import FromModules, Source, send_stages
 from penstock.deploy.options import RunOptions
 from penstock.deploy.serving import OwnStages, serve_stages
-from penstock.deploy.sources import FromModules, Source
 from penstock.engine.counters import ACTIVATIONS, Counters
 from penstock.engine.driver import JOIN_S, Driver, Microbatch, finish_stream, stream_through
 from penstock.engine.observer import StreamReport
@@ -26,7 +25,7 @@ from penstock.group.world import World, check_world
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
 from penstock.runtime.registry import RuntimeChoice
-from penstock.tensors.devices import HOST, find_device
+from penstock.tensors import HOST, find_device
 from penstock.terminal.live import StageState
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import StreamTrace

@@ -4,13 +4,15 @@ A job is a document (`deploy/documents.py`) followed by tensors, one message eac
 programs list their state. Workers know no model: this is all they get.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
+import torch
+
+from penstock.deploy.bundle import LoadState, read_part
 from penstock.deploy.documents import Document, Rotation, ServeStages, read_document, write_document
-from penstock.deploy.sources import FromBundle, FromModules, FromWeights, MakeRuntime, Source, load_part
 from penstock.deploy.state import receive_state, send_state
 from penstock.engine.placement import StagesJob
 from penstock.errors import ProgramError, UsageError
@@ -19,7 +21,8 @@ from penstock.group.direct import go_direct
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
-from penstock.tensors.devices import HOST, find_device
+from penstock.runtime.registry import EAGER, RuntimeChoice
+from penstock.tensors import HOST, find_device, moved
 from penstock.transport.base import (
     FEEDER,
     JOB_BYTES,
@@ -28,9 +31,74 @@ from penstock.transport.base import (
     send_bytes,
 )
 
-_KINDS: Mapping[type[Source], Literal["weights", "bundle", "modules"]] = {
-    FromWeights: "weights", FromBundle: "bundle", FromModules: "modules",
-}  # fmt: skip
+# makes a stage's runtime in a process that has the stage's module; only its interface travels
+MakeRuntime = Callable[[int, StageProgram], StageRuntime]
+Programs = RoundRobin[StageProgram]
+Runtimes = RoundRobin[StageRuntime]
+
+
+@dataclass(frozen=True, slots=True)
+class FromWeights:
+    """Programs and weights of the process that feeds, which reads one tensor at a time."""
+
+    kind: ClassVar[Literal["weights"]] = "weights"
+
+    load: LoadState
+
+    def make(self, _index: int, programs: Programs, runtime: RuntimeChoice, device: torch.device) -> Runtimes:
+        """Make a stage's runtimes in the process that feeds."""
+        return RoundRobin(load_programs(programs.items, self.load, device, runtime), programs.order)
+
+
+@dataclass(frozen=True, slots=True)
+class FromBundle:
+    """Each rank's part of a bundle, in a folder of its own: of which plan, and which device each rank is."""
+
+    kind: ClassVar[Literal["bundle"]] = "bundle"
+
+    folder: Path
+    plan: str
+    devices: Mapping[int, str]
+    order: tuple[int, ...]
+
+    def make(self, _index: int, _programs: Programs, runtime: RuntimeChoice, device: torch.device) -> Runtimes:
+        """Make a stage's runtimes in the process that feeds."""
+        return load_part(self.folder / self.devices[FEEDER], self.plan, self.order, device, runtime)
+
+
+@dataclass(frozen=True, slots=True)
+class FromModules:
+    """Modules of the caller's, which every process has."""
+
+    kind: ClassVar[Literal["modules"]] = "modules"
+
+    make_runtime: MakeRuntime
+
+    def make(self, index: int, programs: Programs, _runtime: RuntimeChoice, _device: torch.device) -> Runtimes:
+        """Make a stage's runtimes in the process that feeds."""
+        return programs.map(lambda program: self.make_runtime(index, program))
+
+
+Source = FromWeights | FromBundle | FromModules
+
+
+def load_part(
+    folder: Path, plan: str, order: Sequence[int], device: torch.device = HOST, runtime: RuntimeChoice = EAGER
+) -> Runtimes:
+    """Make a stage's runtimes from a device's part of a bundle."""
+    programs, tensors = read_part(folder, plan)
+    if max(order) >= len(programs):
+        raise ProgramError(f"{folder} has {len(programs)} programs, but a job's order names {max(order)}; bundle again")
+    there = {name: moved(tensor, device) for name, tensor in tensors.items()}
+    return RoundRobin([runtime.load(program, there, device) for program in programs], order)
+
+
+def load_programs(
+    programs: Sequence[StageProgram], load: LoadState, device: torch.device = HOST, runtime: RuntimeChoice = EAGER
+) -> list[StageRuntime]:
+    """Make runtimes in this process that share what they have in common."""
+    tensors = {state.value.name: moved(load(state), device) for state in states_of(programs)}
+    return [runtime.load(program, tensors, device) for program in programs]
 
 
 def send_stages(
@@ -42,7 +110,7 @@ def send_stages(
         texts = {index: [write_program(program) for program in programs[index].items] for index in indices}
         part = source if isinstance(source, FromBundle) else None
         document = ServeStages(
-            source=_KINDS[type(source)], number=job.number,
+            source=source.kind, number=job.number,
             ranks=tuple(Rotation(ranks.items, ranks.order) for ranks in job.ranks), sizes=dict(job.sizes),
             depth=job.depth, threads=job.threads, device_names=job.device_names, programs=texts,
             order=tuple(part.order if part else programs[0].order), plan=part.plan if part else "",

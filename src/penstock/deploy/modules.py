@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
-from penstock.deploy.sources import MakeRuntime
+from penstock.deploy.jobs import MakeRuntime
 from penstock.deploy.worker import follow
 from penstock.errors import CaptureError, PenstockError, RunError, UsageError
 from penstock.graph.expressions import Expression, Size
@@ -28,8 +28,7 @@ from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
-from penstock.tensors.devices import HOST
-from penstock.tensors.layout import copy_exactly
+from penstock.tensors import HOST, copy_exactly
 from penstock.transport.base import FEEDER
 from penstock.transport.memory_network import MemoryNetwork
 

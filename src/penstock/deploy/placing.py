@@ -7,9 +7,9 @@ from pathlib import Path
 
 from penstock.deploy.bundle import LoadState, interfaces, read_bundle
 from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.jobs import FromBundle, FromWeights
 from penstock.deploy.options import RunOptions
 from penstock.deploy.programs import divide_plan, order_of
-from penstock.deploy.sources import FromBundle, FromWeights
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import PlanError
 from penstock.graph.graph import Graph

@@ -13,7 +13,7 @@ from penstock.group.world import World
 from penstock.plan.schedule.actions import Action
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
-from penstock.tensors.devices import HOST
+from penstock.tensors import HOST
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.base import FEEDER
 

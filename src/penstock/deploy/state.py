@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.errors import TransportError, UsageError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
-from penstock.tensors.devices import HOST, moved
+from penstock.tensors import HOST, moved
 from penstock.transport.base import (
     FEEDER,
     WORD_BYTES,

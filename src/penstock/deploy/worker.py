@@ -12,9 +12,8 @@ from typing import Any
 
 from penstock.deploy.baseline import do_alone
 from penstock.deploy.documents import DoMore, RunAlone, ServeStages
-from penstock.deploy.jobs import read_stages, receive_job
+from penstock.deploy.jobs import MakeRuntime, read_stages, receive_job
 from penstock.deploy.serving import OwnStages, serve_stages
-from penstock.deploy.sources import MakeRuntime
 from penstock.engine.tracers import follow_stages
 from penstock.errors import PenstockError, ProgramError, TransportError
 from penstock.group.entry import join_local

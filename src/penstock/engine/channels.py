@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.errors import ConnectionBroken
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.tensors.layout import copy_exactly
+from penstock.tensors import copy_exactly
 from penstock.tracing.record import Track
 from penstock.transport.base import Pending, Transport
 from penstock.transport.messages import CLOSE, Format, Message, apart_of, index_of, size_of

@@ -14,8 +14,7 @@ from penstock.engine.observer import StageReport, StreamReport
 from penstock.engine.place import Place
 from penstock.errors import ConnectionBroken, PenstockError, RunError, TransportError, UsageError
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.tensors.devices import HOST
-from penstock.tensors.layout import copy_exactly
+from penstock.tensors import HOST, copy_exactly
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.transport.messages import CLOSE, DATA, END, Message
 

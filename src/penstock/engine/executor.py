@@ -16,8 +16,7 @@ from penstock.memory import is_out_of_memory
 from penstock.plan.schedule.actions import STAGE_KINDS, Action
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
-from penstock.tensors.devices import moved, settle
-from penstock.tensors.layout import copy_exactly
+from penstock.tensors import copy_exactly, moved, settle
 from penstock.text import first_line
 from penstock.tracing.record import Recorder
 from penstock.transport.messages import CLOSE, DATA, END, Message

@@ -15,8 +15,7 @@ from penstock.engine.reference import measure_alone
 from penstock.plan.schedule.actions import Action
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
-from penstock.tensors.devices import held_bytes
-from penstock.tensors.layout import copy_exactly
+from penstock.tensors import copy_exactly, held_bytes
 from penstock.tracing.record import KEPT_BYTES, Clock, Recorder
 from penstock.tracing.trace import Alone
 from penstock.transport.messages import DATA, END, Message

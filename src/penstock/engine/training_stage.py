@@ -12,7 +12,7 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.plan.schedule.actions import Action
 from penstock.runtime.split_backward import WeightHalf, backward_inputs, backward_weights
 from penstock.runtime.training import TrainingRuntime
-from penstock.tensors.devices import settle
+from penstock.tensors import settle
 from penstock.transport.messages import DATA, Message
 
 Sizes = Mapping[str, int]

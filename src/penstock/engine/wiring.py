@@ -27,7 +27,7 @@ from penstock.graph.ops import Value
 from penstock.graph.program import StageProgram
 from penstock.graph.training_parts import TrainingPart
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.tensors.devices import HOST
+from penstock.tensors import HOST
 from penstock.tracing.record import FEEDER_STAGE, Recorder, Track
 from penstock.transport.base import Transport
 from penstock.transport.messages import Format

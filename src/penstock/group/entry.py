@@ -12,9 +12,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from penstock.errors import RunError, UsageError
 from penstock.group.addresses import LOOPBACK, first_address, is_everywhere, local_address
 from penstock.group.board import connect_store, serve_store, wait_for_server
-from penstock.group.cores import keep_to_share
 from penstock.group.join import JOIN_S, Meeting, host_name
-from penstock.group.launch import LocalWorkers
+from penstock.group.launch import LocalWorkers, available_cores
 from penstock.group.liveness import Health
 from penstock.group.world import World
 from penstock.transport.base import FEEDER
@@ -165,3 +164,32 @@ def _serve(address: str, host: str, port: int) -> TCPStore:
                 "host's own address, and --bind another one of it"
             )
         raise RunError(message) from None
+
+
+def keep_to_share(position: int, num_processes: int) -> int:
+    """Bind this thread, and those that it starts from now on, to one process's share of the cores.
+
+    Gives how many cores that are. Nothing is bound where the cores do not divide evenly, or where a
+    quota decides instead.
+
+    Example:
+        keep_to_share(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    """
+    num_cores = available_cores()
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) == num_cores:
+            os.sched_setaffinity(0, share(cores, position, num_processes))
+    return max(1, num_cores // num_processes)
+
+
+def share(cores: Sequence[int], position: int, num_processes: int) -> set[int]:
+    """Return one of several processes its share of the cores; all of them unless they divide evenly.
+
+    >>> share([0, 1, 2, 3], position=1, num_processes=2)
+    {2, 3}
+    """
+    each, rest = divmod(len(cores), num_processes)
+    if rest or not each:
+        return set(cores)
+    return set(cores[position * each : (position + 1) * each])

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import torch
 
 from penstock.deploy.worker import work
-from penstock.engine.calibrate import calibrate
+from penstock.engine.reference import calibrate
 from penstock.group.world import World
 from penstock.measure.message_costs import measure_messages
 from penstock.measure.profiler import MessageCosts

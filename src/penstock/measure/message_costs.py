@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.deployment import Deployment
+from penstock.deploy.jobs import FromWeights
 from penstock.deploy.options import RunOptions
 from penstock.deploy.programs import divide_in_turns
-from penstock.deploy.sources import FromWeights
 from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.state import load_state
-from penstock.engine.calibrate import calibrate
+from penstock.engine.reference import calibrate
 from penstock.errors import UsageError
 from penstock.graph.call import build_output
 from penstock.graph.capture import capture

@@ -16,8 +16,7 @@ from penstock.graph.program import StageProgram
 from penstock.graph.schema import check_amounts
 from penstock.memory import is_out_of_memory
 from penstock.runtime.results import check_result
-from penstock.tensors.devices import HOST, moved
-from penstock.tensors.layout import copy_exactly
+from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
 
 # Programs bound to so many different microbatch sizes are kept; a stream has two, the last one ragged.

@@ -11,7 +11,7 @@ from penstock.graph.program import StageProgram
 from penstock.graph.training_parts import TrainingPart
 from penstock.runtime.eager import Runtime, StageRuntime
 from penstock.runtime.training import TrainingRuntime
-from penstock.tensors.devices import HOST
+from penstock.tensors import HOST
 
 
 @dataclass(frozen=True, slots=True)

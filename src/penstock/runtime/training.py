@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.graph.ops import GETITEM, Op, effect, is_random
 from penstock.graph.training_parts import TrainingPart, written_inputs
 from penstock.runtime.eager import Runtime, _Bound, _Step
-from penstock.tensors.devices import HOST
+from penstock.tensors import HOST
 
 # operators draw from torch's default generator, which the threads of a process share
 _DRAWING = threading.Lock()

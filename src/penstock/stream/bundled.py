@@ -18,7 +18,7 @@ from penstock.group.entry import join_torchrun, start_local, under_torchrun
 from penstock.group.world import World
 from penstock.spec.check import read_plan
 from penstock.stream.streaming_pipeline import threads_per_stage
-from penstock.tensors.devices import find_device
+from penstock.tensors import find_device
 from penstock.transport.base import FEEDER
 
 

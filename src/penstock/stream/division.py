@@ -9,12 +9,12 @@ from torch import nn
 
 from penstock.deploy.bundle import LoadState
 from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.jobs import FromModules, FromWeights
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
 from penstock.deploy.options import CutOptions, ModelCall, RunOptions
 from penstock.deploy.placing import place
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
-from penstock.deploy.sources import FromModules, FromWeights
 from penstock.deploy.state import load_state
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import UsageError

@@ -2,9 +2,8 @@
 
 import torch
 
-from penstock.deploy.jobs import read_stages, receive_stages
+from penstock.deploy.jobs import MakeRuntime, read_stages, receive_stages
 from penstock.deploy.serving import OwnStages
-from penstock.deploy.sources import MakeRuntime
 from penstock.engine.executor import serve_stream
 from penstock.engine.tracers import follow_stages
 from penstock.errors import TransportError

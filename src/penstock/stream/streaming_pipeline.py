@@ -24,8 +24,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.launch import available_cores
-from penstock.group.leaving import end_when_dropped, failed
-from penstock.group.world import World
+from penstock.group.world import World, end_when_dropped, failed
 from penstock.spec.check import check_purpose
 from penstock.stream.division import divide_model
 from penstock.stream.facts import stream_facts, units_of

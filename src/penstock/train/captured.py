@@ -18,7 +18,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
-from penstock.tensors.devices import HOST
+from penstock.tensors import HOST
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.weights.weights import ModuleWeights, RandomWeights, Weights
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.graph.encoding import DTYPES
-from penstock.tensors.devices import HOST
+from penstock.tensors import HOST
 from penstock.train.checkpoint_index import CheckpointIndex, OptimizerGroup
 from penstock.train.tensors import HeldTensors
 

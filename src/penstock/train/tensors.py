@@ -15,7 +15,7 @@ from penstock.graph.ops import State, effect
 from penstock.graph.program import StageProgram
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
-from penstock.tensors.devices import HOST, moved
+from penstock.tensors import HOST, moved
 from penstock.train.captured import Captured
 from penstock.transport.base import FEEDER, Transport
 from penstock.transport.tags import BUFFERS

@@ -24,7 +24,7 @@ from penstock.group.direct import go_direct
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER
 from penstock.spec.saving import fingerprint
-from penstock.tensors.devices import HOST, most_bytes
+from penstock.tensors import HOST, most_bytes
 from penstock.tracing.trace import write_run
 from penstock.train.arrangement import Arrangement
 from penstock.train.batches import Microbatch, bind, cut_rows, largest

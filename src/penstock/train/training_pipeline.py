@@ -17,7 +17,7 @@ from penstock.graph.call import CallInputs
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
-from penstock.tensors.devices import find_device
+from penstock.tensors import find_device
 from penstock.terminal.notes import note
 from penstock.train.arrangement import find_cuts
 from penstock.train.captured import Captured

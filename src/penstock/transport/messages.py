@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.graph.ops import Value
-from penstock.tensors.layout import ALIGNMENT, aligned, num_payload_bytes, place, unpack
+from penstock.tensors import ALIGNMENT, aligned, num_payload_bytes, place, unpack
 from penstock.transport.claims import Layout, check_layouts
 
 _MAGIC = 0x504E53544F434B31  # "PNSTOCK1"

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken
-from penstock.tensors.devices import settle
+from penstock.tensors import settle
 from penstock.text import first_line
 from penstock.transport.base import Pending, Transport
 

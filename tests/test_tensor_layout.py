@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.tensors.layout import copy_exactly, is_dense, num_payload_bytes, pack, unpack
+from penstock.tensors import copy_exactly, is_dense, num_payload_bytes, pack, unpack
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8]
 

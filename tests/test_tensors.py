@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.deployment import Deployment
+from penstock.deploy.jobs import FromWeights
 from penstock.deploy.options import RunOptions
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
-from penstock.deploy.sources import FromWeights
 from penstock.deploy.state import load_state
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import bind_inputs
@@ -19,7 +19,7 @@ from penstock.graph.cuts import Cuts
 from penstock.graph.program import read_program, write_program
 from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
-from penstock.tensors.devices import HOST, find_device, moved
+from penstock.tensors import HOST, find_device, moved
 from penstock.zoo.weights.weights import ModuleWeights
 from tests import pretend
 from tests.models import UNet, bert, seeded

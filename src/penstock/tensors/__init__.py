@@ -1,1 +1,0 @@
-"""Where a tensor lies: on which device, with which strides."""

@@ -4,7 +4,15 @@ from hypothesis import strategies as st
 
 from penstock.errors import UsageError
 from penstock.plan.schedule.actions import Schedule, placement, text
-from penstock.plan.schedule.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b, with_updates, zero_bubble
+from penstock.plan.schedule.schedules import (
+    SCHEDULES,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+    with_recompute,
+    with_updates,
+    zero_bubble,
+)
 from penstock.plan.schedule.validate import check_schedule
 
 
@@ -53,6 +61,11 @@ def test_a_device_with_several_stages_works_through_them_as_through_one() -> Non
 def test_updates_follow_the_last_backward_of_their_stage() -> None:
     assert text(with_updates(one_f_one_b(3, 1, 2))[0]) == "F0.0 F0.1 B0.1 S.1 B0.0 S.0 U.0 U.1"
     assert text(with_updates(zero_bubble(1, 1), update=False)[0]) == "F0.0 I0.0 W0.0 S.0"
+
+
+def test_a_forward_is_computed_once_more_before_each_backward() -> None:
+    assert text(with_recompute(one_f_one_b(2, 2))[1]) == "F0.1 R0.1 B0.1 F1.1 R1.1 B1.1"
+    assert text(with_recompute(zero_bubble(1, 1))[0]) == "F0.0 R0.0 I0.0 W0.0"
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 7), st.integers(1, 9), st.integers(1, 5))

@@ -97,3 +97,11 @@ def test_a_schedule_of_ones_own() -> None:
     got = train(captured("deit", torch.float32), 2, given, sgd, LOSSES["deit"], microbatches=2, schedule=own)
     expected = by_hand(model("deit", torch.float32), given, sgd, LOSSES["deit"], [2])
     assert all(error(tensor, got[2][key]) < CLOSE for key, tensor in expected[2].items())
+
+
+def test_a_schedule_of_ones_own_may_synchronize_itself() -> None:
+    given = batches("deit", 2)
+    own = "F0 F1 B0 B1 S.0\nF0 B0 F1 B1 S.1"
+    got = train(captured("deit", torch.float32), 2, given, sgd, LOSSES["deit"], microbatches=2, schedule=own)
+    usual = train(captured("deit", torch.float32), 2, given, sgd, LOSSES["deit"], microbatches=2, schedule="gpipe")
+    assert got[0] == usual[0]

@@ -277,6 +277,10 @@ def test_bad_models(tmp_path: Path) -> None:
         penstock.Pipeline(Unused(), torch.zeros(2, 4)).train_step(torch.zeros(2, 4))
     with pytest.raises(UsageError, match="is not known; use one of gpipe"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="2f2b")
+    with pytest.raises(UsageError, match=r"updates weights with U, which optimizer\.step\(\) does; leave U out"):
+        penstock.Pipeline(small(), images(2)[0], stages=2, schedule="F0 B0 U.0\nF0 B0 U.1")
+    with pytest.raises(UsageError, match=r"'R0' on line 1 is no action"):
+        penstock.Pipeline(small(), images(2)[0], stages=2, schedule="F0 R0 B0\nF0 B0")
     with (
         pytest.raises(UsageError, match=r"after model.train\(\)"),
         penstock.Pipeline(small().eval(), images(2)[0], stages=1) as p,

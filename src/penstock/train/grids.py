@@ -27,6 +27,8 @@ class ScheduleChoice:
                 f"the schedule {schedule!r} is not known; use one of {', '.join(SCHEDULES)}, or write your own"
             )
         self._own = read_schedule(schedule) if schedule not in SCHEDULES else None
+        if self._own and any(action.kind == "U" for actions in self._own for action in actions):
+            raise UsageError("your schedule updates weights with U, which optimizer.step() does; leave U out")
         self._made: dict[tuple[int, int, int], Schedule] = {}
 
     def of(self, replica: Replica, num_microbatches: int) -> Schedule:

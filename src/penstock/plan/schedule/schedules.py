@@ -76,9 +76,10 @@ def with_updates(schedule: Schedule, *, update: bool = True) -> Schedule:
 
 def _with_updates(actions: Sequence[Action], update: bool) -> Iterator[Action]:
     last = {action.stage: i for i, action in enumerate(actions) if action.kind in {"B", "W"}}
+    given = {action.stage for action in actions if action.kind == "S"}
     for index, action in enumerate(actions):
         yield action
-        if last.get(action.stage) == index:
+        if last.get(action.stage) == index and action.stage not in given:
             yield Action("S", 0, action.stage)
     if update:
         yield from (Action("U", 0, stage) for stage in sorted(last))

@@ -6,6 +6,8 @@ from typing import cast
 from penstock.errors import UsageError
 from penstock.plan.schedule.actions import KINDS, STAGE_KINDS, Action, Kind, Schedule
 
+# what people write: forwards are computed once more where a stage is told to, by checkpointing
+_WRITTEN = [kind for kind in KINDS if kind != "R"]
 _ACTION = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 
 
@@ -29,9 +31,9 @@ def read_schedule(text: str) -> Schedule:
 
 def _read(word: str, device: int) -> Action:
     match = _ACTION.fullmatch(word)
-    if match is None or match[1] not in KINDS or bool(match[2]) == (match[1] in STAGE_KINDS):
+    if match is None or match[1] not in _WRITTEN or bool(match[2]) == (match[1] in STAGE_KINDS):
         raise UsageError(
-            f"{word!r} on line {device + 1} is no action; write a kind ({', '.join(KINDS)}), a microbatch and a stage, "
-            "as in F3.1, and S.1 or U.1 for a whole stage"
+            f"{word!r} on line {device + 1} is no action; write a kind ({', '.join(_WRITTEN)}), a microbatch and a "
+            "stage, as in F3.1, and S.1 or U.1 for a whole stage"
         )
     return Action(cast(Kind, match[1]), int(match[2] or 0), int(match[3] or device))

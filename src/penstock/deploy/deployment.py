@@ -131,7 +131,7 @@ class Deployment:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The sizes of the largest microbatch."""
+        """Return the sizes of the largest microbatch."""
         return self.job.sizes
 
     def stage_states(self) -> list[StageState]:
@@ -140,12 +140,12 @@ class Deployment:
 
     @property
     def last_report(self) -> StreamReport:
-        """The times of the last stream."""
+        """Return the times of the last stream."""
         return self.place.report
 
     @property
     def traces(self) -> Sequence[StreamTrace]:
-        """What the processes recorded of the last stream, the feeding one first; empty where nothing was."""
+        """Return what the processes recorded of the last stream, the feeding one first; empty where nothing was."""
         return self.place.traces
 
     def abandon(self) -> None:
@@ -156,7 +156,7 @@ class Deployment:
         self._join()
 
     def close(self) -> None:
-        """Tell the stages to stop serving; the world stays. A stream under way is cancelled."""
+        """Close the stages; the world stays. A stream under way is cancelled."""
         try:
             finish_stream(self.place)
             if self.world.health.failure is None:
@@ -196,22 +196,22 @@ class Replicas:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The sizes of the largest microbatch."""
+        """Return the sizes of the largest microbatch."""
         return self.deployments[0].sizes
 
     @property
     def traces(self) -> Sequence[StreamTrace]:
-        """What the processes recorded of the last stream, the feeding one first; empty where nothing was."""
+        """Return what the processes recorded of the last stream, the feeding one first; empty where nothing was."""
         return self.deployments[0].traces
 
     @property
     def last_report(self) -> StreamReport:
-        """The times of the last stream."""
+        """Return the times of the last stream."""
         return self.deployments[0].last_report
 
     @property
     def world(self) -> World:
-        """The world that all of them run in."""
+        """Return the world that all of them run in."""
         return self.deployments[0].world
 
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
@@ -229,7 +229,7 @@ class Replicas:
             deployment.abandon()
 
     def close(self) -> None:
-        """Tell all stages to stop serving; the world stays."""
+        """Close all stages; the world stays."""
         for deployment in self.deployments:
             deployment.close()
 

@@ -249,7 +249,7 @@ def start_threads(num_stages: int, make: MakeRuntime) -> World:
 
 @contextlib.contextmanager
 def advising(model: nn.Module) -> Iterator[None]:
-    """Say of a sequence that does not export how it can be streamed nevertheless."""
+    """Name the way to stream a sequence that does not export."""
     try:
         yield
     except CaptureError as error:

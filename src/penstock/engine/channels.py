@@ -65,7 +65,7 @@ class Receiver(Protocol):
         """Wait for the next message; its tensors are good until `release`."""
 
     def release(self) -> None:
-        """Give back the memory of the oldest message taken."""
+        """Release the buffer of the oldest message taken."""
 
     def trace_taking(self, track: Track | None) -> None:
         """Record on a track what comes in; on none, nothing."""

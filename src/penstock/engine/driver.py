@@ -48,12 +48,12 @@ class Driver:
 
     @property
     def has_room(self) -> bool:
-        """Whether another microbatch may go in before a result comes out."""
+        """Return whether another microbatch may go in before a result comes out."""
         return self.num_fed - self.num_taken < self._place.window
 
     @property
     def has_result(self) -> bool:
-        """Whether a result waits to be taken."""
+        """Return whether a result waits to be taken."""
         return not self._results.empty()
 
     def feed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class Driver:
         return message.tensors
 
     def end(self) -> None:
-        """Say at once that no more microbatches come: a stage that has missed one then knows."""
+        """Send the end of the stream at once: a stage that has missed a microbatch then knows."""
         if not self._ended:
             self._hand_over(Message(END, self.num_fed))
             self._ended = True
@@ -90,7 +90,7 @@ class Driver:
         return sorted((StageReport(**report) for report in json.loads(message.body)), key=lambda report: report.stage)
 
     def stop(self) -> None:
-        """Tell the stages to stop serving, and see that all of them have heard it."""
+        """Close the stages, and wait until all of them have heard it."""
         self._last(CLOSE)
 
     def abandon(self) -> None:
@@ -160,7 +160,7 @@ class Driver:
             raise error
 
     def _named(self, error: PenstockError) -> PenstockError:
-        """Say which stages ran where it happened, and what to do."""
+        """Name the stages that ran where it happened, and what to do."""
         failure = self._place.world.health.failure
         if failure is None or failure.message != str(error):
             return error

@@ -110,7 +110,7 @@ class Synchronizer:
 
     @property
     def num_buckets(self) -> int:
-        """How many sums one step takes."""
+        """Return the number of all-reduces of one step."""
         return len(self._buckets)
 
     def begin(self) -> None:
@@ -124,19 +124,19 @@ class Synchronizer:
                 leaf.grad = None
 
     def leaf_done(self, stage: int, name: str) -> None:
-        """Say that a leaf's gradient is final."""
+        """Note that a leaf's gradient is final."""
         for bucket in self._buckets:
             bucket.waiting.discard((stage, name))
         self._start()
 
     def stage_done(self, stage: int) -> None:
-        """Say that all gradients of a stage are final."""
+        """Note that all gradients of a stage are final."""
         for bucket in self._buckets:
             bucket.waiting = {leaf for leaf in bucket.waiting if leaf[0] != stage}
         self._start()
 
     def flush(self) -> None:
-        """Say that all gradients are final; what is not on its way yet starts, and nothing is waited for."""
+        """Note that all gradients are final; what is not on its way yet starts, and nothing is waited for."""
         for bucket in self._buckets:
             bucket.waiting = set()
         self._start()

@@ -111,7 +111,7 @@ class Observer:
         recorder.sample(now_s)
 
     def sent(self, action: Action, kind: str, width: int = 1) -> None:
-        """What it made has gone, as one message or as the end of a stream for each rank behind."""
+        """What it made has gone, as one message or as the end of a stream for each rank that takes it."""
         self.counters[action.stage].sent[kind] += width
         now_s = self.clock()
         self.seconds[action.stage].send_s += now_s - self._since

@@ -88,11 +88,11 @@ class StagesJob:
 
     @property
     def holders(self) -> frozenset[int]:
-        """All ranks that hold a stage."""
+        """Return all ranks that hold a stage."""
         return frozenset(rank for ranks in self.ranks for rank in ranks.items)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in order."""
+        """Return the stages that a rank holds, in order."""
         return [index for index, ranks in enumerate(self.ranks) if rank in ranks.items]
 
     def runtime_of(self, stage: int) -> RuntimeChoice:

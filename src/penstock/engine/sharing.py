@@ -49,7 +49,7 @@ class RoundRobinReceiver:
         return Message(message.kind, message.index, body=_joined(ends) if message.kind == END else b"")
 
     def release(self) -> None:
-        """Give back the memory of the oldest message taken."""
+        """Release the buffer of the oldest message taken."""
         for receiver in self._taken.popleft():
             receiver.release()
 
@@ -86,7 +86,7 @@ class RoundRobinSender:
 
 
 def sources_of(before: RoundRobin[int], here: RoundRobin[int], rank: int) -> list[int]:
-    """Say where a rank's microbatches come from: places in `before`, one round of both orders.
+    """Return where a rank's microbatches come from: places in `before`, one round of both orders.
 
     >>> sources_of(RoundRobin([5, 6], (0, 1)), RoundRobin([7, 8], (0, 0, 1)), rank=7)
     [0, 1, 1, 0]

@@ -66,7 +66,7 @@ class StageTracer:
         return msgspec.structs.replace(trace, alone=alone)
 
     def answer(self) -> None:
-        """Tell the feeding process this one's time, as often as it asks."""
+        """Answer the feeding process's questions for this one's time."""
         answer_clock(self._world.transport, self._world.clock)
 
     def give(self) -> None:
@@ -165,7 +165,7 @@ class ClockReadings:
 
 
 def give_trace(world: World, trace: ProcessTrace) -> None:
-    """Tell the feeding process the time again, then send it what was recorded here."""
+    """Answer the feeding process's clock again, then send it what was recorded here."""
     answer_clock(world.transport, world.clock)
     send_bytes(world.transport, msgspec.json.encode(trace), FEEDER, CLOCK)
 

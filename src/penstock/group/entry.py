@@ -148,7 +148,7 @@ def _join(
 
 
 def _why_ended(workers: LocalWorkers, rank: int) -> str | None:
-    """Say how the process of a rank has ended, where this one started it."""
+    """Return how the process of a rank has ended, where this one started it."""
     return next((str(gone) for gone in workers.exits() if gone.index + 1 == rank), None)
 
 

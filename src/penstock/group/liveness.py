@@ -117,7 +117,7 @@ class Health:
             on_failure()
 
     def report(self, error: BaseException) -> None:
-        """Tell everybody that this process failed; only the first report of a group counts."""
+        """Report to everybody that this process failed; only the first report of a group counts."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         memory = is_out_of_memory(error)
         message = f"{self._names[self._rank]}: {text}"
@@ -129,7 +129,7 @@ class Health:
 
     @property
     def watching(self) -> bool:
-        """Whether a verdict may still come."""
+        """Return whether a verdict may still come."""
         return self.failure is None and self._thread.is_alive()
 
     def check(self) -> None:

@@ -109,7 +109,7 @@ class World:
         return error
 
     def dismiss(self, message: str = "", deadline_s: float = DISMISS_S) -> None:
-        """Tell every other rank that there is no more to do, with a last word to people at that machine.
+        """Dismiss every other rank, with a last word to people at that machine.
 
         Waits until all have heard it: this process may hold the store, whose end would look like a failure to a rank
         that is still on its way here. One that does not answer any more is not waited for, but named in a warning.

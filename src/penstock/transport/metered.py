@@ -50,7 +50,7 @@ class MeteredTransport:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Say that the owner waits, if it is the owner who says so; what is waited for has moved at the end."""
+        """Mark the owner as waiting, if it is the owner who calls; what is waited for has moved at the end."""
         owner = threading.get_ident() == self._owner
         self.waits = self.waits or owner
         try:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from penstock.deploy.jobs import load_programs
-from penstock.deploy.serving import OwnStages, serve_stages
 from penstock.deploy.state import load_state
 from penstock.engine.counters import ACTIVATIONS, GRADIENTS, Counters
-from penstock.engine.executor import ForwardStage, serve_stream
+from penstock.engine.executor import ForwardStage, OwnStages, serve_stream
 from penstock.engine.observer import Observer, StageReport
 from penstock.engine.placement import StagesJob
 from penstock.engine.wiring import Channels, Opening, feeder_links, open_channels
@@ -60,7 +59,7 @@ class Stages:
 
     def _serve(self) -> None:
         try:
-            serve_stages(self.own, lambda: None)
+            self.own.serve()
         except PenstockError as error:
             self.error = error
 

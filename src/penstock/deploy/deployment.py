@@ -9,9 +9,9 @@ from torch import Tensor
 
 from penstock.deploy.jobs import FromModules, Source, send_stages
 from penstock.deploy.options import RunOptions
-from penstock.deploy.serving import OwnStages, serve_stages
 from penstock.engine.counters import ACTIVATIONS, Counters
 from penstock.engine.driver import JOIN_S, Driver, Microbatch, finish_stream, stream_through
+from penstock.engine.executor import OwnStages
 from penstock.engine.observer import StreamReport
 from penstock.engine.place import Place
 from penstock.engine.placement import StagesJob
@@ -96,7 +96,7 @@ class Deployment:
         )  # fmt: skip
         window = (job.depth + 1) * sum(len(ranks.items) for ranks in job.ranks) + job.depth
         if self.tracer is not None:
-            self.tracer.follow(own.channels, job.holders, own.stages, own.observer)
+            self.tracer.follow(own)
         errors: queue.Queue[BaseException] = queue.Queue()
         if runtimes:
             self._executor = threading.Thread(
@@ -108,7 +108,7 @@ class Deployment:
     def _serve(self, own: OwnStages, errors: "queue.Queue[BaseException]") -> None:
         """Run this process's own stages, in a thread."""
         try:
-            serve_stages(own, lambda: None)
+            own.serve()
         except ConnectionBroken:
             pass  # the feeding thread sees the same broken connection and explains it
         except Exception as error:

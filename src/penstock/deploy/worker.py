@@ -13,7 +13,7 @@ from typing import Any
 from penstock.deploy.baseline import do_alone
 from penstock.deploy.documents import DoMore, RunAlone, ServeStages
 from penstock.deploy.jobs import MakeRuntime, read_stages, receive_job
-from penstock.deploy.serving import OwnStages, serve_stages
+from penstock.engine.executor import OwnStages
 from penstock.engine.tracers import follow_stages
 from penstock.errors import PenstockError, ProgramError, TransportError
 from penstock.group.entry import join_local
@@ -80,7 +80,7 @@ def do_job(
         return
     job, runtimes = read_stages(world, document, make, bundle)
     own = OwnStages(world, job, runtimes)
-    serve_stages(own, follow_stages(world, job, own.stages, own.channels, own.observer))
+    own.serve(follow_stages(own))
 
 
 def _nothing(_parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Mapping[str, Job]]:

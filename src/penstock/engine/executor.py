@@ -8,17 +8,20 @@ from typing import ClassVar, Protocol
 import torch
 
 from penstock.engine.channels import Receiver
-from penstock.engine.counters import ACTIVATIONS, GRADIENTS
-from penstock.engine.observer import Observer
-from penstock.engine.wiring import Channels
+from penstock.engine.counters import ACTIVATIONS, GRADIENTS, write_counters
+from penstock.engine.observer import Observer, StreamObserver
+from penstock.engine.placement import StagesJob
+from penstock.engine.wiring import Channels, Link, Opening, open_channels, stream_links
 from penstock.errors import ConnectionBroken, OutOfMemory, RunError, TransportError
+from penstock.group.world import World
 from penstock.memory import is_out_of_memory
 from penstock.plan.schedule.actions import STAGE_KINDS, Action
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
-from penstock.tensors import copy_exactly, moved, settle
+from penstock.tensors import HOST, copy_exactly, moved, settle
 from penstock.text import first_line
-from penstock.tracing.record import Recorder
+from penstock.tracing.record import FEEDER_STAGE, Recorder
+from penstock.transport.base import FEEDER
 from penstock.transport.messages import CLOSE, DATA, END, Message
 
 # what an action takes from one neighbour and sends to the other; those not here do neither
@@ -118,18 +121,6 @@ def run_schedule(
     return None
 
 
-def serve(
-    schedule: Callable[[], Iterable[Action]], stages: Mapping[int, Stage], channels: Channels, observer: Observer,
-    ended: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
-    """Run stream after stream until a CLOSE message comes; every stream starts the schedule again.
-
-    `ended` is called after each stream.
-    """
-    while serve_stream(schedule(), stages, channels, observer) != CLOSE:
-        ended()
-
-
 def serve_stream(actions: Iterable[Action], stages: Mapping[int, Stage], channels: Channels, observer: Observer) -> int:
     """Run one stream; returns the kind of the message that ended it, END or CLOSE."""
     observer.begin()
@@ -199,3 +190,42 @@ def _pass_on(action: Action, message: Message, channels: Channels, observer: Obs
     observer.sent(action, ACTIVATIONS, sender.width)
     if message.kind == END:
         receiver.release()
+
+
+class OwnStages:
+    """A process's stages of a job: what they run, their channels, what is counted of them.
+
+    `feeds` are the links of the feeder, in the process that is it. From here on heartbeats say how far they are.
+    """
+
+    def __init__(
+        self, world: World, job: StagesJob, runtimes: Mapping[int, RoundRobin[StageRuntime]],
+        feeds: Iterable[Link] = (),
+    ) -> None:  # fmt: skip
+        self.world, self.job = world, job
+        self.stages = {index: ForwardStage(each) for index, each in sorted(runtimes.items())}
+        feeds = list(feeds)
+        links = {link.number: link for link in feeds}
+        programs = {index: each.map(lambda runtime: runtime.program) for index, each in runtimes.items()}
+        links.update({link.number: link for link in stream_links(programs, len(job.ranks))})
+        devices = [stage.device for stage in self.stages.values()]
+        opening = Opening(
+            ranks={FEEDER_STAGE: RoundRobin([FEEDER])} | dict(enumerate(job.ranks)),
+            own=[*self.stages, *([FEEDER_STAGE] if feeds else [])], sizes=job.sizes, number=job.number,
+            depth=job.depth, device=devices[0] if devices else HOST, direct=job.direct,
+        )  # fmt: skip
+        self.channels = open_channels(world.transport, list(links.values()), opening)
+        name = job.device_names[world.rank]
+        self.observer = StreamObserver(self.stages, name, len(job.ranks) - 1)
+        if self.stages:
+            world.health.status = lambda: write_counters(job.number, world.rank, self.observer.counters)
+
+    def serve_stream(self) -> int:
+        """Run one stream; returns the kind of the message that ended it, END or CLOSE."""
+        return serve_stream(self.job.schedule(self.world.rank), self.stages, self.channels, self.observer)
+
+    def serve(self, ended: Callable[[], None] = lambda: None) -> None:
+        """Run stream after stream until a CLOSE message comes; `ended` is called after each."""
+        torch.set_num_threads(self.job.threads)
+        while self.serve_stream() != CLOSE:
+            ended()

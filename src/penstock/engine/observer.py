@@ -5,20 +5,19 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING
 
 from penstock.engine.counters import COMPUTING, Counters
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_alone
 from penstock.plan.schedule.actions import Action
-from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import StageRuntime
 from penstock.tensors import copy_exactly, held_bytes
 from penstock.tracing.record import KEPT_BYTES, Clock, Recorder
 from penstock.tracing.trace import Alone
 from penstock.transport.messages import DATA, END, Message
+
+if TYPE_CHECKING:
+    from penstock.engine.executor import ForwardStage
 
 
 @dataclass(slots=True)
@@ -170,16 +169,6 @@ class StreamReport:
         return len(steady) * self.num_rows / self.num_microbatches / (steady[-1] - self.fill_s)
 
 
-class Streamed(Protocol):
-    """A stage of a stream: its runtimes, one for each cut set, and where they compute."""
-
-    runtimes: RoundRobin[StageRuntime]
-
-    @property
-    def device(self) -> torch.device:
-        """Return where it computes."""
-
-
 class StreamObserver(Observer):
     """Observes the stages of a stream: each adds its report to the end of the stream, and runs once more alone.
 
@@ -189,7 +178,7 @@ class StreamObserver(Observer):
     between = True
 
     def __init__(
-        self, stages: Mapping[int, Streamed], device_name: str, others: int, clock: Clock = time.perf_counter
+        self, stages: "Mapping[int, ForwardStage]", device_name: str, others: int, clock: Clock = time.perf_counter
     ) -> None:
         super().__init__(stages, clock)
         self._stages, self._device_name, self._others = stages, device_name, others

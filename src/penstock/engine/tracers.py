@@ -9,19 +9,16 @@ sends what it recorded ───────────────────
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 from typing import TypeVar
 
 import msgspec
 import torch
 
-from penstock.engine.executor import ForwardStage
-from penstock.engine.observer import StreamObserver
-from penstock.engine.placement import StagesJob
+from penstock.engine.executor import OwnStages
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_machine
-from penstock.engine.wiring import Channels
 from penstock.errors import TransportError
 from penstock.group.world import World
 from penstock.tracing.clock import Exchange, Reading, fit_clock, read_clock
@@ -38,40 +35,33 @@ MAX_TRACE_BYTES = 64 * 2**20
 class StageTracer:
     """Records the stages that one process holds, stream after stream, and sends that to the one that feeds."""
 
-    def __init__(
-        self, world: World, stages: Mapping[int, ForwardStage], channels: Channels, observer: StreamObserver, *,
-        units: bool = False, profile: bool = False,
-    ) -> None:  # fmt: skip
-        self._world, self._stages, self._channels, self._observer = world, stages, channels, observer
-        self.recorder = Recorder(world.clock, units=units)
-        observer.clock = world.clock
-        observer.profile = ProfileWindow(self.recorder) if profile else None
+    def __init__(self, own: OwnStages) -> None:
+        self._own = own
+        self.recorder = Recorder(own.world.clock, units=own.job.trace_units)
+        own.observer.clock = own.world.clock
+        own.observer.profile = ProfileWindow(self.recorder) if own.job.trace_profile else None
         self.record(True)
         self._machine = measure_machine()
 
     def record(self, on: bool) -> None:
         """Record from here on; or nothing, to see what recording costs. What has gaps is no whole trace."""
-        recorder = self.recorder if on else None
-        self._observer.recorder = recorder
-        for stage in self._stages.values():
+        own, recorder = self._own, self.recorder if on else None
+        own.observer.recorder = recorder
+        for stage in own.stages.values():
             # torch's profiler sees the operations itself
-            stage.recorder = recorder if self._observer.profile is None else None
-        self._channels.trace(recorder, list(self._stages))
+            stage.recorder = recorder if own.observer.profile is None else None
+        own.channels.trace(recorder, list(own.stages))
 
     def trace(self) -> ProcessTrace:
         """Return what was recorded since the last time, on this process's own clock."""
-        trace = make_trace(self._world, self.recorder, self._machine)
-        alone = tuple(self._observer.alone.values())
-        self._observer.forget()
+        trace = make_trace(self._own.world, self.recorder, self._machine)
+        alone = tuple(self._own.observer.alone.values())
+        self._own.observer.forget()
         return msgspec.structs.replace(trace, alone=alone)
 
-    def answer(self) -> None:
-        """Answer the feeding process's questions for this one's time."""
-        answer_clock(self._world.transport, self._world.clock)
-
     def give(self) -> None:
-        """At the end of a stream: tell the time again, then send what was recorded."""
-        give_trace(self._world, self.trace())
+        """At the end of a stream: answer the clock again, then send what was recorded."""
+        give_trace(self._own.world, self.trace())
 
 
 class FeederTracer:
@@ -85,14 +75,12 @@ class FeederTracer:
         self._clocks = ClockReadings(world)
         self._own: StageTracer | None = None
 
-    def follow(
-        self, channels: Channels, ranks: Collection[int], stages: Mapping[int, ForwardStage], observer: StreamObserver
-    ) -> None:
+    def follow(self, own: OwnStages) -> None:
         """Begin with the feeder's ends of a pipeline, its own stages, and the clocks of the other ranks."""
-        channels.trace(self.recorder, [FEEDER_STAGE])
-        if stages:
-            self._own = StageTracer(self._world, stages, channels, observer, units=self.units, profile=self.profile)
-        self._clocks.begin(_others(ranks))
+        own.channels.trace(self.recorder, [FEEDER_STAGE])
+        if own.stages:
+            self._own = StageTracer(own)
+        self._clocks.begin(_others(own.job.holders))
 
     def loading(self, source: Iterator[T]) -> Iterator[T]:
         """Yield what a source does, and record how long each item takes it."""
@@ -118,19 +106,13 @@ class FeederTracer:
         return msgspec.structs.replace(stages, spans=(*mine.spans, *stages.spans))
 
 
-def follow_stages(
-    world: World, job: StagesJob, stages: Mapping[int, ForwardStage], channels: Channels, observer: StreamObserver
-) -> Callable[[], None]:
-    """Record the stages of a process that does not feed, if the job says so; gives what to call after each stream."""
-    if not job.trace:
-        return _nothing
-    tracer = StageTracer(world, stages, channels, observer, units=job.trace_units, profile=job.trace_profile)
-    tracer.answer()
+def follow_stages(own: OwnStages) -> Callable[[], None]:
+    """Record the stages of a process that does not feed, if the job says so; returns what to call after each stream."""
+    if not own.job.trace:
+        return lambda: None
+    tracer = StageTracer(own)  # which measures the machine, before anything streams
+    answer_clock(own.world.transport, own.world.clock)
     return tracer.give
-
-
-def _nothing() -> None:
-    """Nothing is recorded."""
 
 
 class ClockReadings:

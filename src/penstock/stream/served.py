@@ -3,8 +3,7 @@
 import torch
 
 from penstock.deploy.jobs import MakeRuntime, read_stages, receive_stages
-from penstock.deploy.serving import OwnStages
-from penstock.engine.executor import serve_stream
+from penstock.engine.executor import OwnStages
 from penstock.engine.tracers import follow_stages
 from penstock.errors import TransportError
 from penstock.group.world import World
@@ -24,7 +23,7 @@ class ServedStages:
             job, runtimes = read_stages(world, receive_stages(world.transport), make)
             torch.set_num_threads(job.threads)
             own = self._own = OwnStages(world, job, runtimes)
-            self._stream_ended = follow_stages(world, job, own.stages, own.channels, own.observer)
+            self._stream_ended = follow_stages(own)
         except TransportError as error:
             raise world.explain(error) from error
         except Exception as error:
@@ -33,9 +32,8 @@ class ServedStages:
 
     def serve(self) -> None:
         """Work until a stream has ended, or the stages are closed."""
-        own = self._own
         try:
-            self.closed = serve_stream(own.schedule(), own.stages, own.channels, own.observer) == CLOSE
+            self.closed = self._own.serve_stream() == CLOSE
             if not self.closed:
                 self._stream_ended()
         except TransportError as error:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from penstock.deploy.jobs import MakeRuntime
@@ -23,14 +22,13 @@ from penstock.graph.expressions import Expression, Size
 from penstock.graph.graph import Graph, Plain
 from penstock.graph.ops import Ref, Value
 from penstock.graph.program import StageProgram
+from penstock.group.entry import thread_worlds
 from penstock.group.launch import WorkerExit
-from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import StageRuntime
 from penstock.tensors import HOST, copy_exactly
 from penstock.transport.base import FEEDER
-from penstock.transport.memory_network import MemoryNetwork
 
 
 def chain(
@@ -231,17 +229,7 @@ class ThreadWorkers:
 
 def start_threads(num_stages: int, make: MakeRuntime) -> World:
     """Make a world whose devices are threads of this process, one for each stage."""
-    size = num_stages + 1
-    network, store = MemoryNetwork(size), HashStore()
-    names = ["the feeding process", *(f"thread {rank}" for rank in range(1, size))]
-    worlds = [
-        World(
-            transport=network.transports[rank], names=names, devices=list(range(1, size)), store=store,
-            health=Health(Boards.of_threads(store, rank, size), rank, names, network.transports[rank].abort),
-            bandwidths=[None] * size,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
+    worlds = thread_worlds(["the feeding process", *(f"thread {rank}" for rank in range(1, num_stages + 1))])
     worlds[FEEDER].workers = ThreadWorkers(worlds[1:], make)
     worlds[FEEDER].followed = True
     return worlds[FEEDER]

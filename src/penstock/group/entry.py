@@ -7,18 +7,19 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError, UsageError
 from penstock.group.addresses import LOOPBACK, first_address, is_everywhere, local_address
 from penstock.group.board import connect_store, serve_store, wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
 from penstock.group.launch import LocalWorkers, available_cores
-from penstock.group.liveness import Health
+from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
 from penstock.transport.base import FEEDER
 from penstock.transport.faulty import wrap_if_faulty
 from penstock.transport.gloo import GlooTransport
+from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.watched import run_watched
 
 # a script that makes several pipelines joins several times; all its processes count alike
@@ -118,6 +119,22 @@ def join_local(port: int, rank: int, size: int) -> World:
     )
     world.position = rank - 1  # the feeding process computes nothing
     return world
+
+
+def thread_worlds(names: Sequence[str]) -> list[World]:
+    """Make a world for each of some threads of this process, which reach each other through memory; the first feeds.
+
+    Alone the first one is a device too.
+    """
+    network, store = MemoryNetwork(len(names)), HashStore()
+    return [
+        World(
+            transport=transport, names=list(names), devices=list(range(1, len(names))) or [FEEDER], store=store,
+            health=Health(Boards.of_threads(store, rank, len(names)), rank, list(names), transport.abort),
+            bandwidths=[None] * len(names),
+        )
+        for rank, transport in enumerate(network.transports)
+    ]  # fmt: skip
 
 
 def _join(

@@ -8,14 +8,12 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.deploy.options import CutOptions, ModelCall, RunOptions
 from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.graph.call import CallInputs
-from penstock.group.entry import join_torchrun, under_torchrun
-from penstock.group.liveness import Boards, Health
+from penstock.group.entry import join_torchrun, thread_worlds, under_torchrun
 from penstock.group.world import World
 from penstock.tensors import find_device
 from penstock.terminal.notes import note
@@ -30,7 +28,6 @@ from penstock.train.save import save_model
 from penstock.train.step_report import StepReport
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
-from penstock.transport.memory_network import MemoryNetwork
 
 
 class TrainingPipeline:
@@ -290,7 +287,5 @@ def trains(model: Any) -> TypeGuard[nn.Module | Callable[[], nn.Module]]:
 
 def world_of_one() -> World:
     """Make a world of this process only."""
-    network, store = MemoryNetwork(1), HashStore()
-    transport, names = network.transports[0], ["this process"]
-    health = Health(Boards.of_threads(store, 0, 1), 0, names, transport.abort)
-    return World(transport=transport, names=names, devices=[0], store=store, health=health, bandwidths=[None])
+    (world,) = thread_worlds(["this process"])
+    return world

@@ -12,8 +12,7 @@ from penstock.deploy.documents import RunAlone, write_document
 from penstock.deploy.state import receive_state, send_state
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.group.world import World
-from penstock.runtime.eager import StageRuntime
-from penstock.runtime.registry import EAGER
+from penstock.runtime.registry import EAGER, StageRuntime
 from penstock.tensors import find_device, moved, settle
 from penstock.transport.base import (
     FEEDER,

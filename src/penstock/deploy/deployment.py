@@ -23,8 +23,7 @@ from penstock.graph.program import StageProgram
 from penstock.group.direct import go_direct
 from penstock.group.world import World, check_world
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import StageRuntime
-from penstock.runtime.registry import RuntimeChoice
+from penstock.runtime.registry import RuntimeChoice, StageRuntime
 from penstock.tensors import HOST, find_device
 from penstock.terminal.live import StageState
 from penstock.tracing.record import FEEDER_STAGE

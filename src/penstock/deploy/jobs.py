@@ -20,8 +20,7 @@ from penstock.graph.program import StageProgram, read_interface, read_program, s
 from penstock.group.direct import go_direct
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import StageRuntime
-from penstock.runtime.registry import EAGER, RuntimeChoice
+from penstock.runtime.registry import EAGER, RuntimeChoice, StageRuntime
 from penstock.tensors import HOST, find_device, moved
 from penstock.transport.base import (
     FEEDER,

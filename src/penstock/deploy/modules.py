@@ -26,7 +26,7 @@ from penstock.group.entry import thread_worlds
 from penstock.group.launch import WorkerExit
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import StageRuntime
+from penstock.runtime.registry import StageRuntime
 from penstock.tensors import HOST, copy_exactly
 from penstock.transport.base import FEEDER
 

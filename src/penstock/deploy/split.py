@@ -16,8 +16,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
-from penstock.runtime.eager import StageRuntime
-from penstock.runtime.registry import EAGER
+from penstock.runtime.registry import EAGER, StageRuntime
 from penstock.zoo.weights.weights import ModuleWeights, Weights
 
 

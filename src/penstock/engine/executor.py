@@ -17,7 +17,7 @@ from penstock.group.world import World
 from penstock.memory import is_out_of_memory
 from penstock.plan.schedule.actions import STAGE_KINDS, Action
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import StageRuntime
+from penstock.runtime.registry import StageRuntime
 from penstock.tensors import HOST, copy_exactly, moved, settle
 from penstock.text import first_line
 from penstock.tracing.record import FEEDER_STAGE, Recorder

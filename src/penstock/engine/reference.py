@@ -13,7 +13,7 @@ from torch.nn import functional
 from penstock.group.launch import quota_cores
 from penstock.memory import limit_bytes
 from penstock.plan.schedule.round_robin import RoundRobin
-from penstock.runtime.eager import StageRuntime
+from penstock.runtime.registry import StageRuntime
 from penstock.tensors import settle
 from penstock.tracing.record import SCRATCH_BYTES
 from penstock.tracing.trace import Alone, Machine

@@ -14,8 +14,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import State, Value, effect
 from penstock.graph.stages import divide
 from penstock.measure.operation_times import random_input
-from penstock.runtime.eager import StageRuntime
-from penstock.runtime.registry import EAGER
+from penstock.runtime.registry import EAGER, StageRuntime
 
 # passes are repeated while their totals lie further apart than this part of the median
 STEADY = 0.03

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,31 +64,6 @@ class _Bound:
     registers: list[Any]
     steps: list[_Step]
     watched: bool = False  # whether a run has shown what every operation makes
-
-
-class StageRuntime(Protocol):
-    """What the executor runs for one stage; inputs lie on its device, and so do outputs."""
-
-    program: StageProgram
-    device: torch.device
-
-    def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run on one microbatch; `sizes` gives every symbol of the program its value."""
-
-    def watched(
-        self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]
-    ) -> tuple[list[Tensor], list[float]]:
-        """Run on one microbatch; returns the outputs, and the seconds of every operation where they can be told."""
-
-    def own(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
-        """Return outputs that the caller may write to."""
-
-    def copied(self) -> "StageRuntime | None":
-        """Make the same again, with tensors of its own; None where it cannot be copied."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Return the bytes of its tensors."""
 
 
 class Runtime:

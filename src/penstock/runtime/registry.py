@@ -1,7 +1,8 @@
 """Runtimes by the names that plans have for them; nothing else makes one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,9 +10,34 @@ from torch import Tensor
 from penstock.errors import PlanError
 from penstock.graph.program import StageProgram
 from penstock.graph.training_parts import TrainingPart
-from penstock.runtime.eager import Runtime, StageRuntime
+from penstock.runtime.eager import Runtime
 from penstock.runtime.training import TrainingRuntime
 from penstock.tensors import HOST
+
+
+class StageRuntime(Protocol):
+    """What the executor runs for one stage; inputs lie on its device, and so do outputs."""
+
+    program: StageProgram
+    device: torch.device
+
+    def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run on one microbatch; `sizes` gives every symbol of the program its value."""
+
+    def watched(
+        self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]
+    ) -> tuple[list[Tensor], list[float]]:
+        """Run on one microbatch; returns the outputs, and the seconds of every operation where they can be told."""
+
+    def own(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+        """Return outputs that the caller may write to."""
+
+    def copied(self) -> "StageRuntime | None":
+        """Make the same again, with tensors of its own; None where it cannot be copied."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of its tensors."""
 
 
 @dataclass(frozen=True, slots=True)

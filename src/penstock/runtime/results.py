@@ -136,10 +136,6 @@ def _matmul(a: Tensor, b: Tensor, *_: Any) -> int:
     return _count(_broadcast(a.shape[:-2], b.shape[:-2])) * rows * columns
 
 
-def _add_matmul(_: Tensor, a: Tensor, b: Tensor, *__: Any) -> int:
-    return _matmul(a, b)
-
-
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
     batch = _count(_broadcast(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
     return batch * query.shape[-2] * value.shape[-1]
@@ -188,11 +184,6 @@ def _index(x: Tensor, indices: Sequence[Any], *_: Any) -> int:
             picked.append(list(index.shape))
             position += 1
     return kept * _count(x.shape[position:]) * _count(_broadcast(*picked))
-
-
-def _gather(x: Tensor, dim: int, index: Tensor, *_: Any) -> int:
-    del x, dim
-    return index.numel()
 
 
 def _full(size: Any = (), *_: Any) -> int:
@@ -288,11 +279,11 @@ def _rules() -> dict[str, Callable[..., int]]:
                        "sub sum tanh tril triu true_divide uniform var where zero zeros_like"),
         (_positions, "argmax argmin max min sort topk"),
         (_joined, "cat concat concatenate stack hstack vstack"),
-        (_linear, "linear"), (_matmul, "matmul mm bmm mv dot"), (_add_matmul, "addmm baddbmm"),
+        (_linear, "linear"), (_matmul, "matmul mm bmm mv dot"), (lambda _, a, b, *__: _matmul(a, b), "addmm baddbmm"),
         (_attention, "scaled_dot_product_attention"), (_convolution, "conv1d conv2d conv3d"),
         (_pool, "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d max_pool2d_with_indices"),
         (_adaptive_pool, "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
-        (_embedding, "embedding"), (_index, "index"), (_gather, "gather"), (_repeat, "repeat repeat_interleave"),
+        (_embedding, "embedding"), (_index, "index"), (lambda _x, _dim, index, *_: index.numel(), "gather"), (_repeat, "repeat repeat_interleave"),
         (_recurrent, "lstm gru rnn_tanh rnn_relu"), (_arange, "arange"), (_full, "zeros ones full empty rand randn"),
         (_new_full, "new_zeros new_ones new_full new_empty"),
         (_pad, "pad constant_pad_nd"), (_one_hot, "one_hot"),

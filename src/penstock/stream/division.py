@@ -25,7 +25,7 @@ from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local
 from penstock.group.world import World
-from penstock.runtime.eager import StageRuntime
+from penstock.runtime.registry import StageRuntime
 from penstock.spec.plan import Plan
 from penstock.zoo.weights.weights import ModuleWeights
 

@@ -7,7 +7,7 @@ from penstock.recipes.language import language_task
 from penstock.recipes.sentences import sentence_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
-from penstock.zoo.data.trees import is_trees
+from penstock.zoo.data.texts import is_trees
 
 
 def make_task(settings: FitSettings) -> Task:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from penstock.errors import DataError, UsageError
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import SHARE_KEPT, Rows, Task, load_for, logits_of
-from penstock.zoo.data.tokens import read_tokenizer, train_tokenizer
+from penstock.zoo.data.texts import read_tokenizer, train_tokenizer
 from penstock.zoo.models.models import ZooModel, parse_hf
 
 

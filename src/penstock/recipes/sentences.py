@@ -13,8 +13,7 @@ from penstock.recipes.images import with_classes
 from penstock.recipes.language import find_tokenizer, text_config
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Rows, Task, class_accuracy, class_loss, keep_some, load_for, spread
-from penstock.zoo.data.tokens import CLS, train_tokenizer
-from penstock.zoo.data.trees import Sentences, read_trees
+from penstock.zoo.data.texts import CLS, Sentences, read_trees, train_tokenizer
 
 _POOL = 50  # batches whose rows are sorted together
 

@@ -84,8 +84,6 @@ def unreachable_error(model: str, problem: Exception, advice: str = _ADVICE) -> 
 
     >>> unreachable_error("timm:x", OSError("no route")).args[0].startswith("the files of timm:x")
     True
-
-    Nothing is raised.
     """
     # the hub's own message ends with advice and an address: its first sentence says what happened
     reason = one_line(problem, 1000).partition(". ")[0].rstrip(".")[:160]

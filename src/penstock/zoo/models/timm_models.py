@@ -86,8 +86,6 @@ def timm_input_size(module: nn.Module) -> tuple[int, int, int]:
 
     >>> timm_input_size(build_timm("vit_tiny_patch16_224", {"img_size": 32}, seed=0))
     (3, 32, 32)
-
-    Nothing is raised.
     """
     channels, height, width = _pretrained_config(module).get("input_size") or (3, 224, 224)
     embed = getattr(module, "patch_embed", None)
@@ -108,8 +106,6 @@ def timm_class_names(module: nn.Module) -> tuple[str, ...] | None:
 
     >>> timm_class_names(build_timm("resnet18", {}, seed=0))[0]
     'tench, Tinca tinca'
-
-    Nothing is raised.
     """
     data = optional_import("timm.data", "vision")
     config = _pretrained_config(module)

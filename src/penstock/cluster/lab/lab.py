@@ -6,7 +6,7 @@ one file under `/run/penstock` remembers the spec of a running lab, so that a na
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -266,20 +266,22 @@ class Lab:
 
 
 @contextlib.contextmanager
-def lab_session(spec: LabSpec, machine: Machine | None = None) -> Iterator[Lab]:
+def lab_session(
+    spec: LabSpec, machine: Machine | None = None, *, warn: Callable[[list[str]], None] = lambda _lines: None
+) -> Iterator[Lab]:
     """Use a lab for a while: put it up unless it is, and take down what was put up, also when asked to end.
 
     with lab_session(read_lab("lab.toml")) as lab:
         ...
 
-    Raises what `Lab.up` raises.
+    `warn` gets what `Lab.up` warns of. Raises what `Lab.up` raises.
     """
     lab = Lab(spec, machine)
     with ended_by_signals():
         if lab.is_up():
             yield lab
             return
-        lab.up()
+        warn(lab.up())
         try:
             yield lab
         finally:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from subprocess import Popen, TimeoutExpired
-from types import TracebackType
 from typing import IO, Literal
 
 from penstock.cluster.lab.cgroups import Cgroups, kill_processes, processes_in
@@ -157,9 +156,7 @@ class LabRun:
     def __enter__(self) -> "LabRun":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.terminate()
 
     def _launch(self, target: Target, local_rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:

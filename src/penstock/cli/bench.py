@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from penstock.bench.compare import Comparison
-from penstock.bench.options import BenchOptions
+from penstock.bench.compare import BenchOptions, Comparison
 from penstock.bench.peer import peer_job, start_peers
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster

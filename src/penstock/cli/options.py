@@ -52,7 +52,7 @@ def write_json(path: Path | None, value: Any) -> None:
     if path is None:
         return
     try:
-        path.write_text(json_module.dumps(msgspec.to_builtins(value), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json_module.dumps(value, indent=2, default=msgspec.to_builtins) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --json") from None
 

@@ -10,17 +10,9 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.zoo.data.preprocess import Transform, hf_transform, timm_transform
 from penstock.zoo.models import hf_models as hf
+from penstock.zoo.models import meta
 from penstock.zoo.models import timm_models as timm
 from penstock.zoo.models.functions import call_function, find_function
-from penstock.zoo.models.meta import (
-    build_on_meta,
-    load_buffers,
-    materialize,
-    move_to_meta,
-    parameter_aliases,
-    parameter_shapes,
-    persistent_buffers,
-)
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.hf_weights import hf_weights
 from penstock.zoo.weights.weight_files import FileWeights
@@ -78,7 +70,7 @@ def load_model(
     else:
         model = (_load_timm if source == "timm" else _load_function)(name, weights, pretrained, seed)
     if whole:
-        materialize(model.module, model.weights)
+        meta.materialize(model.module, model.weights)
     return model
 
 
@@ -127,12 +119,12 @@ def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = build().eval()
-        parameter_shapes(module)
+        meta.parameter_shapes(module)
         found: Weights = ModuleWeights(module)
-        move_to_meta(module)
+        meta.move_to_meta(module)
     else:
-        module = build_on_meta(build, seed)
-        parameter_shapes(module)
+        module = meta.build_on_meta(build, seed)
+        meta.parameter_shapes(module)
         found = _fitted(module, FileWeights(weights))
     _, args, kwargs = made[0]
     weights_of_all = _complete(module, found, seed)
@@ -141,20 +133,20 @@ def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int)
 
 def _fitted(module: nn.Module, source: Weights) -> Weights:
     """Return a checkpoint under the module's names, and put its buffers into the module."""
-    buffers = {path: owner._buffers[leaf] for path, (owner, leaf) in persistent_buffers(module).items()}
+    buffers = {path: owner._buffers[leaf] for path, (owner, leaf) in meta.persistent_buffers(module).items()}
     shapes = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items() if buffer is not None}
     # positions and counters are computed by the module itself, so many checkpoints leave them out
     computed = [name for name, (_, dtype) in shapes.items() if not dtype.is_floating_point]
-    expected = {**parameter_shapes(module), **shapes}
-    fitted = check_weights(source, expected, parameter_aliases(module), computed)
-    load_buffers(module, fitted)
+    expected = {**meta.parameter_shapes(module), **shapes}
+    fitted = check_weights(source, expected, meta.parameter_aliases(module), computed)
+    meta.load_buffers(module, fitted)
     return fitted
 
 
 def _complete(module: nn.Module, found: Weights | None, seed: int) -> Weights:
     """Return weights for every parameter, from a checkpoint or random, and the module's buffers."""
     if found is None:
-        found = RandomWeights(parameter_shapes(module), seed, parameter_aliases(module))
+        found = RandomWeights(meta.parameter_shapes(module), seed, meta.parameter_aliases(module))
     return JoinedWeights(found, TensorWeights(dict(module.named_buffers(remove_duplicate=False))))
 
 

@@ -145,12 +145,9 @@ def _mapped(source: Weights, module: nn.Module, rules: Callable[..., Any] | None
     config.update(state_dict={name: source.load(name) for name in source.names()}, source="", file=None, hf_hub_id=None)
     module.__dict__["load_state_dict"] = catch
     try:
+        num_classes = config.get("num_classes")  # another number is for our own check to refuse
         models.load_pretrained(
-            module,
-            pretrained_cfg=config,
-            num_classes=config.get("num_classes"),  # another number is for our own check to refuse
-            in_chans=timm_input_size(module)[0],
-            filter_fn=rules,
+            module, pretrained_cfg=config, num_classes=num_classes, in_chans=timm_input_size(module)[0], filter_fn=rules
         )
     finally:
         del module.__dict__["load_state_dict"]

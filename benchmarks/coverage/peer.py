@@ -16,8 +16,7 @@ from torch.distributed.pipelining import Pipe, SplitPoint, pipeline
 from benchmarks.coverage.architectures import Inputs
 from benchmarks.coverage.ours import one_line, same_tensors
 from penstock.errors import CutError
-from penstock.graph.blocks import find_blocks
-from penstock.graph.cuts import module_spans
+from penstock.graph.cuts import find_blocks, module_spans
 from penstock.graph.graph import Graph
 from penstock.graph.work import count_work
 

@@ -5,7 +5,6 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 
@@ -82,7 +81,5 @@ class LineFile:
     def __enter__(self) -> "LineFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()

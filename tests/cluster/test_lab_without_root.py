@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.cluster.lab import Lab, LabSpec, lab_session
+from penstock.cluster.lab import Lab, LabSpec, lab_session, processes
 from penstock.cluster.lab import run as run_module
 from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, quota
 from penstock.cluster.lab.machine import Machine, find_cgroups, this_machine
@@ -282,7 +282,7 @@ def test_version_2_is_found_where_controllers_are_handed_out(tmp_path: Path) -> 
     mounts = [f"41 31 0:38 / {tmp_path}/tree rw - cgroup2 cgroup2 rw"]
     found = find_cgroups(proc(tmp_path, mounts, "0::/user.slice/session\n"))
     assert isinstance(found, CgroupsV2)
-    assert (found.root, found.base) == (tmp_path / "tree", tmp_path / "tree/user.slice")
+    assert (found.cpu_root, found.base) == (tmp_path / "tree", tmp_path / "tree/user.slice")
 
 
 def test_without_controllers_there_is_no_lab(tmp_path: Path) -> None:
@@ -432,10 +432,10 @@ def test_a_run_lets_go_of_its_helpers_when_a_process_does_not_end(
         started.append(Stuck(["sleep", "60"], stdout=pipe, stderr=pipe, text=True, start_new_session=True))
         return started[-1]
 
-    monkeypatch.setattr(run_module, "Guard", Helper)
-    monkeypatch.setattr(run_module, "Awake", Helper)
+    monkeypatch.setattr(processes, "Guard", Helper)
+    monkeypatch.setattr(processes, "Awake", Helper)
     monkeypatch.setattr(run_module, "_DRAIN_S", 0.2)
-    monkeypatch.setattr(run_module, "start_process", start)
+    monkeypatch.setattr(processes, "start_process", start)
     lab = Lab(make_spec("lab", 1), machine)
     lab.up()
     shell_of(machine).answers["ip netns list"] = "penstock.lab (id: 0)\npenstock.lab.host0\n"

@@ -6,12 +6,10 @@ from typing import ClassVar
 import pytest
 
 from penstock.errors import DataError, UsageError
-from penstock.recipes.find import make_task
-from penstock.recipes.sentences import Buckets, pad
+from penstock.recipes.data_tasks import Buckets, make_task, pad
 from penstock.recipes.settings import FitSettings, make_settings
 from penstock.recipes.tasks import Rows, keep_some, spread
-from penstock.zoo.data.tokens import CLS, PAD, train_tokenizer
-from penstock.zoo.data.trees import is_trees, read_trees
+from penstock.zoo.data.texts import CLS, PAD, is_trees, read_trees, train_tokenizer
 
 TREES = """(3 (2 It) (4 (2 's) (4 lovely)))
 (2 (2 No) (2 one))

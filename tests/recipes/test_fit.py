@@ -16,13 +16,11 @@ from safetensors.torch import load_file
 from penstock.errors import DataError, OutOfMemory, PlanError, RunError, UsageError
 from penstock.files import LineFile
 from penstock.group.launch import WorkerExit
-from penstock.recipes import largest, start
-from penstock.recipes.find import make_task
-from penstock.recipes.largest import find_largest_batch
+from penstock.recipes import several, start
+from penstock.recipes.data_tasks import make_task
 from penstock.recipes.metrics import EpochResult, FitResult, drop_old_checkpoints, newest_checkpoint
-from penstock.recipes.run_figures import draw_comparison
 from penstock.recipes.settings import FitSettings
-from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_row
+from penstock.recipes.several import Place, Row, draw_comparison, find_largest_batch, mode_runs, read_sweep, run_row
 from penstock.recipes.start import explain_exit, fit, fit_apart
 from penstock.spec.check import read_plan
 from penstock.spec.plan import write_plan
@@ -203,7 +201,7 @@ def test_the_largest_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room
     def pretend(name: str, asked: FitSettings, _place: Place) -> Row:
         return row(asked, name, "rank 0 was killed for want of memory" if asked.batch_size > room else None)
 
-    monkeypatch.setattr(largest, "run_row", pretend)
+    monkeypatch.setattr(several, "run_row", pretend)
     asked = settings(tmp_path, replicas=2)
     if expected is None:
         with pytest.raises(RunError, match="not even a batch of 2 fits"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.zoo.models.models import load_model
-from penstock.zoo.weights.write_tensors import save_weights
+from penstock.zoo.weights.weight_files import save_weights
 
 MODEL = "timm:vit_base_patch16_224"
 MIB = 2**20

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.errors import ModelError
-from penstock.zoo.weights.weight_files import FileWeights
+from penstock.zoo.weights.weight_files import FileWeights, save_weights
 from penstock.zoo.weights.weights import RandomWeights, TensorWeights
-from penstock.zoo.weights.write_tensors import save_weights
 
 
 @pytest.fixture

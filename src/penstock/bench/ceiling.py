@@ -40,13 +40,8 @@ class WholeModel:
         self, world: World, program: StageProgram, load: LoadState, *,
         inputs: Sequence[Sequence[Tensor]], sizes: Mapping[str, int], threads: int, computes_on: str = "cpu",
     ) -> None:  # fmt: skip
-        self._world = world
-        self.program = program
-        self.load = load
-        self.inputs = inputs
-        self.sizes = sizes
-        self.threads = threads
-        self._computes_on = computes_on
+        self._world, self._computes_on = world, computes_on
+        self.program, self.load, self.inputs, self.sizes, self.threads = program, load, inputs, sizes, threads
 
     def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
         """Run `count` microbatches on each of these ranks, all at once.
@@ -85,10 +80,8 @@ class Ceilings:
     """
 
     def __init__(self, whole: Baseline, devices: Sequence[int], *, num_microbatches: int, rows: int) -> None:
-        self._whole = whole
-        self._devices = devices
-        self._num_microbatches = num_microbatches
-        self._rows = rows
+        self._whole, self._devices = whole, devices
+        self._num_microbatches, self._rows = num_microbatches, rows
         self._last: dict[int, list[float]] = {}
 
     @property

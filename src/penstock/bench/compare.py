@@ -4,16 +4,16 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from penstock.bench.ceiling import Baseline, Ceilings, WholeModel
-from penstock.bench.measured import Measured, limit_of
-from penstock.bench.options import BenchOptions
 from penstock.bench.peer import PeerSettings, block_after, do_peer
-from penstock.bench.samples import Difference, Samples
+from penstock.bench.samples import Difference, Measured, Samples, limit_of
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.documents import write_document
 from penstock.deploy.jobs import FromWeights
@@ -37,6 +37,22 @@ from penstock.stream.facts import stream_facts
 from penstock.tracing.trace import Run
 from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
 from penstock.zoo.models.models import ZooModel
+
+
+class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is measured, and how; a field with a description is an option of `penstock bench`."""
+
+    num_images: Annotated[int, Meta(ge=1, description="Images per pass.")] = 500
+    serial_images: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Images of the serial run, if fewer.")
+    ] = None
+    passes: Annotated[int, Meta(ge=1, description="Counted passes per row; the full protocol has 5.")] = 1
+    microbatch_size: int = 1
+    depth: Annotated[int, Meta(ge=1, description="Microbatches that may wait at a cut.")] = 2
+    seed: int = 0
+    threads: int | None = None
+    device: str = "cpu"
+    trace: bool = False
 
 
 class Comparison:
@@ -81,15 +97,11 @@ class Comparison:
     def settings(self) -> dict[str, Any]:
         """Return what all rows have in common."""
         return {
-            "num_images": self._num_microbatches * self._rows,
-            "passes": self._options.passes,
-            "microbatch_size": self._rows,
-            "threads": self._threads,
-            "depth": self._options.depth,
+            "num_images": self._num_microbatches * self._rows, "passes": self._options.passes,
+            "microbatch_size": self._rows, "threads": self._threads, "depth": self._options.depth,
             "computes_on": self._options.device,
-            "devices": [self._world.names[rank] for rank in self._world.devices],
-            "torch": torch.__version__,
-        }
+            "devices": [self._world.names[rank] for rank in self._world.devices], "torch": torch.__version__,
+        }  # fmt: skip
 
     def serial(self) -> dict[str, Any]:
         """Run the whole model on one device after the other; the mean counts."""

@@ -9,7 +9,7 @@ import argparse
 import datetime
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -28,33 +28,35 @@ PEER = "peer"
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def run_peer(
-    world: World,
-    model: nn.Module,
-    example: Tensor,
-    *,
-    modules: Sequence[str],
-    ranks: Sequence[int],
-    num_microbatches: int,
-    threads: int,
-    number: int,
-) -> float | None:
-    """Run the peer's pipeline on these ranks; returns the seconds of the slowest one, on each of them.
+class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of the peer: where stages begin, as in `("blocks.3", "blocks.6")`, on which ranks, of how much."""
 
-    `example` is one microbatch; `modules` are where stages begin, as in `["blocks.3", "blocks.6"]`. Ranks
-    that take no part get None. Raises what torch raises for a model that it cannot cut.
+    modules: tuple[str, ...]
+    ranks: tuple[int, ...]
+    num_microbatches: int
+    threads: int
+    number: int
+
+    def document(self) -> DoMore:
+        """Return the job for the other processes, which know the model by the command that started them."""
+        return DoMore(name=PEER, settings=msgspec.to_builtins(self))
+
+
+def run_peer(world: World, settings: PeerSettings, model: nn.Module, example: Tensor) -> float:
+    """Run the peer's pipeline on the ranks that take part; returns the seconds of the slowest, on each of them.
+
+    `example` is one microbatch. Raises what torch raises for a model that it cannot cut.
     """
     # loaded only where the peer runs: it brings in torch.export and a good part of a second
     from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
-    if world.rank not in ranks:
-        return None
-    torch.set_num_threads(threads)
-    store = dist.PrefixStore(f"peer/{number}", world.store)  # type: ignore[attr-defined]
+    torch.set_num_threads(settings.threads)
+    ranks, num_microbatches = settings.ranks, settings.num_microbatches
+    store = dist.PrefixStore(f"peer/{settings.number}", world.store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=ranks.index(world.rank), world_size=len(ranks), timeout=_TIMEOUT)
     try:
         with torch.no_grad():
-            split = dict.fromkeys(modules, SplitPoint.BEGINNING)
+            split = dict.fromkeys(settings.modules, SplitPoint.BEGINNING)
             pipe = pipeline(model, mb_args=(example,), split_spec=split)
             stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
             inputs = torch.cat([example] * num_microbatches)
@@ -84,30 +86,13 @@ def block_after(cut: Cut) -> str:
     return min((name for name in names if "/" not in name), key=len)
 
 
-class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run of the peer: where stages begin, on which ranks, how many microbatches."""
-
-    modules: tuple[str, ...]
-    ranks: tuple[int, ...]
-    num_microbatches: int
-    threads: int
-    number: int
-
-    def document(self) -> DoMore:
-        """Return the job for the other processes, which know the model by the command that started them."""
-        return DoMore(name=PEER, settings=msgspec.to_builtins(self))
-
-
 def do_peer(world: World, settings: PeerSettings, model: str, seed: int) -> float | None:
     """Take part in a run of a model that this process's own command line names."""
     if world.rank not in settings.ranks:
         return None
     zoo = load_model(model, seed=seed, whole=True)
     inputs = [x for x in [*zoo.example_args, *zoo.example_kwargs.values()] if isinstance(x, Tensor)]
-    return run_peer(
-        world, zoo.module, inputs[0][:1], modules=settings.modules, ranks=settings.ranks,
-        num_microbatches=settings.num_microbatches, threads=settings.threads, number=settings.number,
-    )  # fmt: skip
+    return run_peer(world, settings, zoo.module, inputs[0][:1])
 
 
 def peer_job(model: str, seed: int) -> dict[str, Job]:

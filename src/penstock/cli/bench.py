@@ -9,25 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from penstock.bench.compare import Comparison
-from penstock.bench.options import BenchOptions
+from penstock.bench.compare import BenchOptions, Comparison
 from penstock.bench.peer import peer_job, start_peers
+from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
-from penstock.cli.options import (
-    Bind,
-    ComputesOn,
-    JsonFile,
-    MicrobatchSize,
-    Model,
-    Pretrained,
-    Seed,
-    Threads,
-    WeightsFile,
-    bind_to,
-    make_console,
-    parse_numbers,
-    write_json,
-)
 from penstock.cli.settings_options import Given, takes_settings
 from penstock.deploy.policies import POLICIES
 from penstock.deploy.worker import follow
@@ -43,18 +28,17 @@ from penstock.tracing.trace import Run
 from penstock.transport.base import FEEDER
 from penstock.zoo.models.models import load_model
 
-_SHARED = {"microbatch_size": MicrobatchSize, "seed": Seed, "threads": Threads, "device": ComputesOn}
+_SHARED = {"microbatch_size": opt.MicrobatchSize, "seed": opt.Seed, "threads": opt.Threads, "device": opt.ComputesOn}
 
 
 @takes_settings(BenchOptions, _SHARED)
 def bench(
     *,
-    model: Model,
+    model: opt.Model,
     stages: Annotated[str, typer.Option(help="Stage counts, like 1,2,4.")] = "1,2,4",
     policy: Annotated[str, typer.Option(help=f"Policies: {','.join(POLICIES)}.")] = "balanced",
     cut: Annotated[
-        list[str] | None,
-        typer.Option("--cut", metavar="A:after,B:after", help="One more row with these cuts."),
+        list[str] | None, typer.Option("--cut", metavar="A:after,B:after", help="One more row with these cuts.")
     ] = None,
     plan: Annotated[
         list[Path] | None, typer.Option("--plan", metavar="plan.json", help="One more row with this plan.")
@@ -64,17 +48,17 @@ def bench(
     report: Annotated[
         Path | None, typer.Option("--report", metavar="PAGE.html", help="Also compare the rows on a page, in words.")
     ] = None,
-    weights: WeightsFile = None,
-    pretrained: Pretrained = False,
-    bind: Bind = None,
+    weights: opt.WeightsFile = None,
+    pretrained: opt.Pretrained = False,
+    bind: opt.Bind = None,
     cluster: Cluster = None,
-    json: JsonFile = None,
+    json: opt.JsonFile = None,
 ) -> None:
     """Measure a model serially and as pipelines: images per second, speed-up, equality, where the time goes."""
-    bind_to(bind, cluster)
+    opt.bind_to(bind, cluster)
     options = BenchOptions(**given, trace=report is not None)
     plans = [_read_plan(file, options.microbatch_size) for file in plan or []]
-    wanted = _Rows(parse_numbers(stages, "--stages"), policy.split(","), cut or [], plans, peer)
+    wanted = _Rows(opt.parse_numbers(stages, "--stages"), policy.split(","), cut or [], plans, peer)
     wanted.check(options.device)
     world = join_torchrun(followed=True) if under_torchrun() else None
     if world is None:
@@ -101,7 +85,7 @@ def bench(
     if report is not None:
         write_comparison(report, {"model": model, **comparison.settings()}, measured)
     rows = [row for row, _ in measured]
-    write_json(json, {"model": model, "settings": comparison.settings(), "rows": rows})
+    opt.write_json(json, {"model": model, "settings": comparison.settings(), "rows": rows})
     _print(rows, report)
     notes.say(last_line)
 
@@ -170,7 +154,7 @@ def _read_plan(file: Path, microbatch_size: int) -> Plan:
 
 
 def _print(rows: list[dict[str, Any]], report: Path | None) -> None:
-    console = make_console()
+    console = opt.make_console()
     console.print(_table(rows))
     if report is not None:
         console.print(f"the page is {report}", markup=False, soft_wrap=True)
@@ -180,29 +164,16 @@ def _print(rows: list[dict[str, Any]], report: Path | None) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "mode",
-        "stages",
-        "policy",
-        "images/s",
-        "speed-up",
-        "efficiency",
-        "fill",
-        "bit-equal",
-        "compute / wait / send per stage",
-    )
+    heads = ("mode", "stages", "policy", "images/s", "speed-up", "efficiency", "fill", "bit-equal")
+    table = Table(*heads, "compute / wait / send per stage")
     for row in rows:
         table.add_row(
-            row["mode"],
-            str(row["stages"]),
-            row["policy"] or "",
-            f"{row['images_per_second']:.2f}",
-            f"{row['speedup']:.2f}",
+            row["mode"], str(row["stages"]), row["policy"] or "",
+            f"{row['images_per_second']:.2f}", f"{row['speedup']:.2f}",
             "" if row.get("efficiency") is None else f"{row['efficiency']:.3f}",
-            "" if row["fill_s"] is None else f"{row['fill_s']:.2f} s",
-            _equality(row),
+            "" if row["fill_s"] is None else f"{row['fill_s']:.2f} s", _equality(row),
             "  ".join(f"{s['compute_s']:.1f}/{s['wait_s']:.1f}/{s['send_s']:.1f}" for s in row["per_stage"]),
-        )
+        )  # fmt: skip
     return table
 
 

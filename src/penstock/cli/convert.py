@@ -23,11 +23,4 @@ def convert(
     say(f"{output}: {converted.num_tensors} tensors, {format_bytes(converted.num_bytes)}")
     if converted.dropped:
         say(f"left out, not tensors: {', '.join(converted.dropped)}")
-    write_json(
-        json,
-        {
-            "num_tensors": converted.num_tensors,
-            "num_bytes": converted.num_bytes,
-            "dropped": list(converted.dropped),
-        },
-    )
+    write_json(json, converted)

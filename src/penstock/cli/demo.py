@@ -87,16 +87,12 @@ def _train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, see
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.05)
     batches = -(-len(images) // _BATCH)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_RATE, total_steps=epochs * batches)
-    columns = (
-        TextColumn("   {task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-    )
     model.train()
     with Progress(
-        *columns, console=PlainConsole(stderr=True), disable=not sys.stderr.isatty(), transient=True
-    ) as progress:
+        TextColumn("   {task.description}"), BarColumn(), TimeRemainingColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        console=PlainConsole(stderr=True), disable=not sys.stderr.isatty(), transient=True,
+    ) as progress:  # fmt: skip
         task = progress.add_task("train", total=epochs * batches, loss=float("nan"))
         for _ in range(epochs):
             for rows in torch.randperm(len(images), generator=generator).split(_BATCH):
@@ -126,12 +122,9 @@ def _stream(model: nn.Module, test: tuple[Tensor, Tensor], reference: list[Tenso
         list(pipe.stream(microbatches))
         outputs = list(pipe.stream(microbatches))
         report = pipe.last_report
-    return {
-        "stages": stages,
-        "images_per_second": report.rows_per_s,
-        "accuracy": _accuracy(outputs, test[1]),
-        "bit_equal": all(map(torch.equal, outputs, reference)),
-    }
+    equal = all(map(torch.equal, outputs, reference))
+    accuracy = _accuracy(outputs, test[1])
+    return {"stages": stages, "images_per_second": report.rows_per_s, "accuracy": accuracy, "bit_equal": equal}
 
 
 def _accuracy(outputs: list[Tensor], labels: Tensor) -> float:
@@ -150,11 +143,7 @@ def _print_cuts(console: PlainConsole, halves: SplitModel) -> None:
 def _print_rows(console: PlainConsole, rows: list[dict[str, Any]]) -> None:
     table = Table("processes", "images/s", "speed-up over 1", "accuracy", "equal to one process")
     for row in rows:
-        table.add_row(
-            str(row["stages"]),
-            f"{row['images_per_second']:.0f}",
-            f"{row['images_per_second'] / rows[0]['images_per_second']:.2f}",
-            f"{row['accuracy']:.2%}",
-            "yes" if row["bit_equal"] else "no",
-        )
+        rate, equal = row["images_per_second"], "yes" if row["bit_equal"] else "no"
+        speedup = rate / rows[0]["images_per_second"]
+        table.add_row(str(row["stages"]), f"{rate:.0f}", f"{speedup:.2f}", f"{row['accuracy']:.2%}", equal)
     console.print(table)

@@ -64,7 +64,7 @@ def measure(
         write_text(output, write_cluster(seen))
     if update and compared is not None and profile is not None:
         write_profile(profile, msgspec.structs.replace(compared, **asdict(measured.messages)))
-    write_json(json, {"hosts": world.hosts, "cluster": msgspec.to_builtins(seen), **asdict(measured)})
+    write_json(json, {"hosts": world.hosts, "cluster": seen, **asdict(measured)})
 
 
 def _as_measured(cluster: Cluster, world: World, measured: MeasuredHosts, profile: Profile | None) -> Cluster:

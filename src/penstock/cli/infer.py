@@ -8,26 +8,8 @@ import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
-from penstock.cli.options import (
-    Bind,
-    ComputesOn,
-    CutNames,
-    JsonFile,
-    Live,
-    MicrobatchSize,
-    Model,
-    Policy,
-    Pretrained,
-    Profiled,
-    Seed,
-    Threads,
-    Trace,
-    WeightsFile,
-    bind_to,
-    check_profiled,
-    write_json,
-)
 from penstock.deploy.worker import follow
 from penstock.errors import RunError, UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
@@ -46,7 +28,7 @@ from penstock.zoo.models.models import ZooModel, load_model
 
 
 def infer(
-    model: Model,
+    model: opt.Model,
     images: Annotated[str, typer.Option(help="A folder, a tar, an image, CIFAR in its binary form, or 'digits'.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where predictions go: .csv, or JSON lines.")] = Path(
         "predictions.csv"
@@ -54,27 +36,27 @@ def infer(
     stages: Annotated[
         int | None, typer.Option(min=1, help="How many; 2 on one machine, under torchrun one per process.")
     ] = None,
-    policy: Policy = "balanced",
-    cut: CutNames = None,
+    policy: opt.Policy = "balanced",
+    cut: opt.CutNames = None,
     plan: Annotated[Path | None, typer.Option(metavar="plan.json", help="Run this plan; it says how to cut.")] = None,
-    microbatch_size: MicrobatchSize = 1,
+    microbatch_size: opt.MicrobatchSize = 1,
     num_images: Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue after the rows that are there.")] = False,
-    trace: Trace = None,
-    profile: Profiled = False,
-    live: Live = False,
-    weights: WeightsFile = None,
-    pretrained: Pretrained = False,
-    seed: Seed = 0,
-    threads: Threads = None,
-    device: ComputesOn = "cpu",
-    bind: Bind = None,
+    trace: opt.Trace = None,
+    profile: opt.Profiled = False,
+    live: opt.Live = False,
+    weights: opt.WeightsFile = None,
+    pretrained: opt.Pretrained = False,
+    seed: opt.Seed = 0,
+    threads: opt.Threads = None,
+    device: opt.ComputesOn = "cpu",
+    bind: opt.Bind = None,
     cluster: Cluster = None,
-    json: JsonFile = None,
+    json: opt.JsonFile = None,
 ) -> None:
     """Classify images through a pipeline: predictions in order, throughput, and accuracy where there are labels."""
-    check_profiled(profile=profile, trace=trace)
-    bind_to(bind, cluster)
+    opt.check_profiled(profile=profile, trace=trace)
+    opt.bind_to(bind, cluster)
     world = join_torchrun(followed=True) if under_torchrun() else None
     if world is not None and world.rank != FEEDER:
         follow(world)
@@ -122,15 +104,9 @@ def _check_done(file: PredictionFile, images: ImageSet) -> None:
 
 
 def _run(
-    pipe: Pipeline,
-    zoo: ZooModel,
-    images: ImageSet,
-    file: PredictionFile,
-    microbatch_size: int,
-    json: Path | None,
-    *,
+    pipe: Pipeline, zoo: ZooModel, images: ImageSet, file: PredictionFile, microbatch_size: int, json: Path | None, *,
     live: bool,
-) -> list[Prediction]:
+) -> list[Prediction]:  # fmt: skip
     """Write a row for every image; returns those that failed."""
     tally = _Tally(zoo, images, file)
     console = PlainConsole(stderr=True)
@@ -140,9 +116,7 @@ def _run(
         console=console, disable=live or not console.is_terminal, transient=True,
     )  # fmt: skip
     start = len(file.done)
-    view = LiveView(
-        console, pipe.stage_states, total=len(images), unit="images", done=start, shown=live
-    )  # fmt: skip
+    view = LiveView(console, pipe.stage_states, total=len(images), unit="images", done=start, shown=live)
     try:
         with progress, pipe, view:
             task = progress.add_task("infer", total=len(images), completed=start, rate=0.0)
@@ -157,7 +131,7 @@ def _run(
                    "go on with --resume", err=True)  # fmt: skip
         raise typer.Exit(130) from None
     summary = tally.summary(pipe)
-    write_json(json, summary)
+    opt.write_json(json, summary)
     say(_sentence(summary, file.path))
     return tally.failed
 
@@ -166,8 +140,7 @@ class _Tally:
     """Counts what came out."""
 
     def __init__(self, zoo: ZooModel, images: ImageSet, file: PredictionFile) -> None:
-        self._zoo = zoo
-        self._images = images
+        self._zoo, self._images = zoo, images
         self._classes: dict[int, int] | None = None
         self.num_rows = 0
         self.failed: list[Prediction] = []
@@ -189,26 +162,14 @@ class _Tally:
     def summary(self, pipe: Pipeline) -> dict[str, Any]:
         """Return the counts and the stream's times."""
         report = pipe.last_report
+        shown = ("stage", "device", "compute_s", "wait_s", "send_s", "memory_bytes")
         return {
-            "num_images": self.num_rows,
-            "num_resumed": self._start,
-            "num_failed": len(self.failed),
+            "num_images": self.num_rows, "num_resumed": self._start, "num_failed": len(self.failed),
             "accuracy": self._right / self._labelled if self._labelled else None,
-            "images_per_second": report.rows_per_s,
-            "fill_s": report.fill_s,
-            "stages": [
-                {
-                    "stage": s.stage,
-                    "device": s.device,
-                    "compute_s": s.compute_s,
-                    "wait_s": s.wait_s,
-                    "send_s": s.send_s,
-                    "memory_bytes": s.memory_bytes,
-                }
-                for s in report.stages
-            ],
+            "images_per_second": report.rows_per_s, "fill_s": report.fill_s,
+            "stages": [{name: getattr(stage, name) for name in shown} for stage in report.stages],
             "cuts": [cut.name for cut in pipe.cuts],
-        }
+        }  # fmt: skip
 
 
 def _num_classes(zoo: ZooModel) -> int:

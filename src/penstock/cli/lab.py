@@ -1,14 +1,22 @@
 """`penstock lab`: an emulated cluster on this Linux machine."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 
-from penstock.cluster.lab import DEFAULT_PORT, PRESETS, Lab, LabStatus, preset, read_lab, take_down, write_lab
+from penstock.cli.options import write_json
+from penstock.cluster.lab import (
+    DEFAULT_PORT,
+    PRESETS,
+    Lab,
+    LabStatus,
+    lab_session,
+    preset,
+    read_lab,
+    take_down,
+    write_lab,
+)
 from penstock.cluster.lab.machine import num_cores
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.errors import ClusterError, RunError, UsageError
@@ -39,14 +47,9 @@ def init(
     if output.exists() and not force:
         raise ClusterError(f"init does not overwrite, but {output} exists; use --force or another -o")
     spec = preset(
-        like,
-        hosts,
-        num_cores(),
-        name=name,
-        cpu=cpu,
-        memory_bytes=parse_bytes(memory) if memory else None,
+        like, hosts, num_cores(), name=name, cpu=cpu, memory_bytes=parse_bytes(memory) if memory else None,
         bandwidth_bytes_per_s=parse_rate(bandwidth) if bandwidth else None,
-    )
+    )  # fmt: skip
     try:
         output.write_text(write_lab(spec), encoding="utf-8")
     except OSError as error:
@@ -56,7 +59,7 @@ def init(
         f"{output}: {len(spec.hosts)} hosts with {host.cpu:g} of a core, {format_bytes(host.memory_bytes)}, "
         f"{format_rate(host.bandwidth_bytes_per_s or 0)}"
     )
-    _write_json(json, spec)
+    write_json(json, spec)
 
 
 @app.command()
@@ -83,12 +86,12 @@ def down(lab: LabOrName, json: JsonFile = None) -> None:
     with working("taking the lab down"):
         take_down(name)
     say(f"lab {name} is down")
-    _write_json(json, LabStatus(name=name, state="down"))
+    write_json(json, LabStatus(name=name, state="down"))
 
 
 @app.command()
 def run(
-    lab: Annotated[str, typer.Argument(metavar="LAB", help="A lab file, or the name of a lab that is up.")],
+    lab: LabOrName,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run on every host.")],
     on: Annotated[list[str] | None, typer.Option(help="Only on this host; may be repeated.")] = None,
     nproc_per_host: Annotated[int, typer.Option(help="Processes per host.")] = 1,
@@ -96,17 +99,15 @@ def run(
     json: JsonFile = None,
 ) -> None:
     """Run a command on the lab's hosts with torchrun's environment; the first failure ends all."""
-    target = _find(lab)
     with (
-        ended_by_signals(),
-        _session(target),
+        lab_session(_find(lab).spec, warn=_warn) as target,
         target.start(command, on=on, nproc_per_host=nproc_per_host, port=port) as started,
     ):
         try:
             started.wait()
         finally:
             result = {"exit_codes": started.exit_codes, "first_failure": started.first_failure}
-            _write_json(json, {"lab": target.spec.name, **result})
+            write_json(json, {"lab": target.spec.name, **result})
     if started.first_failure:
         raise RunError(f"every process must end with status 0, but {started.first_failure}; its output is above")
 
@@ -120,12 +121,9 @@ def cut(
 ) -> None:
     """Unplug a host's network, or plug it in again."""
     target = _find(lab)
-    if restore:
-        target.restore(host)
-    else:
-        target.cut(host)
+    (target.restore if restore else target.cut)(host)
     say(f"{host} is {'connected' if restore else 'cut off'}")
-    _write_json(json, {"host": host, "cut": not restore})
+    write_json(json, {"host": host, "cut": not restore})
 
 
 @app.command()
@@ -143,7 +141,7 @@ def slow(
     _find(lab).slow(host, cpu=cpu, bandwidth_bytes_per_s=rate)
     has = [*([] if cpu is None else [f"{cpu:g} of a core"]), *([] if rate is None else [f"{format_rate(rate)}"])]
     say(f"{host} has {' and '.join(has)}")
-    _write_json(json, {"host": host, "cpu": cpu, "bandwidth_bytes_per_s": rate})
+    write_json(json, {"host": host, "cpu": cpu, "bandwidth_bytes_per_s": rate})
 
 
 @app.command()
@@ -151,7 +149,7 @@ def kill(lab: LabOrName, host: HostName, json: JsonFile = None) -> None:
     """End every process of a host at once, as a power failure would."""
     num_processes = _find(lab).kill(host)
     say(f"{host}: {num_processes} processes ended")
-    _write_json(json, {"host": host, "num_processes": num_processes})
+    write_json(json, {"host": host, "num_processes": num_processes})
 
 
 def _is_file(lab: str) -> bool:
@@ -179,25 +177,4 @@ def _print_status(found: LabStatus, json: Path | None) -> None:
             f"{format_rate(rate) if rate else 'unlimited'}{' (cut)' if host.cut else ''}  "
             f"{host.num_processes} processes"
         )
-    _write_json(json, found)
-
-
-def _write_json(path: Path | None, value: Any) -> None:
-    if path is None:
-        return
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-    except OSError as error:
-        raise ClusterError(f"{path} cannot be written ({error.strerror}); choose another --json") from None
-
-
-@contextlib.contextmanager
-def _session(lab: Lab) -> Iterator[None]:
-    if lab.is_up():
-        yield
-        return
-    _warn(lab.up())
-    try:
-        yield
-    finally:
-        lab.down()
+    write_json(json, found)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from penstock.errors import UsageError
@@ -51,7 +52,7 @@ def write_json(path: Path | None, value: Any) -> None:
     if path is None:
         return
     try:
-        path.write_text(json_module.dumps(value, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json_module.dumps(value, indent=2, default=msgspec.to_builtins) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --json") from None
 

@@ -101,7 +101,7 @@ def plan(
         for c in choice.others
     ]
     result = {
-        "plan": msgspec.to_builtins(choice.plan), "kind": choice.best.kind, "exact": choice.best.exact,
+        "plan": choice.plan, "kind": choice.best.kind, "exact": choice.best.exact,
         "others": others, "helps": [{"change": h.change, "rows_per_s": h.rows_per_s, "gain": h.gain} for h in helps],
     }  # fmt: skip
     write_json(json, result)

@@ -8,16 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.options import (
-    JsonFile,
-    Model,
-    Pretrained,
-    Seed,
-    WeightsFile,
-    make_console,
-    parse_numbers,
-    write_json,
-)
+from penstock.cli import options as opt
 from penstock.deploy.state import load_state
 from penstock.engine.reference import calibrate
 from penstock.errors import UsageError
@@ -35,7 +26,7 @@ from penstock.zoo.models.models import load_model
 
 
 def profile(
-    model: Model,
+    model: opt.Model,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="profile.json", help="Write it here.")] = Path(
         "profile.json"
     ),
@@ -48,14 +39,14 @@ def profile(
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row of text.")] = 128,
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
     repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size; more where they differ.")] = 7,
-    weights: WeightsFile = None,
-    pretrained: Pretrained = False,
-    seed: Seed = 0,
-    json: JsonFile = None,
+    weights: opt.WeightsFile = None,
+    pretrained: opt.Pretrained = False,
+    seed: opt.Seed = 0,
+    json: opt.JsonFile = None,
 ) -> None:
     """Time every part of a model between two possible cuts, and what messages cost; write it for `penstock plan`."""
-    sizes = parse_numbers(rows, "--rows")
-    console = make_console()
+    sizes = opt.parse_numbers(rows, "--rows")
+    console = opt.make_console()
     if data is not None:
         if images is not None:
             raise UsageError("--images is for inference and --data for training; leave one of them out")
@@ -97,7 +88,7 @@ def _show(console: Console, made: Profile, output: Path, json: Path | None) -> N
         markup=False,
     )
     console.print(_table(made))
-    write_json(json, msgspec.to_builtins(made))
+    opt.write_json(json, made)
 
 
 def _table(profile: Profile) -> Table:

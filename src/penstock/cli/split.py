@@ -5,18 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from penstock.cli.options import (
-    CutNames,
-    JsonFile,
-    MicrobatchSize,
-    Model,
-    Policy,
-    Pretrained,
-    Seed,
-    WeightsFile,
-    make_console,
-    write_json,
-)
+from penstock.cli import options as opt
 from penstock.deploy.policies import POLICIES, choose_cuts
 from penstock.deploy.state import load_state
 from penstock.errors import CutError, UsageError
@@ -33,22 +22,22 @@ from penstock.zoo.models.models import load_model
 
 
 def split(
-    model: Model,
+    model: opt.Model,
     stages: Annotated[int, typer.Option(min=1, help="How many stages.")] = 4,
-    policy: Policy = "balanced",
-    cut: CutNames = None,
+    policy: opt.Policy = "balanced",
+    cut: opt.CutNames = None,
     work: Annotated[str, typer.Option(help="Weigh operations by 'counted' or 'measured' work.")] = "counted",
-    microbatch_size: MicrobatchSize = 1,
+    microbatch_size: opt.MicrobatchSize = 1,
     all_cuts: Annotated[bool, typer.Option("--all", help="List every cut that the model allows.")] = False,
-    weights: WeightsFile = None,
-    pretrained: Pretrained = False,
-    seed: Seed = 0,
-    json: JsonFile = None,
+    weights: opt.WeightsFile = None,
+    pretrained: opt.Pretrained = False,
+    seed: opt.Seed = 0,
+    json: opt.JsonFile = None,
 ) -> None:
     """Print the stages, what crosses between them, and how the policies compare."""
     if work not in {"counted", "measured"}:
         raise UsageError(f"--work is 'counted' or 'measured', not {work!r}")
-    console = make_console()
+    console = opt.make_console()
     with working("capturing the model"):
         zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)
         graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
@@ -72,7 +61,7 @@ def split(
     if all_cuts:
         for possible in cuts:
             console.print(f"{possible.name}  {format_bytes(possible.num_bytes(sizes))}", highlight=False)
-    write_json(json, {"model": model, "work": work, "stages": rows, "policies": policies})
+    opt.write_json(json, {"model": model, "work": work, "stages": rows, "policies": policies})
 
 
 def _stage_rows(graph: Graph, chosen: list[Cut], costs: list[float], sizes: dict[str, int]) -> list[dict[str, Any]]:
@@ -103,29 +92,22 @@ def _policy_rows(
             rows.append({"policy": policy, "error": str(error)})
             continue
         sums = stage_sums(costs, [cut.position for cut in chosen])
-        rows.append(
-            {
-                "policy": policy,
-                "cuts": [cut.name for cut in chosen],
-                "largest_share": max(sums) / sum(sums),
-                "speedup_at_best": sum(sums) / max(sums),
-                "crossing_bytes": sum(cut.num_bytes(sizes) for cut in chosen),
-            }
-        )
+        rows.append({
+            "policy": policy, "cuts": [cut.name for cut in chosen],
+            "largest_share": max(sums) / sum(sums), "speedup_at_best": sum(sums) / max(sums),
+            "crossing_bytes": sum(cut.num_bytes(sizes) for cut in chosen),
+        })  # fmt: skip
     return rows
 
 
 def _stage_table(rows: list[dict[str, Any]]) -> Table:
     table = Table("stage", "cut after it", "crossing", "work", "parameters", "operations")
     for row in rows:
+        crossing = "" if row["crossing_bytes"] is None else format_bytes(row["crossing_bytes"])
         table.add_row(
-            str(row["stage"]),
-            row["until"] or "(the end)",
-            "" if row["crossing_bytes"] is None else format_bytes(row["crossing_bytes"]),
-            f"{row['share']:.1%}",
-            format_bytes(row["parameter_bytes"]),
-            str(row["num_operations"]),
-        )
+            str(row["stage"]), row["until"] or "(the end)", crossing, f"{row['share']:.1%}",
+            format_bytes(row["parameter_bytes"]), str(row["num_operations"]),
+        )  # fmt: skip
     return table
 
 
@@ -135,11 +117,6 @@ def _policy_table(rows: list[dict[str, Any]]) -> Table:
         if "error" in row:
             table.add_row(row["policy"], "", "", "", row["error"])
             continue
-        table.add_row(
-            row["policy"],
-            f"{row['largest_share']:.1%}",
-            f"{row['speedup_at_best']:.2f}",
-            format_bytes(row["crossing_bytes"]),
-            ", ".join(row["cuts"]),
-        )
+        share, speedup = f"{row['largest_share']:.1%}", f"{row['speedup_at_best']:.2f}"
+        table.add_row(row["policy"], share, speedup, format_bytes(row["crossing_bytes"]), ", ".join(row["cuts"]))
     return table

@@ -2,48 +2,29 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 from rich.table import Table
 
-from penstock.cli.options import (
-    Bind,
-    ComputesOn,
-    CutNames,
-    JsonFile,
-    Live,
-    Model,
-    Policy,
-    Pretrained,
-    Profiled,
-    Threads,
-    Trace,
-    WeightsFile,
-    bind_to,
-    check_profiled,
-    make_console,
-    write_json,
-)
+from penstock.cli import options as opt
 from penstock.cli.settings_options import Given, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.errors import RunError, UsageError
 from penstock.group.entry import under_torchrun
 from penstock.group.launch import available_cores
-from penstock.recipes.largest import find_largest_batch
 from penstock.recipes.metrics import FitResult
-from penstock.recipes.run_figures import draw_comparison
 from penstock.recipes.settings import FitSettings, make_settings
-from penstock.recipes.several import Place, Row, mode_runs, read_sweep, run_all
+from penstock.recipes.several import Place, Row, draw_comparison, find_largest_batch, mode_runs, read_sweep, run_all
 from penstock.recipes.start import available_memory, fit
 from penstock.spec.check import read_plan
 from penstock.transport.base import FEEDER
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 _SHARED = {
-    "model": Model, "policy": Policy, "cuts": CutNames, "weights": WeightsFile, "pretrained": Pretrained,
-    "threads": Threads, "device": ComputesOn, "trace": Trace, "profile": Profiled, "live": Live,
+    "model": opt.Model, "policy": opt.Policy, "cuts": opt.CutNames, "weights": opt.WeightsFile,
+    "pretrained": opt.Pretrained, "threads": opt.Threads, "device": opt.ComputesOn, "trace": opt.Trace,
+    "profile": opt.Profiled, "live": opt.Live,
 }  # fmt: skip
 
 
@@ -51,17 +32,17 @@ _SHARED = {
 def train(
     *,
     given: Given,
-    bind: Bind = None,
+    bind: opt.Bind = None,
     cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Train on the hosts of a lab.")] = None,
     compare: Annotated[str | None, typer.Option(help="single,model,pipeline,data,both: train in each way.")] = None,
     sweep: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with [[settings]]: train with each.")] = None,
     find_max_batch: Annotated[bool, typer.Option("--find-max-batch", help="The largest batch that fits.")] = False,
     memory: Annotated[str | None, typer.Option(help="What each process may hold, as in 2GiB.")] = None,
-    json: JsonFile = None,
+    json: opt.JsonFile = None,
 ) -> None:
     """Train a model: in one process, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
-    check_profiled(profile=given["profile"], trace=given["trace"])
-    bind_to(bind, cluster)
+    opt.check_profiled(profile=given["profile"], trace=given["trace"])
+    opt.bind_to(bind, cluster)
     if given["batch_size"] is None:
         planned = read_plan(given["plan"]).batch_rows if given["plan"] is not None else None
         given["batch_size"] = planned or 32
@@ -95,7 +76,7 @@ def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: P
 
 def _several(settings: FitSettings, place: Place, compare: str | None, sweep: Path | None, json: Path | None) -> None:
     """Run what consists of several runs, and print their table."""
-    console = make_console()
+    console = opt.make_console()
 
     def tell(row: Row) -> None:
         console.print(f"{row.name}: {row.failed or 'done'}", markup=False)
@@ -105,7 +86,7 @@ def _several(settings: FitSettings, place: Place, compare: str | None, sweep: Pa
             place = Place(memory_bytes=available_memory() // settings.num_processes)
         size, rows = find_largest_batch(settings, place, tell)
         console.print(f"the largest batch that fits is {size}")
-        write_json(json, {"largest_batch": size, "rows": [row.document() for row in rows]})
+        opt.write_json(json, {"largest_batch": size, "rows": [row.document() for row in rows]})
         return
     if compare is not None:
         runs = mode_runs([name.strip() for name in compare.split(",")], settings, available_cores())
@@ -116,8 +97,8 @@ def _several(settings: FitSettings, place: Place, compare: str | None, sweep: Pa
     name = "compare" if compare is not None else "sweep"
     document = {"rows": [row.document() for row in rows]}
     settings.folder.mkdir(parents=True, exist_ok=True)  # a sweep may have put every run elsewhere
-    write_json(settings.folder / f"{name}.json", document)
-    write_json(json, document)
+    opt.write_json(settings.folder / f"{name}.json", document)
+    opt.write_json(json, document)
     if compare is not None:
         console.print(f"figures: {', '.join(str(path) for path in draw_comparison(rows, settings.folder))}")
     failed = [row for row in rows if row.failed is not None and not row.out_of_memory]
@@ -151,16 +132,12 @@ def _show_one(result: FitResult, json: Path | None) -> None:
             str(epoch.epoch), str(epoch.step), _number(epoch.train_loss), _number(epoch.validation_loss),
             _percent(epoch.accuracy), format_seconds(epoch.train_s), f"{epoch.units_per_s:.1f} {epoch.unit}/s",
         )  # fmt: skip
-    console = make_console()
+    console = opt.make_console()
     console.print(table)
     if result.new_tensors:
         console.print(f"not in the given weights, so begun anew: {', '.join(result.new_tensors)}", markup=False)
     console.print(f"{result.num_processes} processes; model, checkpoints and metrics are in {result.settings.folder}")
-    document: dict[str, Any] = {
-        "processes": result.num_processes,
-        "epochs": [msgspec.to_builtins(epoch) for epoch in result.epochs],
-    }
-    write_json(json, document)
+    opt.write_json(json, {"processes": result.num_processes, "epochs": result.epochs})
 
 
 def _number(value: float | None) -> str:

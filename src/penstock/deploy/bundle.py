@@ -30,8 +30,7 @@ from penstock.spec.check import read_plan
 from penstock.spec.names import check_name
 from penstock.spec.plan import Plan, write_plan
 from penstock.spec.saving import decode_json, fingerprint, read_bytes, write_json, write_text
-from penstock.zoo.weights.weight_files import FileWeights
-from penstock.zoo.weights.write_tensors import save_weights
+from penstock.zoo.weights.weight_files import FileWeights, save_weights
 
 _PART, _PLAN, _INTERFACE, _WEIGHTS = "part.json", "plan.json", "interface.json", "weights.safetensors"
 _CHUNK = 1 << 20

@@ -6,8 +6,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from penstock.errors import CutError
-from penstock.graph.blocks import find_blocks, parameter_pieces
-from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.cuts import Cut, Cuts, find_blocks, parameter_pieces
 from penstock.graph.graph import Graph
 from penstock.graph.work import SECONDS_PER_CROSSING_BYTE, count_work
 from penstock.plan.search import partition

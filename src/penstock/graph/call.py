@@ -19,7 +19,8 @@ def bind_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     Raises `UsageError` when the arguments do not have the structure, shapes or dtypes of the capture.
     """
-    ordered = {name: kwargs[name] for name in _keyword_order(graph) if name in kwargs}
+    # in the order of the capture: a dict's order is part of its structure
+    ordered = {name: kwargs[name] for name in graph.input_spec.child(1).context or [] if name in kwargs}
     leaves, spec = pytree.tree_flatten((tuple(args), ordered | dict(kwargs)))
     if spec != graph.input_spec:
         raise UsageError(
@@ -87,12 +88,6 @@ def _leaf(output: Any, by_name: Mapping[str, Tensor], sizes: Mapping[str, int]) 
     if isinstance(output, Size):
         return output.evaluate(sizes)
     return output
-
-
-def _keyword_order(graph: Graph) -> list[str]:
-    """Return the keyword names in the order of the capture; a dict's order is part of its structure."""
-    keyword_spec = graph.input_spec.child(1)
-    return list(keyword_spec.context or [])
 
 
 def _shape(value: Value) -> str:

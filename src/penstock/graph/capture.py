@@ -4,9 +4,11 @@ import contextlib
 import inspect
 import io
 import re
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +20,18 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError
 from penstock.graph.graph import Graph
-from penstock.graph.reason import export_reason
 from penstock.graph.translate import translate
 
 BATCH = "batch"
 # torch.export takes a size of 0 or 1 for a constant, and so do some models with 2
 _EXAMPLE_ROWS = 3
+_LONGEST = 240
+_TORCH = str(Path(torch.__file__).parent)
+# What torch says at length, and what a reader of the model needs to know instead
+_KNOWN = (
+    (r"Could not guard on data-dependent expression", "it decides by the values of a tensor"),
+    (r"Could not extract specialized \w+ from data-dependent", "it takes a size from the values of a tensor"),
+)
 
 
 def capture(
@@ -74,14 +82,9 @@ def capture(
 
 
 def _export(
-    model: nn.Module,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    shapes: object,
-    labels: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
-    *,
-    fixed_batch: int | None,
-) -> Graph:
+    model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], shapes: object,
+    labels: tuple[tuple[Any, ...], dict[str, Any]] | None = None, *, fixed_batch: int | None,
+) -> Graph:  # fmt: skip
     try:
         # torch prints the graph of an export that fails; the error says it in one line
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
@@ -91,7 +94,7 @@ def _export(
             )
     # torch.export lets any exception of the model's own code through, so any can mean "does not export"
     except Exception as error:
-        raise CaptureError(f"{type(model).__name__} cannot be captured: {export_reason(error)}") from error
+        raise CaptureError(f"{type(model).__name__} cannot be captured: {_export_reason(error)}") from error
     return translate(exported, model, _in_order(exported, labels), fixed_batch=fixed_batch)
 
 
@@ -162,11 +165,9 @@ class _Labels:
 
 
 def _label(
-    model: nn.Module,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
+    model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any],
     dynamic: Mapping[str, Mapping[str | int, int]],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """Say for every input which of its dimensions carry a symbol; the result has the structure of the call."""
     rows = _batch_rows(arguments, keywords)
     names = _parameter_names(model, len(arguments))
@@ -244,3 +245,45 @@ def _merge(model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any
         elif parameter.name in remaining:
             merged[parameter.name] = remaining.pop(parameter.name)
     return merged
+
+
+def _export_reason(error: BaseException) -> str:
+    """Say in one line why a model does not export, with the line of the model's code where that is known.
+
+    Example:
+        "it decides by the values of a tensor (gate.py:12: if score.item() > 0.5:)"
+    """
+    return _shorten(_first_words(error)) + _place(error)
+
+
+def _first_words(error: BaseException) -> str:
+    text = str(error)
+    for pattern, words in _KNOWN:
+        if re.search(pattern, text):
+            return words
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if lines and lines[0].startswith("Constraints violated"):  # what is violated stands in the lines below
+        lines = [line.removeprefix("- ") for line in lines if line.startswith("- ")] or lines
+    if not lines:
+        return type(error).__name__
+    first = lines[0]
+    return f"{first} {lines[1]}" if first[-1] in ",:" and len(lines) > 1 else first
+
+
+def _shorten(text: str) -> str:
+    """End at the end of a sentence where there is one, so that a long text stays one line."""
+    if len(text) <= _LONGEST:
+        return text
+    sentence = text.rfind(". ", 0, _LONGEST)
+    return text[:sentence] if sentence > 0 else text[:_LONGEST] + "..."
+
+
+def _place(error: BaseException) -> str:
+    """Return the deepest line outside of torch: that of the model, not that of the capture."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, "<"))]
+    inside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
+    if not inside:
+        return ""
+    frame = inside[-1]
+    code = f": {frame.line}" if frame.line else ""
+    return f" ({Path(frame.filename).name}:{frame.lineno}{code})"

@@ -31,15 +31,9 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 _OPERATORS: dict[str, Callable[..., Number]] = {
-    "+": lambda *operands: sum(operands),
-    "*": lambda *operands: math.prod(operands),
-    "**": _power,
-    "//": operator.floordiv,
-    "/": operator.truediv,
-    "%": operator.mod,
-    "max": max,
-    "min": min,
-}
+    "+": lambda *operands: sum(operands), "*": lambda *operands: math.prod(operands), "**": _power,
+    "//": operator.floordiv, "/": operator.truediv, "%": operator.mod, "max": max, "min": min,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,22 @@
-"""What torch.export's nodes say: the modules they were called in, and whether they do anything."""
+"""What torch.export's nodes say: the modules they were called in, whether they do anything, and sizes.
+
+Sizes are sympy's, which only a capture loads: workers need not know it.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 from torch import fx
 
+from penstock.graph.expressions import Expression
 from penstock.graph.graph import Call
+
+# torch's own sympy functions, by class name, since their module is private
+_FUNCTIONS = {
+    "Add": "+", "Mul": "*", "Pow": "**", "PowByNatural": "**", "FloorDiv": "//", "CleanDiv": "//", "IntTrueDiv": "/",
+    "FloatTrueDiv": "/", "Mod": "%", "PythonMod": "%", "Max": "max", "Min": "min",
+}  # fmt: skip
 
 
 def is_idle(target: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
@@ -27,3 +38,25 @@ def module_calls(node: fx.Node) -> tuple[Call, ...]:
         name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
         calls.append(Call(path=f"{path}@{repeat}" if repeat else path, kind=name.rsplit(".", 1)[-1]))
     return tuple(calls)
+
+
+def from_sympy(expression: sympy.Basic, symbols: Mapping[str, str]) -> Expression | None:
+    """Turn a symbolic size into an expression over named symbols, or None where it depends on data.
+
+    `symbols` maps torch's names, such as `s77`, to ours, such as `batch`.
+    """
+    if isinstance(expression, sympy.Integer):
+        return int(expression)
+    if isinstance(expression, (sympy.Float, sympy.Rational)):
+        return float(expression)
+    if isinstance(expression, sympy.Symbol):
+        return symbols.get(expression.name)
+    name = _FUNCTIONS.get(type(expression).__name__)
+    if type(expression).__name__ == "ToFloat":
+        return from_sympy(expression.args[0], symbols)
+    if name is None:
+        return None
+    operands = [from_sympy(argument, symbols) for argument in expression.args]
+    if any(operand is None for operand in operands):
+        return None
+    return (name, *[operand for operand in operands if operand is not None])

@@ -3,52 +3,26 @@
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from itertools import accumulate
 
-from torch import Tensor
-
-from penstock.graph.graph import Graph, Output, Plain, Visit
-from penstock.graph.ops import GETITEM, Op, State, Value, effect, is_random, references
+from penstock.graph.graph import Graph, Output, Visit
+from penstock.graph.ops import GETITEM, Op, Value, effect, is_random, references
 
 
-def prepare(
-    *,
-    model: str,
-    symbols: tuple[str, ...],
-    inputs: tuple[Value | None, ...],
-    plain_inputs: Mapping[int, Plain],
-    input_spec: Any,
-    states: tuple[State, ...],
-    ops: Sequence[Op],
-    visits: Sequence[Visit],
-    values: Mapping[str, Value],
-    outputs: tuple[Output, ...],
-    output_spec: Any,
-    fixed_batch: int | None,
-    constants: Mapping[str, Tensor],
-) -> Graph:
-    """Build a graph from translated operations."""
-    storage = Storage(ops, [state.value.name for state in states])
-    live = _live(ops, outputs, storage)
-    prelude = _prelude(live, {state.value.name for state in states if state.kind != "parameter"}, storage)
+def prepare(graph: Graph) -> Graph:
+    """Return a graph as it was translated, all operations in `ops`, put in order."""
+    storage = Storage(graph.ops, [state.value.name for state in graph.states])
+    live = _live(graph.ops, graph.outputs, storage)
+    prelude = _prelude(live, {state.value.name for state in graph.states if state.kind != "parameter"}, storage)
     ordered = [op for op in live if op.name not in prelude]
-    used = {name for op in live for name in op.uses()} | set(references(outputs))
-    return Graph(
-        model=model,
-        symbols=symbols,
-        inputs=inputs,
-        plain_inputs=plain_inputs,
-        input_spec=input_spec,
-        states=tuple(state for state in states if state.value.name in used),
+    used = {name for op in live for name in op.uses()} | set(references(graph.outputs))
+    return dataclasses.replace(
+        graph,
+        states=tuple(state for state in graph.states if state.value.name in used),
         prelude=tuple(op for op in live if op.name in prelude),
         ops=tuple(ordered),
-        visits=_move_visits(visits, ops, {op.name for op in ordered}),
-        values=values,
-        outputs=outputs,
-        output_spec=output_spec,
-        fixed_batch=fixed_batch,
-        constants=constants,
-        forbidden=_forbidden(ordered, outputs, prelude, storage, values),
+        visits=_move_visits(graph.visits, graph.ops, {op.name for op in ordered}),
+        forbidden=_forbidden(ordered, graph.outputs, prelude, storage, graph.values),
     )
 
 
@@ -106,18 +80,9 @@ def _prelude(ops: Sequence[Op], constants: set[str], storage: Storage) -> set[st
 
 def _move_visits(visits: Sequence[Visit], ops: Sequence[Op], kept: set[str]) -> tuple[Visit, ...]:
     """Count positions by the operations that were kept."""
-    position_after: list[int] = []
-    count = 0
-    for op in ops:
-        position_after.append(count)
-        count += op.name in kept
-    position_after.append(count)
+    position_after = [0, *accumulate(op.name in kept for op in ops)]
     return tuple(
-        dataclasses.replace(
-            visit,
-            op=visit.op if visit.op in kept else None,
-            position=position_after[visit.position],
-        )
+        dataclasses.replace(visit, op=visit.op if visit.op in kept else None, position=position_after[visit.position])
         for visit in visits
     )
 
@@ -129,11 +94,7 @@ def last_uses(ops: Sequence[Op], outputs: Iterable[str]) -> dict[str, int]:
 
 
 def _forbidden(
-    ops: Sequence[Op],
-    outputs: tuple[Output, ...],
-    prelude: set[str],
-    storage: Storage,
-    values: Mapping[str, Value],
+    ops: Sequence[Op], outputs: tuple[Output, ...], prelude: set[str], storage: Storage, values: Mapping[str, Value]
 ) -> dict[int, str]:
     """Find the positions where the graph may not be cut, and say what a cut there would do.
 
@@ -145,7 +106,8 @@ def _forbidden(
     forbidden: dict[int, str] = {}
     last = last_uses(ops, references(outputs))
     made = {op.name: index for index, op in enumerate(ops)}
-    for root, final_write in _final_writes(ops, storage).items():
+    final_writes = {storage.root(name): i for i, op in enumerate(ops) for name in storage.effects[op.name].writes}
+    for root, final_write in final_writes.items():
         # a value of this memory crosses every position after its making up to its last use
         crossing: Counter[int] = Counter()
         for name in {name for op in ops for name in (op.name, *op.uses())}:
@@ -160,11 +122,6 @@ def _forbidden(
             torn = range(made[op.name] + 1, last.get(op.name, made[op.name]) + 1)
             forbidden |= dict.fromkeys(torn, "cross a list of tensors before its items are taken out")
     return forbidden
-
-
-def _final_writes(ops: Sequence[Op], storage: Storage) -> dict[str, int]:
-    """Return for every memory that is written the index of the last operation that writes it."""
-    return {storage.root(name): index for index, op in enumerate(ops) for name in storage.effects[op.name].writes}
 
 
 def _written_state(ops: Sequence[Op], storage: Storage) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from penstock.errors import ProgramError
 from penstock.graph.encoding import DTYPES, decode, encode
 from penstock.graph.expressions import Size, check_expression
 from penstock.graph.operators import check_operator
-from penstock.graph.ops import GETITEM, Op, State, Value, references
+from penstock.graph.ops import GETITEM, Op, State, Value
 from penstock.graph.schema import FORGED as _FORGED
 from penstock.graph.schema import check_call, check_product
 
@@ -183,14 +183,12 @@ def _quoted(item: Any) -> str:
 def _check(program: StageProgram) -> None:
     """Check that each name is made once, before it is used."""
     known: set[str] = set()
-    _define(known, (state.value.name for state in program.states))
-    for op in program.prelude:
-        _check_uses(known, op)
-        _define(known, [op.name])
-    _define(known, (value.name for value in program.inputs))
-    for op in program.ops:
-        _check_uses(known, op)
-        _define(known, [op.name])
+    states = [state.value for state in program.states]
+    for given, ops in ((states, program.prelude), (program.inputs, program.ops)):
+        _define(known, (value.name for value in given))
+        for op in ops:
+            _check_uses(known, op)
+            _define(known, [op.name])
     missing = {value.name for value in program.outputs} - known
     if missing:
         raise ProgramError(f"the output {min(missing)!r} is never made; {_FORGED}")
@@ -204,6 +202,6 @@ def _define(known: set[str], names: Iterable[str]) -> None:
 
 
 def _check_uses(known: set[str], op: Op) -> None:
-    missing = {name for argument in (*op.arguments, *op.keywords.values()) for name in references(argument)} - known
+    missing = set(op.uses()) - known
     if missing:
         raise ProgramError(f"{op.name} uses {min(missing)!r} before it is made; {_FORGED}")

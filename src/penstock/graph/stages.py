@@ -22,13 +22,12 @@ def divide(graph: Graph, cuts: Sequence[Cut]) -> list[StageProgram]:
     """
     bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
     crossing = crossing_values(graph)
-    results = output_values(graph)
-    programs = []
-    for start, stop in pairwise(bounds):
-        outputs = results if stop == len(graph.ops) else crossing[stop]
-        inputs = graph.tensor_inputs() if start == 0 else crossing[start]
-        programs.append(make_program(graph, graph.ops[start:stop], inputs, outputs))
-    return programs
+    inputs = [graph.tensor_inputs(), *(crossing[cut.position] for cut in cuts)]
+    outputs = [*inputs[1:], output_values(graph)]
+    return [
+        make_program(graph, graph.ops[start:stop], given, made)
+        for (start, stop), given, made in zip(pairwise(bounds), inputs, outputs, strict=True)
+    ]
 
 
 def output_values(graph: Graph) -> tuple[Value, ...]:
@@ -47,13 +46,9 @@ def make_program(
         if op.name in needed:
             prelude.append(op)
             needed.update(op.uses())
+    states = tuple(state for state in graph.states if state.value.name in needed)
     return StageProgram(
-        symbols=graph.symbols,
-        states=tuple(state for state in graph.states if state.value.name in needed),
-        inputs=inputs,
-        prelude=tuple(reversed(prelude)),
-        ops=ops,
-        outputs=outputs,
+        symbols=graph.symbols, states=states, inputs=inputs, prelude=tuple(prelude[::-1]), ops=ops, outputs=outputs
     )
 
 

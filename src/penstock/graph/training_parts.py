@@ -51,14 +51,10 @@ def divide_for_training(graph: Graph, cuts: Sequence[Cut], trainable: Collection
         before = crossing[start] if start else ()
         used = {name for op in ops for name in op.uses()} | ({value.name for value in outputs} if last else set())
         own = tuple(value for value in graph.tensor_inputs() if value.name in used)
+        program = make_program(graph, ops, (*before, *own), outputs)
+        back, out = (tuple(i for i, v in enumerate(values) if v.name in differentiable) for values in (before, outputs))
         parts.append(
-            TrainingPart(
-                program=make_program(graph, ops, (*before, *own), outputs),
-                crossing=before,
-                own=own,
-                backward_inputs=tuple(i for i, v in enumerate(before) if v.name in differentiable),
-                backward_outputs=tuple(i for i, v in enumerate(outputs) if v.name in differentiable),
-            )
+            TrainingPart(program=program, crossing=before, own=own, backward_inputs=back, backward_outputs=out)
         )
     return parts
 

@@ -15,24 +15,16 @@ from penstock.errors import CaptureError
 from penstock.graph.encoding import STAGE_DEVICE
 from penstock.graph.expressions import Size
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit
-from penstock.graph.nodes import is_idle, module_calls
+from penstock.graph.nodes import from_sympy, is_idle, module_calls
 from penstock.graph.ops import GETITEM, Op, Ref, State, Value
 from penstock.graph.prepare import prepare
-from penstock.graph.symbolic import from_sympy
 
-_KINDS = {
-    InputKind.PARAMETER: "parameter",
-    InputKind.BUFFER: "buffer",
-    InputKind.CONSTANT_TENSOR: "constant",
-}
+_KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 # Checks that torch.export leaves behind; a run with other sizes is checked by us instead.
 _CHECKS = {
-    "aten._assert_tensor_metadata.default",
-    "aten._assert_scalar.default",
-    "aten._assert_async.msg",
-    "aten.sym_constrain_range_for_size.default",
-    "aten.sym_constrain_range.default",
-}
+    "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
+    "aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default",
+}  # fmt: skip
 # Regions that only switch a mode; where a model is trained, what comes out of one without gradients is detached.
 _REGIONS: dict[str, int] = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
@@ -47,21 +39,15 @@ def translate(
     translator = _Translator(exported, model, labels)
     translator.placeholders()
     translator.nodes(exported.graph_module, exported.graph, translator.values)
-    return prepare(
-        model=type(model).__name__,
-        symbols=translator.symbol_names,
-        inputs=tuple(translator.inputs),
-        plain_inputs=translator.plain_inputs,
-        input_spec=exported.call_spec.in_spec,
-        states=tuple(translator.states),
-        ops=translator.ops,
-        visits=translator.visits,
-        values=translator.tensors,
-        outputs=translator.outputs(),
-        output_spec=exported.call_spec.out_spec,
-        fixed_batch=fixed_batch,
-        constants=translator.constants,
-    )
+    outputs = translator.outputs()
+    translated = Graph(
+        model=type(model).__name__, symbols=tuple(dict.fromkeys(translator.symbols.values())),
+        inputs=tuple(translator.inputs), plain_inputs=translator.plain_inputs, input_spec=exported.call_spec.in_spec,
+        states=tuple(translator.states), prelude=(), ops=tuple(translator.ops), visits=tuple(translator.visits),
+        values=translator.tensors, outputs=outputs, output_spec=exported.call_spec.out_spec,
+        fixed_batch=fixed_batch, constants=translator.constants, forbidden={},
+    )  # fmt: skip
+    return prepare(translated)
 
 
 @dataclass
@@ -86,10 +72,6 @@ class _Translator:
         for tensors in (self.model.named_parameters, self.model.named_buffers):
             for name, tensor in tensors(remove_duplicate=False):
                 self.first_names[name] = first.setdefault(tensor, name)
-
-    @property
-    def symbol_names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.symbols.values()))
 
     def placeholders(self) -> None:
         """Sort torch's placeholders into the model's state and the user's inputs."""
@@ -189,7 +171,8 @@ class _Translator:
             values[node.name] = arguments[0][arguments[1]]
             return
         op_name = self._unique(node.name)
-        self._record(op_name, node.meta.get("val"))
+        if isinstance(node.meta.get("val"), Tensor):
+            self._value(op_name, node.meta["val"])
         self.visits.append(Visit(calls=calls, op=op_name, position=len(self.ops)))
         self.ops.append(Op(name=op_name, target=target, arguments=arguments, keywords=keywords))
         values[node.name] = Ref(op_name)
@@ -204,9 +187,8 @@ class _Translator:
             )
         body = self._argument(node.args[num_settings], values)
         operands = [self._argument(item, values) for item in node.args[num_settings + 1 :]]
-        inner: dict[str, Any] = {}
-        placeholders = [inside for inside in body.graph.nodes if inside.op == "placeholder"]
-        inner.update({inside.name: operand for inside, operand in zip(placeholders, operands, strict=True)})
+        placeholders = (inside.name for inside in body.graph.nodes if inside.op == "placeholder")
+        inner: dict[str, Any] = dict(zip(placeholders, operands, strict=True))
         self.nodes(body, body.graph, inner, calls)
         result = next(inside for inside in body.graph.nodes if inside.op == "output").args[0]
         results = [self._argument(item, inner) for item in result]
@@ -236,9 +218,7 @@ class _Translator:
                 f"{type(self.model).__name__} computes the size {value} from data at {node.name}; "
                 "a stage can only know sizes that follow from its inputs' sizes"
             )
-        if isinstance(value, (bool, int, float)):
-            return value
-        return None
+        return value if isinstance(value, (bool, int, float)) else None
 
     def _target(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
@@ -263,10 +243,6 @@ class _Translator:
             expression = from_sympy(item.node.expr, self.symbols)
             return Size(expression) if expression is not None else item
         return item
-
-    def _record(self, name: str, meta: object) -> None:
-        if isinstance(meta, Tensor):
-            self._value(name, meta)
 
     def _value(self, name: str, meta: Tensor) -> Value:
         shape = tuple(self._dimension(name, dimension) for dimension in meta.shape)
@@ -297,9 +273,8 @@ class _Translator:
         result = next(node for node in self.exported.graph.nodes if node.op == "output").args[0]
         given = [self._argument(item, self.values) for item in result]
         specs = self.exported.graph_signature.output_specs
-        kept: list[Output] = []
-        for item, spec in zip(given, specs, strict=True):
-            if spec.kind.name != "USER_OUTPUT":
-                continue  # a mutated buffer's new value: the operation that writes it is in the graph
-            kept.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else item)
-        return tuple(kept)
+        return tuple(
+            spec.arg.value if isinstance(spec.arg, ConstantArgument) else item
+            for item, spec in zip(given, specs, strict=True)
+            if spec.kind.name == "USER_OUTPUT"  # not a buffer's new value: what writes it is in the graph
+        )

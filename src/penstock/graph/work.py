@@ -18,15 +18,9 @@ SECONDS_PER_CALL = 4e-6
 SECONDS_PER_CROSSING_BYTE = 2e-9
 # Elements per second of functions that are computed, not copied: exp, erf, tanh and their kin
 _TRANSCENDENTAL = {
-    "gelu": 1.2e9,
-    "silu": 1.2e9,
-    "sigmoid": 1.2e9,
-    "tanh": 1.0e9,
-    "softmax": 0.8e9,
-    "exp": 1.5e9,
-    "erf": 1.0e9,
+    "gelu": 1.2e9, "silu": 1.2e9, "sigmoid": 1.2e9, "tanh": 1.0e9, "softmax": 0.8e9, "exp": 1.5e9, "erf": 1.0e9,
     "pow": 0.8e9,
-}
+}  # fmt: skip
 
 Shape = tuple[int, ...]
 
@@ -38,11 +32,6 @@ def count_work(graph: Graph, sizes: Mapping[str, int]) -> list[float]:
         sum(count_work(graph, graph.sizes(1)))
     """
     return [_work(graph, op, sizes) for op in graph.ops]
-
-
-def count_flops(graph: Graph, sizes: Mapping[str, int]) -> float:
-    """Count the floating-point operations of all matrix products, two for each multiply-and-add."""
-    return sum(_flops(op, _shapes(graph, op, sizes), _result(graph, op, sizes)) for op in graph.ops)
 
 
 def _work(graph: Graph, op: Op, sizes: Mapping[str, int]) -> float:
@@ -90,19 +79,3 @@ def _flops(op: Op, shapes: list[Shape], result: Shape) -> float:
     if kind == "einsum" and len(shapes) > 1:
         return 2.0 * math.prod(result) * max(shape[-1] for shape in shapes)
     return 0.0
-
-
-def state_bytes(graph: Graph) -> dict[str, int]:
-    """Return the bytes of every parameter, buffer and constant."""
-    return {state.value.name: state.value.num_bytes({}) for state in graph.states}
-
-
-def first_uses(graph: Graph) -> list[tuple[int, str]]:
-    """Return every piece of state with the position of the first operation that uses it, in order."""
-    names = {state.value.name for state in graph.states}
-    seen: dict[str, int] = {}
-    for position, op in enumerate(graph.ops):
-        for name in op.uses():
-            if name in names:
-                seen.setdefault(name, position)
-    return sorted((position, name) for name, position in seen.items())

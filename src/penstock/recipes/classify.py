@@ -29,13 +29,9 @@ class Prediction:
     def row(self) -> dict[str, Any]:
         """Return the prediction as a row of a prediction file, without what is empty."""
         values = {
-            "image": self.image,
-            "label": self.label,
-            "prediction": self.prediction,
-            "class": self.class_name,
-            "confidence": None if self.confidence is None else round(self.confidence, 6),
-            "error": self.error,
-        }
+            "image": self.image, "label": self.label, "prediction": self.prediction, "class": self.class_name,
+            "confidence": None if self.confidence is None else round(self.confidence, 6), "error": self.error,
+        }  # fmt: skip
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -71,10 +67,8 @@ class _Feed:
     """Gathers images into microbatches, and remembers which image went where and which could not be read."""
 
     def __init__(self, model: ZooModel, images: ImageSet, microbatch_size: int, start: int) -> None:
-        self._model = model
-        self._images = images
-        self._size = microbatch_size
-        self._start = start
+        self._model, self._images = model, images
+        self._size, self._start = microbatch_size, start
         self.groups: list[list[Prediction | tuple[int, int]]] = []
 
     def __iter__(self) -> Iterator[Any]:

@@ -16,8 +16,7 @@ from penstock.deploy.options import CutOptions, ModelCall, RunOptions
 from penstock.errors import UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
-from penstock.recipes.find import make_task
-from penstock.recipes.from_plan import plan_of
+from penstock.recipes.data_tasks import make_task
 from penstock.recipes.metrics import (
     EpochResult,
     FitResult,
@@ -27,9 +26,9 @@ from penstock.recipes.metrics import (
     drop_old_checkpoints,
     newest_checkpoint,
 )
-from penstock.recipes.settings import FitSettings
+from penstock.recipes.settings import FitSettings, plan_of
 from penstock.recipes.tasks import Task
-from penstock.recipes.training_bar import FitProgress
+from penstock.terminal.live import FitProgress
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.train.loader import Loader

@@ -12,20 +12,20 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from penstock.errors import ModelError, UsageError
 from penstock.files import LineFile, written_whole
 from penstock.recipes.settings import FitSettings, write_settings
-from penstock.recipes.tracking import Tracker, open_trackers
 from penstock.terminal.notes import note
 from penstock.train.checkpoint_index import INDEX, read_index
 from penstock.train.checkpoint_stages import check_whole
+from penstock.zoo.optional import optional_import
 
 _KEPT = 2  # checkpoints
 _STEP = re.compile(r"step-\d{1,18}", re.ASCII)
@@ -203,3 +203,51 @@ def check_new(settings: FitSettings) -> None:
         raise UsageError(f"{settings.folder} holds no whole checkpoint to go on from; leave --resume out to start")
     if there and not settings.resume:
         raise UsageError(f"{settings.folder} holds a run already; go on with --resume, or choose another --output")
+
+
+class Tracker(Protocol):
+    """Where numbers go beside the JSON lines."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of one line."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+def open_trackers(settings: FitSettings) -> list[Tracker]:
+    """Open what the settings ask for; raises `UsageError` where it is not installed."""
+    makers: dict[str, Callable[[FitSettings], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    return [makers[name](settings) for name in settings.track]
+
+
+class TensorBoard(Tracker):
+    """Writes event files into the run's folder: `tensorboard --logdir runs`."""
+
+    def __init__(self, settings: FitSettings) -> None:
+        optional_import("tensorboard", "track", UsageError)
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(settings.folder))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases(Tracker):
+    """Logs to a run of Weights & Biases, named as the run's folder."""
+
+    def __init__(self, settings: FitSettings) -> None:
+        library, folder = optional_import("wandb", "track", UsageError), settings.folder
+        config = msgspec.to_builtins(settings)
+        self._run: Any = library.init(project="penstock", name=folder.name, dir=str(folder), config=config)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

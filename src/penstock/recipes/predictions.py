@@ -4,7 +4,6 @@ import csv
 import io
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from penstock.errors import RunError, UsageError
@@ -51,9 +50,7 @@ class PredictionFile:
     def __enter__(self) -> "PredictionFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _write_line(self, line: str) -> None:

@@ -17,7 +17,7 @@ from penstock.measure.backward import Loss
 from penstock.measure.load_costs import measure_rows
 from penstock.measure.message_costs import measure_messages
 from penstock.measure.profiler import profile_graph, script_bytes, worker_bytes
-from penstock.recipes.find import make_task
+from penstock.recipes.data_tasks import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
 from penstock.spec.profile import Profile

@@ -1,17 +1,25 @@
-"""Several training runs, each in processes of its own: what fails is a row, not the end."""
+"""Several training runs, each in processes of its own: a sweep, ways to train, the largest batch; and their figures.
+
+What fails is a row, not the end.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 
 from penstock.cluster.lab import Lab
-from penstock.errors import ClusterError, OutOfMemory, PenstockError, UsageError
+from penstock.errors import ClusterError, OutOfMemory, PenstockError, RunError, UsageError
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings
 from penstock.recipes.start import fit_apart
+from penstock.zoo.optional import optional_import
+
+MODES = ("single", "model", "pipeline", "data", "both")
+_STEPS = 2  # of a try of a batch: the second one has the optimizer's state
+_COLOR = "#3b6ea5"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +89,8 @@ def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
     except (OSError, msgspec.DecodeError) as error:
         raise UsageError(f"{path} cannot be read as TOML ({error}); give a file of [[settings]] tables") from None
     tables = document.get("settings")
-    if not _are_tables(tables) or set(document) != {"settings"}:
+    whole = isinstance(tables, list) and tables and all(isinstance(table, dict) for table in tables)
+    if not whole or set(document) != {"settings"}:
         raise UsageError(f"{path} holds no settings; write [[settings]] tables, each with what it changes")
     runs: list[tuple[str, FitSettings]] = []
     for index, table in enumerate(tables):
@@ -89,13 +98,6 @@ def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
         folder = str(base.folder / f"{index + 1:02}")
         runs.append((name, make_settings({**msgspec.to_builtins(base), "output": folder, **table})))
     return runs
-
-
-def _are_tables(found: Any) -> TypeGuard[list[dict[str, Any]]]:
-    return isinstance(found, list) and bool(found) and all(isinstance(table, dict) for table in found)
-
-
-MODES = ("single", "model", "pipeline", "data", "both")
 
 
 def mode_runs(names: Sequence[str], base: FitSettings, cores: int) -> list[tuple[str, FitSettings]]:
@@ -121,3 +123,85 @@ def mode_runs(names: Sequence[str], base: FitSettings, cores: int) -> list[tuple
     runs = {name: base.replace(**changes[name], devices=None, output=str(base.folder / name)) for name in names}
     threads = base.threads or max(1, cores // max(settings.num_processes for settings in runs.values()))
     return [(name, settings.replace(threads=threads)) for name, settings in runs.items()]
+
+
+def find_largest_batch(
+    settings: FitSettings, place: Place, tell: Callable[[Row], None] = lambda _row: None
+) -> tuple[int, list[Row]]:
+    """Double the batch until it no longer fits, then halve the distance; returns the size and every try.
+
+    Each try trains two steps in processes of its own. The answer is exact to a sixteenth of itself, and no
+    more than the rows that there are.
+
+    Raises `RunError` where a try fails for another reason than memory, or the smallest batch does not fit.
+    """
+    rows: list[Row] = []
+    tried: list[int] = []  # how large batches really were
+    smallest = (settings.replicas or 1) * (settings.microbatches or 1)
+
+    def fits(size: int) -> bool:
+        asked = settings.replace(
+            batch_size=size, steps=_STEPS, validate=False, save=False, resume=False, num_rows=None,
+            output=str(settings.folder / f"batch-{size}"),
+        )  # fmt: skip
+        row = run_row(f"batch {size}", asked, place)
+        rows.append(row)
+        tell(row)
+        if row.failed is not None and not row.out_of_memory:
+            raise RunError(f"a batch of {size} fails for another reason than memory: {row.failed}")
+        if row.result is None:
+            return False
+        tried.append(max(epoch.batch_rows for epoch in row.result.epochs))
+        peak = max(max(epoch.peak_memory_bytes) for epoch in row.result.epochs)
+        return place.memory_bytes is None or peak <= place.memory_bytes
+
+    if not fits(smallest):
+        raise RunError(f"not even a batch of {smallest} fits; use more stages, or --checkpointing")
+    good, bad = smallest, 2 * smallest
+    while fits(bad):
+        good, bad = bad, 2 * bad
+        if tried[-1] < good:
+            return tried[-1], rows
+    while bad - good > max(1, good // 16):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good, rows
+
+
+def draw_comparison(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw `training_time.png` and `throughput.png`; returns their paths.
+
+    Raises `UsageError` without matplotlib.
+    """
+    optional_import("matplotlib", "plot", UsageError)
+    unit = next((row.result.last.unit for row in rows if row.result and row.result.last), "rows")
+    times = [row.result.train_s if row.result else None for row in rows]
+    rates = [row.result.units_per_s if row.result else None for row in rows]
+    files = [folder / "training_time.png", folder / "throughput.png"]
+    _bars(rows, times, "training time, s (mean over devices, without warm-up)", files[0])
+    _bars(rows, rates, f"{unit}/s (sum over devices)", files[1])
+    return files
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _bars(rows: Sequence[Row], values: Sequence[float | None], label: str, file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.6 + 1.1 * len(rows), 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    places = range(len(rows))
+    axes.bar(places, [value or 0.0 for value in values], color=_COLOR, width=0.6)
+    for place, row, value in zip(places, rows, values, strict=True):
+        text = "out of memory" if row.out_of_memory else "failed" if value is None else _short(value)
+        axes.annotate(text, (place, value or 0.0), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8)
+    names = [f"{row.name}\n{row.settings.num_processes} × device" for row in rows]
+    axes.set_xticks(list(places), names, fontsize=8)
+    axes.set_ylabel(label, fontsize=8)
+    axes.margins(y=0.12)
+    axes.set_ylim(bottom=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(file, dpi=120)

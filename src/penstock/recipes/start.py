@@ -16,10 +16,9 @@ from penstock.group.addresses import listen
 from penstock.group.entry import own_address, under_torchrun
 from penstock.group.launch import LocalWorkers, WorkerExit, module_command, module_path
 from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
-from penstock.recipes.from_plan import num_processes, plan_of
 from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult
-from penstock.recipes.settings import FitSettings, write_settings
+from penstock.recipes.settings import FitSettings, num_processes, plan_of, write_settings
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -14,6 +13,7 @@ from penstock.errors import DataError, UsageError
 from penstock.recipes.settings import FitSettings
 from penstock.train.losses import LossFunction
 from penstock.zoo.models.models import ZooModel, load_model
+from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.weights import JoinedWeights, RandomWeights, TensorWeights, Weights
 
 SHARE_KEPT = 10  # every tenth row is for validation
@@ -89,27 +89,9 @@ def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooMod
     if len(new) == len(shapes):
         raise UsageError(f"nothing in the given weights fits {name}; give the weights of this model")
     buffers = dict(zoo.module.named_buffers(remove_duplicate=False))
-    fitting = _Some(given, [n for n in known if (n in shapes and n not in new) or n in buffers])
+    kept = [n for n in known if (n in shapes and n not in new) or n in buffers]
+    fitting = check_weights(given, {n: (given.shape(n), given.dtype(n)) for n in kept})
     return zoo, JoinedWeights(fitting, RandomWeights(shapes, settings.seed), TensorWeights(buffers)), new
-
-
-class _Some:
-    """Some of the names of other weights."""
-
-    def __init__(self, weights: Weights, names: Sequence[str]) -> None:
-        self._weights, self._names = weights, names
-
-    def names(self) -> Sequence[str]:
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._weights.dtype(name)
-
-    def load(self, name: str) -> Tensor:
-        return self._weights.load(name)
 
 
 class Rows(Dataset[Any]):

@@ -1,4 +1,4 @@
-"""The stages at work: how busy each is, what waits in front of it, how quick it is, and how long it will take.
+"""The stages at work: how busy each is, what waits in front of it, how quick it is; and how far a training is.
 
 Processes say how far they are with every heartbeat, once a second; the view only looks at what has been said.
 """
@@ -7,14 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from penstock.terminal.console import PlainConsole
 from penstock.text import plain
 
 # rates are over so many seconds, so that they are readable
@@ -68,9 +69,7 @@ class LiveView:
             self._console.print("--live needs a terminal; going on without it", markup=False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._live.stop()
 
     def advance(self, count: int = 1, note: str = "") -> None:
@@ -118,3 +117,50 @@ def _clock(seconds: float) -> str:
     """
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02}"
+
+
+class FitProgress:
+    """Shows how far training is; says nothing without a terminal, and on all processes but the first.
+
+    With `look`, which says how far the stages are, it shows them too.
+
+    Example:
+        with FitProgress(100, "images", shown=True) as progress:
+            progress.advance(loss=0.7, rate=120.0)
+    """
+
+    def __init__(
+        self, num_steps: int, unit: str, *, shown: bool, done: int = 0,
+        look: Callable[[], Sequence[StageState]] | None = None,
+    ) -> None:  # fmt: skip
+        console = PlainConsole(stderr=True)
+        self._unit = unit
+        self._view = None if look is None else LiveView(
+            console, look, total=num_steps, unit="steps", done=done, shown=shown
+        )  # fmt: skip
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}"), TextColumn(f"{{task.fields[rate]:.1f}} {unit}/s"),
+            TimeRemainingColumn(), console=console, transient=True,
+            disable=not (shown and console.is_terminal) or self._view is not None,
+        )  # fmt: skip
+        self._task: TaskID = self._progress.add_task(
+            "train", total=num_steps, completed=done, loss=float("nan"), rate=0.0
+        )
+
+    def __enter__(self) -> "FitProgress":
+        if self._view is not None:
+            self._view.__enter__()
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+        if self._view is not None:
+            self._view.__exit__(*error)
+
+    def advance(self, *, loss: float, rate: float) -> None:
+        """One more step is done."""
+        self._progress.update(self._task, advance=1, loss=loss, rate=rate)
+        if self._view is not None:
+            self._view.advance(note=f"loss {loss:.4f}, {rate:.1f} {self._unit}/s")

@@ -12,9 +12,8 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.files import flush
 from penstock.train.checkpoint_index import INDEX, STAGE, CheckpointIndex
-from penstock.zoo.weights.weight_files import FileWeights
+from penstock.zoo.weights.weight_files import FileWeights, save_weights
 from penstock.zoo.weights.weights import TensorWeights
-from penstock.zoo.weights.write_tensors import save_weights
 
 _FILE = "model.safetensors"
 _STAGE_FOLDER = re.compile(STAGE)

@@ -12,7 +12,7 @@ from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
 from penstock.transport.collectives import exchange
 from penstock.transport.tags import STATE
-from penstock.zoo.weights.write_tensors import file_order, save_weights
+from penstock.zoo.weights.weight_files import file_order, save_weights
 
 
 class GatheredWeights:

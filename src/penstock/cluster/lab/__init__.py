@@ -6,20 +6,6 @@ from penstock.cluster.lab.run import LabRun, OutputLine, print_line
 from penstock.cluster.lab.spec import HostSpec, LabSpec, parse_lab, read_lab, write_lab
 
 __all__ = [
-    "DEFAULT_PORT",
-    "PRESETS",
-    "HostSpec",
-    "HostStatus",
-    "Lab",
-    "LabRun",
-    "LabSpec",
-    "LabStatus",
-    "OutputLine",
-    "lab_session",
-    "parse_lab",
-    "preset",
-    "print_line",
-    "read_lab",
-    "take_down",
-    "write_lab",
-]
+    "DEFAULT_PORT", "PRESETS", "HostSpec", "HostStatus", "Lab", "LabRun", "LabSpec", "LabStatus", "OutputLine",
+    "lab_session", "parse_lab", "preset", "print_line", "read_lab", "take_down", "write_lab",
+]  # fmt: skip

@@ -45,10 +45,15 @@ def quota(cpu: float) -> tuple[int, int]:
 
 
 class Cgroups(ABC):
-    """The cgroups of labs; `roots` are the directories under which a lab's may lie."""
+    """The cgroups of labs, which may lie anywhere under the roots for CPU and for memory."""
 
-    def __init__(self, roots: tuple[Path, ...]) -> None:
-        self.roots = roots
+    # the files that say what a host uses of its memory, has used at most, and what was ended for want of it
+    _used: str
+    _peak: str
+    _events: str
+
+    def __init__(self, cpu_root: Path, memory_root: Path) -> None:
+        self.cpu_root, self.memory_root = cpu_root, memory_root
         self._known: dict[tuple[Path, str, str], Path] = {}
 
     @abstractmethod
@@ -56,35 +61,38 @@ class Cgroups(ABC):
         """Make a host's cgroup with its limits; raises `ClusterError` where the kernel refuses."""
 
     @abstractmethod
-    def set_cpu(self, lab: str, host: str, cpu: float) -> None:
-        """Change a host's share of a core."""
-
-    @abstractmethod
     def cpu(self, lab: str, host: str) -> float:
         """Read a host's share of a core."""
 
     @abstractmethod
-    def memory(self, lab: str, host: str) -> MemoryUse:
-        """Read what a host uses of its memory."""
+    def _write_cpu(self, path: Path, cpu: float) -> None: ...
 
-    @abstractmethod
+    def set_cpu(self, lab: str, host: str, cpu: float) -> None:
+        """Change a host's share of a core."""
+        self._write_cpu(self._one(self.cpu_root, lab, host), cpu)
+
+    def memory(self, lab: str, host: str) -> MemoryUse:
+        """Read what a host uses of its memory; without `memory.peak` (before Linux 5.19) that of now."""
+        path = self._one(self.memory_root, lab, host)
+        used_bytes, peak = _read_int(path / self._used), path / self._peak
+        peak_bytes = _read_int(peak) if peak.exists() else used_bytes
+        return MemoryUse(used_bytes=used_bytes, peak_bytes=peak_bytes, num_oom_kills=self.oom_kills(lab, host))
+
     def oom_kills(self, lab: str, host: str) -> int:
         """Count the processes that the kernel ended on a host because memory ran out."""
+        return _read_table(self._one(self.memory_root, lab, host) / self._events).get("oom_kill", 0)
 
     def directories(self, lab: str, host: str | None = None) -> list[Path]:
         """Find the directories of a lab or of one of its hosts that exist."""
-        found = []
-        for root in self.roots:
-            for path, children, _ in os.walk(root):
-                if _lab_directory(lab) in children:
-                    found.append(Path(path) / _lab_directory(lab))
+        found = [
+            Path(path) / _lab_directory(lab)
+            for root in dict.fromkeys((self.cpu_root, self.memory_root))
+            for path, children, _ in os.walk(root)
+            if _lab_directory(lab) in children
+        ]
         if host is None:
             return found
         return [path / host for path in found if (path / host).is_dir()]
-
-    def process_files(self, lab: str, host: str) -> list[Path]:
-        """Return the files into which a process writes its id to become part of a host."""
-        return [path / "cgroup.procs" for path in self.directories(lab, host)]
 
     def processes(self, lab: str, host: str | None = None) -> set[int]:
         """Return the ids of the processes of a host, or of the whole lab."""
@@ -121,9 +129,10 @@ class CgroupsV1(Cgroups):
     """Version 1: one tree for CPU, one for memory. Hosts lie under the caller's own cgroup, so that
     a lab never gets more than whoever started it has."""
 
+    _used, _peak, _events = "memory.usage_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control"
+
     def __init__(self, cpu_root: Path, memory_root: Path, cpu_base: Path, memory_base: Path) -> None:
-        super().__init__((cpu_root,) if cpu_root == memory_root else (cpu_root, memory_root))
-        self.cpu_root, self.memory_root = cpu_root, memory_root
+        super().__init__(cpu_root, memory_root)
         self.cpu_base, self.memory_base = cpu_base, memory_base
 
     def create(self, lab: str, host: str, cpu: float, memory_bytes: int) -> None:
@@ -139,27 +148,10 @@ class CgroupsV1(Cgroups):
             with contextlib.suppress(ClusterError):
                 _write(memory_path / file, value)
 
-    def set_cpu(self, lab: str, host: str, cpu: float) -> None:
-        """Change a host's share of a core."""
-        self._write_cpu(self._one(self.cpu_root, lab, host), cpu)
-
     def cpu(self, lab: str, host: str) -> float:
         """Read a host's share of a core."""
         path = self._one(self.cpu_root, lab, host)
         return _read_int(path / "cpu.cfs_quota_us") / _read_int(path / "cpu.cfs_period_us")
-
-    def memory(self, lab: str, host: str) -> MemoryUse:
-        """Read what a host uses of its memory."""
-        path = self._one(self.memory_root, lab, host)
-        return MemoryUse(
-            used_bytes=_read_int(path / "memory.usage_in_bytes"),
-            peak_bytes=_read_int(path / "memory.max_usage_in_bytes"),
-            num_oom_kills=self.oom_kills(lab, host),
-        )
-
-    def oom_kills(self, lab: str, host: str) -> int:
-        """Count the processes that the kernel ended on a host because memory ran out."""
-        return _read_table(self._one(self.memory_root, lab, host) / "memory.oom_control").get("oom_kill", 0)
 
     def _write_cpu(self, path: Path, cpu: float) -> None:
         quota_us, period_us = quota(cpu)
@@ -172,9 +164,11 @@ class CgroupsV1(Cgroups):
 class CgroupsV2(Cgroups):
     """Version 2: one tree. Hosts lie under `base`, which must be allowed to hand out controllers."""
 
+    _used, _peak, _events = "memory.current", "memory.peak", "memory.events"
+
     def __init__(self, root: Path, base: Path) -> None:
-        super().__init__((root,))
-        self.root, self.base = root, base
+        super().__init__(root, root)
+        self.base = base
 
     def create(self, lab: str, host: str, cpu: float, memory_bytes: int) -> None:
         """Make a host's cgroup; swap is off where the kernel counts it."""
@@ -190,29 +184,10 @@ class CgroupsV2(Cgroups):
         with contextlib.suppress(ClusterError):
             _write(path / "memory.swap.max", 0)
 
-    def set_cpu(self, lab: str, host: str, cpu: float) -> None:
-        """Change a host's share of a core."""
-        self._write_cpu(self._one(self.root, lab, host), cpu)
-
     def cpu(self, lab: str, host: str) -> float:
         """Read a host's share of a core."""
-        quota_us, period_us = (self._one(self.root, lab, host) / "cpu.max").read_text().split()
+        quota_us, period_us = (self._one(self.cpu_root, lab, host) / "cpu.max").read_text().split()
         return int(quota_us) / int(period_us)
-
-    def memory(self, lab: str, host: str) -> MemoryUse:
-        """Read what a host uses of its memory; without `memory.peak` (before Linux 5.19) that of now."""
-        path = self._one(self.root, lab, host)
-        used_bytes = _read_int(path / "memory.current")
-        peak = path / "memory.peak"
-        return MemoryUse(
-            used_bytes=used_bytes,
-            peak_bytes=_read_int(peak) if peak.exists() else used_bytes,
-            num_oom_kills=self.oom_kills(lab, host),
-        )
-
-    def oom_kills(self, lab: str, host: str) -> int:
-        """Count the processes that the kernel ended on a host because memory ran out."""
-        return _read_table(self._one(self.root, lab, host) / "memory.events").get("oom_kill", 0)
 
     def _write_cpu(self, path: Path, cpu: float) -> None:
         quota_us, period_us = quota(cpu)

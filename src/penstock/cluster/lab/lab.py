@@ -6,7 +6,7 @@ one file under `/run/penstock` remembers the spec of a running lab, so that a na
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -123,22 +123,15 @@ class Lab:
         return LabStatus(name=self.spec.name, state="up", hosts=hosts)
 
     def start(
-        self,
-        command: Sequence[str],
-        *,
-        on: Sequence[str] | None = None,
-        env: Mapping[str, str] | None = None,
-        nproc_per_host: int = 1,
-        port: int = DEFAULT_PORT,
-        output: Output = print_line,
-        end_together: bool = True,
+        self, command: Sequence[str], *, on: Sequence[str] | None = None, env: Mapping[str, str] | None = None,
+        nproc_per_host: int = 1, port: int = DEFAULT_PORT, output: Output = print_line, end_together: bool = True,
         grace_s: float = GRACE_S,
-    ) -> LabRun:
+    ) -> LabRun:  # fmt: skip
         """Start a command on every host, or on those named by `on`, with torchrun's environment.
 
         With `end_together` the first process that fails ends the others: SIGTERM, and SIGKILL for what
-        is left after `grace_s`. Raises `ClusterError` when
-        the lab is not up, a host is unknown or still busy, or there is no command.
+        is left after `grace_s`. Raises `ClusterError` when the lab is not up, a host is unknown or still
+        busy, or there is no command.
         """
         if not command:
             raise ClusterError("a run needs a command; write it after --, as in -- python train.py")
@@ -151,16 +144,9 @@ class Lab:
         for target in targets:
             self._require_idle(target.host)
         return LabRun(
-            self._machine.cgroups,
-            targets,
-            command,
-            env=env or {},
-            nproc_per_host=nproc_per_host,
-            port=port,
-            output=output,
-            end_together=end_together,
-            grace_s=grace_s,
-        )
+            self._machine.cgroups, targets, command, env=env or {}, nproc_per_host=nproc_per_host, port=port,
+            output=output, end_together=end_together, grace_s=grace_s,
+        )  # fmt: skip
 
     def cut(self, host: str) -> None:
         """Unplug a host's network: what is sent to it and by it is lost without a sign.
@@ -215,34 +201,24 @@ class Lab:
         host, cgroups = self.spec.hosts[index], self._machine.cgroups
         memory = cgroups.memory(self.spec.name, host.name)
         return HostStatus(
-            name=host.name,
-            address=network.host_address(index),
-            cpu=cgroups.cpu(self.spec.name, host.name),
+            name=host.name, address=network.host_address(index), cpu=cgroups.cpu(self.spec.name, host.name),
             bandwidth_bytes_per_s=network.present_bandwidth(self.spec, host.name, self._machine.shell),
-            memory_bytes=host.memory_bytes,
-            memory_used_bytes=memory.used_bytes,
-            memory_peak_bytes=memory.peak_bytes,
-            num_processes=len(cgroups.processes(self.spec.name, host.name)),
-            cut=host.name in cut,
-        )
+            memory_bytes=host.memory_bytes, memory_used_bytes=memory.used_bytes, memory_peak_bytes=memory.peak_bytes,
+            num_processes=len(cgroups.processes(self.spec.name, host.name)), cut=host.name in cut,
+        )  # fmt: skip
 
     def _targets(self, on: Sequence[str] | None) -> list[Target]:
         chosen = {self.spec.host(name).name for name in on} if on else None
         cores = choose_cores([host.cpu for host in self.spec.hosts], sorted(os.sched_getaffinity(0)))
         return [
             Target(
-                lab=self.spec.name,
-                host=host.name,
-                address=network.host_address(index),
-                cpu=host.cpu,
-                bandwidth_bytes_per_s=host.bandwidth_bytes_per_s,
-                memory_bytes=host.memory_bytes,
+                lab=self.spec.name, host=host.name, address=network.host_address(index), cpu=host.cpu,
+                bandwidth_bytes_per_s=host.bandwidth_bytes_per_s, memory_bytes=host.memory_bytes, core=cores[index],
                 directories=tuple(self._machine.cgroups.directories(self.spec.name, host.name)),
-                core=cores[index],
             )
             for index, host in enumerate(self.spec.hosts)
             if chosen is None or host.name in chosen
-        ]
+        ]  # fmt: skip
 
     def _change(self, host: str, command: network.Command) -> None:
         self._require_host(host)
@@ -266,20 +242,22 @@ class Lab:
 
 
 @contextlib.contextmanager
-def lab_session(spec: LabSpec, machine: Machine | None = None) -> Iterator[Lab]:
+def lab_session(
+    spec: LabSpec, machine: Machine | None = None, *, warn: Callable[[list[str]], None] = lambda _lines: None
+) -> Iterator[Lab]:
     """Use a lab for a while: put it up unless it is, and take down what was put up, also when asked to end.
 
     with lab_session(read_lab("lab.toml")) as lab:
         ...
 
-    Raises what `Lab.up` raises.
+    `warn` gets what `Lab.up` warns of. Raises what `Lab.up` raises.
     """
     lab = Lab(spec, machine)
     with ended_by_signals():
         if lab.is_up():
             yield lab
             return
-        lab.up()
+        warn(lab.up())
         try:
             yield lab
         finally:

@@ -68,7 +68,8 @@ def this_machine() -> Machine:
     for program, package in _PROGRAMS.items():
         if shutil.which(program) is None:
             raise ClusterError(f"a lab needs the program {program}, which is not here; install {package}")
-    return Machine(shell=SystemShell(), cgroups=find_cgroups(), num_cores=num_cores(), memory_bytes=_memory_bytes())
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(shell=SystemShell(), cgroups=find_cgroups(), num_cores=num_cores(), memory_bytes=memory_bytes)
 
 
 def num_cores() -> int:
@@ -134,7 +135,3 @@ def _words(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:
         return []
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

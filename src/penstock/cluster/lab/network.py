@@ -74,39 +74,12 @@ def up_commands(spec: LabSpec) -> list[Command]:
         commands += [
             ["ip", "netns", "add", namespace],
             ["ip", "-n", namespace, "link", "set", "lo", "up"],
-            [
-                "ip",
-                "-n",
-                switch,
-                "link",
-                "add",
-                port,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                namespace,
-            ],
+            f"ip -n {switch} link add {port} type veth peer name eth0 netns {namespace}".split(),
             ["ip", "-n", switch, "link", "set", port, "master", "bridge", "up"],
             ["ip", "-n", namespace, "address", "add", f"{host_address(index)}/24", "dev", "eth0"],
             ["ip", "-n", namespace, "link", "set", "eth0", "up"],
             # what boards have; the machine may pace its own connections with a timer for every few frames
-            [
-                "ip",
-                "-n",
-                namespace,
-                "route",
-                "replace",
-                _NETWORK,
-                "dev",
-                "eth0",
-                "src",
-                host_address(index),
-                "congctl",
-                "cubic",
-            ],
+            f"ip -n {namespace} route replace {_NETWORK} dev eth0 src {host_address(index)} congctl cubic".split(),
         ]
         if host.bandwidth_bytes_per_s is not None:
             commands += bandwidth_commands(spec, index, host.bandwidth_bytes_per_s)

@@ -25,15 +25,9 @@ PRESETS: dict[str, tuple[int, float]] = {
 
 
 def preset(
-    like: str,
-    num_hosts: int,
-    num_cores: int,
-    *,
-    name: str = "lab",
-    cpu: float | None = None,
-    memory_bytes: int | None = None,
-    bandwidth_bytes_per_s: float | None = None,
-) -> LabSpec:
+    like: str, num_hosts: int, num_cores: int, *, name: str = "lab", cpu: float | None = None,
+    memory_bytes: int | None = None, bandwidth_bytes_per_s: float | None = None,
+) -> LabSpec:  # fmt: skip
     """Describe a lab of equal hosts after a known board; what is given replaces the board's value.
 
     Raises `ClusterError` for an unknown board or a value that cannot be emulated.
@@ -48,15 +42,12 @@ def preset(
     if num_hosts < 1:
         raise ClusterError(f"a lab has at least one host, not {num_hosts}; use --hosts 4")
     board_memory_bytes, board_rate = PRESETS[like]
-    # one process per host is the custom here, so more than a core would be of no use to it
-    share = min(1.0, math.floor(QUIET_SHARE * num_cores / num_hosts * 100 + 1e-9) / 100)
+    if cpu is None:  # one process per host is the custom here, so more than a core would be of no use to it
+        cpu = min(1.0, math.floor(QUIET_SHARE * num_cores / num_hosts * 100 + 1e-9) / 100)
+    memory_bytes = board_memory_bytes if memory_bytes is None else memory_bytes
+    bandwidth_bytes_per_s = board_rate if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
     hosts = tuple(
-        HostSpec(
-            name=f"host{index}",
-            cpu=share if cpu is None else cpu,
-            memory_bytes=board_memory_bytes if memory_bytes is None else memory_bytes,
-            bandwidth_bytes_per_s=board_rate if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s,
-        )
+        HostSpec(name=f"host{index}", cpu=cpu, memory_bytes=memory_bytes, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
         for index in range(num_hosts)
     )
     return LabSpec(name=name, hosts=hosts)

@@ -8,6 +8,7 @@ so the command is under the host's limits from its first instruction, and sees t
 its own host name, and the names of the other hosts.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -114,26 +115,22 @@ def environment(
 def start_process(target: Target, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
     """Start a command inside a host, in a session of its own, with its output in pipes."""
     return subprocess.Popen(
-        command_line(target, command),
-        env={**os.environ, **env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,
-    )
+        command_line(target, command), env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace", start_new_session=True,
+    )  # fmt: skip
 
 
 def signal_group(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
     """Send a signal to a started process and all it started in its session."""
     # while it has not been waited for, its id cannot belong to anybody else
     if process.returncode is None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
+
+
+def _start_helper(command: Sequence[str], *, stdin: int = subprocess.DEVNULL) -> "subprocess.Popen[bytes]":
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=stdin, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
 class Guard:
@@ -141,13 +138,7 @@ class Guard:
 
     def __init__(self, targets: Sequence[Target]) -> None:
         files = [file for target in targets for file in target.process_files]
-        self._process = subprocess.Popen(
-            ["sh", "-c", _GUARD, "penstock-lab-guard", *files],  # noqa: S607
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._process = _start_helper(["sh", "-c", _GUARD, "penstock-lab-guard", *files], stdin=subprocess.PIPE)
 
     def release(self) -> None:
         """Let the guard go: all it guards has ended."""
@@ -164,13 +155,7 @@ class Awake:
     def __init__(self, cores: Iterable[int]) -> None:
         spin = ["sh", "-c", _SPIN, "penstock-lab-awake", str(os.getpid())]
         self._processes = [
-            subprocess.Popen(
-                ["chrt", "--idle", "0", "taskset", "--cpu-list", str(core), *spin],  # noqa: S607
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            _start_helper(["chrt", "--idle", "0", "taskset", "--cpu-list", str(core), *spin])
             for core in sorted(set(cores))
         ]
 

@@ -14,20 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from subprocess import Popen, TimeoutExpired
-from types import TracebackType
 from typing import IO, Literal
 
+from penstock.cluster.lab import processes
 from penstock.cluster.lab.cgroups import Cgroups, kill_processes, processes_in
 from penstock.cluster.lab.memory_watch import MemoryWatch, explain
-from penstock.cluster.lab.processes import (
-    Awake,
-    Guard,
-    Target,
-    environment,
-    exit_name,
-    signal_group,
-    start_process,
-)
+from penstock.cluster.lab.processes import Target
 from penstock.errors import ClusterError, OutOfMemory, RunError
 from penstock.text import plain
 
@@ -66,9 +58,8 @@ class _Member:
     """One process of the run."""
 
     target: Target
-    local_rank: int
     process: Popen[str]
-    pumps: tuple[threading.Thread, threading.Thread]
+    pumps: Sequence[threading.Thread]
 
 
 class LabRun:
@@ -81,18 +72,9 @@ class LabRun:
     """
 
     def __init__(
-        self,
-        cgroups: Cgroups,
-        targets: Sequence[Target],
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        nproc_per_host: int,
-        port: int,
-        output: Output,
-        end_together: bool,
-        grace_s: float,
-    ) -> None:
+        self, cgroups: Cgroups, targets: Sequence[Target], command: Sequence[str], *, env: Mapping[str, str],
+        nproc_per_host: int, port: int, output: Output, end_together: bool, grace_s: float,
+    ) -> None:  # fmt: skip
         self._cgroups, self._targets, self._output = cgroups, targets, output
         self._end_together, self._grace_s = end_together, grace_s
         self._members: list[_Member] = []
@@ -106,11 +88,12 @@ class LabRun:
         # released in the end whatever happens, the guard first
         self._helpers = contextlib.ExitStack()
         try:
-            self._helpers.callback(Awake(target.core for target in targets if target.core is not None).release)
-            self._helpers.callback(Guard(targets).release)
+            cores = [target.core for target in targets if target.core is not None]
+            self._helpers.callback(processes.Awake(cores).release)
+            self._helpers.callback(processes.Guard(targets).release)
             for node_rank, target in enumerate(targets):
                 for local_rank in range(nproc_per_host):
-                    own = environment(targets, node_rank, local_rank, nproc_per_host, port)
+                    own = processes.environment(targets, node_rank, local_rank, nproc_per_host, port)
                     self._launch(target, local_rank, command, {**own, **env})
         except BaseException:
             self._end_all_now()
@@ -157,20 +140,16 @@ class LabRun:
     def __enter__(self) -> "LabRun":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.terminate()
 
     def _launch(self, target: Target, local_rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
-        process = start_process(target, command, env)
-        assert process.stdout is not None  # noqa: S101
-        assert process.stderr is not None  # noqa: S101
-        pumps = (
-            threading.Thread(target=self._pump, args=(target, local_rank, "stdout", process.stdout), daemon=True),
-            threading.Thread(target=self._pump, args=(target, local_rank, "stderr", process.stderr), daemon=True),
-        )
-        self._members.append(_Member(target, local_rank, process, pumps))
+        process = processes.start_process(target, command, env)
+        pumps = [
+            threading.Thread(target=self._pump, args=(target, local_rank, stream, pipe), daemon=True)
+            for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
+        ]
+        self._members.append(_Member(target, process, pumps))
         for pump in pumps:
             pump.start()
 
@@ -219,7 +198,7 @@ class LabRun:
             code = member.process.poll()
             running |= code is None
             if code and not self._ending.is_set() and self._first_failure is None:
-                self._first_failure = f"{member.target.host} ended with {exit_name(code)}"
+                self._first_failure = f"{member.target.host} ended with {processes.exit_name(code)}"
         if self._end_together and (self._first_failure or self._out_of_memory):
             self._ending.set()
         return running
@@ -240,7 +219,7 @@ class LabRun:
 
     def _signal_all(self, number: signal.Signals) -> None:
         for member in self._members:
-            signal_group(member.process, number)
+            processes.signal_group(member.process, number)
 
     def _end_all_now(self) -> None:
         with self._helpers:

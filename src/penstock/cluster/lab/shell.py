@@ -32,15 +32,11 @@ class SystemShell:
         """Run a command; raises `RunError` with its last words when it fails or takes too long."""
         try:
             with _signals_wait():
+                # with its files open, a command that outlives its killed caller holds the lock that it was run under
                 done = subprocess.run(
-                    command,
-                    capture_output=True,
-                    text=True,
-                    timeout=_DEADLINE_S,
-                    stdin=subprocess.DEVNULL,
-                    # a command that outlives its killed caller still holds the lock that it was run under
+                    command, capture_output=True, text=True, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL,
                     close_fds=False,
-                )
+                )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise RunError(
                 f"a lab command ends within {_DEADLINE_S:g} s, but {' '.join(command)} did not; "

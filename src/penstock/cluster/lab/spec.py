@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.errors import ClusterError, UsageError
-from penstock.spec.fields import nearest, read_text
+from penstock.errors import ClusterError
+from penstock.spec.fields import check_fields, nearest, needed, read_quantity, read_tables, read_text
 from penstock.units import format_bytes, parse_bytes, parse_rate
 
 MAX_HOSTS = 200
@@ -109,10 +109,8 @@ def parse_lab(text: str) -> LabSpec:
     except msgspec.DecodeError as error:
         raise ClusterError(f"a lab file is TOML, but this one is not: {error}; correct that line") from None
     _check_fields("a lab file", table, _LAB_FIELDS)
-    hosts = table.get("hosts", [])
-    if not isinstance(hosts, list) or not all(isinstance(host, dict) for host in hosts):
-        raise ClusterError("hosts are [[hosts]] tables in a lab file; write one [[hosts]] per host")
-    default = _rate("the lab", table["bandwidth"]) if "bandwidth" in table else None
+    hosts = read_tables(table, "hosts")
+    default = _rate("the lab", table)
     return LabSpec(
         name=read_text("the lab's name", table.get("name", "lab")),
         hosts=tuple(_parse_host(index, host, default) for index, host in enumerate(hosts)),
@@ -209,21 +207,17 @@ def check_bandwidth(host: str, bytes_per_s: float) -> None:
 
 
 def _parse_host(index: int, table: Mapping[str, object], default_rate: float | None) -> HostSpec:
-    where = str(table.get("name", f"number {index}"))
-    _check_fields(f"host {where}", table, _HOST_FIELDS)
-    for field in ("name", "cpu", "memory"):
-        if field not in table:
-            raise ClusterError(f"a host gives name, cpu and memory, but host {where} has no {field}; add it")
-    cpu = table["cpu"]
+    where = f"host {table.get('name', f'number {index}')}"
+    _check_fields(where, table, _HOST_FIELDS)
+    name, cpu, memory = (needed(where, table, field) for field in ("name", "cpu", "memory"))
     if isinstance(cpu, bool) or not isinstance(cpu, int | float):
-        raise ClusterError(f"cpu is a number, but host {where} has {cpu!r}; write it like cpu = 0.35")
-    try:
-        memory_bytes = parse_bytes(str(table["memory"]))
-    except UsageError as error:
-        raise ClusterError(f"memory of host {where}: {error}") from None
-    rate = _rate(f"host {where}", table["bandwidth"]) if "bandwidth" in table else default_rate
-    name = read_text(f"the name of host {where}", table["name"])
-    return HostSpec(name=name, cpu=float(cpu), memory_bytes=memory_bytes, bandwidth_bytes_per_s=rate)
+        raise ClusterError(f"cpu is a number, but {where} has {cpu!r}; write it like cpu = 0.35")
+    memory_bytes = read_quantity(f"memory of {where}", str(memory), parse_bytes) or 0
+    rate = _rate(where, table)
+    return HostSpec(
+        name=read_text(f"the name of {where}", name), cpu=float(cpu), memory_bytes=memory_bytes,
+        bandwidth_bytes_per_s=default_rate if rate is None else rate,
+    )  # fmt: skip
 
 
 def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...]) -> None:
@@ -233,8 +227,7 @@ def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...
                 f"a lab emulates CPU, memory and bandwidth, but {where} gives {field}, which needs "
                 f"the kernel's netem and is not emulated; remove {field}"
             )
-        if field not in known:
-            raise ClusterError(f"{where} has the fields {', '.join(known)}, not {field!r}{nearest(field, known)}")
+    check_fields(where, table, known)
 
 
 def _check_name(what: str, name: str) -> None:
@@ -244,12 +237,11 @@ def _check_name(what: str, name: str) -> None:
         )
 
 
-def _rate(where: str, value: object) -> float:
-    try:
-        # whole bits, so that a written file reads back to the same number
-        return round(parse_rate(str(value)) * 8) / 8
-    except UsageError as error:
-        raise ClusterError(f"bandwidth of {where}: {error}") from None
+def _rate(where: str, table: Mapping[str, object]) -> float | None:
+    value = table.get("bandwidth")
+    rate = read_quantity(f"bandwidth of {where}", None if value is None else str(value), parse_rate)
+    # whole bits, so that a written file reads back to the same number
+    return None if rate is None else round(rate * 8) / 8
 
 
 def _exact(value: int, step: int, units: tuple[str, ...]) -> str:

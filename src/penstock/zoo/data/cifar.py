@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from penstock.errors import DataError
 from penstock.zoo.data.folders import natural_key
-from penstock.zoo.data.image_set import Arrays, ByteRange, ImageSet
+from penstock.zoo.data.image_set import ByteRange, ImageSet, picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,14 +41,17 @@ class RecordFile:
         """One for CIFAR-10; two for CIFAR-100, coarse and fine."""
         return 2 if self.leaf in ("train.bin", "test.bin") else 1
 
+    @property
+    def record_bytes(self) -> int:
+        """Labels and image."""
+        return self.num_label_bytes + _IMAGE_BYTES
+
 
 def is_record_name(name: str) -> bool:
     """Return whether a path is named like a file of CIFAR records.
 
     >>> is_record_name("cifar-10-batches-bin/test_batch.bin")
     True
-
-    Nothing is raised.
     """
     return _RECORD_NAMES.fullmatch(name.rpartition("/")[2]) is not None
 
@@ -56,8 +61,6 @@ def is_names_file(name: str) -> bool:
 
     >>> is_names_file("cifar-10-batches-bin/batches.meta.txt")
     True
-
-    Nothing is raised.
     """
     return name.rpartition("/")[2] in _NAME_FILES
 
@@ -101,21 +104,24 @@ def open_records(files: Sequence[RecordFile], texts: Mapping[str, bytes] | None 
         texts = {name: (folder / name).read_bytes() for name in _NAME_FILES if (folder / name).is_file()}
     names: list[str] = []
     labels: list[int | None] = []
+    places: list[tuple[ByteRange, int]] = []
     for file in ordered:
         found = _labels(file, num_classes)
         names += [f"{file.name}#{index}" for index in range(len(found))]
         labels += found
-    return ImageSet(names=names, labels=labels, classes=_classes(texts, num_classes), load=_Records(ordered))
+        starts = range(file.offset + file.num_label_bytes, file.offset + file.num_bytes, file.record_bytes)
+        places += zip(repeat(ByteRange(file.source)), starts)
+    load = partial(_picture, places)
+    return ImageSet(names=names, labels=labels, classes=_classes(texts, num_classes), load=load)
 
 
 def _labels(file: RecordFile, num_classes: int) -> list[int]:
-    record_bytes = file.num_label_bytes + _IMAGE_BYTES
-    if file.num_bytes == 0 or file.num_bytes % record_bytes:
+    if file.num_bytes == 0 or file.num_bytes % file.record_bytes:
         raise DataError(
-            f"{file.name} has {file.num_bytes} bytes, not a multiple of CIFAR's {record_bytes}; copy it again"
+            f"{file.name} has {file.num_bytes} bytes, not a multiple of CIFAR's {file.record_bytes}; copy it again"
         )
     data = ByteRange(file.source).read(file.offset, file.num_bytes)
-    labels: list[int] = np.frombuffer(data, np.uint8)[file.num_label_bytes - 1 :: record_bytes].tolist()
+    labels: list[int] = np.frombuffer(data, np.uint8)[file.num_label_bytes - 1 :: file.record_bytes].tolist()
     if max(labels) >= num_classes:
         raise DataError(f"{file.name} has the label {max(labels)} of {num_classes} classes; copy it again")
     return labels
@@ -130,18 +136,7 @@ def _classes(texts: Mapping[str, bytes], num_classes: int) -> tuple[str, ...]:
     return tuple(str(index) for index in range(num_classes))
 
 
-class _Records:
-    """Makes pictures of records by index."""
-
-    def __init__(self, files: Sequence[RecordFile]) -> None:
-        self._places: list[tuple[ByteRange, int]] = []
-        for file in files:
-            reader = ByteRange(file.source)
-            size = file.num_label_bytes + _IMAGE_BYTES
-            starts = range(file.offset + file.num_label_bytes, file.offset + file.num_bytes, size)
-            self._places += [(reader, start) for start in starts]
-
-    def __call__(self, index: int) -> "Image":
-        reader, start = self._places[index]
-        planes = np.frombuffer(reader.read(start, _IMAGE_BYTES), np.uint8).reshape(3, 32, 32)
-        return Arrays(planes.transpose(1, 2, 0)[None])(0)
+def _picture(places: Sequence[tuple[ByteRange, int]], index: int) -> "Image":
+    reader, start = places[index]
+    planes = np.frombuffer(reader.read(start, _IMAGE_BYTES), np.uint8).reshape(3, 32, 32)
+    return picture(planes.transpose(1, 2, 0)[None], 0)

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from penstock.errors import DataError
@@ -24,7 +25,8 @@ def open_folder(root: Path) -> ImageSet:
         raise DataError(
             f"{root} holds no images; looked for {', '.join(IMAGE_SUFFIXES)} and CIFAR's .bin in it and below"
         )
-    return ImageSet(names=names, labels=labels, classes=classes, load=Files([root / name for name in names]))
+    read = partial(read_file, [root / name for name in names])
+    return ImageSet(names=names, labels=labels, classes=classes, load=read)
 
 
 def label_by_folder(names: Iterable[str], is_archive: bool) -> tuple[list[str], list[int | None], tuple[str, ...]]:
@@ -34,7 +36,6 @@ def label_by_folder(names: Iterable[str], is_archive: bool) -> tuple[list[str], 
     (['a/b/cat/9.jpg', 'a/b/cat/10.jpg', 'a/b/dog/1.jpg'], [0, 0, 1], ('cat', 'dog'))
 
     An archive of one folder of images has no labels; a folder with one sub-folder has one class.
-    Nothing is raised.
     """
     ordered = sorted(names, key=natural_key)
     folders = [name.split("/")[:-1] for name in ordered]
@@ -54,8 +55,6 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 
     >>> sorted(["img10.png", "img9.png"], key=natural_key)
     ['img9.png', 'img10.png']
-
-    Nothing is raised.
     """
     parts = re.split(r"([0-9]+)", name.lower())
     return [*(_part_key(part) for part in parts if part), (2, 0, name)]
@@ -74,21 +73,14 @@ def is_image_name(name: str) -> bool:
 
     >>> is_image_name("cats/1.JPG"), is_image_name("cats/._1.jpg")
     (True, False)
-
-    Nothing is raised.
     """
     leaf = name.rpartition("/")[2]
     return leaf.lower().endswith(IMAGE_SUFFIXES) and not leaf.startswith(".")
 
 
-class Files:
-    """Reads files by index; raises `OSError` as `open` does."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-
-    def __call__(self, index: int) -> bytes:
-        return self._paths[index].read_bytes()
+def read_file(paths: Sequence[Path], index: int) -> bytes:
+    """Read one of these files; raises `OSError` as `open` does."""
+    return paths[index].read_bytes()
 
 
 def _walk(root: Path) -> Iterable[str]:

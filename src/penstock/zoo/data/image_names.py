@@ -1,14 +1,17 @@
 """The name of a set of images to the set: folders, files, archives, CIFAR and digits."""
 
+import tarfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from penstock.errors import DataError
-from penstock.zoo.data.archives import open_archive
-from penstock.zoo.data.cifar import open_records, records_in_folder
-from penstock.zoo.data.folders import IMAGE_SUFFIXES, Files, open_folder
-from penstock.zoo.data.image_set import Arrays, ImageSet
+from penstock.text import one_line
+from penstock.zoo.data.cifar import RecordFile, is_names_file, is_record_name, open_records, records_in_folder
+from penstock.zoo.data.folders import IMAGE_SUFFIXES, is_image_name, label_by_folder, open_folder, read_file
+from penstock.zoo.data.image_set import ByteRange, ImageSet, picture
 from penstock.zoo.optional import optional_import
 
 
@@ -35,7 +38,7 @@ def open_images(path: str | Path) -> ImageSet:
     if path.suffix == ".bin":
         return open_records(records_in_folder(path.parent, only=path.name) or [])
     if path.suffix.lower() in IMAGE_SUFFIXES:
-        return ImageSet(names=(path.name,), labels=(None,), classes=(), load=Files((path,)))
+        return ImageSet(names=(path.name,), labels=(None,), classes=(), load=partial(read_file, (path,)))
     if path.name.lower().endswith((".tar", ".tar.gz", ".tgz")):
         return open_archive(path)
     known = ", ".join(IMAGE_SUFFIXES)
@@ -47,4 +50,48 @@ def _digits() -> ImageSet:
     values = np.rint(digits.images * (255 / 16)).astype(np.uint8)
     names = tuple(f"digits/{index:04}" for index in range(len(values)))
     labels = tuple(int(label) for label in digits.target)
-    return ImageSet(names=names, labels=labels, classes=tuple("0123456789"), load=Arrays(values))
+    return ImageSet(names=names, labels=labels, classes=tuple("0123456789"), load=partial(picture, values))
+
+
+def open_archive(path: Path) -> ImageSet:
+    """Open a .tar or .tar.gz of images, or of CIFAR's binary files, without unpacking it.
+
+    >>> open_archive(Path("cifar10-test.tar")).classes[0]  # doctest: +SKIP
+    'airplane'
+
+    Raises `DataError` when the archive is damaged or holds no images.
+    """
+    places = _places(path)
+    records = [
+        RecordFile(name=name, source=path, offset=offset, num_bytes=num_bytes)
+        for name, (offset, num_bytes) in places.items()
+        if is_record_name(name)
+    ]
+    if records:
+        texts = {name: ByteRange(path).read(*place) for name, place in places.items() if is_names_file(name)}
+        return open_records(records, texts)
+    names, labels, classes = label_by_folder(filter(is_image_name, places), is_archive=True)
+    if not names:
+        raise DataError(f"{path} holds no images; looked for {', '.join(IMAGE_SUFFIXES)} and CIFAR's .bin")
+    return ImageSet(
+        names=names,
+        labels=labels,
+        classes=classes,
+        load=partial(_read_member, ByteRange(path), [places[n] for n in names]),
+    )
+
+
+def _read_member(archive: ByteRange, places: Sequence[tuple[int, int]], index: int) -> bytes:
+    return archive.read(*places[index])
+
+
+def _places(path: Path) -> dict[str, tuple[int, int]]:
+    """Return where each file in an archive begins and how long it is."""
+    compressed = path.name.lower().endswith("gz")
+    try:
+        with tarfile.open(path, "r:gz" if compressed else "r:") as archive:
+            # sparse members are not stored in one piece
+            members = [member for member in archive if member.isreg() and not member.issparse()]
+    except (tarfile.TarError, OSError, EOFError) as problem:
+        raise DataError(f"{path} is not a whole tar file ({one_line(problem)}); copy it again") from problem
+    return {member.name.removeprefix("./"): (member.offset_data, member.size) for member in members}

@@ -108,16 +108,11 @@ def _as_rgb(image: Any) -> "Image":
     return rgb
 
 
-class Arrays:
-    """Makes pictures of an array of grey or RGB images."""
-
-    def __init__(self, values: "np.ndarray[Any, np.dtype[np.uint8]]") -> None:
-        self._values = values
-
-    def __call__(self, index: int) -> "Image":
-        pillow = optional_import("PIL.Image", "vision", DataError)
-        image: Image = pillow.fromarray(np.ascontiguousarray(self._values[index])).convert("RGB")
-        return image
+def picture(values: "np.ndarray[Any, np.dtype[np.uint8]]", index: int) -> "Image":
+    """Make a picture of one of an array of grey or RGB images."""
+    pillow = optional_import("PIL.Image", "vision", DataError)
+    image: Image = pillow.fromarray(np.ascontiguousarray(values[index])).convert("RGB")
+    return image
 
 
 class ByteRange:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.text import one_line
-from penstock.zoo.models.hf_inputs import hf_image_size
+from penstock.zoo.models.hf_models import hf_image_size
 from penstock.zoo.models.timm_models import timm_input_size
 from penstock.zoo.optional import optional_import
 

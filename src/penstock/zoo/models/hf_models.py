@@ -1,5 +1,6 @@
-"""Models of transformers: by local directory, by hub name or by model type."""
+"""Models of transformers: by local directory, by hub name or by model type, and an example of what they take."""
 
+import inspect
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.text import nearest, one_line
@@ -18,22 +19,19 @@ from penstock.zoo.optional import optional_import
 _ADVICE = "give a local directory with config.json, or a model type such as hf:gpt2"
 # which head a model type gets when its configuration names none, the first that exists for it
 _HEADS = (
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_MASKED_LM_MAPPING",
-    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_MAPPING",
-)
+)  # fmt: skip
 Head = Literal["language", "sentences", "images"]
 _WANTED: dict[Head, str] = {
     "language": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "sentences": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
     "images": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
 }
-_SEQUENCE_HEADS = (
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
-    *_HEADS,
-)
+_SEQUENCE_HEADS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", *_HEADS)
+Task = Literal["image", "text", "other"]
+_MAX_LENGTH = 128
+_BATCH_SIZE = 2  # of an example
 
 
 def hf_directory(name: str, pretrained: bool) -> Path | None:
@@ -134,8 +132,6 @@ def hf_class_names(config: Any, module: nn.Module) -> tuple[str, ...] | None:
 
     >>> hf_class_names(config, module)  # doctest: +SKIP
     ('cat', 'dog')
-
-    Nothing is raised.
     """
     labels: dict[int, str] = getattr(config, "id2label", None) or {}
     if "Classification" not in type(module).__name__ or not labels:
@@ -160,3 +156,69 @@ def _model_class(name: str, config: Any, wanted: Head | None) -> Any:
             return found[0] if isinstance(found, (list, tuple)) else found
     what = f"model class for {wanted} of" if wanted else "model class for"
     raise ModelError(f"transformers has no {what} hf:{name} ({type(config).__name__}); choose another model")
+
+
+def hf_example(name: str, config: Any, module: Any, seed: int) -> tuple[dict[str, Tensor], Task]:
+    """Make the keyword arguments of one forward pass of two samples, and say what kind they are.
+
+    >>> sorted(hf_example("gpt2", config, module, seed=0)[0])  # doctest: +SKIP
+    ['attention_mask', 'input_ids']
+
+    Raises `ModelError` for a model that takes neither images, text nor sound.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    accepted = inspect.signature(module.forward).parameters
+    main = module.main_input_name
+    if main == "pixel_values":
+        return {main: _image(config, generator)}, "image"
+    if main == "input_ids":
+        example = _text(config, accepted, generator)
+        if "pixel_values" in accepted and getattr(config, "vision_config", None) is not None:
+            example["pixel_values"] = _image(config.vision_config, generator)
+        return example, "text"
+    if main == "input_values":
+        return {main: torch.randn(_BATCH_SIZE, 16_000, generator=generator)}, "other"
+    if main == "input_features" and hasattr(config, "max_source_positions"):
+        shape = (_BATCH_SIZE, config.num_mel_bins, 2 * config.max_source_positions)
+        example = {main: torch.randn(shape, generator=generator)}
+        if "decoder_input_ids" in accepted:
+            example["decoder_input_ids"] = torch.zeros(_BATCH_SIZE, 8, dtype=torch.long)
+        return example, "other"
+    raise ModelError(
+        f"no example input is known for hf:{name}, which takes {main}; "
+        "give package.module:function that returns the module and its example_args"
+    )
+
+
+def hf_image_size(config: Any) -> tuple[int, int]:
+    """Return the height and width of the images that a configuration speaks of.
+
+    >>> hf_image_size(transformers.ViTConfig(image_size=32))  # doctest: +SKIP
+    (32, 32)
+
+    Nothing is raised; without a size in the configuration it is 224.
+    """
+    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", None)
+    if isinstance(size, (list, tuple)):
+        return int(size[0]), int(size[-1])
+    return (int(size), int(size)) if isinstance(size, int) else (224, 224)
+
+
+def _image(config: Any, generator: torch.Generator) -> Tensor:
+    channels = getattr(config, "num_channels", None) or 3
+    return torch.randn(_BATCH_SIZE, channels, *hf_image_size(config), generator=generator)
+
+
+def _text(config: Any, accepted: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or 2
+    limit = getattr(text, "max_position_embeddings", None) or _MAX_LENGTH
+    # some positions are offset by the padding index, as in RoBERTa: stay two below the limit
+    length = min(_MAX_LENGTH, max(1, int(limit) - 2))
+    shape = (_BATCH_SIZE, length)
+    example = {"input_ids": torch.randint(0, vocabulary, shape, generator=generator)}
+    if "attention_mask" in accepted:
+        example["attention_mask"] = torch.ones(shape, dtype=torch.long)
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+        example["decoder_input_ids"] = torch.randint(0, vocabulary, shape, generator=generator)
+    return example

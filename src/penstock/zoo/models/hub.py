@@ -42,7 +42,7 @@ def fetch_from_hub(model: str, repo: str, names: Sequence[str], extra: str, advi
             except Exception as other:
                 problem = other
                 break
-    raise unreachable_error(model, problem or ValueError("no file name given"), advice)
+    raise _unreachable(model, problem or ValueError("no file name given"), advice)
 
 
 def fetch_url(model: str, url: str) -> Path:
@@ -59,7 +59,7 @@ def fetch_url(model: str, url: str) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(url, str(target), progress=False)
         except Exception as problem:
-            raise unreachable_error(model, problem) from problem
+            raise _unreachable(model, problem) from problem
     return target
 
 
@@ -79,14 +79,8 @@ def as_safetensors(file: Path) -> Path:
     return target
 
 
-def unreachable_error(model: str, problem: Exception, advice: str = _ADVICE) -> ModelError:
-    """Make the one line that says a published model cannot be had.
-
-    >>> unreachable_error("timm:x", OSError("no route")).args[0].startswith("the files of timm:x")
-    True
-
-    Nothing is raised.
-    """
+def _unreachable(model: str, problem: Exception, advice: str = _ADVICE) -> ModelError:
+    """Make the one line that says a published model cannot be had."""
     # the hub's own message ends with advice and an address: its first sentence says what happened
     reason = one_line(problem, 1000).partition(". ")[0].rstrip(".")[:160]
     return ModelError(f"the files of {model} cannot be fetched ({reason}); {advice}")

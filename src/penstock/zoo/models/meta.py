@@ -25,8 +25,6 @@ def meta_parameters() -> Iterator[None]:
     ...     layer = nn.BatchNorm1d(3)
     >>> layer.weight.device.type, layer.running_mean.device.type
     ('meta', 'cpu')
-
-    Nothing is raised.
     """
     owner = threading.get_ident()
 
@@ -75,8 +73,6 @@ def move_to_meta(module: nn.Module) -> None:
     >>> move_to_meta(layer)
     >>> layer.weight.device.type
     'meta'
-
-    Nothing is raised.
     """
     for owner in module.modules():
         for leaf, parameter in owner._parameters.items():
@@ -115,8 +111,6 @@ def load_buffers(module: nn.Module, weights: Weights) -> None:
     >>> load_buffers(norm, TensorWeights({**norm.state_dict(), "running_mean": torch.tensor([5.0])}))
     >>> norm.running_mean
     tensor([5.])
-
-    Nothing is raised.
     """
     present = set(weights.names())
     for name, (owner, leaf) in persistent_buffers(module).items():
@@ -130,8 +124,6 @@ def persistent_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
     >>> sorted(persistent_buffers(nn.BatchNorm1d(1)))
     ['num_batches_tracked', 'running_mean', 'running_var']
-
-    Nothing is raised.
     """
     return {
         f"{path}.{leaf}" if path else leaf: (owner, leaf)
@@ -161,8 +153,6 @@ def parameter_aliases(module: nn.Module) -> dict[str, str]:
 
     >>> parameter_aliases(nn.Linear(2, 3))
     {}
-
-    Nothing is raised.
     """
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}

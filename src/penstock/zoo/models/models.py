@@ -1,6 +1,5 @@
 """A model's name to the model itself: module, example inputs, weights and what belongs to them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,26 +9,10 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.zoo.data.preprocess import Transform, hf_transform, timm_transform
+from penstock.zoo.models import hf_models as hf
+from penstock.zoo.models import meta
+from penstock.zoo.models import timm_models as timm
 from penstock.zoo.models.functions import call_function, find_function
-from penstock.zoo.models.hf_inputs import Task, hf_example
-from penstock.zoo.models.hf_models import Head, build_hf, hf_class_names, hf_config, hf_directory
-from penstock.zoo.models.meta import (
-    build_on_meta,
-    load_buffers,
-    materialize,
-    move_to_meta,
-    parameter_aliases,
-    parameter_shapes,
-    persistent_buffers,
-)
-from penstock.zoo.models.model_names import parse_name
-from penstock.zoo.models.timm_models import (
-    build_timm,
-    timm_checkpoint,
-    timm_class_names,
-    timm_input_size,
-    timm_weights,
-)
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.hf_weights import hf_weights
 from penstock.zoo.weights.weight_files import FileWeights
@@ -51,12 +34,12 @@ class ZooModel:
     weights: Weights
     transform: Transform | None = None
     class_names: tuple[str, ...] | None = None
-    task: Task = "other"
+    task: hf.Task = "other"
 
 
 def load_model(
     name: str, *, weights: Path | None = None, pretrained: bool = False, seed: int = 0, whole: bool = False,
-    head: Head | None = None,
+    head: hf.Head | None = None,
 ) -> ZooModel:  # fmt: skip
     """Turn a model's name into a model, without holding its weights unless `whole`.
 
@@ -87,48 +70,38 @@ def load_model(
     else:
         model = (_load_timm if source == "timm" else _load_function)(name, weights, pretrained, seed)
     if whole:
-        materialize(model.module, model.weights)
+        meta.materialize(model.module, model.weights)
     return model
 
 
 def _load_timm(name: str, weights: Path | None, pretrained: bool, seed: int) -> ZooModel:
     base, options = parse_name(name.removeprefix("timm:"))
-    module = build_timm(base, options, seed)
+    module = timm.build_timm(base, options, seed)
     if pretrained:
-        weights = timm_checkpoint(base, module)
-    found = timm_weights(base, module, weights, lambda source: _fitted(module, source)) if weights else None
-    generator = torch.Generator().manual_seed(seed)
+        weights = timm.timm_checkpoint(base, module)
+    found = timm.timm_weights(base, module, weights, lambda source: _fitted(module, source)) if weights else None
+    example = torch.randn(2, *timm.timm_input_size(module), generator=torch.Generator().manual_seed(seed))
     return ZooModel(
-        name=name,
-        module=module,
-        example_args=(torch.randn(2, *timm_input_size(module), generator=generator),),
-        example_kwargs={},
-        weights=_complete(module, found, seed),
-        transform=timm_transform(module),
-        class_names=timm_class_names(module),
-        task="image",
-    )
+        name=name, module=module, example_args=(example,), example_kwargs={},
+        weights=_complete(module, found, seed), transform=timm_transform(module),
+        class_names=timm.timm_class_names(module), task="image",
+    )  # fmt: skip
 
 
-def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head: Head | None) -> ZooModel:
+def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head: hf.Head | None) -> ZooModel:
     base, options = parse_hf(name.removeprefix("hf:"))
-    directory = hf_directory(base, pretrained)
-    config = hf_config(base, directory, options)
-    module = build_hf(base, config, seed, head)
+    directory = hf.hf_directory(base, pretrained)
+    config = hf.hf_config(base, directory, options)
+    module = hf.build_hf(base, config, seed, head)
     if weights is None and directory is not None and _has_weights(directory):
         weights = directory
     found = _fitted(module, hf_weights(module, weights)) if weights else None
-    example, task = hf_example(base, config, module, seed)
+    example, task = hf.hf_example(base, config, module, seed)
     return ZooModel(
-        name=name,
-        module=module,
-        example_args=(),
-        example_kwargs=dict(example),
-        weights=_complete(module, found, seed),
+        name=name, module=module, example_args=(), example_kwargs=dict(example),
+        weights=_complete(module, found, seed), class_names=hf.hf_class_names(config, module), task=task,
         transform=hf_transform(config, directory) if "pixel_values" in example else None,
-        class_names=hf_class_names(config, module),
-        task=task,
-    )
+    )  # fmt: skip
 
 
 def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int) -> ZooModel:
@@ -146,44 +119,34 @@ def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = build().eval()
-        parameter_shapes(module)
+        meta.parameter_shapes(module)
         found: Weights = ModuleWeights(module)
-        move_to_meta(module)
+        meta.move_to_meta(module)
     else:
-        module = _build_for_file(build, seed)
+        module = meta.build_on_meta(build, seed)
+        meta.parameter_shapes(module)
         found = _fitted(module, FileWeights(weights))
     _, args, kwargs = made[0]
-    return ZooModel(
-        name=name,
-        module=module,
-        example_args=args,
-        example_kwargs=kwargs,
-        weights=_complete(module, found, seed),
-    )
-
-
-def _build_for_file(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    module = build_on_meta(build, seed)
-    parameter_shapes(module)
-    return module
+    weights_of_all = _complete(module, found, seed)
+    return ZooModel(name=name, module=module, example_args=args, example_kwargs=kwargs, weights=weights_of_all)
 
 
 def _fitted(module: nn.Module, source: Weights) -> Weights:
     """Return a checkpoint under the module's names, and put its buffers into the module."""
-    buffers = {path: owner._buffers[leaf] for path, (owner, leaf) in persistent_buffers(module).items()}
+    buffers = {path: owner._buffers[leaf] for path, (owner, leaf) in meta.persistent_buffers(module).items()}
     shapes = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items() if buffer is not None}
     # positions and counters are computed by the module itself, so many checkpoints leave them out
     computed = [name for name, (_, dtype) in shapes.items() if not dtype.is_floating_point]
-    expected = {**parameter_shapes(module), **shapes}
-    fitted = check_weights(source, expected, parameter_aliases(module), computed)
-    load_buffers(module, fitted)
+    expected = {**meta.parameter_shapes(module), **shapes}
+    fitted = check_weights(source, expected, meta.parameter_aliases(module), computed)
+    meta.load_buffers(module, fitted)
     return fitted
 
 
 def _complete(module: nn.Module, found: Weights | None, seed: int) -> Weights:
     """Return weights for every parameter, from a checkpoint or random, and the module's buffers."""
     if found is None:
-        found = RandomWeights(parameter_shapes(module), seed, parameter_aliases(module))
+        found = RandomWeights(meta.parameter_shapes(module), seed, meta.parameter_aliases(module))
     return JoinedWeights(found, TensorWeights(dict(module.named_buffers(remove_duplicate=False))))
 
 
@@ -194,8 +157,41 @@ def parse_hf(text: str) -> tuple[str, dict[str, object]]:
 
 def _has_weights(directory: Path) -> bool:
     """Return whether a directory holds weights, in any form; a pickled form is refused when it is read."""
-    return any(
-        True
-        for pattern in ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
-        for _ in directory.glob(pattern)
-    )
+    patterns = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
+    return any(next(directory.glob(pattern), None) is not None for pattern in patterns)
+
+
+def parse_name(text: str) -> tuple[str, dict[str, object]]:
+    """Split `NAME,key=value,...` into the name and its options.
+
+    Raises `ModelError` when an option has no key, no `=` or is given twice.
+
+    >>> parse_name("vit_tiny_patch16_224,num_classes=10,drop_rate=0.1")
+    ('vit_tiny_patch16_224', {'num_classes': 10, 'drop_rate': 0.1})
+    """
+    name, *parts = text.split(",")
+    options: dict[str, object] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if not equals or not key.isidentifier() or key in options:
+            raise ModelError(f"an option of a model is key=value, each key once, not {part!r} in {text!r}")
+        options[key] = parse_value(value.strip())
+    return name.strip(), options
+
+
+def parse_value(text: str) -> object:
+    """Read an option's value: an integer, a number, true, false, none, or else the text itself.
+
+    >>> [parse_value(text) for text in ("12", "1e-5", "true", "none", "gelu")]
+    [12, 1e-05, True, None, 'gelu']
+    """
+    words: dict[str, object] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

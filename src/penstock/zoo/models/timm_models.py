@@ -86,8 +86,6 @@ def timm_input_size(module: nn.Module) -> tuple[int, int, int]:
 
     >>> timm_input_size(build_timm("vit_tiny_patch16_224", {"img_size": 32}, seed=0))
     (3, 32, 32)
-
-    Nothing is raised.
     """
     channels, height, width = _pretrained_config(module).get("input_size") or (3, 224, 224)
     embed = getattr(module, "patch_embed", None)
@@ -108,8 +106,6 @@ def timm_class_names(module: nn.Module) -> tuple[str, ...] | None:
 
     >>> timm_class_names(build_timm("resnet18", {}, seed=0))[0]
     'tench, Tinca tinca'
-
-    Nothing is raised.
     """
     data = optional_import("timm.data", "vision")
     config = _pretrained_config(module)
@@ -149,12 +145,9 @@ def _mapped(source: Weights, module: nn.Module, rules: Callable[..., Any] | None
     config.update(state_dict={name: source.load(name) for name in source.names()}, source="", file=None, hf_hub_id=None)
     module.__dict__["load_state_dict"] = catch
     try:
+        num_classes = config.get("num_classes")  # another number is for our own check to refuse
         models.load_pretrained(
-            module,
-            pretrained_cfg=config,
-            num_classes=config.get("num_classes"),  # another number is for our own check to refuse
-            in_chans=timm_input_size(module)[0],
-            filter_fn=rules,
+            module, pretrained_cfg=config, num_classes=num_classes, in_chans=timm_input_size(module)[0], filter_fn=rules
         )
     finally:
         del module.__dict__["load_state_dict"]

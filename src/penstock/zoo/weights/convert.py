@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.text import one_line
+from penstock.zoo.weights.weight_files import save_weights
 from penstock.zoo.weights.weights import TensorWeights
-from penstock.zoo.weights.write_tensors import save_weights
 
 # where training scripts put the weights, in the order they are looked for: averaged weights first,
 # because those are what the scripts' own evaluation reports

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.text import nearest
-from penstock.zoo.weights.weights import Expected, Shape, Weights
+from penstock.zoo.weights.weights import ByName, Expected, Shape, Weights
 
 _NUM_SHOWN = 3
 
@@ -54,16 +54,12 @@ def check_weights(
     return _Checked(weights, sources, {name: dtype for name, (_, dtype) in expected.items()})
 
 
-class _Checked:
+class _Checked(ByName[str]):
     """Weights under a model's names, converted to its dtypes on load."""
 
     def __init__(self, weights: Weights, sources: dict[str, str], dtypes: dict[str, torch.dtype]) -> None:
-        self._weights = weights
-        self._sources = sources
-        self._dtypes = dtypes
-
-    def names(self) -> Collection[str]:
-        return self._sources.keys()
+        super().__init__(sources)
+        self._weights, self._dtypes = weights, dtypes
 
     def shape(self, name: str) -> Shape:
         return self._weights.shape(self._find(name))
@@ -74,11 +70,6 @@ class _Checked:
 
     def load(self, name: str) -> Tensor:
         return self._weights.load(self._find(name)).to(self._dtypes[name])
-
-    def _find(self, name: str) -> str:
-        if name not in self._sources:
-            raise ModelError(f"the model has no tensor {name}{nearest(name, self._sources)}")
-        return self._sources[name]
 
 
 def _sources(present: set[str], expected: Expected, aliases: Mapping[str, str]) -> dict[str, str]:

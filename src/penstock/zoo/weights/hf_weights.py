@@ -1,6 +1,5 @@
 """Checkpoints of transformers read lazily, with the names and layouts that the model has now."""
 
-from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.text import nearest, one_line
+from penstock.text import one_line
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import FileWeights
-from penstock.zoo.weights.weights import JoinedWeights, Shape, Weights
+from penstock.zoo.weights.weights import JoinedWeights, TensorWeights, Weights
 
 
 def hf_weights(module: Any, path: Path) -> Weights:
@@ -48,42 +47,23 @@ def hf_weights(module: Any, path: Path) -> Weights:
             groups.setdefault(name, []).append((pattern, key))
     by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
     converted = [_Group(module, source, by_pattern[keys[0][0]], name, keys) for name, keys in groups.items()]
-    return JoinedWeights(*converted, FileWeights(path, _kept(rename)))
+    renamed = {name: key for name, key in rename.items() if name != key}
+    return JoinedWeights(*converted, FileWeights(path, renamed))
 
 
-def _kept(rename: Mapping[str, str]) -> dict[str, str]:
-    return {name: key for name, key in rename.items() if name != key}
-
-
-class _Group:
+class _Group(TensorWeights):
     """The tensors that one conversion makes out of one or several tensors of a file."""
 
     def __init__(self, module: nn.Module, source: Weights, step: Any, name: str, keys: list[tuple[str, str]]) -> None:
-        self._module = module
-        self._source = source
-        self._step = step
-        self._name = name
-        self._keys = keys
+        self._module, self._source, self._step, self._name, self._keys = module, source, step, name, keys
         # run once on tensors without values: names, shapes and dtypes cost nothing that way
-        self._made = self._convert(lambda key: torch.empty(source.shape(key), dtype=source.dtype(key), device="meta"))
-
-    def names(self) -> Collection[str]:
-        return self._made.keys()
-
-    def shape(self, name: str) -> Shape:
-        return tuple(self._find(name).shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._find(name).dtype
+        super().__init__(
+            self._convert(lambda key: torch.empty(source.shape(key), dtype=source.dtype(key), device="meta"))
+        )
 
     def load(self, name: str) -> Tensor:
         self._find(name)
         return self._convert(self._source.load)[name]
-
-    def _find(self, name: str) -> Tensor:
-        if name not in self._made:
-            raise ModelError(f"the weights have no tensor {name}{nearest(name, self._made)}")
-        return self._made[name]
 
     def _convert(self, load: Any) -> dict[str, Tensor]:
         step = deepcopy(self._step)

@@ -1,41 +1,31 @@
-"""Tensors read from safetensors files through a memory map, one at a time."""
+"""Tensors in safetensors files, one in memory at a time: read through a memory map, and written."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import ModelError
+from penstock.files import written_whole
 from penstock.text import nearest, one_line
-from penstock.zoo.weights.weights import Shape
+from penstock.zoo.weights.weights import ByName, Shape, Weights
 
 PICKLED_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
 _INDEX_SUFFIX = ".safetensors.index.json"
 DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+    "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
-class FileWeights:
+class FileWeights(ByName[str]):
     """The tensors of a safetensors file, of a sharded index, or of a directory that holds either.
 
     `rename` maps a model's name to the name in the file; names that it does not mention are the
@@ -54,17 +44,15 @@ class FileWeights:
         self._shards: dict[str, Path] = {}
         for shard in _shards(path):
             self._shards.update(dict.fromkeys(self._open(shard).keys(), shard))
-        self._keys: dict[str, str] = {key: key for key in self._shards}
+        keys = {key: key for key in self._shards}
         for name, key in (rename or {}).items():
-            self._keys.pop(key, None)
-            self._keys[name] = key
-        absent = [key for key in self._keys.values() if key not in self._shards]
+            keys.pop(key, None)
+            keys[name] = key
+        super().__init__(keys)
+        self._holder = f"{path} has"
+        absent = [key for key in keys.values() if key not in self._shards]
         if absent:
             raise ModelError(f"{path} has no tensor {absent[0]}{nearest(absent[0], self._shards)}")
-
-    def names(self) -> Collection[str]:
-        """Return every name that can be loaded."""
-        return self._keys.keys()
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape without loading it."""
@@ -82,17 +70,12 @@ class FileWeights:
 
         Each has a mapping of its own, so that what was read leaves memory together with the tensor.
         """
-        key = self._key(name)
+        key = self._find(name)
         tensor: Tensor = _open_file(self._shards[key]).get_tensor(key)
         return tensor
 
-    def _key(self, name: str) -> str:
-        if name not in self._keys:
-            raise ModelError(f"{self._path} has no tensor {name}{nearest(name, self._keys)}")
-        return self._keys[name]
-
     def _slice(self, name: str) -> Any:
-        key = self._key(name)
+        key = self._find(name)
         return self._open(self._shards[key]).get_slice(key)
 
     def _open(self, path: Path) -> Any:
@@ -154,3 +137,53 @@ def _indexed(index: Path) -> list[Path]:
     if absent:
         raise ModelError(f"{index.parent} lacks {len(absent)} of {len(names)} shards, first {absent[0]}; copy them")
     return [index.parent / name for name in names]
+
+
+def save_weights(weights: Weights, target: Path, names: Iterable[str] | None = None) -> int:
+    """Write tensors to a safetensors file and return how many bytes they take.
+
+    One tensor is loaded at a time, and the target appears only once it is whole.
+
+    >>> save_weights(TensorWeights({"w": torch.ones(4, 4)}), Path("w.safetensors"))  # doctest: +SKIP
+    64
+
+    Raises `ModelError` when a name is not in the weights, its dtype has no name in safetensors, or the
+    target cannot be written.
+    """
+    order = file_order(weights, names)
+    header, num_bytes = _header(weights, order)
+    try:
+        with written_whole(target) as file:
+            _write(weights, order, header, file)
+    except OSError as problem:
+        raise ModelError(f"{target} cannot be written ({one_line(problem)}); choose another folder") from problem
+    return num_bytes
+
+
+def file_order(weights: Weights, names: Iterable[str] | None = None) -> list[str]:
+    """Return the order of tensors in a file, which is that in which `save_weights` loads them."""
+    # the widest elements first: every tensor then starts at a multiple of its element size
+    return sorted(weights.names() if names is None else names, key=lambda name: (-weights.dtype(name).itemsize, name))
+
+
+def _header(weights: Weights, order: list[str]) -> tuple[Mapping[str, object], int]:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        shape, dtype = weights.shape(name), weights.dtype(name)
+        if dtype not in _KINDS:
+            raise ModelError(f"{name} is {dtype}, which safetensors cannot hold; save it as float32")
+        end = offset + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _KINDS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    return header, offset
+
+
+def _write(weights: Weights, order: list[str], header: Mapping[str, object], file: IO[bytes]) -> None:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        flat = weights.load(name).detach().contiguous().reshape(-1)
+        if flat.numel():
+            file.write(flat.view(torch.uint8).numpy().data)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from penstock.text import nearest
 
 Shape = tuple[int, ...]
 Expected = Mapping[str, tuple[Shape, torch.dtype]]
+_Known = TypeVar("_Known")
 
 
 class Weights(Protocol):
@@ -37,7 +38,25 @@ class Weights(Protocol):
         """Return one tensor, fresh or memory-mapped."""
 
 
-class TensorWeights:
+class ByName(Generic[_Known]):
+    """What weights know of each tensor, by its name; see `Weights` for the methods of those that derive from this."""
+
+    _holder = "the model has"
+
+    def __init__(self, known: Mapping[str, _Known]) -> None:
+        self._known = known
+
+    def names(self) -> Collection[str]:
+        """Return every name that can be loaded."""
+        return self._known.keys()
+
+    def _find(self, name: str) -> _Known:
+        if name not in self._known:
+            raise ModelError(f"{self._holder} no tensor {name}{nearest(name, self._known)}")
+        return self._known[name]
+
+
+class TensorWeights(ByName[Tensor]):
     """Tensors that are in memory already, or memory-mapped.
 
     >>> TensorWeights({"bias": torch.zeros(3)}).load("bias")
@@ -46,12 +65,10 @@ class TensorWeights:
     `load` raises `ModelError` for a missing name, or a tensor that has no values.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    _holder = "the weights have"
 
-    def names(self) -> Collection[str]:
-        """Return every name that can be loaded."""
-        return self._tensors.keys()
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__({name: tensor.detach() for name, tensor in tensors.items()})
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
@@ -68,11 +85,6 @@ class TensorWeights:
             raise ModelError(f"the tensor {name} has a shape but no values; give weights= or load it whole")
         return tensor.cpu()
 
-    def _find(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise ModelError(f"the weights have no tensor {name}{nearest(name, self._tensors)}")
-        return self._tensors[name]
-
 
 class ModuleWeights(TensorWeights):
     """The parameters and buffers that a live module has now, under every name each of them has.
@@ -88,7 +100,7 @@ class ModuleWeights(TensorWeights):
         super().__init__({**parameters, **dict(module.named_buffers(remove_duplicate=False))})
 
 
-class RandomWeights:
+class RandomWeights(ByName[tuple[Shape, torch.dtype]]):
     """Random values that depend only on the seed and the tensor's name, made when asked for.
 
     Matrices and larger are normal with a standard deviation of 1/sqrt(fan-in), vectors and scalars
@@ -102,13 +114,9 @@ class RandomWeights:
     """
 
     def __init__(self, shapes_and_dtypes: Expected, seed: int, aliases: Mapping[str, str] | None = None) -> None:
-        self._expected = dict(shapes_and_dtypes)
+        super().__init__(dict(shapes_and_dtypes))
         self._aliases = dict(aliases or {})
         self._seed = seed
-
-    def names(self) -> Collection[str]:
-        """Return every name that can be loaded."""
-        return self._expected.keys()
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
@@ -133,13 +141,8 @@ class RandomWeights:
         values = torch.randn(shape, generator=generator)
         return values.div_(math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
 
-    def _find(self, name: str) -> tuple[Shape, torch.dtype]:
-        if name not in self._expected:
-            raise ModelError(f"the model has no tensor {name}{nearest(name, self._expected)}")
-        return self._expected[name]
 
-
-class JoinedWeights:
+class JoinedWeights(ByName[Weights]):
     """Several sources as one; the first that has a name answers for it.
 
     >>> JoinedWeights(TensorWeights({"a": torch.ones(2)}), TensorWeights({"b": torch.ones(3)})).shape("b")
@@ -149,11 +152,7 @@ class JoinedWeights:
     """
 
     def __init__(self, *parts: Weights) -> None:
-        self._owners = {name: part for part in reversed(parts) for name in part.names()}
-
-    def names(self) -> Collection[str]:
-        """Return every name that can be loaded."""
-        return self._owners.keys()
+        super().__init__({name: part for part in reversed(parts) for name in part.names()})
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape without loading it."""
@@ -166,8 +165,3 @@ class JoinedWeights:
     def load(self, name: str) -> Tensor:
         """Return one tensor."""
         return self._find(name).load(name)
-
-    def _find(self, name: str) -> Weights:
-        if name not in self._owners:
-            raise ModelError(f"the model has no tensor {name}{nearest(name, self._owners)}")
-        return self._owners[name]

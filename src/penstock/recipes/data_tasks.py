@@ -1,0 +1,269 @@
+"""From a model's name and data to what is learned: to classify images, to go on with a text, to classify sentences."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.errors import DataError, UsageError
+from penstock.recipes.settings import FitSettings
+from penstock.recipes.tasks import (
+    SHARE_KEPT,
+    Rows,
+    Task,
+    class_accuracy,
+    class_loss,
+    keep_some,
+    load_for,
+    logits_of,
+    spread,
+)
+from penstock.zoo.data.image_names import open_images
+from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.data.preprocess import Transform
+from penstock.zoo.data.texts import CLS, Sentences, is_trees, read_tokenizer, read_trees, train_tokenizer
+from penstock.zoo.models.models import ZooModel, parse_hf
+
+_POOL = 50  # batches whose rows are sorted together
+
+
+def make_task(settings: FitSettings) -> Task:
+    """Find out from the data what is to be learned, and prepare it.
+
+    Raises `ModelError` and `DataError` for names that cannot be had, `UsageError` where model and data do
+    not go together.
+    """
+    path = Path(settings.data)
+    if is_trees(path) or is_trees(path / "train.txt"):
+        return sentence_task(settings)
+    if path.suffix == ".txt" and path.is_file():
+        return language_task(settings)
+    return image_task(settings)
+
+
+def image_task(settings: FitSettings) -> Task:
+    """Prepare to classify images; raises `DataError` for images without labels, `UsageError` for other models."""
+    images = open_images(settings.data)
+    check_labelled(images, settings.data)
+    name = with_classes(settings.model, len(images.classes))
+    zoo, weights, new = load_for(settings, name, "images" if name.startswith("hf:") else None)
+    if zoo.transform is None or zoo.task != "image":
+        raise UsageError(f"{settings.model} takes no images but {settings.data} holds images; name a model that does")
+    key = next(iter(zoo.example_kwargs), None)
+    make = _Reader(images, zoo.transform, key, None)
+    chosen = spread(len(images), settings.num_rows)
+    if settings.validation:
+        other = open_images(settings.validation)
+        check_labelled(other, settings.validation)
+        training = Rows(chosen, make)
+        validation = Rows(range(len(other)), _Reader(other, zoo.transform, key, images.classes))
+    else:
+        training, validation = (Rows([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
+    return Task(
+        unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
+        training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
+    )  # fmt: skip
+
+
+def with_classes(name: str, num_classes: int) -> str:
+    """Add the number of classes to a model's name, unless it is there.
+
+    >>> with_classes("timm:resnet18", 10), with_classes("hf:vit,num_labels=4", 10)
+    ('timm:resnet18,num_classes=10', 'hf:vit,num_labels=4')
+    """
+    option = {"timm": "num_classes", "hf": "num_labels"}.get(name.partition(":")[0])
+    return name if option is None or f",{option}=" in name else f"{name},{option}={num_classes}"
+
+
+def check_labelled(images: ImageSet, path: str) -> None:
+    """Check that every image has a label; raises `DataError`."""
+    unlabelled = next((images.name(i) for i in range(len(images)) if images.label(i) is None), None)
+    if unlabelled is not None:
+        raise DataError(f"{path} has images without a label, first {unlabelled}; put each class into a folder")
+
+
+class _Reader:
+    """Reads an image as the model's input, and its label; of another set by the name of its class."""
+
+    def __init__(self, images: ImageSet, transform: Transform, key: str | None, classes: Sequence[str] | None) -> None:
+        self._images, self._transform, self._key = images, transform, key
+        unknown = sorted(set(images.classes) - set(classes or images.classes))
+        if unknown:
+            raise DataError(f"the class {unknown[0]} is in the validation images but not in the training images")
+        self._label = [list(classes or images.classes).index(name) for name in images.classes]
+
+    def __call__(self, index: int) -> tuple[Any, int]:
+        label = self._images.label(index)
+        pixels = self._transform(self._images.read(index))
+        return ({self._key: pixels} if self._key else pixels), self._label[label or 0]
+
+
+def language_task(settings: FitSettings) -> Task:
+    """Prepare to learn a text; raises `DataError` for a text that is too short, `UsageError` for other models."""
+    zoo, weights, new = load_for(settings, settings.model, "language")
+    text = read_text(settings.data)
+    config = text_config(zoo, settings.model)
+    positions = getattr(config, "max_position_embeddings", None) or settings.length
+    if settings.length > positions:
+        raise UsageError(f"{settings.model} takes at most {positions} tokens, not {settings.length}; lower --length")
+    tokenizer = find_tokenizer(settings.model) or train_tokenizer(text.splitlines(keepends=True), config.vocab_size)
+    if settings.validation:
+        blocks, kept = _blocks(tokenizer, text, settings), _blocks(tokenizer, read_text(settings.validation), settings)
+    else:
+        edge = len(text) * (SHARE_KEPT - 1) // SHARE_KEPT
+        blocks, kept = _blocks(tokenizer, text[:edge], settings), _blocks(tokenizer, text[edge:], settings)
+    blocks = blocks[: settings.num_rows] if settings.num_rows else blocks
+    return Task(
+        unit="tokens", module=zoo.module.train(), weights=weights, example=((), {"input_ids": blocks[:1].repeat(2, 1)}),
+        training=_rows(blocks), validation=_rows(kept), loss_fn=next_token_loss, accuracy=next_token_accuracy,
+        units_per_row=settings.length, new_tensors=new,
+    )  # fmt: skip
+
+
+def next_token_loss(output: Any, ids: Tensor) -> tuple[Tensor, int]:
+    """Cross entropy of every token but the first of each row, as a sum."""
+    logits, wanted = logits_of(output)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    return functional.cross_entropy(logits.float(), wanted, reduction="sum"), len(wanted)
+
+
+def next_token_accuracy(output: Any, ids: Tensor) -> tuple[Tensor, int]:
+    """Count the tokens that are the most probable ones."""
+    wanted = ids[:, 1:]
+    return (logits_of(output)[:, :-1].argmax(-1) == wanted).sum().double(), wanted.numel()
+
+
+def read_text(path: str) -> str:
+    """Read a text file; raises `DataError`."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as text ({error}); give a text file in UTF-8") from None
+
+
+def text_config(zoo: ZooModel, name: str) -> Any:
+    """Return the configuration of a model of text; raises `UsageError` for other models."""
+    config = getattr(zoo.module, "config", None)
+    if zoo.task != "text" or config is None:
+        raise UsageError(f"{name} takes no text but the data is text; name a model such as hf:gpt2 or hf:bert")
+    return config.get_text_config()
+
+
+def find_tokenizer(name: str) -> Any:
+    """Return the tokenizer that lies beside a model in a directory, or None."""
+    file = Path(parse_hf(name.removeprefix("hf:"))[0]).expanduser() / "tokenizer.json"
+    return read_tokenizer(file) if file.is_file() else None
+
+
+def _blocks(tokenizer: Any, text: str, settings: FitSettings) -> Tensor:
+    ids = torch.tensor(tokenizer.encode(text).ids)
+    count = len(ids) // settings.length
+    if not count:
+        raise DataError(f"a part of the text has {len(ids)} tokens, a row has {settings.length}; lower --length")
+    return ids[: count * settings.length].view(count, settings.length)
+
+
+def _rows(blocks: Tensor) -> Rows:
+    return Rows(range(len(blocks)), lambda index: ({"input_ids": blocks[index]}, blocks[index]))
+
+
+def sentence_task(settings: FitSettings) -> Task:
+    """Prepare to classify sentences; raises `DataError` for files that are no trees."""
+    path = Path(settings.data)
+    training = read_trees(path / "train.txt" if path.is_dir() else path)
+    beside = path / "dev.txt"
+    other = Path(settings.validation) if settings.validation else beside if beside.is_file() else None
+    name = with_classes(settings.model, 2)
+    zoo, weights, new = load_for(settings, name, "sentences")
+    config = text_config(zoo, settings.model)
+    tokenizer = find_tokenizer(settings.model) or train_tokenizer(training.texts, config.vocab_size)
+    limit = min(settings.length, getattr(config, "max_position_embeddings", None) or settings.length)
+    rows = [(encode(tokenizer, text, limit), label) for text, label in _pairs(training, settings.num_rows)]
+    if other is not None:
+        kept = [(encode(tokenizer, text, limit), label) for text, label in _pairs(read_trees(other), None)]
+    else:
+        learned, held = keep_some(len(rows))
+        rows, kept = [rows[i] for i in learned], [rows[i] for i in held]
+    example, _ = pad([max(rows, key=lambda row: len(row[0]))] * 2)
+    return Task(
+        unit="sentences", module=zoo.module.train(), weights=weights, example=((), example),
+        dynamic={"length": {"input_ids": 1, "attention_mask": 1}}, training=_Encoded(rows), validation=_Encoded(kept),
+        loss_fn=class_loss, accuracy=class_accuracy, collate=pad, batches=Buckets, new_tensors=new,
+    )  # fmt: skip
+
+
+def encode(tokenizer: Any, text: str, limit: int) -> list[int]:
+    """Return a sentence's tokens, with the one that begins a sentence where the tokenizer has it."""
+    first = tokenizer.token_to_id(CLS)
+    ids: list[int] = ([] if first is None else [first]) + tokenizer.encode(text).ids
+    return ids[:limit] or [0]
+
+
+def pad(rows: Sequence[tuple[list[int], int]]) -> tuple[dict[str, Tensor], Tensor]:
+    """Put rows into tensors as long as the longest of them.
+
+    >>> pad([([5, 6], 1), ([7], 0)])[0]["attention_mask"].tolist()
+    [[1, 1], [1, 0]]
+    """
+    longest = max(len(ids) for ids, _ in rows)
+    inputs = {
+        "input_ids": torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows]),
+        "attention_mask": torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in rows]),
+    }
+    return inputs, torch.tensor([label for _, label in rows])
+
+
+class _Encoded(Rows):
+    """Encoded sentences, with their lengths for those who sort them."""
+
+    def __init__(self, rows: Sequence[tuple[list[int], int]]) -> None:
+        super().__init__(range(len(rows)), rows.__getitem__)
+        self.lengths = [len(ids) for ids, _ in rows]
+
+
+class Buckets:
+    """Batches of sentences of like lengths, in random order if shuffled.
+
+    Rows are shuffled, sorted by length within pools of some batches, and the batches shuffled again; the
+    order depends on seed and epoch only.
+
+    >>> list(Buckets(encoded, 2, False))  # doctest: +SKIP
+    [[3, 0], [1, 2]]
+    """
+
+    def __init__(self, data: Any, batch_size: int, shuffle: bool, seed: int = 0) -> None:
+        self.epoch = 0
+        self._lengths: list[int] = data.lengths
+        self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
+
+    def __len__(self) -> int:
+        """Count the batches."""
+        return -(-len(self._lengths) // self._batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Return the rows of each batch; a smaller one comes last."""
+        chance = random.Random(self._seed * 1_000_003 + self.epoch)  # noqa: S311 -- an order, no secret
+        rows = list(range(len(self._lengths)))
+        if self._shuffle:
+            chance.shuffle(rows)
+        pool = self._batch_size * (_POOL if self._shuffle else max(1, len(self)))
+        batches: list[list[int]] = []
+        for start in range(0, len(rows), pool):
+            ordered = sorted(rows[start : start + pool], key=self._lengths.__getitem__)
+            batches += [ordered[i : i + self._batch_size] for i in range(0, len(ordered), self._batch_size)]
+        if self._shuffle:
+            whole = [batch for batch in batches if len(batch) == self._batch_size]
+            short = [batch for batch in batches if len(batch) < self._batch_size]
+            chance.shuffle(whole)
+            batches = whole + short
+        return iter(batches)
+
+
+def _pairs(sentences: Sentences, limit: int | None) -> list[tuple[str, int]]:
+    pairs = [(sentences.texts[row], sentences.labels[row]) for row in spread(len(sentences.texts), limit)]
+    if not pairs:
+        raise DataError("the trees hold no sentence that is positive or negative; give others")
+    return pairs

@@ -34,6 +34,7 @@ _LAST_WORD_S = 1.0
 _CONNECT_S = 7.5  # longer than one question that a name server leaves open
 _LOOKUP_S = 60.0  # until which a name server is waited for
 _GRACE_S = 0.05
+_POLL_S = 0.05
 _TELL_S = 2.0  # in which another board takes what it is told
 
 
@@ -69,6 +70,7 @@ class _Peer:
     verdict: str = ""
     broken_s: float | None = None
     left: bool = False
+    ended: bool = False  # nobody asks it any more
     tell: list[tuple[str, str]] = field(default_factory=list)
     told: threading.Event = field(default_factory=threading.Event)
     awake: threading.Event = field(default_factory=threading.Event)
@@ -192,7 +194,9 @@ class Health:
             peer.awake.set()
         deadline = time.monotonic() + _TELL_S
         for peer in asked:
-            peer.told.wait(max(0.0, deadline - time.monotonic()))
+            # who asks no more, as at the end, takes nothing any more
+            while not peer.ended and not peer.told.wait(_POLL_S) and time.monotonic() < deadline:
+                pass
 
     def _watch(self) -> None:
         """Look at what is known of the others, each beat; whatever goes wrong here is a verdict too."""
@@ -275,6 +279,7 @@ class Health:
             message = f"{self._names[peer.rank]} answers what cannot be read ({type(error).__name__}); start again"
             self._fail(Verdict(rank=peer.rank, message=message, lost=False))
         finally:
+            peer.ended = True
             peer.told.set()
 
     def _connect(self, peer: _Peer) -> Store:

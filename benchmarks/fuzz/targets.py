@@ -33,10 +33,10 @@ from penstock.group.world import Leave
 from penstock.runtime.eager import Runtime
 from penstock.spec.check import check_plan
 from penstock.spec.cluster import parse_cluster
+from penstock.spec.fields import decode_json
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage, decode_plan, encode_plan
 from penstock.spec.profile import Boundary, Profile, Unit
-from penstock.spec.saving import decode_json
-from penstock.train.checkpoint_index import INDEX, CheckpointIndex, DataPosition, OptimizerGroup, read_index
+from penstock.train.checkpoint_folder import INDEX, CheckpointIndex, DataPosition, OptimizerGroup, read_index
 from penstock.transport.messages import DATA, Format, Message
 
 _PLAN_NAME = "0123456789abcdef"

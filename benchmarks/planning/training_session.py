@@ -18,7 +18,7 @@ from benchmarks.training.session import LENGTH, VOCABULARY, Language, next_token
 from penstock.deploy.worker import work
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World
-from penstock.measure.message_costs import measure_messages
+from penstock.measure.hosts import measure_messages
 from penstock.plan.cost.predict import predict
 from penstock.spec.cluster import Cluster, parse_cluster
 from penstock.spec.plan import decode_plan, encode_plan

@@ -22,8 +22,8 @@ from penstock.spec.plan import Plan
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.tensors.devices import find_device
 from penstock.terminal.live import StageState
-from penstock.train.options import TrainOptions
-from penstock.train.step_report import StepReport
+from penstock.train.arrangement import TrainOptions
+from penstock.train.outcome import StepReport
 from penstock.train.trainer import Trainer
 from penstock.train.training_pipeline import TrainingPipeline, trains
 from penstock.zoo.weights.weights import Weights

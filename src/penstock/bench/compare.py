@@ -33,7 +33,7 @@ from penstock.group.launch import available_cores
 from penstock.group.world import World, check_world
 from penstock.plan.search.partition import stage_sums
 from penstock.spec.plan import Plan
-from penstock.stream.facts import stream_facts
+from penstock.stream.streaming_pipeline import stream_facts
 from penstock.tracing.trace import Run
 from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
 from penstock.zoo.models.models import ZooModel

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.engine.driver import Microbatch
 from penstock.graph.graph import Graph
-from penstock.measure.operation_times import random_input
+from penstock.measure.costs import random_input
 from penstock.zoo.models.models import ZooModel
 
 _NUM_DISTINCT = 8

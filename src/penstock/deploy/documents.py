@@ -12,7 +12,7 @@ from msgspec import Meta
 from penstock.errors import ProgramError
 from penstock.group.world import Leave
 from penstock.runtime.registry import RuntimeChoice
-from penstock.spec.names import check_name
+from penstock.spec.fields import check_name
 
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Few = Annotated[int, Meta(ge=1, le=4096)]

@@ -17,8 +17,8 @@ from penstock.graph.program import StageProgram
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin, round_robin
 from penstock.runtime.registry import RuntimeChoice
+from penstock.spec.fields import fingerprint
 from penstock.spec.plan import Pipeline, Plan
-from penstock.spec.saving import fingerprint
 
 
 def place(

@@ -12,8 +12,7 @@ from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.training_parts import TrainingPart, divide_for_training
-from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing, medians_scaled, spread
-from penstock.measure.operation_times import random_input
+from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing, medians_scaled, random_input, spread
 from penstock.runtime.registry import EAGER
 
 _UPDATED = 2**20  # weights of a tensor

@@ -1,17 +1,28 @@
-"""How fast the hosts of a cluster are, and what lies between them, measured over torch.distributed."""
+"""How fast the hosts of a cluster are, what lies between them, and what messages cost in CPU time."""
 
+import itertools
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, pairwise
 
 import torch
+from torch import Tensor, nn
 
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.options import RunOptions
+from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.sources import FromWeights
+from penstock.deploy.state import load_state
 from penstock.deploy.worker import work
 from penstock.engine.calibrate import calibrate
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cuts
+from penstock.group.entry import start_local
 from penstock.group.world import World
-from penstock.measure.message_costs import measure_messages
 from penstock.measure.profiler import MessageCosts
 from penstock.transport.base import (
     FEEDER,
@@ -22,6 +33,100 @@ from penstock.transport.base import (
     send_bytes,
     send_tensor,
 )
+from penstock.zoo.weights.weights import ModuleWeights
+
+_FEW, _MANY = 16, 150_000  # numbers in a message: hardly any, and what a small ViT sends
+_BYTES_PER_NUMBER = 4
+
+# far from the numbers of a run's own jobs, whose channels these must not meet
+_JOBS = 1_000_000
+
+
+class _Stage(nn.Module):
+    """Computes for some milliseconds, as stages do: messages find the caches full of something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x[:, :_FEW].repeat(1, 1024 // _FEW).expand(64, -1)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden[:1, :_FEW]
+
+
+class _Give(_Stage):
+    """Sends much."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).repeat(1, _MANY // _FEW)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """CPU seconds per microbatch beside computing: of the last stage's process, and of the one that feeds."""
+
+    stage_s: float
+    feeder_s: float
+
+
+def measure_messages(world: World | None = None, *, num_microbatches: int = 100) -> MessageCosts:
+    """Measure the CPU seconds of a stage per microbatch and per byte, and of the process that feeds it.
+
+    What the stage's process takes beside its computing is laid to messages: the threads that move bytes, the
+    executor, the heartbeat. A process that feeds and holds the first stage, or all, takes less than the two apart.
+    Without a world, or with no other device in it, a worker is started on this machine.
+
+    Example:
+        profile_graph(graph, load, messages=measure_messages())
+    """
+    if world is not None and list(world.devices) != [FEEDER]:
+        return _measure(world, num_microbatches)
+    with start_local(1) as own:
+        return _measure(own, num_microbatches)
+
+
+def _measure(world: World, num_microbatches: int) -> MessageCosts:
+    there, number = world.devices[-1], itertools.count(_JOBS)
+
+    def run(model: nn.Module, ranks: Sequence[int] = (there,), width: int = _FEW) -> _Taken:
+        return _run(world, model, width, num_microbatches, ranks, next(number))
+
+    apart, take, give = run(_Stage()), run(_Stage(), width=_MANY), run(_Give())
+    input_here, all_here = run(nn.Sequential(_Stage(), _Stage()), (FEEDER, there)), run(_Stage(), (FEEDER,))
+    num_bytes = (_MANY - _FEW) * _BYTES_PER_NUMBER
+    both_s = apart.stage_s + apart.feeder_s
+    own_input_s = min(max(0.0, both_s - input_here.feeder_s), both_s)
+    return MessageCosts(
+        send_s_per_byte=max(0.0, give.stage_s - apart.stage_s) / num_bytes,
+        receive_s_per_byte=max(0.0, take.stage_s - apart.stage_s) / num_bytes, stage_overhead_s=apart.stage_s,
+        feed_s=apart.feeder_s / 2, result_s=apart.feeder_s / 2, own_input_s=own_input_s,
+        own_output_s=max(0.0, both_s - own_input_s - all_here.feeder_s),
+    )  # fmt: skip
+
+
+def _run(
+    world: World, model: nn.Module, width: int, num_microbatches: int, ranks: Sequence[int], number: int
+) -> _Taken:
+    example = torch.zeros(1, width)
+    graph = capture(model, (example,))
+    cuts = Cuts(graph).find_all([f"{stage}:before" for stage in range(1, len(ranks))])
+    deployment = Deployment(
+        world, divide_in_turns(graph, [cuts]), FromWeights(partial(load_state, graph, weights=ModuleWeights(model))),
+        RunOptions(threads=1), sizes=graph.sizes(1), ranks=ranks, number=number,
+    )  # fmt: skip
+    for counted in (False, True):
+        begin = time.process_time()
+        for _ in deployment.stream(([example], graph.sizes(1)) for _ in range(num_microbatches if counted else 10)):
+            pass
+        fed_s = time.process_time() - begin
+    stages = deployment.last_report.stages
+    deployment.close()
+    computed_s = sum(stage.compute_cpu_s for stage, rank in zip(stages, ranks, strict=True) if rank == FEEDER)
+    last = stages[-1]
+    return _Taken((last.cpu_s - last.compute_cpu_s) / last.num_microbatches, (fed_s - computed_s) / num_microbatches)
+
 
 _LINK_BYTES = 2 * 1024 * 1024
 _PINGS = 15

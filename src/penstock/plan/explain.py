@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.plan.candidates import Candidate
+from penstock.plan.candidates import Candidate, Request
 from penstock.plan.choose import Choice, choose
 from penstock.plan.cost.predict import divisions_of
 from penstock.plan.cost.training_step import play_step
-from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile

@@ -32,9 +32,9 @@ from penstock.recipes.tasks import Task
 from penstock.recipes.training_bar import FitProgress
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
+from penstock.train.arrangement import TrainOptions
 from penstock.train.loader import Loader
-from penstock.train.options import TrainOptions
-from penstock.train.step_report import StepReport
+from penstock.train.outcome import StepReport
 from penstock.train.training_pipeline import TrainingPipeline
 from penstock.transport.base import FEEDER
 from penstock.transport.collectives import exchange

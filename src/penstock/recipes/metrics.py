@@ -24,8 +24,7 @@ from penstock.files import LineFile, written_whole
 from penstock.recipes.settings import FitSettings, write_settings
 from penstock.recipes.tracking import Tracker, open_trackers
 from penstock.terminal.notes import note
-from penstock.train.checkpoint_index import INDEX, read_index
-from penstock.train.checkpoint_stages import check_whole
+from penstock.train.checkpoint_folder import INDEX, check_whole, read_index
 
 _KEPT = 2  # checkpoints
 _STEP = re.compile(r"step-\d{1,18}", re.ASCII)

@@ -7,10 +7,9 @@ from itertools import pairwise
 
 from penstock.errors import PlanError
 from penstock.spec.cluster import Cluster
-from penstock.spec.names import NAME_RULE, is_name
+from penstock.spec.fields import NAME_RULE, fingerprint, is_name
 from penstock.spec.plan import Pipeline, Plan, Stage, load_plan
 from penstock.spec.profile import Profile
-from penstock.spec.saving import fingerprint
 
 # weights and shares are sums of floats
 _ROUNDING = 1e-6

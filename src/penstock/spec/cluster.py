@@ -29,8 +29,16 @@ from statistics import fmean
 import msgspec
 
 from penstock.errors import ClusterError
-from penstock.spec.fields import check_fields, nearest, needed, read_number, read_quantity, read_tables, read_text
-from penstock.spec.names import check_name
+from penstock.spec.fields import (
+    check_fields,
+    check_name,
+    nearest,
+    needed,
+    read_number,
+    read_quantity,
+    read_tables,
+    read_text,
+)
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.spec.saving import decode_json, read_bytes, write_json
+from penstock.spec.fields import decode_json, read_bytes, write_json
 
 Schedule = Literal["forward-only", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Precision = Literal["float32", "float16", "bfloat16"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.errors import ProfileError
-from penstock.spec.saving import decode_json, read_bytes, write_json
+from penstock.spec.fields import decode_json, read_bytes, write_json
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

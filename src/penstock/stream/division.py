@@ -1,23 +1,27 @@
-"""A model as it will stream: cut by a policy, by hand, by a plan, or given as modules; then put in place."""
+"""A model as it will stream: cut, or given as modules; put in place, or served by a process that does not feed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from penstock.deploy.bundle import LoadState
 from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.jobs import read_stages, receive_stages
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
 from penstock.deploy.options import CutOptions, ModelCall, RunOptions
 from penstock.deploy.placing import place
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
-from penstock.deploy.sources import FromModules, FromWeights
+from penstock.deploy.serving import OwnStages
+from penstock.deploy.sources import FromModules, FromWeights, MakeRuntime
 from penstock.deploy.state import load_state
-from penstock.engine.tracers import FeederTracer
-from penstock.errors import UsageError
+from penstock.engine.executor import serve_stream
+from penstock.engine.tracers import FeederTracer, follow_stages
+from penstock.errors import TransportError, UsageError
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
@@ -27,6 +31,7 @@ from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.runtime.eager import StageRuntime
 from penstock.spec.plan import Plan
+from penstock.transport.messages import CLOSE
 from penstock.zoo.weights.weights import ModuleWeights
 
 _STAGES = 4  # where neither the caller nor a world says how many
@@ -135,3 +140,42 @@ class _Chained:
             world, self._programs, FromModules(self._make_one), replace(self._run, threads=threads),
             sizes=self._sizes, tracer=tracer,
         )  # fmt: skip
+
+
+class ServedStages:
+    """Stages and weights from the process that feeds, or modules that this process has; `make` then makes runtimes.
+
+    Raises the reason why they cannot be had, once the other processes have been told of it.
+    """
+
+    def __init__(self, world: World, make: MakeRuntime | None) -> None:
+        self._world = world
+        self.closed = False
+        try:
+            job, runtimes = read_stages(world, receive_stages(world.transport), make)
+            torch.set_num_threads(job.threads)
+            own = self._own = OwnStages(world, job, runtimes)
+            self._stream_ended = follow_stages(world, job, own.stages, own.channels, own.observer)
+        except TransportError as error:
+            raise world.explain(error) from error
+        except Exception as error:
+            world.health.report(error)
+            raise
+
+    def serve(self) -> None:
+        """Work until a stream has ended, or the stages are closed."""
+        own = self._own
+        try:
+            self.closed = serve_stream(own.schedule(), own.stages, own.channels, own.observer) == CLOSE
+            if not self.closed:
+                self._stream_ended()
+        except TransportError as error:
+            raise self._world.explain(error) from error
+        except Exception as error:
+            self._world.health.report(error)
+            raise
+
+    def serve_to_end(self) -> None:
+        """Work until the stages are closed."""
+        while not self.closed:
+            self.serve()

@@ -6,8 +6,11 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils import _pytree as pytree
 
@@ -19,20 +22,21 @@ from penstock.engine.observer import StreamReport
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import PenstockError, UsageError
 from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
-from penstock.graph.cuts import Cut
+from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
+from penstock.graph.work import count_work
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.launch import available_cores
 from penstock.group.leaving import end_when_dropped, failed
 from penstock.group.world import World
 from penstock.spec.check import check_purpose
-from penstock.stream.division import divide_model
-from penstock.stream.facts import stream_facts, units_of
-from penstock.stream.served import ServedStages
+from penstock.spec.plan import Plan
+from penstock.stream.division import ServedStages, divide_model
 from penstock.terminal.live import StageState
 from penstock.terminal.notes import note
-from penstock.tracing.trace import write_run
+from penstock.tracing.environment import environment
+from penstock.tracing.trace import RunFacts, StageTotals, write_run
 from penstock.transport.base import FEEDER
 
 
@@ -239,3 +243,31 @@ class StreamingPipeline:
 def threads_per_stage(world: World) -> int:
     """Share this machine's cores among the stages on it; torchrun's default of one thread is not a choice."""
     return world.cores or max(1, available_cores() // len(world.devices))
+
+
+def stream_facts(
+    deployment: Deployment | Replicas, report: StreamReport, *, model: str, cuts: Sequence[str], threads: int,
+    plan: Plan | None = None, units: Sequence[tuple[str, float, float]] = (),
+) -> RunFacts:  # fmt: skip
+    """Describe a stream that has ended, for its run's folder."""
+    parts = deployment.deployments
+    world = deployment.world
+    return RunFacts(
+        kind="stream", model=model, cuts=tuple(cuts), threads=threads, depth=parts[0].job.depth,
+        ranks=tuple(ranks.items[0] for part in parts for ranks in part.job.ranks),
+        devices=tuple(world.names), hosts=tuple(world.hosts), bandwidths=tuple(world.bandwidths),
+        num_microbatches=report.num_microbatches, num_rows=report.num_rows, total_s=report.total_s,
+        results_s=tuple(report.results_s), stages=tuple(StageTotals(**asdict(stage)) for stage in report.stages),
+        environment=environment(), plan=msgspec.to_builtins(plan) if plan is not None else None,
+        units=tuple(units),
+    )  # fmt: skip
+
+
+def units_of(graph: Graph, sizes: Mapping[str, int]) -> list[tuple[str, float, float]]:
+    """Return what lies between the possible cuts: the cut in front, the counted work, the bytes that cross there."""
+    work = count_work(graph, sizes)
+    cuts = list(Cuts(graph))
+    bounds = [0, *(cut.position for cut in cuts), len(work)]
+    inputs = float(sum(value.num_bytes(sizes) for value in graph.tensor_inputs()))
+    fronts = [("input", inputs), *((cut.name, float(cut.num_bytes(sizes))) for cut in cuts)]
+    return [(name, sum(work[a:b]), num) for (name, num), (a, b) in zip(fronts, pairwise(bounds), strict=True)]

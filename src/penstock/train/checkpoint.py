@@ -1,7 +1,7 @@
 """Checkpoints that continue with another number of stages or replicas: everything by the model's own names.
 
 The folder is one that all processes share: each writes its own stages' tensors there, and the first one the index
-that makes a checkpoint of them (see `checkpoint_index.py`). Nothing in a checkpoint is pickled. A tensor that several
+that makes a checkpoint of them (see `checkpoint_folder.py`). Nothing in a checkpoint is pickled. A tensor that several
 stages have is saved by the first of them.
 """
 
@@ -18,19 +18,17 @@ from torch import Tensor
 
 from penstock.deploy.state import Held, TrainState, Wanted, redistribute, source_of
 from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.train.checkpoint_index import (
+from penstock.train.checkpoint_folder import (
     CheckpointIndex,
     DataPosition,
     OptimizerGroup,
-    read_index,
-    write_index,
-)
-from penstock.train.checkpoint_stages import (
     StageFiles,
     check_whole,
     drop_leftovers,
     next_suffix,
+    read_index,
     reason_of,
+    write_index,
     write_stages,
 )
 from penstock.train.loader import Loader

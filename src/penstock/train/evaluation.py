@@ -22,9 +22,8 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.plan.schedule.actions import forward_only
 from penstock.runtime.registry import EAGER
-from penstock.train.batches import Microbatch, bind, cut_rows, largest
+from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, largest, loss_and_count
 from penstock.train.captured import Captured
-from penstock.train.losses import LossFunction, check_labels, loss_and_count
 from penstock.train.tensors import HeldTensors
 from penstock.transport.base import receive_tensor, send_tensor
 from penstock.transport.collectives import exchange

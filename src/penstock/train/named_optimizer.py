@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.graph.encoding import DTYPES
 from penstock.tensors.devices import HOST
-from penstock.train.checkpoint_index import CheckpointIndex, OptimizerGroup
+from penstock.train.checkpoint_folder import CheckpointIndex, OptimizerGroup
 from penstock.train.tensors import HeldTensors
 
 

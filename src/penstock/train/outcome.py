@@ -1,7 +1,8 @@
-"""What processes gather of a training step, and what all of them conclude from it."""
+"""What processes gather of a training step, what all conclude from it, and where one process's step went."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import RunError
@@ -59,3 +60,26 @@ def _everywhere(message: str) -> RunError:
     error = RunError(message)
     error.everywhere = True  # type: ignore[attr-defined]
     return error
+
+
+@dataclass(slots=True)
+class StepReport:
+    """Where one process's step went, in seconds and bytes.
+
+    `wait_s` is for messages of neighbours, sending included; `synchronize_s` for the sums of gradients that
+    the backwards did not cover, and for the losses of the others. `peak_memory_bytes` is the process's
+    so far. `num_synchronizations` counts sums of gradients.
+
+    Example:
+        loss = pipe.train_step(images, labels, F.cross_entropy)
+        print(pipe.last_step.forward_s, pipe.last_step.sent_bytes)
+    """
+
+    load_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    wait_s: float = 0.0
+    synchronize_s: float = 0.0
+    sent_bytes: int = 0
+    num_synchronizations: int = 0
+    peak_memory_bytes: int = 0

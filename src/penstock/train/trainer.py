@@ -23,17 +23,14 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.direct import go_direct
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER
-from penstock.spec.saving import fingerprint
+from penstock.spec.fields import fingerprint
 from penstock.tensors.devices import HOST, most_bytes
 from penstock.tracing.trace import write_run
-from penstock.train.arrangement import Arrangement
-from penstock.train.batches import Microbatch, bind, cut_rows, largest
+from penstock.train.arrangement import Arrangement, TrainOptions
+from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, largest, loss_and_count
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
-from penstock.train.losses import LossFunction, check_labels, loss_and_count
-from penstock.train.options import TrainOptions
-from penstock.train.outcome import mean_loss, step_document, total_count
-from penstock.train.step_report import StepReport
+from penstock.train.outcome import StepReport, mean_loss, step_document, total_count
 from penstock.train.tensors import HeldTensors, written_buffers
 from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import exchange

@@ -19,15 +19,13 @@ from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
 from penstock.tensors.devices import find_device
 from penstock.terminal.notes import note
-from penstock.train.arrangement import find_cuts
+from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
+from penstock.train.batches import LossFunction
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
-from penstock.train.grids import ScheduleChoice
 from penstock.train.loader import Collate, Loader
-from penstock.train.losses import LossFunction
-from penstock.train.options import TrainOptions
+from penstock.train.outcome import StepReport
 from penstock.train.save import save_model
-from penstock.train.step_report import StepReport
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
 from penstock.transport.memory_network import MemoryNetwork

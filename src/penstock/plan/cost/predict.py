@@ -93,14 +93,10 @@ def predict_pipelines(
     slowest_s, limit = max(holds, key=lambda hold: hold[0])
     rate = rows / slowest_s
     return Prediction(
-        rows_per_s=rate,
-        bound_rows_per_s=max(bound_rows_per_s, rate),
-        latency_s=max(latency_s(problem, division) for line in lines for division in line.divisions),
-        num_rows=num_rows,
-        total_s=max(total_s, max(feeding) * num_rows / rows),
-        limit=limit,
-        devices=tuple(loads),
-    )
+        rows_per_s=rate, bound_rows_per_s=max(bound_rows_per_s, rate),
+        latency_s=max(latency_s(problem, division) for line in lines for division in line.divisions), num_rows=num_rows,
+        total_s=max(total_s, max(feeding) * num_rows / rows), limit=limit, devices=tuple(loads),
+    )  # fmt: skip
 
 
 def divisions_of(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:

@@ -135,14 +135,11 @@ def predict_training(
     rate = batch / step.step_s
     loads = _loads(problem, divisions, counts, step.buckets)
     return Prediction(
-        rows_per_s=rate,
-        bound_rows_per_s=max(bound_rows_per_s, rate),
-        latency_s=max(latency_s(problem, division) for division in divisions),
-        num_rows=num_rows,
-        total_s=-(-num_rows // batch) * step.step_s,
-        limit=_limit(problem, divisions, loads, step),
+        rows_per_s=rate, bound_rows_per_s=max(bound_rows_per_s, rate),
+        latency_s=max(latency_s(problem, division) for division in divisions), num_rows=num_rows,
+        total_s=-(-num_rows // batch) * step.step_s, limit=_limit(problem, divisions, loads, step),
         devices=tuple(loads),
-    )
+    )  # fmt: skip
 
 
 def memory_in_training(problem: Problem, division: Division) -> dict[int, float]:

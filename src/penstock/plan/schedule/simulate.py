@@ -188,12 +188,9 @@ def uniform(forward_s: float = 1.0, backward_s: float = 2.0) -> Duration:
 
 
 def simulate(
-    schedule: Schedule,
-    duration: Duration | None = None,
-    transfer: Transfer = lambda _source, _to, _kind: 0.0,
-    *,
+    schedule: Schedule, duration: Duration | None = None, transfer: Transfer = lambda _source, _to, _kind: 0.0, *,
     num_buffers: int | None = NUM_BUFFERS,
-) -> Simulation:
+) -> Simulation:  # fmt: skip
     """Play a schedule.
 
     `duration` returns an action's seconds on a device, `transfer` those of a message from one device to another.

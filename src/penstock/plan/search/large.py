@@ -4,7 +4,7 @@ For a given pace the model is filled with devices from its end to its start: eac
 that it can do in time and hold. A beam keeps the few beginnings that waste least: time that a device has
 left because units are not divisible, and CPU time for the bytes at its cut. With many devices there is
 usually one whose speed suits the units at hand. The pace is found by bisection, from the bound upwards;
-then the cuts are refined for the order found. Compare with `bound.py` for how far from the best it may be.
+then the cuts are refined for the order found. Compare with `bottleneck_bound_s` for how far from the best it may be.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.cost.bound import bottleneck_bound_s
-from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all
+from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, fits_all
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 from penstock.plan.search.refine import refine

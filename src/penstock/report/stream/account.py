@@ -11,9 +11,8 @@ from itertools import pairwise
 from statistics import fmean
 
 from penstock.plan.schedule.simulate import Edge
-from penstock.report.stream.backlog import Backlog, backlog_in_waits, other_threads_cpu_s
 from penstock.report.stream.measured import MeasuredStage, MeasuredStream, measure_stream, share
-from penstock.report.stream.replay import Recorded, replay
+from penstock.report.stream.replay import Backlog, Recorded, backlog_in_waits, other_threads_cpu_s, replay
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import Machine, Run
 from penstock.units import format_bytes, format_seconds

@@ -1,7 +1,6 @@
 """How fast the hosts of a cluster are, what lies between them, and what messages cost in CPU time."""
 
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from penstock.transport.base import (
     send_bytes,
     send_tensor,
 )
+from penstock.transport.collectives import exchange
 from penstock.zoo.weights.weights import ModuleWeights
 
 _FEW, _MANY = 16, 150_000  # numbers in a message: hardly any, and what a small ViT sends
@@ -164,20 +164,18 @@ def measure_hosts(world: World, *, seconds: float = 2.0, threads: int = 1) -> Me
     one after the other, in both directions.
     """
     transport = world.transport
-    _together(transport)
+    exchange(transport, {})  # once every rank is here
     own_s = calibrate(seconds, threads=threads)
-    calibration_s = _gather(transport, own_s)
+    calibration_s = [told["round_s"] for told in exchange(transport, {"round_s": own_s})]
     links = []
     for source, target in _pairs(transport.size):
-        _together(transport)
+        exchange(transport, {})
         seen = _measure_link(transport, source, target) if transport.rank in {source, target} else None
-        rates = _gather(transport, json.dumps(seen) if seen else "")
-        links += [MeasuredLink(source, target, *json.loads(rate)) for rate in rates[source : source + 1] if rate]
+        links.append(MeasuredLink(source, target, *exchange(transport, {"seen": seen})[source]["seen"]))
     if transport.rank != FEEDER:
         work(world)
         return None
-    messages = measure_messages(world)
-    return MeasuredHosts([float(second) for second in calibration_s], links, messages)
+    return MeasuredHosts(calibration_s, links, measure_messages(world))
 
 
 def _pairs(size: int) -> list[tuple[int, int]]:
@@ -210,23 +208,3 @@ def _measure_link(transport: Transport, source: int, target: int) -> tuple[float
         taken.append(time.perf_counter() - begin)
     # the difference leaves out what every message costs, and what a link lets through at once
     return (_LINK_BYTES - _LINK_BYTES // 8) / max(1e-9, taken[1] - taken[0]), statistics.median(trips) / 2
-
-
-def _together(transport: Transport) -> None:
-    """Wait until every rank is here."""
-    _gather(transport, "")
-
-
-def _gather(transport: Transport, value: object) -> list[str]:
-    """Send every rank's value as text to the one that feeds; the others wait until it has them all."""
-    if transport.rank != FEEDER:
-        send_bytes(transport, str(value).encode(), FEEDER)
-        receive_bytes(transport, FEEDER, limit=WORD_BYTES)
-        return []
-    values = [
-        str(value),
-        *(receive_bytes(transport, rank, limit=WORD_BYTES).decode() for rank in range(1, transport.size)),
-    ]
-    for rank in range(1, transport.size):
-        send_bytes(transport, b"", rank)
-    return values

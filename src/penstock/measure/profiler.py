@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 from torch import Tensor
@@ -72,12 +72,9 @@ def profile_graph(
     if loss is not None:
         last = _with_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
         units = (*units[:-1], _with_loss(last, measure_loss(graph, load, loss, timing)))
-    costs = messages or MessageCosts()
     return Profile(
         model=graph.model, graph=fingerprint(graph), device=device_kind(), threads=threads, rows=rows,
-        boundaries=boundaries, units=units, feed_s=costs.feed_s, result_s=costs.result_s,
-        send_s_per_byte=costs.send_s_per_byte, receive_s_per_byte=costs.receive_s_per_byte,
-        stage_overhead_s=costs.stage_overhead_s, own_input_s=costs.own_input_s, own_output_s=costs.own_output_s,
+        boundaries=boundaries, units=units, **asdict(messages or MessageCosts()),
         update_s_per_byte=measure_update_s_per_byte(timing) if training else 0.0,
         sum_s_per_byte=measure_sum_s_per_byte(timing) if training else 0.0,
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -122,7 +121,10 @@ def bottleneck_bound_s(problem: Problem, *, share: bool = False, numbers: Sequen
     ends = costs.overhead_s - costs.own_input_s - costs.own_output_s
     feeder_s = (costs.feeding_s + min(0.0, ends)) / problem.devices[problem.feeder].speed
     work = costs.total_s + (ends if share else min(0.0, ends))
-    enough: Callable[[Vector], bool] = _Work(work).enough if share else _Stages(problem).enough
+    # of devices that are filled to the brim only the work itself is asked
+    enough: Callable[[Vector], bool] = (
+        (lambda budgets: float(budgets.sum()) >= work * (1 - 1e-12)) if share else _Stages(problem).enough
+    )
     low = max(feeder_s, work / float(speeds.sum()))
     if enough(np.maximum(speeds * low - feeding, 0.0)):
         return low
@@ -136,17 +138,6 @@ def bottleneck_bound_s(problem: Problem, *, share: bool = False, numbers: Sequen
         else:
             low = middle
     return low
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Whether devices that are filled to the brim could do the work."""
-
-    seconds: float
-
-    def enough(self, budgets: Vector) -> bool:
-        """Return whether devices with these seconds of work for each microbatch might do the whole model."""
-        return float(budgets.sum()) >= self.seconds * (1 - 1e-12)
 
 
 class _Stages:

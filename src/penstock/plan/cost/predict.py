@@ -83,7 +83,9 @@ def predict_pipelines(
     for line in lines:
         times = _stage_times(problem, line, feeding[0])
         order = round_robin(line.weights)
-        feed_s = _separate_feed_s(problem, line, max(feeding))
+        # what a feeder without a stage in this pipeline needs for each of its microbatches
+        elsewhere = not any(problem.feeder in stage.devices for stage in line.divisions[0])
+        feed_s = max(feeding) / line.pipeline.share if elsewhere else 0.0
         holds.append((line.pipeline.share * _line_bottleneck_s(problem, line, len(lines), times, order, feed_s),
                       _slowest(problem, line)))  # fmt: skip
         count = max(1, round(num_rows / rows * line.pipeline.share))
@@ -102,16 +104,12 @@ def predict_pipelines(
 def divisions_of(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
     """Return a pipeline with numbers for names: a division for each of its cut sets."""
     places = {name: index for index, name in enumerate(problem.profile.cuts, 1)}
-    divisions = []
-    for cut_set in pipeline.cut_sets:
-        bounds = [0, *(places[name] for name in cut_set.cuts), problem.num_units]
-        divisions.append(
-            tuple(
-                Placed(tuple(problem.numbers[name] for name in stage.devices), start, end)
-                for stage, (start, end) in zip(pipeline.stages, pairwise(bounds), strict=True)
-            )
-        )
-    return tuple(divisions)
+    devices = [tuple(problem.numbers[name] for name in stage.devices) for stage in pipeline.stages]
+    bounds = ([0, *(places[name] for name in cut_set.cuts), problem.num_units] for cut_set in pipeline.cut_sets)
+    return tuple(
+        tuple(Placed(numbers, start, end) for numbers, (start, end) in zip(devices, pairwise(own), strict=True))
+        for own in bounds
+    )
 
 
 def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageTimes]:
@@ -134,13 +132,6 @@ def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageT
         order = round_robin(stage.shares)
         found.append(StageTimes(compute_s=tuple(servers), wire_s=tuple(wires), latency_s=latency, order=order))
     return found
-
-
-def _separate_feed_s(problem: Problem, line: _Line, feeding_s: float) -> float:
-    """Return what a feeder without a stage in this pipeline needs for each of its microbatches."""
-    if any(problem.feeder in stage.devices for stage in line.divisions[0]):
-        return 0.0
-    return feeding_s / line.pipeline.share
 
 
 def _line_bottleneck_s(

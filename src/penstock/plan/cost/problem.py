@@ -31,7 +31,6 @@ class Terms:
     own: tuple[Pair, ...]
     feeding: tuple[Pair, ...]
     memory: Pair
-    limit_bytes: float
 
     def pairs(self) -> tuple[Pair, ...]:
         """Return own work and feeding together."""
@@ -178,7 +177,6 @@ class Problem:
             own=tuple(own),
             feeding=tuple(feeding),
             memory=self._memory_terms(feeds),
-            limit_bytes=float(device.memory_bytes),
         )
 
     def _feeding(self, device: Device, per_byte: float) -> list[Pair]:
@@ -209,14 +207,11 @@ class Problem:
     def cost_block(self, device: int, in_flight: int, starts: slice, ends: slice) -> Vector:
         """Return seconds for stages from every one of some boundaries to every one of others, infinite where
         memory does not suffice or a stage would be empty."""
-        terms = self.terms(device)
-        block: Vector | None = None
-        for first, last in terms.pairs():
-            outer = first[starts, None] + last[None, ends]
-            block = outer if block is None else np.maximum(block, outer, out=block)
-        if block is None:
-            raise AssertionError("a device without terms")
-        block[self.memory_block(device, in_flight, starts, ends) > terms.limit_bytes] = np.inf
+        (first, last), *more = self.terms(device).pairs()
+        block: Vector = first[starts, None] + last[None, ends]
+        for first, last in more:
+            np.maximum(block, first[starts, None] + last[None, ends], out=block)
+        block[self.memory_block(device, in_flight, starts, ends) > self.devices[device].memory_bytes] = np.inf
         numbers = np.arange(self.num_units + 1)
         block[numbers[starts, None] >= numbers[None, ends]] = np.inf
         return block

@@ -67,11 +67,19 @@ def _as_soon_as_possible(
     held = [0] * len(most)
     limits = list(most)
     passed: Counter[tuple[Kind, int]] = Counter()
+
+    def ready(kind: Kind, microbatch: int, stage: int) -> bool:
+        before, after = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
+        # who cannot pass its result on does nothing else: the buffers of a cut are part of the order
+        full = 0 <= after < num_stages and passed[kind, stage] - passed[kind, after] >= NUM_BUFFERS
+        come = not 0 <= before < num_stages or (kind, microbatch, before) in done
+        return not full and come and (kind == "F" or ("F", microbatch, stage) in done)
+
     while any(to_backward):
         tick: list[tuple[int, Action]] = []
         for device, limit in enumerate(limits):
-            back = next((w for w in to_backward[device] if _backward_ready(*w, num_stages, done, passed)), None)
-            ahead = next((w for w in to_forward[device] if _forward_ready(*w, num_stages, done, passed)), None)
+            back = next((w for w in to_backward[device] if ready("B", *w)), None)
+            ahead = next((w for w in to_forward[device] if ready("F", *w)), None)
             if back is not None:
                 to_backward[device].remove(back)
                 tick.append((device, Action("B", *back)))
@@ -86,22 +94,6 @@ def _as_soon_as_possible(
             devices[device].append(action)
             held[device] += 1 if action.kind == "F" else -1
     return tuple(map(tuple, devices))
-
-
-def _forward_ready(
-    microbatch: int, stage: int, num_stages: int, done: set[tuple[Kind, int, int]], passed: Counter[tuple[Kind, int]]
-) -> bool:
-    # who cannot pass its result on does nothing else: the buffers of a cut are part of the order
-    full = stage + 1 < num_stages and passed["F", stage] - passed["F", stage + 1] >= NUM_BUFFERS
-    return not full and (stage == 0 or ("F", microbatch, stage - 1) in done)
-
-
-def _backward_ready(
-    microbatch: int, stage: int, num_stages: int, done: set[tuple[Kind, int, int]], passed: Counter[tuple[Kind, int]]
-) -> bool:
-    full = stage > 0 and passed["B", stage] - passed["B", stage - 1] >= NUM_BUFFERS
-    later = stage == num_stages - 1 or ("B", microbatch, stage + 1) in done
-    return not full and later and ("F", microbatch, stage) in done
 
 
 MakeSchedule = Callable[[int, int, int], Schedule]

@@ -65,16 +65,11 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
 
 def _own_bottleneck_s(problem: Problem, division: Division) -> float:
     """Return the pace of a pipeline without what the feeder does for others."""
-    pace = 0.0
-    for stage in division:
-        if len(stage.devices) > 1:
-            pace = max(pace, shared_load_s(problem, stage))
-            continue
-        pace = max(pace, problem.own_load_s(stage.devices[0], stage))
-    for one, other in pairwise(division):
-        between = problem.byte_s(one.devices[0], other.devices[0])
-        pace = max(pace, float(problem.costs.crossing[one.end]) * between)
-    return pace
+    stages = [shared_load_s(problem, stage) if len(stage.devices) > 1 else problem.own_load_s(stage.devices[0], stage)
+              for stage in division]  # fmt: skip
+    links = [float(problem.costs.crossing[one.end]) * problem.byte_s(one.devices[0], other.devices[0])
+             for one, other in pairwise(division)]  # fmt: skip
+    return max([*stages, *links])
 
 
 def _best_of(problem: Problem, group: tuple[int, ...]) -> Division | None:

@@ -209,11 +209,11 @@ class Pipeline:
     @property
     def last_report(self) -> StreamReport:
         """The times of the last stream, on the process that feeds."""
-        return self._streaming.last_report
+        return self._streaming.deployment.last_report
 
     def stage_states(self) -> list[StageState]:
         """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
-        return self._streaming.stage_states()
+        return self._streaming.deployment.stage_states()
 
     optimizer = _of_training(TrainingPipeline.optimizer)
     loader = _of_training(TrainingPipeline.loader)

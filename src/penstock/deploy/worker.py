@@ -37,7 +37,7 @@ def work(
 
     `more` are jobs by name that whoever started this process lets it do beside serving stages.
     """
-    try:
+    with world.explained():
         while not isinstance(document := receive_job(world.transport), Leave):
             if isinstance(document, DoMore):
                 answer = _find_job(more or {}, document.name)(world, document.settings)
@@ -48,11 +48,6 @@ def work(
             send_bytes(world.transport, b"left", FEEDER)
         world.health.close()  # from here on nobody's end is a failure
         return document.message
-    except TransportError as error:
-        raise world.explain(error) from error
-    except Exception as error:
-        world.health.report(error)
-        raise
 
 
 def follow(

@@ -1,8 +1,10 @@
 """The processes that work together: who they are, how they find each other, how they end."""
 
+import contextlib
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -104,6 +106,21 @@ class World:
             time.sleep(0.02)
         self.health.report(error)
         return error
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add their reason to errors of the network, and report errors here to the others, so that nobody waits.
+
+        Errors with `everywhere` set are found out by every process alike, which goes on afterwards.
+        """
+        try:
+            yield
+        except TransportError as error:
+            raise self.explain(error) from error
+        except Exception as error:
+            if not getattr(error, "everywhere", False):
+                self.health.report(error)
+            raise
 
     def dismiss(self, message: str = "", deadline_s: float = DISMISS_S) -> None:
         """Tell every other rank that there is no more to do, with a last word to people at that machine.

@@ -19,7 +19,7 @@ from penstock.deploy.modules import runtime_maker
 from penstock.deploy.options import CutOptions, ModelCall, RunOptions
 from penstock.engine.driver import Microbatch
 from penstock.engine.observer import StreamReport
-from penstock.engine.tracers import FeederTracer
+from penstock.engine.tracers import FeederTracer, environment
 from penstock.errors import PenstockError, UsageError
 from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
 from penstock.graph.cuts import Cut, Cuts
@@ -33,9 +33,7 @@ from penstock.group.world import World
 from penstock.spec.check import check_purpose
 from penstock.spec.plan import Plan
 from penstock.stream.division import ServedStages, divide_model
-from penstock.terminal.live import StageState
 from penstock.terminal.notes import note
-from penstock.tracing.environment import environment
 from penstock.tracing.trace import RunFacts, StageTotals, write_run
 from penstock.transport.base import FEEDER
 
@@ -83,7 +81,9 @@ class StreamingPipeline:
             world = self.world = world or division.start_world()
             world.between_gpus = self._run.between_gpus
             self.threads = self._run.threads or threads_per_stage(world)
-            self.deployment = division.deploy(world, self.threads, self._tracer())
+            units, profile = self._run.trace_units, self._run.trace_profile
+            tracer = FeederTracer(world, units=units, profile=profile) if self._run.trace is not None else None
+            self.deployment = division.deploy(world, self.threads, tracer)
         except BaseException as error:
             if world is not None and self._owns_world:
                 world.health.report(error)  # the other processes wait for their stages
@@ -183,28 +183,14 @@ class StreamingPipeline:
                     "make the pipeline with an example of the largest microbatch, or send smaller ones"
                 )
 
-    def _tracer(self) -> FeederTracer | None:
-        if self._run.trace is None:
-            return None
-        return FeederTracer(self.world, units=self._run.trace_units, profile=self._run.trace_profile)
-
     def _write_trace(self) -> None:
         facts = stream_facts(
-            self.deployment, self.last_report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
+            self.deployment, self.deployment.last_report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
             threads=self.threads, plan=self._plan,
             units=units_of(self.graph, self.deployment.sizes) if self.cuts else (),
         )  # fmt: skip
         if self._run.trace is not None:
             write_run(self._run.trace, facts, self.deployment.traces)
-
-    @property
-    def last_report(self) -> StreamReport:
-        """The times of the last stream, on the process that feeds."""
-        return self.deployment.last_report
-
-    def stage_states(self) -> list[StageState]:
-        """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
-        return self.deployment.stage_states()
 
     def close(self) -> None:
         """End the stages and the worker processes; nothing is left behind."""

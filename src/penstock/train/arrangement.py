@@ -154,6 +154,7 @@ class Arrangement:
             self._choice = ScheduleChoice(options.schedule, 2 * DEPTH)
             stages = cut.stages if names is None else len(names) + 1
             self.grid = make_grid(world.devices, stages, options.replicas, self._choice)
+        self.schedule_name = self._choice.name  # or its text where it is the user's own
         first = self.grid.replicas[0]
         self.num_stages = len(first.stages)
         self.cuts: list[Cut] = choose_cuts(
@@ -169,11 +170,6 @@ class Arrangement:
         before = self.grid.replicas[: self.replica_index]
         # of all replicas' microbatches the number of this replica's first one
         self.first_microbatch = sum(replica.num_microbatches or self.usual_microbatches for replica in before)
-
-    @property
-    def schedule_name(self) -> str:
-        """The schedule's name, or its text where it is the user's own."""
-        return self._choice.name
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the actions of every device of this process's replica for one step."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -68,11 +67,6 @@ def check_labels(labels: Any, num_rows: int) -> None:
 def take_rows(tree: Any, rows: range) -> Any:
     """Take some rows of every tensor."""
     return pytree.tree_map(lambda x: x[rows.start : rows.stop] if isinstance(x, Tensor) and x.dim() else x, tree)
-
-
-def as_number(value: Tensor | float) -> float:
-    """Return a scalar's value."""
-    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
 
 
 @dataclass(frozen=True, slots=True)

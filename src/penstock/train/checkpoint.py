@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.state import Held, TrainState, Wanted, redistribute, source_of
-from penstock.errors import ModelError, PenstockError, UsageError
+from penstock.errors import ModelError, UsageError
 from penstock.train.checkpoint_folder import (
     CheckpointIndex,
     DataPosition,
@@ -33,6 +33,7 @@ from penstock.train.checkpoint_folder import (
 )
 from penstock.train.loader import Loader
 from penstock.train.named_optimizer import NamedOptimizer
+from penstock.train.outcome import everywhere
 from penstock.train.tensors import holding
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
@@ -67,7 +68,7 @@ def save_checkpoint(
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for tensors in own.values() for name, tensor in tensors.items()
     }  # fmt: skip
-    with trainer.explained():
+    with trainer.world.explained():
         gathered = exchange(
             trainer.world.transport,
             {"failed": failed, "files": files or {}, "places": places, "shapes": shapes,
@@ -199,7 +200,7 @@ def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
         check_whole(folder, index)
     except ModelError as error:
         failed = str(error)
-    with trainer.explained():
+    with trainer.world.explained():
         gathered = exchange(trainer.world.transport, {"failed": failed})
     failures = [(rank, document["failed"]) for rank, document in enumerate(gathered) if document["failed"]]
     if failures:
@@ -209,7 +210,7 @@ def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
                 f"a checkpoint's folder must be one that all hosts share, but {_host(trainer, rank)} cannot read it as "
                 f"{_host(trainer, FEEDER)} can: {reason}"
             )
-        raise _everywhere(ModelError(reason))
+        raise everywhere(ModelError(reason))
     if index is None:
         raise ModelError(f"{folder} cannot be read; use an earlier checkpoint")
     return index
@@ -253,7 +254,7 @@ def _attempt(write: Callable[[], _Found]) -> tuple[str, _Found | None]:
 def _agree(trainer: Trainer, work: Callable[[], _Found]) -> Any:
     """Run a step of writing in every process and return what the first one found; raises everywhere what failed."""
     failed, found = _attempt(work)
-    with trainer.explained():
+    with trainer.world.explained():
         gathered = exchange(trainer.world.transport, {"failed": failed, "found": found})
     _raise_first(gathered)
     return gathered[FEEDER]["found"]
@@ -262,9 +263,4 @@ def _agree(trainer: Trainer, work: Callable[[], _Found]) -> Any:
 def _raise_first(gathered: Sequence[Mapping[str, Any]]) -> None:
     failed = [document["failed"] for document in gathered if document["failed"]]
     if failed:
-        raise _everywhere(ModelError(failed[0]))
-
-
-def _everywhere(error: PenstockError) -> PenstockError:
-    error.everywhere = True  # type: ignore[attr-defined]
-    return error
+        raise everywhere(ModelError(failed[0]))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import RunError
+from penstock.errors import PenstockError, RunError
 
 
 def step_document(
@@ -40,24 +40,24 @@ def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int)
     if not math.isfinite(loss):
         stages = [stage for document in gathered for stage in document["nonfinite"]]
         where = f"stage {min(stages)}" if stages else f"stage {last_stage}, in the loss itself"
-        raise _everywhere(
+        raise everywhere(RunError(
             f"the loss of step {step} is {loss}: the first numbers that are not finite came from {where}; "
             "lower the learning rate, clip gradients, or look at this batch"
-        )
+        ))  # fmt: skip
     if not total:
-        raise _everywhere(f"the loss of step {step} is over nothing: no row counts; leave such batches out")
+        raise everywhere(RunError(f"the loss of step {step} is over nothing: no row counts; leave such batches out"))
     used = {name for document in gathered for name in document["used"]}
     unused = sorted({name for document in gathered for name in document["unused"]} - used)
     if unused and step == 0:
-        raise _everywhere(
+        raise everywhere(RunError(
             f"{len(unused)} parameters have no part in the loss, first {unused[0]}; freeze them with "
             "requires_grad_(False), or use the output that they make"
-        )
+        ))  # fmt: skip
     return loss / total
 
 
-def _everywhere(message: str) -> RunError:
-    error = RunError(message)
+def everywhere(error: PenstockError) -> PenstockError:
+    """Mark an error that every process finds out alike, so that none has to tell the others of it."""
     error.everywhere = True  # type: ignore[attr-defined]
     return error
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.state import Held, Wanted, redistribute
-from penstock.errors import ModelError, PenstockError
+from penstock.errors import ModelError
+from penstock.train.outcome import everywhere
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
 from penstock.transport.collectives import exchange
@@ -79,7 +80,7 @@ def save_model(trainer: Trainer, path: Path) -> None:
     """
     transport = trainer.world.transport
     message = ""
-    with trainer.explained():
+    with trainer.world.explained():
         weights = GatheredWeights(trainer)
         if transport.rank == FEEDER:
             try:
@@ -89,9 +90,4 @@ def save_model(trainer: Trainer, path: Path) -> None:
         weights.finish()
         gathered = exchange(transport, {"failed": message})
     if gathered[FEEDER]["failed"]:
-        raise _everywhere(ModelError(gathered[FEEDER]["failed"]))
-
-
-def _everywhere(error: PenstockError) -> PenstockError:
-    error.everywhere = True  # type: ignore[attr-defined]
-    return error
+        raise everywhere(ModelError(gathered[FEEDER]["failed"]))

@@ -70,12 +70,13 @@ class Trainer:
         self._run, self._plan = run, cut.plan
         self.placed = Arrangement(world, captured.graph, cut, options)
         self.grid, self.replica, self.cuts = self.placed.grid, self.placed.replica, self.placed.cuts
+        self.last_stage = self.placed.num_stages - 1  # which computes the loss
         self.parts: list[TrainingPart] = captured.parts(self.cuts, options.autocast, device)
         self.step = 0
         self.last_step = StepReport()
         self.load_s = 0.0  # since the last step
         self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
-        with self.explained():
+        with self.world.explained():
             self._check_alike()
             self.tensors = HeldTensors(self.world, self.grid, captured, self.parts, device)
         self.order = [state.source for state in captured.graph.states]
@@ -84,7 +85,7 @@ class Trainer:
         self.observer = Observer(self.stages, self.world.clock)
         links = training_links(self.parts)
         self._channels = GrowingChannels(self._transport, links, self.replica, direct=self._direct)
-        with self.explained():
+        with self.world.explained():
             self.tracer = (
                 TrainingTracer(self.world, self.observer, self._synchronizer, profile=run.trace_profile)
                 if run.trace is not None else None
@@ -94,11 +95,6 @@ class Trainer:
         self._step_data: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
         self._closed = False
-
-    @property
-    def last_stage(self) -> int:
-        """The stage that computes the loss."""
-        return self.placed.num_stages - 1
 
     def _check_alike(self) -> None:
         """Every process has captured a model of its own: they must be the same."""
@@ -141,18 +137,6 @@ class Trainer:
         self._losses[microbatch] = (float(loss.detach()), count)
         return loss
 
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """Add their reason to errors of the network, and report errors here to the others, so that nobody waits."""
-        try:
-            yield
-        except TransportError as error:
-            raise self.world.explain(error) from error
-        except Exception as error:
-            if not getattr(error, "everywhere", False):
-                self.world.health.report(error)
-            raise
-
     def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
         """Run forward, backward and synchronization of one batch, and return the loss of the whole batch.
 
@@ -170,7 +154,7 @@ class Trainer:
         self._step_data = cut_rows(self.captured.graph, tensors, sizes, labels, count) if count else []
         self._losses.clear()
         sent_bytes = self._transport.sent_bytes
-        with self.explained():
+        with self.world.explained():
             self._synchronizer.begin()
             if count:
                 self._run_step(count)
@@ -185,7 +169,7 @@ class Trainer:
         step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
         loss = mean_loss(gathered, step, self.last_stage)
         self.tensors.add_gradients(gradients)
-        with self.explained():
+        with self.world.explained():
             self.tensors.share_buffers(self._transport)
         self._report(bool(count), synchronize_s, self._transport.sent_bytes - sent_bytes)
         self.short_batch = None
@@ -243,14 +227,16 @@ class Trainer:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before."""
         own = self.tensors.norms() if self.placed.replica_index == 0 else {}
-        with self.explained():
+        with self.world.explained():
             norms: dict[str, float] = {}
             for document in exchange(self.world.transport, {"norms": own}):
                 norms |= document["norms"]
         norm = math.sqrt(math.fsum(norms[name] ** 2 for name in self.order if name in norms))
         factor = max_norm / (norm + 1e-6)
         if factor < 1:
-            self.tensors.scale_gradients(factor)
+            for parameter in self.tensors.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
         return torch.tensor(norm, dtype=torch.float64)
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -269,14 +255,14 @@ class Trainer:
         """The same weights in evaluation mode."""
         return Evaluation(
             self.world, self.captured, self.replica, self.tensors, cuts=self.cuts, autocast=self.autocast,
-            num_microbatches=self.placed.num_microbatches, explained=self.explained, direct=self._direct,
+            num_microbatches=self.placed.num_microbatches, direct=self._direct,
         )  # fmt: skip
 
     def write_trace(self, model: str) -> None:
         """Write what all processes recorded, from the first one; every process calls this."""
         if self.tracer is None or self._run.trace is None:
             return
-        with self.explained():
+        with self.world.explained():
             traces = self.tracer.gather()
         if traces:
             facts = training_facts(self.world, self.placed, model=model, num_steps=self.step)

@@ -12,8 +12,7 @@ from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.exact import best_divisions
 from penstock.plan.search.interleaved_cuts import interleaved_divisions
-from penstock.plan.search.large import good_division
-from penstock.plan.search.refine import refine
+from penstock.plan.search.large import good_division, refine
 from penstock.plan.search.replicas import best_replicas, best_steps, rates_of
 from penstock.plan.search.rotation import rotated
 from penstock.spec.cluster import Cluster

@@ -1,7 +1,7 @@
 """A profile on a cluster at one setting: what each device would take for each stage."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class Problem:
         self.setting = setting
         self.costs = Costs(profile, setting)
         self.devices = cluster.devices
+        self.speeds = np.array([device.speed for device in self.devices])
         self.num_units = self.costs.num_units
         self.numbers = {device.name: number for number, device in enumerate(self.devices)}
         self.feeder = self.numbers[cluster.feeding.name]
@@ -58,11 +59,6 @@ class Problem:
         self._pairs = {frozenset(link.between): link for link in cluster.links}
         self.terms = lru_cache(maxsize=64)(self._terms)
         self.cost_matrix = lru_cache(maxsize=32 if self.num_units <= 500 else 2)(self._cost_matrix)
-
-    @cached_property
-    def speeds(self) -> Vector:
-        """The speed of every device."""
-        return np.array([device.speed for device in self.devices])
 
     def for_replica(self, num_microbatches: int) -> "Problem":
         """Return the same problem for one of several pipelines that train, with its part of a step's microbatches."""

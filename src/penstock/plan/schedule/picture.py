@@ -67,13 +67,10 @@ def draw(schedule: Schedule) -> str:
     """
     ticks = clock_cycles(schedule)
     several = any(len({action.stage for action in actions}) > 1 for actions in schedule)
-    lines = []
-    for device in range(len(schedule)):
-        cells = [_cell(tick[device], several) for tick in ticks]
-        lines.append((f"device {device}", cells))
-    width = max((len(cell) for _, cells in lines for cell in cells), default=0)
-    first = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:{first}}  {' '.join(f'{c:{width}}' for c in cells)}".rstrip() for name, cells in lines)
+    lines = {f"device {d}": [_cell(tick[d], several) for tick in ticks] for d in range(len(schedule))}
+    width = max((len(cell) for cells in lines.values() for cell in cells), default=0)
+    rows = [(name, " ".join(f"{cell:{width}}" for cell in cells)) for name, cells in lines.items()]
+    return "\n".join(f"{name:{max(map(len, lines))}}  {row}".rstrip() for name, row in rows)
 
 
 def _cell(action: Action | None, several: bool) -> str:

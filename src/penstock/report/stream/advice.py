@@ -85,19 +85,16 @@ def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
 def observed_cluster(run: Run, stream: MeasuredStream) -> Cluster:
     """Return the devices as fast as they computed: a device that something else slowed counts as slow."""
     devices = []
-    for stage in stream.stages:
+    names = [as_name(stage.device) for stage in stream.stages]
+    for stage, own in zip(stream.stages, names, strict=True):
         slowed = min(1.0, stage.alone_s / stage.mean("compute_s")) if stage.mean("compute_s") else 1.0
         known = run.facts.bandwidths[stage.rank] if stage.rank < len(run.facts.bandwidths) else None
-        name = as_name(f"stage {stage.index} on {stage.device}" if _shares_name(stream, stage.device) else stage.device)
+        name = as_name(f"stage {stage.index} on {stage.device}") if names.count(own) > 1 else own
         devices.append(
             Device(name=name, speed=share(stage.machine) * slowed, memory_bytes=_ANY_MEMORY,
                    bandwidth_bytes_per_s=known)
         )  # fmt: skip
     return Cluster(devices=tuple(devices))
-
-
-def _shares_name(stream: MeasuredStream, device: str) -> bool:
-    return sum(as_name(stage.device) == as_name(device) for stage in stream.stages) > 1
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

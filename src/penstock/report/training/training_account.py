@@ -57,10 +57,8 @@ def usual_seconds(training: MeasuredTraining, threads: int) -> Usual:
                 found.setdefault((rank, done.stage, done.kind), []).append(done)
     seconds = {}
     for key, actions in found.items():
-        if threads == 1:
-            seconds[key] = statistics.median(done.cpu_s for done in actions) / share(training.machine(key[0]))
-        else:
-            seconds[key] = sorted(done.compute_s for done in actions)[len(actions) // 10]
+        cpu_s = statistics.median(done.cpu_s for done in actions) / share(training.processes[key[0]].machine)
+        seconds[key] = cpu_s if threads == 1 else sorted(done.compute_s for done in actions)[len(actions) // 10]
     return Usual(seconds)
 
 
@@ -71,9 +69,7 @@ def make_training_account(run: Run, training: MeasuredTraining) -> Account:
         make_training_account(run, measure_training(run)).largest.title
     """
     usual = usual_seconds(training, run.facts.threads)
-    speeds = device_speeds(
-        {rank: process.machine for rank, process in training.processes.items()}, run.facts.hosts
-    )  # fmt: skip
+    speeds = device_speeds({rank: each.machine for rank, each in training.processes.items()}, run.facts.hosts)
     mean_speed = statistics.fmean(speeds.values())
     # one device would update each weight once, not once for each replica
     first = set(training.replicas[0])
@@ -121,17 +117,14 @@ def _play_replica(
             seconds[device, actions[-1]] = _action_s(training, part.rank, done, usual, counted)
         schedule.append(tuple(actions))
 
-    def duration(action: Action, device: int) -> float:
-        return seconds[device, action]
-
-    def transfer(source: int, to: int, kind: Crossing) -> float:
-        return lines.get((source, to, kind), 0.0)
-
     lines: dict[tuple[int, int, Crossing], float] = {}
     for (source, to, direction), taken_s in training.lines_s.items() if "lines" in counted else ():
         kind: Crossing = "activations" if direction == "F" else "gradients"
         lines[ranks.index(replica[source]), ranks.index(replica[to]), kind] = taken_s
-    return simulate(tuple(schedule), duration, transfer).makespan_s
+    played = simulate(
+        tuple(schedule), lambda action, device: seconds[device, action], lambda *line: lines.get(line, 0.0)
+    )
+    return played.makespan_s
 
 
 def _before_s(part: Part, counted: set[str]) -> float:
@@ -141,7 +134,7 @@ def _before_s(part: Part, counted: set[str]) -> float:
 
 
 def _action_s(training: MeasuredTraining, rank: int, done: Done, usual: Usual, counted: set[str]) -> float:
-    machine = training.machine(rank)
+    machine = training.processes[rank].machine
     bytes_s = min(done.message_s, done.num_bytes * machine.byte_s / share(machine))
     alone_s = usual.of(rank, done)
     more = {"slower": done.compute_s - alone_s, "bytes": bytes_s, "fixed": done.message_s - bytes_s}

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.jobs import FromWeights
-from penstock.deploy.options import RunOptions
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.errors import RunError, UsageError
 from penstock.graph.call import bind_inputs

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from penstock.deploy.options import CutOptions, RunOptions
+from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.engine.placement import Grid, Replica, shares
 from penstock.graph.call import as_call
 from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
 from penstock.tensors import HOST
+from penstock.train.arrangement import TrainOptions
+from penstock.train.batches import loss_and_count, take_rows
 from penstock.train.captured import Captured
-from penstock.train.losses import loss_and_count, take_rows
-from penstock.train.options import TrainOptions
 from penstock.train.trainer import Trainer
 from penstock.transport.memory_network import MemoryNetwork
 

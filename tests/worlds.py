@@ -11,9 +11,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.jobs import FromWeights
-from penstock.deploy.options import RunOptions
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.deploy.worker import work
 from penstock.errors import PenstockError

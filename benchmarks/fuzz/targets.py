@@ -19,7 +19,15 @@ from torch import nn
 from benchmarks.fuzz.mutate import mutate_bytes, mutate_document, mutate_program, mutate_text
 from penstock.cluster.lab.spec import parse_lab
 from penstock.deploy.bundle import read_bundle, read_part
-from penstock.deploy.documents import Document, DoMore, Rotation, RunAlone, ServeStages, read_document, write_document
+from penstock.deploy.documents import (
+    Document,
+    DoMore,
+    Rotation,
+    RunBaseline,
+    ServeStages,
+    read_document,
+    write_document,
+)
 from penstock.engine.counters import read_counters
 from penstock.errors import ClusterError, ProgramError, RunError
 from penstock.graph.capture import capture
@@ -33,10 +41,10 @@ from penstock.group.world import Leave
 from penstock.runtime.eager import Runtime
 from penstock.spec.check import check_plan
 from penstock.spec.cluster import parse_cluster
+from penstock.spec.fields import decode_json
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage, decode_plan, encode_plan
 from penstock.spec.profile import Boundary, Profile, Unit
-from penstock.spec.saving import decode_json
-from penstock.train.checkpoint_index import INDEX, CheckpointIndex, DataPosition, OptimizerGroup, read_index
+from penstock.train.checkpoint_folder import INDEX, CheckpointIndex, DataPosition, OptimizerGroup, read_index
 from penstock.transport.messages import DATA, Format, Message
 
 _PLAN_NAME = "0123456789abcdef"
@@ -225,7 +233,9 @@ def _jobs(programs: list[Any]) -> list[Document]:
         source="weights", number=3, ranks=(Rotation((1,), (0,)), Rotation((1, 2), (0, 1, 1))), sizes={"batch": 2},
         depth=2, threads=1, device_names=("a", "b", "c"), programs={0: [json.dumps(programs[0])]}, order=(0,),
     )  # fmt: skip
-    alone = RunAlone(program=json.dumps(programs[0]), sizes={"batch": 2}, threads=1, num_inputs=2, num_microbatches=9)
+    alone = RunBaseline(
+        program=json.dumps(programs[0]), sizes={"batch": 2}, threads=1, num_inputs=2, num_microbatches=9
+    )
     bundled = msgspec.structs.replace(serving, source="bundle", plan=_PLAN_NAME, device="name:1")
     return [serving, bundled, alone, Leave(message="done"), DoMore(name="peer", settings={"modules": ["blocks.1"]})]
 

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.learning.cases import ALONE, PIPELINE, Case, image_cases, text_cases
 from benchmarks.learning.figure import draw
-from penstock.recipes.start import fit_apart
+from penstock.recipes.launch import fit_apart
 
 EVERY = 10  # of the validation images, one is used
 

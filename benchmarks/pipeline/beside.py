@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.bench.ceiling import WholeModel
-from penstock.deploy.baseline import time_alone
+from penstock.deploy.baseline import time_baseline
 from penstock.graph.capture import capture
 from penstock.graph.program import read_program, write_program
 from penstock.runtime.eager import Runtime
@@ -92,9 +92,9 @@ def main() -> None:
         loaded = _loaded(folder / "in.safetensors")
         inputs = [[loaded[name] for name in names] for names in document["inputs"]]
         with torch.inference_mode():
-            time_alone(runtime, document["sizes"], inputs, len(inputs))  # to warm up
+            time_baseline(runtime, document["sizes"], inputs, len(inputs))  # to warm up
             while line:
-                told.write(f"{time_alone(runtime, document['sizes'], inputs, int(line))}\n")
+                told.write(f"{time_baseline(runtime, document['sizes'], inputs, int(line))}\n")
                 line = asked.readline()
         del graph
 

@@ -18,10 +18,10 @@ from penstock.cluster.lab.shell import SystemShell
 from penstock.deploy.worker import work
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World
-from penstock.measure.message_costs import measure_messages
+from penstock.measure.hosts import measure_messages
+from penstock.plan.candidates import Request
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.predict import predict
-from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile, interpolate
 from penstock.transport.base import FEEDER

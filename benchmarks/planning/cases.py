@@ -17,7 +17,7 @@ from benchmarks.pipeline.cases import TURNS, Case, peer, pipeline
 from penstock.cluster.lab import take_down
 from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
-from penstock.measure.message_costs import measure_messages
+from penstock.measure.hosts import measure_messages
 from penstock.measure.profiler import profile_graph, worker_bytes
 from penstock.spec.cluster import parse_cluster
 from penstock.zoo.models.models import load_model

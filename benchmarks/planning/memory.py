@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.planning.shapes import plan_of_shape
 from penstock.memory import anonymous_bytes
+from penstock.recipes.launch import WORKER, fit_apart
 from penstock.recipes.settings import FitSettings
-from penstock.recipes.start import WORKER, fit_apart
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Schedule, write_plan
 from penstock.spec.profile import Profile, read_profile

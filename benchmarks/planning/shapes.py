@@ -1,10 +1,9 @@
 """The best plan of a shape: how many stages each of the pipelines side by side has."""
 
-from penstock.plan.candidates import as_candidate, candidates_of
+from penstock.plan.candidates import Request, as_candidate, candidates_of
 from penstock.plan.choose import write_down
 from penstock.plan.cost.problem import Problem
-from penstock.plan.request import Request
-from penstock.plan.search.training_replicas import best_steps
+from penstock.plan.search.replicas import best_steps
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan, Schedule
 from penstock.spec.profile import Profile

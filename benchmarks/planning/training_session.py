@@ -18,13 +18,13 @@ from benchmarks.training.session import LENGTH, VOCABULARY, Language, next_token
 from penstock.deploy.worker import work
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World
-from penstock.measure.message_costs import measure_messages
+from penstock.measure.hosts import measure_messages
 from penstock.plan.cost.predict import predict
 from penstock.spec.cluster import Cluster, parse_cluster
 from penstock.spec.plan import decode_plan, encode_plan
 from penstock.spec.profile import Profile
 from penstock.transport.base import FEEDER
-from penstock.transport.collectives import exchange
+from penstock.transport.collectives import all_gather
 
 STEPS, ALONE_STEPS = 5, 6
 
@@ -74,7 +74,7 @@ def _train(
     told = ""
     if world.rank == FEEDER:
         told = encode_plan(plan_of_shape(profile, cluster.at_mean_speeds(before), shape, len(ids))).decode()
-    plan = decode_plan(exchange(world.transport, {"plan": told})[FEEDER]["plan"].encode())
+    plan = decode_plan(all_gather(world.transport, {"plan": told})[FEEDER]["plan"].encode())
     with penstock.Pipeline(model, (ids[:rows],), plan=plan, world=world, threads=1) as pipe:
         seconds = _steps(pipe, ids)
     after = _speeds(world, profile, model, ids[:rows])
@@ -104,13 +104,13 @@ def _speeds(world: World, profile: Profile, model: torch.nn.Module, ids: torch.T
     """Let every host train by itself, all at once; return their speeds in multiples of the profiled core's."""
     expected = sum(unit.forward_s[0] + (unit.backward_s or (0.0,))[0] for unit in profile.units)
     seconds = []
-    exchange(world.transport, {})
+    all_gather(world.transport, {})
     for _ in range(ALONE_STEPS + 1):
         begin = time.perf_counter()
         next_token_loss(model(ids), ids).backward()
         seconds.append(time.perf_counter() - begin)
     model.zero_grad()
-    told = exchange(world.transport, {"speed": expected / statistics.fmean(seconds[1:])})
+    told = all_gather(world.transport, {"speed": expected / statistics.fmean(seconds[1:])})
     return [document["speed"] for document in told]
 
 

@@ -1,4 +1,4 @@
-"""What users import: one name for a model that streams and for one that trains, gathered apart by `model.training`."""
+"""The public `Pipeline`: streams a model in evaluation mode, trains a model in training mode."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
-from penstock.deploy.options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.engine.observer import StreamReport
 from penstock.engine.stall import STALL_S
 from penstock.engine.wiring import DEPTH
@@ -22,8 +22,8 @@ from penstock.spec.plan import Plan
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.tensors import find_device
 from penstock.terminal.live import StageState
-from penstock.train.options import TrainOptions
-from penstock.train.step_report import StepReport
+from penstock.train.arrangement import TrainOptions
+from penstock.train.outcome import StepReport
 from penstock.train.trainer import Trainer
 from penstock.train.training_pipeline import TrainingPipeline, trains
 from penstock.zoo.weights.weights import Weights
@@ -60,10 +60,12 @@ class Pipeline:
             Or a list of modules, one per stage, called one after the other: the way in for what does not export.
             They run as threads of this process, or under torchrun in the processes, which all have the list.
         args, kwargs: an example call with the largest microbatch that will be streamed.
-        stages: how many; under torchrun as many as processes unless given.
+        stages: number of stages; by default one per process under torchrun, 4 for a stream started alone.
         policy, cuts: how the model is cut, by a policy or by hand, as for `penstock.split`.
         plan: what `penstock plan` chose, in place of stages, policy, cuts and depth; for training, made with
             `--schedule`, also of replicas, schedule and microbatches.
+        dynamic: further symbolic dimensions, as for `penstock.capture`.
+        world: processes that have met already; this one joins or starts some where not given.
         weights: where tensors are read from, one at a time; the model itself where not given.
         threads: per stage; what this machine's cores allow where not given.
         depth: microbatches that may wait at a cut.
@@ -88,7 +90,7 @@ class Pipeline:
         schedule: gpipe, 1f1b, interleaved, zero-bubble, or a schedule of your own as text.
         microbatches: how many a replica's rows of a batch are cut into; two for each stage where not given.
         seed: of dropout and of the order of data.
-        autocast: torch.bfloat16 to compute in it where autocast does.
+        autocast: a dtype for `torch.autocast`, such as torch.bfloat16; no autocast where not given.
         checkpointing: keep only a stage's inputs until its backward, and recompute the forward then.
 
     Raises `CaptureError` and `CutError` as `penstock.split` does, `RunError` when the processes do not
@@ -209,11 +211,11 @@ class Pipeline:
     @property
     def last_report(self) -> StreamReport:
         """The times of the last stream, on the process that feeds."""
-        return self._streaming.last_report
+        return self._streaming.deployment.last_report
 
     def stage_states(self) -> list[StageState]:
         """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
-        return self._streaming.stage_states()
+        return self._streaming.deployment.stage_states()
 
     optimizer = _of_training(TrainingPipeline.optimizer)
     loader = _of_training(TrainingPipeline.loader)

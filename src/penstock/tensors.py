@@ -60,7 +60,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if tensor.device == device or tensor.device.type == "meta" else copy_exactly(tensor, device)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until everything that was begun on a device is done: on a GPU operations return before they are."""
     if device.type != HOST.type:
         # of the stream alone that computes: a message to another device may lie on its own for long

@@ -18,8 +18,8 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.stages import fingerprint as graph_fingerprint
+from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
-from penstock.spec.saving import fingerprint
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.models import deit
 

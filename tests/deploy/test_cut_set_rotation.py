@@ -11,8 +11,8 @@ from torch import nn
 
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.jobs import FromWeights
-from penstock.deploy.options import RunOptions
 from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.engine.channels import Formats
 from penstock.errors import TransportError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.documents import RunAlone, read_document, write_document
+from penstock.deploy.documents import RunBaseline, read_document, write_document
 from penstock.errors import ProgramError
 from penstock.group.world import Leave
 
@@ -16,7 +16,7 @@ STAGES: dict[str, Any] = {
 
 
 def test_documents_come_back_as_they_were() -> None:
-    alone = RunAlone(program="{}", sizes={"batch": 2}, threads=1, num_inputs=8, num_microbatches=50)
+    alone = RunBaseline(program="{}", sizes={"batch": 2}, threads=1, num_inputs=8, num_microbatches=50)
     assert read_document(write_document(alone), 2) == alone
     assert read_document(write_document(Leave(message="done")), 2) == Leave(message="done")
     stages = read_document(json.dumps(STAGES).encode(), 2)

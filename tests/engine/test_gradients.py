@@ -8,7 +8,7 @@ import torch
 from penstock.engine.gradients import Synchronizer, Weight, make_buckets
 from penstock.errors import ConnectionBroken, RunError
 from penstock.group.world import World
-from penstock.transport.collectives import all_reduce, exchange
+from penstock.transport.collectives import all_gather, all_reduce
 from penstock.transport.memory_network import MemoryNetwork
 from tests.trainers import in_threads
 
@@ -28,7 +28,7 @@ def test_all_reduce(size: int, length: int) -> None:
 
 
 def test_exchange() -> None:
-    told = in_threads(3, lambda world: exchange(world.transport, {"rank": world.rank, "odd": float("inf")}))
+    told = in_threads(3, lambda world: all_gather(world.transport, {"rank": world.rank, "odd": float("inf")}))
     assert told == [[{"rank": rank, "odd": float("inf")} for rank in range(3)]] * 3
 
 

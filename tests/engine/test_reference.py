@@ -8,7 +8,7 @@ import torch
 
 from penstock.deploy.state import load_state
 from penstock.engine import reference
-from penstock.engine.reference import measure_alone
+from penstock.engine.reference import measure_baseline
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.eager import Runtime
 from penstock.tracing.record import RECORDING_BYTES
@@ -52,7 +52,7 @@ def test_copies_stand_in_for_the_other_stages(monkeypatch: pytest.MonkeyPatch, r
         monkeypatch.setattr(reference, "SCRATCH_BYTES", room * runtime.weight_bytes)
     message = Message(DATA, 0, (2,), list(tower_inputs(1)[0]))
     with torch.inference_mode():
-        alone = measure_alone(7, RoundRobin([runtime]), [message], others=3)
+        alone = measure_baseline(7, RoundRobin([runtime]), [message], others=3)
     assert alone.stage == 7
     assert alone.seconds > 0
     assert len(set(ran)) == expected
@@ -71,7 +71,7 @@ def test_what_other_threads_compute_is_not_the_stage_s() -> None:
     try:
         message = Message(DATA, 0, (2,), list(tower_inputs(1)[0]))
         with torch.inference_mode():
-            alone = measure_alone(0, RoundRobin([first_stage()]), [message])
+            alone = measure_baseline(0, RoundRobin([first_stage()]), [message])
     finally:
         over.set()
         for other in others:
@@ -108,7 +108,7 @@ with torch.inference_mode():
     for index in range(60):
         observer.keep(0, Message(DATA, index, (2048,), [torch.zeros(2048, 512)]))
     assert 1 <= len(observer.kept[0]) <= 6
-    assert reference.measure_alone(0, runtimes, list(observer.kept[0].values()), others=4).seconds > 0
+    assert reference.measure_baseline(0, runtimes, list(observer.kept[0].values()), others=4).seconds > 0
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 

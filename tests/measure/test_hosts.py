@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from penstock.engine.reference import calibrate
-from penstock.measure.message_costs import measure_messages
+from penstock.measure.hosts import measure_messages
 from tests.processes import Running
 
 SCRIPT = """

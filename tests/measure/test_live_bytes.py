@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.measure.live_bytes import LiveBytes
+from penstock.measure.training_memory import LiveBytes
 
 KILO = 1000
 

@@ -2,9 +2,8 @@ import msgspec
 import pytest
 
 from penstock.errors import ClusterError, PlanError
-from penstock.plan.again import observed, plan_again
-from penstock.plan.choose import make_plan
-from penstock.plan.request import Request
+from penstock.plan.candidates import Request
+from penstock.plan.choose import make_plan, observed, plan_again
 from penstock.spec.check import check_made_from
 from tests.spec.samples import make_cluster, make_profile
 

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from penstock.errors import PlanError
+from penstock.plan.candidates import Request
 from penstock.plan.choose import choose, make_plan, memory_that_would_do
-from penstock.plan.cost.bound import bottleneck_bound_s
+from penstock.plan.cost.pipeline_cost import bottleneck_bound_s
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
-from penstock.plan.request import Request
 from penstock.plan.search.replicas import rates_of
 from penstock.spec.check import check_made_from, check_plan
 from penstock.spec.cluster import Cluster, Device

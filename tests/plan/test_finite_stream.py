@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.plan.cost.finite_stream import StageTimes, result_times, steady_s
+from penstock.plan.cost.predict import StageTimes, result_times, steady_s
 
 
 def stage(*compute: float, wire: float = 0.0) -> StageTimes:

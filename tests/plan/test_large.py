@@ -2,13 +2,11 @@
 
 import pytest
 
-from penstock.plan.cost.bound import bottleneck_bound_s
-from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all
+from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, fits_all
 from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.exact import best_divisions
-from penstock.plan.search.large import good_division
-from penstock.plan.search.refine import refine
+from penstock.plan.search.large import good_division, refine
 from tests.plan.instances import every_division, random_problem
 from tests.spec.samples import make_cluster, make_profile
 

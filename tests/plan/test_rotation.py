@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.search.rotation import BoundaryCosts, Portions, best_portions, couple, rotate
-from penstock.plan.search.simplex import minimize
+from penstock.plan.search.rotation import BoundaryCosts, Portions, best_portions, couple, minimize, rotate
 
 
 def make_costs(

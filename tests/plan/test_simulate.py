@@ -2,10 +2,9 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.plan.schedule.actions import forward_only
-from penstock.plan.schedule.picture import bubble_formula, clock_cycles, draw
+from penstock.plan.schedule.picture import bubble_formula, clock_cycles, draw, read_schedule
 from penstock.plan.schedule.schedules import gpipe, make_schedule, one_f_one_b
 from penstock.plan.schedule.simulate import simulate, uniform
-from penstock.plan.schedule.text import read_schedule
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.plan.candidates import Request
 from penstock.plan.choose import make_plan
 from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.cost.training_step import simulate_step
-from penstock.plan.request import Request
 from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.plan import Schedule
 from penstock.spec.profile import Unit

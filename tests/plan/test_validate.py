@@ -2,7 +2,7 @@ import pytest
 
 from penstock.errors import PlanError, UsageError
 from penstock.plan.schedule.actions import Action, text
-from penstock.plan.schedule.text import read_schedule
+from penstock.plan.schedule.picture import read_schedule
 from penstock.plan.schedule.validate import check_schedule
 
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 from penstock.errors import DataError, OutOfMemory, PlanError, RunError, UsageError
 from penstock.files import LineFile
-from penstock.group.launch import WorkerExit
-from penstock.recipes import several, start
+from penstock.group.launcher import WorkerExit
+from penstock.recipes import launch, several
 from penstock.recipes.data_tasks import make_task
+from penstock.recipes.launch import explain_exit, fit, fit_apart
 from penstock.recipes.metrics import EpochResult, FitResult, drop_old_checkpoints, newest_checkpoint
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row, draw_comparison, find_largest_batch, mode_runs, read_sweep, run_row
-from penstock.recipes.start import explain_exit, fit, fit_apart
 from penstock.spec.check import read_plan
 from penstock.spec.plan import write_plan
 from penstock.train.captured import Captured
@@ -117,7 +117,7 @@ def test_what_goes_wrong_apart_is_said_here(tmp_path: Path) -> None:
 
 def test_a_process_that_somebody_killed_is_not_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     killed = WorkerExit(1, -9)
-    monkeypatch.setattr(start, "num_killed", lambda: 7)
+    monkeypatch.setattr(launch, "num_killed", lambda: 7)
     assert type(explain_exit(killed, 7)) is RunError
     for before in (6, None):  # another one since, or a system that does not say
         found = explain_exit(killed, before)

@@ -7,8 +7,8 @@ import pytest
 from penstock.errors import UsageError
 from penstock.graph.stages import fingerprint
 from penstock.measure.profiler import MessageCosts
+from penstock.plan.candidates import Request
 from penstock.plan.choose import make_plan
-from penstock.plan.request import Request
 from penstock.recipes import profiled
 from penstock.recipes.data_tasks import make_task
 from penstock.recipes.profiled import profile_task

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.recipes.start import fit
+from penstock.recipes.launch import fit
 from tests.recipes.test_fit import lines, settings
 
 

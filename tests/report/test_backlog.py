@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.report.stream.backlog import Backlog, backlog_in_waits, other_threads_cpu_s
 from penstock.report.stream.measured import MeasuredStage, Step
+from penstock.report.stream.replay import Backlog, backlog_in_waits, other_threads_cpu_s
 from penstock.tracing.trace import Machine
 
 

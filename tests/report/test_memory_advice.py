@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock.report.stream.memory_advice import advise_memory
+from penstock.report.stream.advice import advise_memory
 from penstock.tracing.trace import Counter, Machine, Run
 from tests.report.samples import streamed
 

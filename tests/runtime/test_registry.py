@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.deploy.options import RunOptions
 from penstock.deploy.placing import place
+from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.errors import PlanError
 from penstock.graph.capture import capture

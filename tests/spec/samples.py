@@ -1,9 +1,9 @@
 """Small specs by hand."""
 
 from penstock.spec.cluster import Cluster, Device
+from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Stage
 from penstock.spec.profile import Boundary, Profile, Unit
-from penstock.spec.saving import fingerprint
 
 _NAMES = (*"abcdefghijklmnopqrstuvwxyz", *(f"d{index}" for index in range(26, 100)))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import PlanError
-from penstock.spec.names import check_name, is_name
+from penstock.spec.fields import check_name, is_name
 
 
 @pytest.mark.parametrize(

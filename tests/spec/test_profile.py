@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ProfileError
+from penstock.spec.fields import fingerprint
 from penstock.spec.profile import Boundary, Unit, interpolate, read_profile, write_profile
-from penstock.spec.saving import fingerprint
 from tests.spec.samples import make_profile
 
 

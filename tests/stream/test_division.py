@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.deploy.options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.errors import UsageError
 from penstock.stream.division import Division, divide_model
 

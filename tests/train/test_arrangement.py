@@ -22,8 +22,8 @@ from penstock.spec.check import check_plan
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage
 from penstock.spec.profile import Boundary, Unit
+from penstock.train.arrangement import plan_grid
 from penstock.train.captured import Captured
-from penstock.train.grids import plan_grid
 from tests.learners import LOSSES, batches, captured, model, sgd
 from tests.spec.samples import make_profile
 from tests.train.test_pipeline import images, small

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from penstock.engine.placement import shares
 from penstock.group.world import World
+from penstock.train.arrangement import ScheduleChoice, make_grid
 from penstock.train.captured import Captured
-from penstock.train.grids import ScheduleChoice, make_grid
 from penstock.train.loader import Loader
 from penstock.train.trainer import Trainer
 from tests.models import seeded

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from penstock.group.world import World
 from penstock.train.captured import Captured
-from penstock.train.step_report import StepReport
+from penstock.train.outcome import StepReport
 from tests.models import seeded
 from tests.trainers import in_threads, make_trainer
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.deploy.baseline import collect_alone, release_alone, run_alone, send_alone
+from penstock.deploy.baseline import ask_baseline, collect_baseline, release_baselines, run_baseline
 from penstock.deploy.bundle import LoadState
 from penstock.deploy.jobs import load_programs
 from penstock.graph.program import StageProgram
@@ -51,18 +51,18 @@ class WholeModel:
         others = [rank for rank in ranks if rank != FEEDER]
         transport = self._world.transport
         for rank in others:
-            send_alone(
+            ask_baseline(
                 transport, rank, self.program, self.load, inputs=self.inputs, sizes=self.sizes,
                 num_microbatches=count, threads=self.threads, computes_on=self._computes_on,
             )  # fmt: skip
-        release_alone(transport, others)
+        release_baselines(transport, others)
         results: list[tuple[list[list[Tensor]], float]] = []
         if FEEDER in ranks:
             torch.set_num_threads(self.threads)
             device = find_device(self._computes_on, self._world.position)
             runtime = load_programs([self.program], self.load, device)[0]
-            results.append(run_alone(runtime, self.sizes, self.inputs, count))
-        results += [collect_alone(transport, rank, self.program, self.sizes, len(self.inputs)) for rank in others]
+            results.append(run_baseline(runtime, self.sizes, self.inputs, count))
+        results += [collect_baseline(transport, rank, self.program, self.sizes, len(self.inputs)) for rank in others]
         return results[0][0], [seconds for _, seconds in results]
 
 

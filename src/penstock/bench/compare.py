@@ -17,10 +17,10 @@ from penstock.bench.samples import Difference, Measured, Samples, limit_of
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.documents import write_document
 from penstock.deploy.jobs import FromWeights
-from penstock.deploy.options import RunOptions
 from penstock.deploy.placing import place, ranks_of
 from penstock.deploy.policies import best_blocks, choose_cuts
 from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.run_options import RunOptions
 from penstock.deploy.state import load_state
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import RunError
@@ -29,11 +29,11 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.ops import State
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
-from penstock.group.launch import available_cores
+from penstock.group.launcher import available_cores
 from penstock.group.world import World, check_world
 from penstock.plan.search.partition import stage_sums
 from penstock.spec.plan import Plan
-from penstock.stream.facts import stream_facts
+from penstock.stream.streaming_pipeline import stream_facts
 from penstock.tracing.trace import Run
 from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
 from penstock.zoo.models.models import ZooModel

@@ -11,7 +11,7 @@ from penstock.engine.driver import Microbatch
 from penstock.engine.observer import StreamReport
 from penstock.graph.graph import Graph
 from penstock.group.world import World
-from penstock.measure.operation_times import random_input
+from penstock.measure.costs import random_input
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.zoo.models.models import ZooModel
 

@@ -11,7 +11,7 @@ from penstock.cli.options import bind_to
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cluster.lab.run import OutputLine, print_line
 from penstock.errors import UsageError
-from penstock.group.launch import module_command, module_path
+from penstock.group.launcher import module_command, module_path
 from penstock.terminal.notes import say
 
 Cluster = Annotated[

@@ -16,8 +16,8 @@ from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
 from penstock.measure.hosts import MeasuredHosts, measure_hosts
 from penstock.spec.cluster import Cluster, Link, read_cluster, write_cluster
+from penstock.spec.fields import write_text
 from penstock.spec.profile import Profile, read_profile, write_profile
-from penstock.spec.saving import write_text
 from penstock.terminal.progress import working
 from penstock.units import format_rate, format_seconds
 

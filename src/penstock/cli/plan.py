@@ -10,10 +10,10 @@ from msgspec import Meta
 from penstock.cli.options import JsonFile, make_console, parse_numbers, write_json
 from penstock.cli.settings_options import Given, takes_settings
 from penstock.errors import UsageError
+from penstock.plan.candidates import PlanAim, Request
 from penstock.plan.choose import choose
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.explain import explain, load_lines, summary, what_would_help
-from penstock.plan.request import PlanAim, Request
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Schedule, write_plan
 from penstock.spec.profile import read_profile

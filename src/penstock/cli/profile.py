@@ -13,9 +13,8 @@ from penstock.deploy.state import load_state
 from penstock.engine.reference import calibrate
 from penstock.errors import UsageError
 from penstock.graph.capture import capture
-from penstock.measure.load_costs import measure_loader
-from penstock.measure.message_costs import measure_messages
-from penstock.measure.profiler import profile_graph, script_bytes, worker_bytes
+from penstock.measure.hosts import measure_messages
+from penstock.measure.profiler import measure_loader, profile_graph, script_bytes, worker_bytes
 from penstock.recipes.profiled import profile_task
 from penstock.recipes.settings import make_settings
 from penstock.spec.profile import Profile, write_profile

@@ -8,9 +8,8 @@ import typer
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.errors import UsageError
 from penstock.plan.schedule.actions import Schedule, placement, text
-from penstock.plan.schedule.picture import bubble_formula, draw
+from penstock.plan.schedule.picture import bubble_formula, draw, read_schedule
 from penstock.plan.schedule.schedules import SCHEDULES, make_schedule
-from penstock.plan.schedule.text import read_schedule
 from penstock.plan.schedule.validate import check_schedule
 
 

@@ -14,7 +14,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
-from penstock.measure.operation_times import measure_work
+from penstock.measure.costs import measure_work
 from penstock.plan.search.partition import stage_sums
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds

@@ -12,11 +12,11 @@ from penstock.cli.settings_options import Given, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.errors import RunError, UsageError
 from penstock.group.entry import under_torchrun
-from penstock.group.launch import available_cores
+from penstock.group.launcher import available_cores
+from penstock.recipes.launch import available_memory, fit
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings
 from penstock.recipes.several import Place, Row, draw_comparison, find_largest_batch, mode_runs, read_sweep, run_all
-from penstock.recipes.start import available_memory, fit
 from penstock.spec.check import read_plan
 from penstock.transport.base import FEEDER
 from penstock.units import format_bytes, format_seconds, parse_bytes

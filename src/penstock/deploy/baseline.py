@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.bundle import LoadState
-from penstock.deploy.documents import RunAlone, write_document
+from penstock.deploy.documents import RunBaseline, write_document
 from penstock.deploy.state import receive_state, send_state
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER, StageRuntime
-from penstock.tensors import find_device, moved, settle
+from penstock.tensors import find_device, moved, synchronize
 from penstock.transport.base import (
     FEEDER,
     WORD_BYTES,
@@ -25,12 +25,12 @@ from penstock.transport.base import (
 )
 
 
-def send_alone(
+def ask_baseline(
     transport: Transport, rank: int, program: StageProgram, load: LoadState, *, inputs: Sequence[Sequence[Tensor]],
     sizes: Mapping[str, int], num_microbatches: int, threads: int, computes_on: str = "cpu",
 ) -> None:  # fmt: skip
-    """Ask a rank to run the whole model by itself; `collect_alone` gives what came of it."""
-    document = RunAlone(
+    """Ask a rank to run the whole model by itself; `collect_baseline` gives what came of it."""
+    document = RunBaseline(
         program=write_program(program), sizes=dict(sizes), threads=threads, num_inputs=len(inputs),
         num_microbatches=num_microbatches, computes_on=computes_on,
     )  # fmt: skip
@@ -41,7 +41,7 @@ def send_alone(
             send_tensor(transport, tensor, rank)
 
 
-def do_alone(world: World, document: RunAlone) -> None:
+def serve_baseline(world: World, document: RunBaseline) -> None:
     """Run the whole model on this rank, from memory to memory, when everybody is ready."""
     transport, device = world.transport, find_device(document.computes_on, world.position)
     program = read_program(document.program)
@@ -54,14 +54,14 @@ def do_alone(world: World, document: RunAlone) -> None:
             receive_tensor(transport, tensor, FEEDER)
         inputs.append(tensors)
     torch.set_num_threads(document.threads)
-    outputs, seconds = run_alone(runtime, sizes, inputs, document.num_microbatches, transport)
+    outputs, seconds = run_baseline(runtime, sizes, inputs, document.num_microbatches, transport)
     send_bytes(transport, json.dumps({"seconds": seconds}).encode(), FEEDER)
     for result in outputs:
         for tensor in result:
             send_tensor(transport, tensor, FEEDER)
 
 
-def run_alone(
+def run_baseline(
     runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int,
     transport: Transport | None = None,
 ) -> tuple[list[list[Tensor]], float]:  # fmt: skip
@@ -72,21 +72,21 @@ def run_alone(
         if transport is not None:
             send_bytes(transport, b"ready", FEEDER)
             receive_bytes(transport, FEEDER, limit=WORD_BYTES)
-        return outputs, time_alone(runtime, sizes, inputs, num_microbatches)
+        return outputs, time_baseline(runtime, sizes, inputs, num_microbatches)
 
 
-def time_alone(
+def time_baseline(
     runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int
 ) -> float:
     """Return the seconds of so many microbatches, which take the inputs in turn and lie where the runtime computes."""
     begin = time.perf_counter()
     for index in range(num_microbatches):
         runtime(sizes, inputs[index % len(inputs)])
-    settle(runtime.device)
+    synchronize(runtime.device)
     return time.perf_counter() - begin
 
 
-def release_alone(transport: Transport, ranks: Sequence[int]) -> None:
+def release_baselines(transport: Transport, ranks: Sequence[int]) -> None:
     """Wait until all of these ranks are warm, then let them start at once."""
     for rank in ranks:
         receive_bytes(transport, rank, limit=WORD_BYTES)
@@ -94,10 +94,10 @@ def release_alone(transport: Transport, ranks: Sequence[int]) -> None:
         send_bytes(transport, b"go", rank)
 
 
-def collect_alone(
+def collect_baseline(
     transport: Transport, rank: int, program: StageProgram, sizes: Mapping[str, int], num_inputs: int
 ) -> tuple[list[list[Tensor]], float]:
-    """Return what came of `send_alone`: the outputs for each input, and the seconds."""
+    """Return what came of `ask_baseline`: the outputs for each input, and the seconds."""
     seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES))["seconds"])
     outputs = []
     for _ in range(num_inputs):

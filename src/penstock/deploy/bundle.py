@@ -27,9 +27,8 @@ from penstock.graph.ops import State
 from penstock.graph.program import StageProgram, read_interface, read_program, states_of, write_program
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.spec.check import read_plan
-from penstock.spec.names import check_name
+from penstock.spec.fields import check_name, decode_json, fingerprint, read_bytes, write_json, write_text
 from penstock.spec.plan import Plan, write_plan
-from penstock.spec.saving import decode_json, fingerprint, read_bytes, write_json, write_text
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
 
 _PART, _PLAN, _INTERFACE, _WEIGHTS = "part.json", "plan.json", "interface.json", "weights.safetensors"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from penstock.deploy.jobs import FromModules, Source, send_stages
-from penstock.deploy.options import RunOptions
+from penstock.deploy.run_options import RunOptions
 from penstock.engine.counters import ACTIVATIONS, Counters
 from penstock.engine.driver import JOIN_S, Driver, Microbatch, finish_stream, stream_through
 from penstock.engine.executor import OwnStages
@@ -125,7 +125,7 @@ class Deployment:
 
     @property
     def deployments(self) -> "tuple[Deployment, ...]":
-        """Itself, as `Replicas` have several."""
+        """This deployment as a tuple of one, for the interface shared with `Replicas`."""
         return (self,)
 
     @property
@@ -166,7 +166,7 @@ class Deployment:
             self._join()
 
     def leave(self) -> None:
-        """Do what `close` does when the program ends: from Python 3.12 on, no thread can be started then."""
+        """Close at interpreter exit, without starting a thread, which Python 3.12 and later refuse there."""
         self.world.health.call_instead(self.place.give_up)
         finish_stream(self.place)
         if self.world.health.failure is None:
@@ -239,7 +239,7 @@ class Replicas:
 
 
 def _check_shared(job: StagesJob) -> None:
-    """With more to do, its other stages would wait for the end of a stream while it still waits for a turn."""
+    """Raise `UsageError` if a rank that shares a stage holds another one: they could deadlock at a stream's end."""
     for rank in sorted({rank for ranks in job.ranks if len(ranks.items) > 1 for rank in ranks.items}):
         stages = job.stages_of(rank)
         if len(stages) > 1:

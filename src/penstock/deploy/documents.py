@@ -12,7 +12,7 @@ from msgspec import Meta
 from penstock.errors import ProgramError
 from penstock.group.world import Leave
 from penstock.runtime.registry import RuntimeChoice
-from penstock.spec.names import check_name
+from penstock.spec.fields import check_name
 
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Few = Annotated[int, Meta(ge=1, le=4096)]
@@ -55,7 +55,7 @@ class ServeStages(
     trace_profile: bool = False
 
 
-class RunAlone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="alone", forbid_unknown_fields=True):
+class RunBaseline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="alone", forbid_unknown_fields=True):
     """Run a whole model by yourself on inputs that follow, and say how long it took."""
 
     program: str
@@ -73,7 +73,7 @@ class DoMore(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="m
     settings: dict[str, Any]
 
 
-Document = Leave | ServeStages | RunAlone | DoMore
+Document = Leave | ServeStages | RunBaseline | DoMore
 
 
 def write_document(document: Document) -> bytes:

@@ -23,7 +23,7 @@ from penstock.graph.graph import Graph, Plain
 from penstock.graph.ops import Ref, Value
 from penstock.graph.program import StageProgram
 from penstock.group.entry import thread_worlds
-from penstock.group.launch import WorkerExit
+from penstock.group.launcher import WorkerExit
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime

@@ -8,8 +8,8 @@ from pathlib import Path
 from penstock.deploy.bundle import LoadState, interfaces, read_bundle
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.jobs import FromBundle, FromWeights
-from penstock.deploy.options import RunOptions
 from penstock.deploy.programs import divide_plan, order_of
+from penstock.deploy.run_options import RunOptions
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import PlanError
 from penstock.graph.graph import Graph
@@ -17,8 +17,8 @@ from penstock.graph.program import StageProgram
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin, round_robin
 from penstock.runtime.registry import RuntimeChoice
+from penstock.spec.fields import fingerprint
 from penstock.spec.plan import Pipeline, Plan
-from penstock.spec.saving import fingerprint
 
 
 def place(

@@ -43,7 +43,7 @@ class Wanted:
 def redistribute(have: Held, want: Wanted, transport: Transport, tag: int = CONTROL) -> Iterator[tuple[str, Tensor]]:
     """Move tensors from the ranks that hold them to those that want them, and yield those that this rank wants.
 
-    Every rank that takes part calls this with the same ranks, and takes all that comes of it. One tensor at a time is
+    Every participating rank calls this with the same `ranks` and exhausts the iterator. One tensor at a time is
     in memory beside what the caller keeps, in the order of `want`. A tensor that a rank holds already does not move;
     one that several hold comes from the first of them.
 
@@ -123,7 +123,7 @@ class TrainState:
 
 
 def source_of(name: str) -> str:
-    """Return the tensor or parameter that one of `TrainState.named` is, or belongs to.
+    """Return the model's name for an entry of `TrainState.named`; for a slot, its parameter's name.
 
     >>> source_of("model/w"), source_of("optimizer/exp_avg/w")
     ('w', 'w')
@@ -142,7 +142,10 @@ def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
     tensor = weights.load(state.source)
     wanted = state.value.evaluate({})
     if tuple(tensor.shape) != wanted:
-        raise UsageError(f"{state.source} is {tuple(tensor.shape)} in the weights but {wanted} in the model")
+        raise UsageError(
+            f"{state.source} is {tuple(tensor.shape)} in the weights but {wanted} in the model; "
+            "give weights of this model"
+        )
     return tensor.detach().to("cpu", state.value.dtype)
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.baseline import do_alone
-from penstock.deploy.documents import DoMore, RunAlone, ServeStages
+from penstock.deploy.baseline import serve_baseline
+from penstock.deploy.documents import DoMore, RunBaseline, ServeStages
 from penstock.deploy.jobs import MakeRuntime, read_stages, receive_job
 from penstock.engine.executor import OwnStages
 from penstock.engine.tracers import follow_stages
 from penstock.errors import PenstockError, ProgramError, TransportError
 from penstock.group.entry import join_local
-from penstock.group.launch import leave_with_parent
+from penstock.group.launcher import leave_with_parent
 from penstock.group.world import Leave, World
 from penstock.transport.base import FEEDER, send_bytes
 
@@ -36,7 +36,7 @@ def work(
 
     `more` are jobs by name that whoever started this process lets it do beside serving stages.
     """
-    try:
+    with world.explained():
         while not isinstance(document := receive_job(world.transport), Leave):
             if isinstance(document, DoMore):
                 answer = _find_job(more or {}, document.name)(world, document.settings)
@@ -47,11 +47,6 @@ def work(
             send_bytes(world.transport, b"left", FEEDER)
         world.health.close()  # from here on nobody's end is a failure
         return document.message
-    except TransportError as error:
-        raise world.explain(error) from error
-    except Exception as error:
-        world.health.report(error)
-        raise
 
 
 def follow(
@@ -72,11 +67,11 @@ def _find_job(more: Mapping[str, Job], name: str) -> Job:
 
 
 def do_job(
-    world: World, document: ServeStages | RunAlone, make: MakeRuntime | None = None, bundle: Path | None = None
+    world: World, document: ServeStages | RunBaseline, make: MakeRuntime | None = None, bundle: Path | None = None
 ) -> None:
     """Do one job: run a model alone, or serve stages until they are closed."""
-    if isinstance(document, RunAlone):
-        do_alone(world, document)
+    if isinstance(document, RunBaseline):
+        serve_baseline(world, document)
         return
     job, runtimes = read_stages(world, document, make, bundle)
     own = OwnStages(world, job, runtimes)

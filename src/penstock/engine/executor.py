@@ -18,7 +18,7 @@ from penstock.memory import is_out_of_memory
 from penstock.plan.schedule.actions import STAGE_KINDS, Action
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime
-from penstock.tensors import HOST, copy_exactly, moved, settle
+from penstock.tensors import HOST, copy_exactly, moved, synchronize
 from penstock.text import first_line
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.transport.base import FEEDER
@@ -41,7 +41,7 @@ class Stage(Protocol):
         """Return where it computes."""
 
     def run(self, action: Action, message: Message | None) -> Message | None:
-        """Run an action on the message that it takes, if it takes one; returns the message that it sends.
+        """Run an action on its incoming message, if it has one; return the message to send, if any.
 
         Raises `RunError` where an operation fails.
         """
@@ -81,14 +81,14 @@ class ForwardStage:
             for op, taken_s in zip(runtime.program.ops, seconds, strict=False):
                 recorder.span("unit", action.stage, message.index, at_s, at_s + taken_s, op.name)
                 at_s += taken_s
-        settle(runtime.device)
+        synchronize(runtime.device)
         return Message(DATA, message.index, message.sizes, outputs)
 
 
 def run_schedule(
     actions: Iterable[Action], stages: Mapping[int, Stage], channels: Channels, observer: Observer
 ) -> int | None:
-    """Run actions in order; returns END or CLOSE where a message of that kind ended all stages, None at their end.
+    """Run actions in order; return the kind of message that ended all stages, END or CLOSE, or None.
 
     Each action takes its message, its stage runs it, and what the stage returns is sent:
 
@@ -133,7 +133,7 @@ def serve_stream(actions: Iterable[Action], stages: Mapping[int, Stage], channel
 
 @contextlib.contextmanager
 def _naming(action: Action) -> Iterator[None]:
-    """Name stage and microbatch in what goes wrong."""
+    """Prefix a `RunError` with the action's stage and microbatch."""
     try:
         yield
     except ConnectionBroken:
@@ -143,7 +143,7 @@ def _naming(action: Action) -> Iterator[None]:
 
 
 def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer: Observer) -> Message:
-    """Take an action's message, or the end of the stream, or the word to stop."""
+    """Take an action's message, END or CLOSE; raise `TransportError` if another one was due."""
     with _naming(action):
         message = receiver.take()
     # the end says how many there were: round-robin, the next one of this device may lie further on
@@ -184,7 +184,7 @@ def _run(action: Action, message: Message | None, stage: Stage, channels: Channe
 
 
 def _pass_on(action: Action, message: Message, channels: Channels, observer: Observer) -> None:
-    """Send the end of a stream further, with what the observer has to say of this stage."""
+    """Forward END or CLOSE to the next stage, with the observer's report on this stage."""
     receiver, sender = channels.receivers[action.stage, ACTIVATIONS], channels.senders[action.stage, ACTIVATIONS]
     sender.put(Message(message.kind, message.index, body=observer.ended(action, message, receiver.width)))
     observer.sent(action, ACTIVATIONS, sender.width)
@@ -193,9 +193,9 @@ def _pass_on(action: Action, message: Message, channels: Channels, observer: Obs
 
 
 class OwnStages:
-    """A process's stages of a job: what they run, their channels, what is counted of them.
+    """The stages of one process in a job, with their channels and counters.
 
-    `feeds` are the links of the feeder, in the process that is it. From here on heartbeats say how far they are.
+    `feeds` are the feeder's links, in the feeding process only. From here on heartbeats report the stages' progress.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.engine.counters import COMPUTING, Counters
 from penstock.engine.profile_window import ProfileWindow
-from penstock.engine.reference import measure_alone
+from penstock.engine.reference import measure_baseline
 from penstock.plan.schedule.actions import Action
 from penstock.tensors import copy_exactly, held_bytes
 from penstock.tracing.record import KEPT_BYTES, Clock, Recorder
@@ -215,7 +215,7 @@ class StreamObserver(Observer):
             body = json.dumps([*json.loads(message.body or b"[]"), asdict(self._report(index))]).encode()
             if self.kept[index] and self.seconds[index].num_microbatches:
                 kept = list(self.kept[index].values())
-                self.alone[index] = measure_alone(index, stage.runtimes, kept, others=self._others)
+                self.alone[index] = measure_baseline(index, stage.runtimes, kept, others=self._others)
         super().ended(action, message, width)
         return body
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.group.launch import quota_cores
+from penstock.group.launcher import quota_cores
 from penstock.memory import limit_bytes
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime
-from penstock.tensors import settle
+from penstock.tensors import synchronize
 from penstock.tracing.record import SCRATCH_BYTES
 from penstock.tracing.trace import Alone, Machine
 from penstock.transport.messages import Message
@@ -28,7 +28,9 @@ _BYTES = 2**20
 _BYTE_ROUNDS = 8
 
 
-def measure_alone(stage: int, runtimes: RoundRobin[StageRuntime], kept: Sequence[Message], *, others: int = 0) -> Alone:
+def measure_baseline(
+    stage: int, runtimes: RoundRobin[StageRuntime], kept: Sequence[Message], *, others: int = 0
+) -> Alone:
     """Run a stage again on microbatches that it had, one for each of its programs, with no messages in between.
 
     Each program counts as often as its turn comes. Programs are measured one after the other, so what that takes of
@@ -70,7 +72,7 @@ def _measure(runtime: StageRuntime, message: Message, others: int, least_s: floa
 
 def _run(runtime: StageRuntime, message: Message) -> None:
     runtime(dict(zip(runtime.program.symbols, message.sizes, strict=True)), message.tensors)
-    settle(runtime.device)
+    synchronize(runtime.device)
 
 
 def _with_copies(runtime: StageRuntime, others: int) -> tuple[list[StageRuntime], Tensor | None]:

@@ -54,7 +54,7 @@ class StallWatch:
         self._since = time.monotonic()
 
     def check(self) -> Verdict | None:
-        """Return what was lost, once nobody has computed and nothing has moved for `stall_s`."""
+        """Return a verdict naming the stalled stage once nothing has computed or moved for `stall_s`, else None."""
         heard = read_counters(self._job, self._listen())
         seen = (heard, self._own and (dict(self._own.sent), dict(self._own.taken)))
         still = len(heard) >= self._everyone and not any(each.busy for each in heard)

@@ -8,6 +8,9 @@ answers ◀───────── clock questions ────────�
 sends what it recorded ──────────────────────▶  writes one file for each process
 """
 
+import datetime
+import os
+import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
@@ -189,3 +192,14 @@ def answer_clock(transport: Transport, clock: Clock) -> None:
 
 def _others(ranks: Collection[int]) -> list[int]:
     return sorted(set(ranks) - {FEEDER})
+
+
+def environment() -> dict[str, str]:
+    """Say what a run was made on: versions, machine, time."""
+    return {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }

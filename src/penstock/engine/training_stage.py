@@ -12,7 +12,7 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.plan.schedule.actions import Action
 from penstock.runtime.split_backward import WeightHalf, backward_inputs, backward_weights
 from penstock.runtime.training import TrainingRuntime
-from penstock.tensors import settle
+from penstock.tensors import synchronize
 from penstock.transport.messages import DATA, Message
 
 Sizes = Mapping[str, int]
@@ -99,7 +99,7 @@ class TrainingStage:
                 result = self._backward_inputs(action.microbatch, crossing)
             case "W":
                 self._backward_weights(action.microbatch)
-        settle(self.device)
+        synchronize(self.device)
         return result
 
     def _forward(self, microbatch: int, crossing: list[Tensor]) -> Message | None:

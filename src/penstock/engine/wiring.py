@@ -71,7 +71,7 @@ def stream_links(programs: Mapping[int, RoundRobin[StageProgram]], num_stages: i
 
 
 def feeder_links(programs: Sequence[RoundRobin[StageProgram]]) -> list[Link]:
-    """Return the links that end at the feeder."""
+    """Return the feeder's two links: to the first stage and from the last one."""
     first, last = programs[0], programs[-1]
     return [
         _forward(FEEDER_STAGE, 0, first.map(lambda program: program.inputs), first),
@@ -197,7 +197,7 @@ class GrowingChannels:
         self.channels = Channels()
 
     def fit(self, sizes: Mapping[str, int]) -> bool:
-        """Open channels for microbatches up to these sizes where they are larger than any before; tells whether."""
+        """Open larger channels if any size exceeds all earlier ones; return whether new ones were opened."""
         if all(size <= self._sizes.get(symbol, 0) for symbol, size in sizes.items()):
             return False
         self._sizes = {symbol: max(size, self._sizes.get(symbol, 0)) for symbol, size in sizes.items()}

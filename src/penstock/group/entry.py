@@ -13,7 +13,7 @@ from penstock.errors import RunError, UsageError
 from penstock.group.addresses import LOOPBACK, first_address, is_everywhere, local_address
 from penstock.group.board import connect_store, serve_store, wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
-from penstock.group.launch import LocalWorkers, available_cores
+from penstock.group.launcher import LocalWorkers, available_cores
 from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
 from penstock.transport.base import FEEDER

@@ -29,12 +29,10 @@ from penstock.transport.base import FEEDER
 BEAT_S = 1.0
 SILENCE_S = 5.0
 _FIRST_BEAT = 6  # times the silence, where beats must be seen: processes that have only just met
-# after a connection broke: the time in which whoever ended says why, or its parent does
-_LAST_WORD_S = 1.0
+_LAST_WORD_S = 1.0  # after a connection broke: in which whoever ended says why, or its parent does
 _CONNECT_S = 7.5  # longer than one question that a name server leaves open
 _LOOKUP_S = 60.0  # until which a name server is waited for
 _GRACE_S = 0.05
-_POLL_S = 0.05
 _TELL_S = 2.0  # in which another board takes what it is told
 
 
@@ -186,7 +184,7 @@ class Health:
 
     def _tell(self, peers: list[_Peer], key: str, value: str) -> None:
         """Have the threads that ask boards write on them, those that answer."""
-        # also those that have not answered for a while: that may have been this process's own standing still
+        # also those silent for a while, as this process may have stood still; not those that ask no more
         asked = [peer for peer in peers if peer.broken_s is None]
         for peer in asked:
             peer.told.clear()
@@ -194,8 +192,7 @@ class Health:
             peer.awake.set()
         deadline = time.monotonic() + _TELL_S
         for peer in asked:
-            # who asks no more, as at the end, takes nothing any more
-            while not peer.ended and not peer.told.wait(_POLL_S) and time.monotonic() < deadline:
+            while not peer.ended and not peer.told.wait(_GRACE_S) and time.monotonic() < deadline:
                 pass
 
     def _watch(self) -> None:

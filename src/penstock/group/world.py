@@ -1,11 +1,13 @@
 """The processes that work together: who they are, how they find each other, how they end."""
 
+import contextlib
 import os
 import sys
 import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +15,7 @@ import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, PenstockError, TransportError, UsageError
-from penstock.group.launch import WorkerExit
+from penstock.group.launcher import WorkerExit
 from penstock.group.liveness import Health
 from penstock.group.verdict import Verdict
 from penstock.tracing.record import Clock
@@ -91,7 +93,7 @@ class World:
         self.health.check()
 
     def explain(self, error: TransportError) -> PenstockError:
-        """Return the reason behind an error and tell it to everybody.
+        """Return the cause of a transport error, and report it to all processes.
 
         A broken connection is only a symptom: the reason is the verdict of the group, which may take
         a moment, or the error itself if there is none.
@@ -107,6 +109,21 @@ class World:
             time.sleep(0.02)
         self.health.report(error)
         return error
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Replace a `TransportError` by its cause, and report other errors to all processes, so that none hangs.
+
+        Errors with `everywhere` set are found out by every process alike, which goes on afterwards.
+        """
+        try:
+            yield
+        except TransportError as error:
+            raise self.explain(error) from error
+        except Exception as error:
+            if not getattr(error, "everywhere", False):
+                self.health.report(error)
+            raise
 
     def dismiss(self, message: str = "", deadline_s: float = DISMISS_S) -> None:
         """Dismiss every other rank, with a last word to people at that machine.
@@ -169,7 +186,7 @@ def _say_leave(transport: Transport, message: str) -> None:
 
 
 def check_world(world: World, num_stages: int) -> list[int]:
-    """Place stages on devices in contiguous groups, as even as they can be; gives a rank per stage."""
+    """Assign stages to ranks in contiguous groups, as even as possible; return the rank of each stage."""
     if num_stages < 1:
         raise UsageError(f"the number of stages must be at least 1, not {num_stages}")
     devices = world.devices

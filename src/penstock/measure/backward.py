@@ -11,9 +11,8 @@ from torch import Tensor
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
-from penstock.graph.training_parts import TrainingPart, divide_for_training
-from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing, medians_scaled, spread
-from penstock.measure.operation_times import random_input
+from penstock.graph.training_parts import divide_for_training
+from penstock.measure.costs import MOST_ROUNDS, MOST_S, STEADY, Seconds, Timing, medians_scaled, random_input, spread
 from penstock.runtime.registry import EAGER
 
 _UPDATED = 2**20  # weights of a tensor
@@ -42,11 +41,9 @@ class Trainable:
         trained = {s.source for s in graph.states if s.kind == "parameter"}
         self._tensors = {s.value.name: _leaf(load(s), s.source in trained) for s in graph.states}
         self._parts = divide_for_training(graph, cuts, trained)
-        self._runtimes = [EAGER.load_training(part, self._own_tensors(part)) for part in self._parts]
+        states = [{s.value.name: self._tensors[s.value.name] for s in part.program.states} for part in self._parts]
+        self._runtimes = [EAGER.load_training(*both) for both in zip(self._parts, states, strict=True)]
         self._inputs = {value.name: value for value in graph.tensor_inputs()}
-
-    def _own_tensors(self, part: TrainingPart) -> dict[str, Tensor]:
-        return {state.value.name: self._tensors[state.value.name] for state in part.program.states}
 
     def step(self, sizes: Mapping[str, int], clock: Callable[[], float]) -> tuple[list[float], list[float]]:
         """Take one microbatch forward and back; return the seconds of every part in both directions.

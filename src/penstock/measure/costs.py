@@ -1,4 +1,4 @@
-"""What a graph's units take: seconds in place at several batch sizes, and bytes."""
+"""What a graph's operations and units take: seconds in place at several batch sizes, and bytes."""
 
 import math
 import statistics
@@ -13,8 +13,38 @@ from torch import Tensor
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State, Value, effect
 from penstock.graph.stages import divide
-from penstock.measure.operation_times import random_input
 from penstock.runtime.registry import EAGER, StageRuntime
+
+
+def measure_work(
+    graph: Graph, load: Callable[[State], Tensor], *, rows: int = 1, repeats: int = 7, threads: int | None = None
+) -> list[float]:
+    """Return the median seconds of every operation over some passes, after one that is not counted.
+
+    The inputs are random, which costs the same as any other. Needs the whole model in memory.
+
+    Example:
+        choose_cuts(graph, cuts, stages=4, work=measure_work(graph, load))
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    program = divide(graph, [])[0]
+    runtime = EAGER.load(program, {state.value.name: load(state) for state in program.states})
+    sizes = graph.sizes(graph.fixed_batch or rows)
+    inputs = [random_input(value, sizes) for value in graph.tensor_inputs()]
+    with torch.inference_mode():
+        runtime.watched(sizes, inputs, time.perf_counter)[1]
+        passes = [runtime.watched(sizes, inputs, time.perf_counter)[1] for _ in range(repeats)]
+    return [statistics.median(times) for times in zip(*passes, strict=True)]
+
+
+def random_input(value: Value, sizes: dict[str, int], generator: torch.Generator | None = None) -> Tensor:
+    """Make a random tensor for an input: normal floats, and ones where integers or booleans are wanted."""
+    shape = value.evaluate(sizes)
+    if value.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(value.dtype)
+    return torch.ones(shape, dtype=value.dtype)
+
 
 # passes are repeated while their totals lie further apart than this part of the median
 STEADY = 0.03
@@ -92,8 +122,7 @@ def medians_scaled(passes: Sequence[Sequence[float]], wholes: Sequence[float]) -
     medians = [statistics.median(times) for times in zip(*passes, strict=True)]
     scale = statistics.median(wholes) / (sum(medians) or 1.0)
     return Seconds(
-        tuple(median * scale for median in medians),
-        tuple(spread(times) * scale for times in zip(*passes, strict=True)),
+        tuple(median * scale for median in medians), tuple(spread(times) * scale for times in zip(*passes, strict=True))
     )
 
 

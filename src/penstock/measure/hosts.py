@@ -1,17 +1,27 @@
-"""How fast the hosts of a cluster are, and what lies between them, measured over torch.distributed."""
+"""How fast the hosts of a cluster are, what lies between them, and what messages cost in CPU time."""
 
-import json
+import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, pairwise
 
 import torch
+from torch import Tensor, nn
 
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.jobs import FromWeights
+from penstock.deploy.programs import divide_in_turns
+from penstock.deploy.run_options import RunOptions
+from penstock.deploy.state import load_state
 from penstock.deploy.worker import work
 from penstock.engine.reference import calibrate
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cuts
+from penstock.group.entry import start_local
 from penstock.group.world import World
-from penstock.measure.message_costs import measure_messages
 from penstock.measure.profiler import MessageCosts
 from penstock.transport.base import (
     FEEDER,
@@ -22,6 +32,101 @@ from penstock.transport.base import (
     send_bytes,
     send_tensor,
 )
+from penstock.transport.collectives import all_gather
+from penstock.zoo.weights.weights import ModuleWeights
+
+_FEW, _MANY = 16, 150_000  # numbers in a message: hardly any, and what a small ViT sends
+_BYTES_PER_NUMBER = 4
+
+# far from the numbers of a run's own jobs, whose channels these must not meet
+_JOBS = 1_000_000
+
+
+class _Stage(nn.Module):
+    """Computes for some milliseconds, as stages do: messages find the caches full of something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x[:, :_FEW].repeat(1, 1024 // _FEW).expand(64, -1)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden[:1, :_FEW]
+
+
+class _Give(_Stage):
+    """Sends much."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).repeat(1, _MANY // _FEW)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """CPU seconds per microbatch beside computing: of the last stage's process, and of the one that feeds."""
+
+    stage_s: float
+    feeder_s: float
+
+
+def measure_messages(world: World | None = None, *, num_microbatches: int = 100) -> MessageCosts:
+    """Measure the CPU seconds of a stage per microbatch and per byte, and of the process that feeds it.
+
+    What the stage's process takes beside its computing is laid to messages: the threads that move bytes, the
+    executor, the heartbeat. A process that feeds and holds the first stage, or all, takes less than the two apart.
+    Without a world, or with no other device in it, a worker is started on this machine.
+
+    Example:
+        profile_graph(graph, load, messages=measure_messages())
+    """
+    if world is not None and list(world.devices) != [FEEDER]:
+        return _measure(world, num_microbatches)
+    with start_local(1) as own:
+        return _measure(own, num_microbatches)
+
+
+def _measure(world: World, num_microbatches: int) -> MessageCosts:
+    there, number = world.devices[-1], itertools.count(_JOBS)
+
+    def run(model: nn.Module, ranks: Sequence[int] = (there,), width: int = _FEW) -> _Taken:
+        return _run(world, model, width, num_microbatches, ranks, next(number))
+
+    apart, take, give = run(_Stage()), run(_Stage(), width=_MANY), run(_Give())
+    input_here, all_here = run(nn.Sequential(_Stage(), _Stage()), (FEEDER, there)), run(_Stage(), (FEEDER,))
+    num_bytes = (_MANY - _FEW) * _BYTES_PER_NUMBER
+    both_s = apart.stage_s + apart.feeder_s
+    own_input_s = min(max(0.0, both_s - input_here.feeder_s), both_s)
+    return MessageCosts(
+        send_s_per_byte=max(0.0, give.stage_s - apart.stage_s) / num_bytes,
+        receive_s_per_byte=max(0.0, take.stage_s - apart.stage_s) / num_bytes, stage_overhead_s=apart.stage_s,
+        feed_s=apart.feeder_s / 2, result_s=apart.feeder_s / 2, own_input_s=own_input_s,
+        own_output_s=max(0.0, both_s - own_input_s - all_here.feeder_s),
+    )  # fmt: skip
+
+
+def _run(
+    world: World, model: nn.Module, width: int, num_microbatches: int, ranks: Sequence[int], number: int
+) -> _Taken:
+    example = torch.zeros(1, width)
+    graph = capture(model, (example,))
+    cuts = Cuts(graph).find_all([f"{stage}:before" for stage in range(1, len(ranks))])
+    deployment = Deployment(
+        world, divide_in_turns(graph, [cuts]), FromWeights(partial(load_state, graph, weights=ModuleWeights(model))),
+        RunOptions(threads=1), sizes=graph.sizes(1), ranks=ranks, number=number,
+    )  # fmt: skip
+    for counted in (False, True):
+        begin = time.process_time()
+        for _ in deployment.stream(([example], graph.sizes(1)) for _ in range(num_microbatches if counted else 10)):
+            pass
+        fed_s = time.process_time() - begin
+    stages = deployment.last_report.stages
+    deployment.close()
+    computed_s = sum(stage.compute_cpu_s for stage, rank in zip(stages, ranks, strict=True) if rank == FEEDER)
+    last = stages[-1]
+    return _Taken((last.cpu_s - last.compute_cpu_s) / last.num_microbatches, (fed_s - computed_s) / num_microbatches)
+
 
 _LINK_BYTES = 2 * 1024 * 1024
 _PINGS = 15
@@ -59,20 +164,18 @@ def measure_hosts(world: World, *, seconds: float = 2.0, threads: int = 1) -> Me
     one after the other, in both directions.
     """
     transport = world.transport
-    _together(transport)
+    all_gather(transport, {})  # once every rank is here
     own_s = calibrate(seconds, threads=threads)
-    calibration_s = _gather(transport, own_s)
+    calibration_s = [told["round_s"] for told in all_gather(transport, {"round_s": own_s})]
     links = []
     for source, target in _pairs(transport.size):
-        _together(transport)
+        all_gather(transport, {})
         seen = _measure_link(transport, source, target) if transport.rank in {source, target} else None
-        rates = _gather(transport, json.dumps(seen) if seen else "")
-        links += [MeasuredLink(source, target, *json.loads(rate)) for rate in rates[source : source + 1] if rate]
+        links.append(MeasuredLink(source, target, *all_gather(transport, {"seen": seen})[source]["seen"]))
     if transport.rank != FEEDER:
         work(world)
         return None
-    messages = measure_messages(world)
-    return MeasuredHosts([float(second) for second in calibration_s], links, messages)
+    return MeasuredHosts(calibration_s, links, measure_messages(world))
 
 
 def _pairs(size: int) -> list[tuple[int, int]]:
@@ -105,23 +208,3 @@ def _measure_link(transport: Transport, source: int, target: int) -> tuple[float
         taken.append(time.perf_counter() - begin)
     # the difference leaves out what every message costs, and what a link lets through at once
     return (_LINK_BYTES - _LINK_BYTES // 8) / max(1e-9, taken[1] - taken[0]), statistics.median(trips) / 2
-
-
-def _together(transport: Transport) -> None:
-    """Wait until every rank is here."""
-    _gather(transport, "")
-
-
-def _gather(transport: Transport, value: object) -> list[str]:
-    """Send every rank's value as text to the one that feeds; the others wait until it has them all."""
-    if transport.rank != FEEDER:
-        send_bytes(transport, str(value).encode(), FEEDER)
-        receive_bytes(transport, FEEDER, limit=WORD_BYTES)
-        return []
-    values = [
-        str(value),
-        *(receive_bytes(transport, rank, limit=WORD_BYTES).decode() for rank in range(1, transport.size)),
-    ]
-    for rank in range(1, transport.size):
-        send_bytes(transport, b"", rank)
-    return values

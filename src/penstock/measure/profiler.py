@@ -1,20 +1,22 @@
-"""Make a profile: what a model costs on this kind of device."""
+"""Make a profile: what a model and its data cost on this kind of device."""
 
 import os
 import platform
+import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 from torch import Tensor
 
-from penstock.errors import RunError
+from penstock.errors import DataError, RunError, UsageError
 from penstock.graph.cuts import Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.stages import fingerprint
-from penstock.group.launch import code_command, module_path
+from penstock.group.launcher import code_command, module_path
 from penstock.measure.backward import (
     Loss,
     measure_loss,
@@ -26,6 +28,8 @@ from penstock.measure.costs import Seconds, Timing, held_by_units, line_through,
 from penstock.measure.training_memory import TrainingBytes, loss_bytes, unit_bytes
 from penstock.memory import anonymous_bytes
 from penstock.spec.profile import Boundary, Profile, Unit
+from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.models.models import ZooModel
 
 ROWS = (1, 2, 4, 8)
 
@@ -44,16 +48,9 @@ class MessageCosts:
 
 
 def profile_graph(
-    graph: Graph,
-    load: Callable[[State], Tensor],
-    *,
-    rows: Sequence[int] = ROWS,
-    threads: int = 1,
-    repeats: int = 7,
-    training: bool = False,
-    loss: Loss | None = None,
-    messages: MessageCosts | None = None,
-) -> Profile:
+    graph: Graph, load: Callable[[State], Tensor], *, rows: Sequence[int] = ROWS, threads: int = 1, repeats: int = 7,
+    training: bool = False, loss: Loss | None = None, messages: MessageCosts | None = None,
+) -> Profile:  # fmt: skip
     """Measure what every range between possible cuts takes, at several batch sizes.
 
     Example:
@@ -75,25 +72,12 @@ def profile_graph(
     if loss is not None:
         last = _with_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
         units = (*units[:-1], _with_loss(last, measure_loss(graph, load, loss, timing)))
-    costs = messages or MessageCosts()
     return Profile(
-        model=graph.model,
-        graph=fingerprint(graph),
-        device=device_kind(),
-        threads=threads,
-        rows=rows,
-        boundaries=boundaries,
-        units=units,
-        feed_s=costs.feed_s,
-        result_s=costs.result_s,
-        send_s_per_byte=costs.send_s_per_byte,
-        receive_s_per_byte=costs.receive_s_per_byte,
-        stage_overhead_s=costs.stage_overhead_s,
-        own_input_s=costs.own_input_s,
-        own_output_s=costs.own_output_s,
+        model=graph.model, graph=fingerprint(graph), device=device_kind(), threads=threads, rows=rows,
+        boundaries=boundaries, units=units, **asdict(messages or MessageCosts()),
         update_s_per_byte=measure_update_s_per_byte(timing) if training else 0.0,
         sum_s_per_byte=measure_sum_s_per_byte(timing) if training else 0.0,
-    )
+    )  # fmt: skip
 
 
 def _units(
@@ -192,3 +176,43 @@ def worker_bytes() -> float:
     if done.stdout.strip() == "None":
         raise RunError("this system does not say how much memory a process has in use, so plans cannot respect it")
     return float(done.stdout)
+
+
+_NUM_ROWS = 32
+
+
+def measure_rows(rows: Sequence[object]) -> float:
+    """Return the median CPU seconds that a row of a data set takes to be made, of up to 32 spread over the set."""
+    return statistics.median(_seconds(len(rows), rows.__getitem__))
+
+
+def measure_loader(model: ZooModel, images: ImageSet) -> float:
+    """Return the median CPU seconds that one image takes to be read and prepared for a model.
+
+    Looks at up to 32 images, spread over the set; images that cannot be read do not count.
+
+    Example:
+        loader_s_per_row = measure_loader(load_model("timm:deit_small_patch16_224"), open_images("photos/"))
+
+    Raises `UsageError` for a model that takes no images, and `DataError` where none can be read.
+    """
+    transform = model.transform
+    if transform is None:
+        raise UsageError(f"{model.name} does not take images; leave --images out")
+    seconds = _seconds(len(images), lambda index: transform(images.read(index)), skipped=DataError)
+    if not seconds:
+        raise DataError(f"none of the {len(images)} images can be read; give others, or leave --images out")
+    return statistics.median(seconds)
+
+
+def _seconds(count: int, read: Callable[[int], object], *, skipped: type[Exception] | tuple[()] = ()) -> list[float]:
+    """Time the reading of some rows, spread over all of them, without those that are skipped."""
+    seconds = []
+    for index in range(0, count, max(1, count // _NUM_ROWS)):
+        begin = time.thread_time()
+        try:
+            read(index)
+        except skipped:
+            continue
+        seconds.append(time.thread_time() - begin)
+    return seconds

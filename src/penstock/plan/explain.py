@@ -2,20 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.plan.candidates import Candidate
+from penstock.plan.candidates import Candidate, Request
 from penstock.plan.choose import Choice, choose
 from penstock.plan.cost.predict import divisions_of
 from penstock.plan.cost.training_step import play_step
-from penstock.plan.request import Request
-from penstock.spec.cluster import Cluster, Device
+from penstock.spec.cluster import Cluster, Device, Link
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
 from penstock.units import format_bytes, format_rate, format_seconds
 
+_Linked = TypeVar("_Linked", Device, Link)
 _BAR = 30
 # with many devices, planning again for each possible change would take longer than planning did
 _MAX_TRIED_DEVICES = 16
@@ -117,33 +119,31 @@ def _changes(choice: Choice, cluster: Cluster) -> list[tuple[str, Callable[[], C
     devices = cluster.devices
     changes: list[tuple[str, Callable[[], Cluster]]] = []
     if any(device.bandwidth_bytes_per_s for device in devices) or cluster.links:
-        changes.append(("links ten times as fast", lambda: _with_faster_links(cluster)))
+        changes.append(("links ten times as fast", partial(_with_faster_links, cluster)))
     like = max(devices, key=lambda device: device.speed)
-    changes.append((f"one device more like {like.name}", lambda: _with_one_more(cluster, like)))
+    changes.append((f"one device more like {like.name}", partial(_with_one_more, cluster, like)))
     used = {load.device: load.memory_bytes for load in choice.plan.prediction.devices}
     # memory can only help where it is nearly full, or where a device is left out for lack of it
     full = [d for d in devices if used.get(d.name, d.memory_bytes) >= 0.5 * d.memory_bytes][:_MAX_TRIED_DEVICES]
     for device in full:
         text = f"{format_bytes(2 * device.memory_bytes)} of memory on {device.name} instead of "
         text += format_bytes(device.memory_bytes)
-        changes.append((text, lambda device=device: _with_memory(cluster, device)))  # type: ignore[misc]
+        changes.append((text, partial(_with, cluster, device, memory_bytes=2 * device.memory_bytes)))
     slowest = [d for d in devices if d.bandwidth_bytes_per_s][:_MAX_TRIED_DEVICES]
     if len({d.bandwidth_bytes_per_s for d in slowest}) > 1:
         slow = min(slowest, key=lambda d: d.bandwidth_bytes_per_s or 0.0)
-        rate = format_rate(10 * (slow.bandwidth_bytes_per_s or 0.0))
-        changes.append((f"a link of {rate} for {slow.name} alone", lambda: _with_link(cluster, slow)))
+        rate = 10 * (slow.bandwidth_bytes_per_s or 0.0)
+        change = partial(_with, cluster, slow, bandwidth_bytes_per_s=rate)
+        changes.append((f"a link of {format_rate(rate)} for {slow.name} alone", change))
     return changes
 
 
 def _with_faster_links(cluster: Cluster) -> Cluster:
-    devices = tuple(
-        msgspec.structs.replace(d, bandwidth_bytes_per_s=d.bandwidth_bytes_per_s and d.bandwidth_bytes_per_s * 10)
-        for d in cluster.devices
-    )
-    links = tuple(
-        msgspec.structs.replace(k, bandwidth_bytes_per_s=k.bandwidth_bytes_per_s and k.bandwidth_bytes_per_s * 10)
-        for k in cluster.links
-    )
+    def faster(each: _Linked) -> _Linked:
+        rate = each.bandwidth_bytes_per_s
+        return msgspec.structs.replace(each, bandwidth_bytes_per_s=rate and rate * 10)
+
+    devices, links = tuple(map(faster, cluster.devices)), tuple(map(faster, cluster.links))
     return msgspec.structs.replace(cluster, devices=devices, links=links)
 
 
@@ -155,18 +155,9 @@ def _with_one_more(cluster: Cluster, like: Device) -> Cluster:
     return msgspec.structs.replace(cluster, devices=(*cluster.devices, more), feeder=cluster.feeding.name)
 
 
-def _with_memory(cluster: Cluster, device: Device) -> Cluster:
-    return _with(cluster, msgspec.structs.replace(device, memory_bytes=2 * device.memory_bytes))
-
-
-def _with_link(cluster: Cluster, device: Device) -> Cluster:
-    rate = (device.bandwidth_bytes_per_s or 0.0) * 10
-    return _with(cluster, msgspec.structs.replace(device, bandwidth_bytes_per_s=rate))
-
-
-def _with(cluster: Cluster, changed: Device) -> Cluster:
-    devices = tuple(changed if device.name == changed.name else device for device in cluster.devices)
-    return msgspec.structs.replace(cluster, devices=devices)
+def _with(cluster: Cluster, device: Device, **changes: float) -> Cluster:
+    changed = msgspec.structs.replace(device, **changes)
+    return msgspec.structs.replace(cluster, devices=tuple(changed if d == device else d for d in cluster.devices))
 
 
 def _step_line(candidate: Candidate) -> str:

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from penstock.deploy.options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.errors import UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
@@ -31,12 +31,12 @@ from penstock.recipes.tasks import Task
 from penstock.terminal.live import FitProgress
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
+from penstock.train.arrangement import TrainOptions
 from penstock.train.loader import Loader
-from penstock.train.options import TrainOptions
-from penstock.train.step_report import StepReport
+from penstock.train.outcome import StepReport
 from penstock.train.training_pipeline import TrainingPipeline
 from penstock.transport.base import FEEDER
-from penstock.transport.collectives import exchange
+from penstock.transport.collectives import all_gather
 
 WARM_UP = 2  # the first steps make connections and buffers
 
@@ -135,7 +135,7 @@ class _Fit:
         found = newest_checkpoint(self._settings) if self._world.rank == FEEDER else None
         for line in found.passed_over if found is not None else ():
             note(line)
-        gathered = exchange(self._world.transport, {"name": found.name if found is not None else None})
+        gathered = all_gather(self._world.transport, {"name": found.name if found is not None else None})
         if gathered[FEEDER]["name"] is None:
             raise UsageError(f"{self._settings.folder} holds no whole checkpoint any more; leave --resume out to start")
         folder = self._settings.folder / "checkpoints" / gathered[FEEDER]["name"]
@@ -211,7 +211,7 @@ class _Fit:
         loss, accuracy = self._validate() if self._settings.validate else (None, None)
         mine = {"s": tally.counted_s, "units": tally.counted_units, "sent": tally.sent_bytes,
                 "memory": tally.peak_memory_bytes, "rows": tally.batch_rows}  # fmt: skip
-        gathered = exchange(self._world.transport, mine)
+        gathered = all_gather(self._world.transport, mine)
         rate = 0.0
         replicas = self._trainer.grid.replicas
         for replica in replicas:

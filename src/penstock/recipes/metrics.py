@@ -23,8 +23,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.files import LineFile, written_whole
 from penstock.recipes.settings import FitSettings, write_settings
 from penstock.terminal.notes import note
-from penstock.train.checkpoint_index import INDEX, read_index
-from penstock.train.checkpoint_stages import check_whole
+from penstock.train.checkpoint_folder import INDEX, check_whole, read_index
 from penstock.zoo.optional import optional_import
 
 _KEPT = 2  # checkpoints

@@ -14,14 +14,13 @@ from penstock.graph.call import build_output
 from penstock.graph.capture import capture
 from penstock.graph.graph import Graph
 from penstock.measure.backward import Loss
-from penstock.measure.load_costs import measure_rows
-from penstock.measure.message_costs import measure_messages
-from penstock.measure.profiler import profile_graph, script_bytes, worker_bytes
+from penstock.measure.hosts import measure_messages
+from penstock.measure.profiler import measure_rows, profile_graph, script_bytes, worker_bytes
 from penstock.recipes.data_tasks import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
 from penstock.spec.profile import Profile
-from penstock.train.losses import loss_and_count
+from penstock.train.batches import loss_and_count
 
 
 def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7) -> Profile:

@@ -12,9 +12,9 @@ import msgspec
 
 from penstock.cluster.lab import Lab
 from penstock.errors import ClusterError, OutOfMemory, PenstockError, RunError, UsageError
+from penstock.recipes.launch import fit_apart
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings
-from penstock.recipes.start import fit_apart
 from penstock.zoo.optional import optional_import
 
 MODES = ("single", "model", "pipeline", "data", "both")

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.group.launch import leave_with_parent
+from penstock.group.launcher import leave_with_parent
+from penstock.recipes.launch import write_result
 from penstock.recipes.loop import fit_here
 from penstock.recipes.settings import read_settings
-from penstock.recipes.start import write_result
 
 
 def main() -> int:

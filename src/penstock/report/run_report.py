@@ -23,12 +23,10 @@ from penstock.report.page.tables import (
 )
 from penstock.report.page.training_figures import training_figures, training_picture, training_tables
 from penstock.report.stream.account import Account, make_account
-from penstock.report.stream.advice import advise
+from penstock.report.stream.advice import advise, advise_memory
 from penstock.report.stream.measured import measure_stream
-from penstock.report.stream.memory_advice import advise_memory
 from penstock.report.training.steps import measure_training
-from penstock.report.training.training_account import make_training_account
-from penstock.report.training.training_advice import advise_training
+from penstock.report.training.training_account import advise_training, make_training_account
 from penstock.tracing.trace import Run, read_run
 
 

@@ -1,4 +1,4 @@
-"""Runtimes by the names that plans have for them; nothing else makes one."""
+"""Registry of runtimes, by the names that plans use."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,10 +7,9 @@ from itertools import pairwise
 
 from penstock.errors import PlanError
 from penstock.spec.cluster import Cluster
-from penstock.spec.names import NAME_RULE, is_name
-from penstock.spec.plan import Pipeline, Plan, Stage, load_plan
+from penstock.spec.fields import NAME_RULE, fingerprint, is_name, read_bytes
+from penstock.spec.plan import Pipeline, Plan, Stage, decode_plan
 from penstock.spec.profile import Profile
-from penstock.spec.saving import fingerprint
 
 # weights and shares are sums of floats
 _ROUNDING = 1e-6
@@ -25,7 +24,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Raises `PlanError` that starts with the path and names the field that is wrong and why.
     """
     try:
-        plan = load_plan(path)
+        plan = decode_plan(read_bytes(path, "a plan", PlanError))
         check_plan(plan)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
@@ -90,20 +89,16 @@ def check_cuts(plan: Plan, cuts: Sequence[str]) -> None:
 def check_devices(plan: Plan, cluster: Cluster) -> None:
     """Raise `PlanError` unless every device of the plan is one of the cluster's."""
     known = {device.name for device in cluster.devices}
-    places = [("loader", plan.loader), ("writer", plan.writer), *_device_places(plan)]
-    for where, name in places:
+    for where, name in (("loader", plan.loader), ("writer", plan.writer), *_device_places(plan)):
         if name not in known:
             _refuse(where, f"is a device of {cluster.name}", repr(name))
 
 
 def check_made_from(plan: Plan, profile: Profile, cluster: Cluster) -> None:
     """Raise `PlanError` unless the plan was made from this profile and this cluster, as they are now."""
-    for field, given, made in (
-        ("graph", plan.graph, profile.graph),
-        ("profile", plan.profile, fingerprint(profile)),
-        ("cluster", plan.cluster, fingerprint(cluster)),
-    ):
-        if given != made:
+    made_from = {"graph": profile.graph, "profile": fingerprint(profile), "cluster": fingerprint(cluster)}
+    for field, made in made_from.items():
+        if (given := getattr(plan, field)) != made:
             raise PlanError(f"{field} of the plan is {given}, but what is given here is {made}; plan again")
     check_cuts(plan, profile.cuts)
     check_devices(plan, cluster)

@@ -29,8 +29,16 @@ from statistics import fmean
 import msgspec
 
 from penstock.errors import ClusterError
-from penstock.spec.fields import check_fields, nearest, needed, read_number, read_quantity, read_tables, read_text
-from penstock.spec.names import check_name
+from penstock.spec.fields import (
+    check_fields,
+    check_name,
+    nearest,
+    needed,
+    read_number,
+    read_quantity,
+    read_tables,
+    read_text,
+)
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
@@ -178,12 +186,12 @@ def parse_cluster(text: str) -> Cluster:
         raise ClusterError("a file has [[devices]] or, as a lab, [[hosts]], not both; keep one kind")
     bandwidth = read_quantity("bandwidth of the cluster", table.get("bandwidth"), parse_rate)
     latency_s = read_quantity("latency of the cluster", table.get("latency"), parse_seconds) or 0.0
-    read = [_device(item, bandwidth, latency_s) for item in devices]
-    read += [_host(item, bandwidth, latency_s) for item in hosts]
+    kind = "host" if hosts else "device"
+    read = tuple(_device(item, bandwidth, latency_s, kind=kind) for item in devices or hosts)
     return Cluster(
         name=read_text("name of the cluster", table.get("name", "cluster")),
         feeder=read_text("feeder", table.get("feeder", "")),
-        devices=tuple(read),
+        devices=read,
         links=tuple(_link(item) for item in read_tables(table, "links")),
     )
 
@@ -218,34 +226,22 @@ def write_cluster(cluster: Cluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: float) -> Device:
+def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: float, *, kind: str) -> Device:
+    """Read a device of a cluster file, or a host of a lab file, which has its share of a core for a speed."""
     where = _named(table)
-    check_fields(where, table, _DEVICE_FIELDS)
+    check_fields(where, table, _HOST_FIELDS if kind == "host" else _DEVICE_FIELDS)
+    name = read_text(f"a {kind}'s name", needed(where, table, "name"))
+    field = "cpu" if kind == "host" else "speed"
+    speed = read_number(f"{field} of {where}", needed(where, table, field), float)
     return Device(
-        name=read_text("a device's name", needed(where, table, "name")),
-        speed=read_number(f"speed of {where}", needed(where, table, "speed"), float),
+        name=name, speed=min(speed, 1.0) if kind == "host" else speed,  # one thread cannot use more than one core
         memory_bytes=read_quantity(f"memory of {where}", needed(where, table, "memory"), parse_bytes) or 0,
         threads=read_number(f"threads of {where}", table.get("threads", 1), int),
         address=read_text(f"address of {where}", table.get("address", "")),
         bandwidth_bytes_per_s=read_quantity(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
-        latency_s=latency_s
-        if "latency" not in table
-        else read_quantity(f"latency of {where}", table["latency"], parse_seconds) or 0.0,
-    )
-
-
-def _host(table: Mapping[str, object], bandwidth: float | None, latency_s: float) -> Device:
-    where = _named(table)
-    check_fields(where, table, _HOST_FIELDS)
-    cpu = read_number(f"cpu of {where}", needed(where, table, "cpu"), float)
-    return Device(
-        name=read_text("a host's name", needed(where, table, "name")),
-        # one thread cannot use more than one core
-        speed=min(cpu, 1.0),
-        memory_bytes=read_quantity(f"memory of {where}", needed(where, table, "memory"), parse_bytes) or 0,
-        bandwidth_bytes_per_s=read_quantity(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
-        latency_s=latency_s,
-    )
+        latency_s=read_quantity(f"latency of {where}", table["latency"], parse_seconds) or 0.0
+        if "latency" in table else latency_s,
+    )  # fmt: skip
 
 
 def _link(table: Mapping[str, object]) -> Link:

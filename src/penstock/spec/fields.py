@@ -1,10 +1,16 @@
-"""Fields of the TOML files that people write, read with errors that help."""
+"""Read and write specs: their files, the fields of those that people write, names, and names by content."""
 
 import difflib
+import hashlib
+import os
+import re
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TypeVar
 
-from penstock.errors import ClusterError, UsageError
+import msgspec
+
+from penstock.errors import ClusterError, PenstockError, UsageError
 
 _Number = TypeVar("_Number", int, float)
 
@@ -65,3 +71,82 @@ def read_number(what: str, value: object, kind: type[_Number]) -> _Number:
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ClusterError(f"{what} is a {'whole ' if kind is int else ''}number, not {value!r}; correct it")
     return kind(value)
+
+
+# no separators of paths, no space, no leading dot or dash: neither another folder nor an option of a command
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+@-]{0,127}", re.ASCII)
+NAME_RULE = "is 1 to 128 letters, digits or . _ : + @ - and starts with a letter, a digit or _"
+
+
+def is_name(name: object) -> bool:
+    """Return whether this can be the name of a device, a host or a file.
+
+    >>> is_name("board:1"), is_name("pi-4.local"), is_name("../../x"), is_name("two words")
+    (True, True, False, False)
+    """
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def check_name(what: str, name: object, error: type[PenstockError]) -> None:
+    """Raise `error` unless this can be the name of a device, a host or a file."""
+    if not is_name(name):
+        raise error(f"{what} {NAME_RULE}, not {repr(name)[:80]}; rename it")
+
+
+def as_name(text: str) -> str:
+    """Make a name of what people call a process: what a name may not have becomes a dash.
+
+    >>> as_name("worker 1"), as_name("stage 0 on board")
+    ('worker-1', 'stage-0-on-board')
+    """
+    name = re.sub(r"[^A-Za-z0-9._:+@-]+", "-", text).lstrip(".:+@-")[:128]
+    return name or "device"
+
+
+_Spec = TypeVar("_Spec", bound=msgspec.Struct)
+_FINGERPRINT_LENGTH = 16
+
+
+def fingerprint(value: msgspec.Struct) -> str:
+    """Name a spec by its content: equal specs have equal fingerprints, others differ.
+
+    Example:
+        plan.profile == fingerprint(profile)
+
+    The first 16 hexadecimal digits of the SHA-256 of its JSON.
+    """
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:_FINGERPRINT_LENGTH]
+
+
+def decode_json(data: bytes, kind: type[_Spec], what: str, error: type[PenstockError]) -> _Spec:
+    """Read a spec from JSON; raises `error` with the field and the reason in one line."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as wrong:
+        reason, _, field = str(wrong).partition(" - at ")
+        place = field.strip("`").removeprefix("$.") or "its top level"
+        raise error(f"{what} does not hold what it should at {place}: {reason}; correct it or make it again") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
+        raise error(f"{what} is JSON, but this one is not ({wrong}); make it again") from None
+
+
+def read_bytes(path: str | os.PathLike[str], what: str, error: type[PenstockError]) -> bytes:
+    """Read a file; raises `error` where it cannot be."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as wrong:
+        raise error(f"{what} must be readable, but {path} is not ({wrong.strerror}); give another path") from None
+
+
+def write_json(path: str | os.PathLike[str], value: msgspec.Struct) -> None:
+    """Write a spec as JSON for people and machines; raises `UsageError` where the file cannot be written."""
+    data = msgspec.json.format(msgspec.json.encode(value), indent=1)
+    write_text(path, data.decode() + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file; raises `UsageError` where it cannot be."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as wrong:
+        raise UsageError(f"{path} cannot be written ({wrong.strerror}); choose another path") from None

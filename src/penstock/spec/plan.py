@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.spec.saving import decode_json, read_bytes, write_json
+from penstock.spec.fields import decode_json, write_json
 
 Schedule = Literal["forward-only", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Precision = Literal["float32", "float16", "bfloat16"]
@@ -129,8 +129,3 @@ def decode_plan(data: bytes) -> Plan:
 def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
     """Write a plan file; reading it gives an equal plan."""
     write_json(path, plan)
-
-
-def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan file without a look at what it says; see `read_plan` in `spec/check.py`."""
-    return decode_plan(read_bytes(path, "a plan", PlanError))

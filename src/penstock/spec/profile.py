@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.errors import ProfileError
-from penstock.spec.saving import decode_json, read_bytes, write_json
+from penstock.spec.fields import decode_json, read_bytes, write_json
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -180,14 +180,9 @@ _NUMBERS = (
 
 
 def _check_unit(where: str, unit: Unit, num_rows: int) -> None:
-    tables = {
-        "forward_s": unit.forward_s,
-        "backward_s": unit.backward_s,
-        "forward_spread_s": unit.forward_spread_s or None,
-        "backward_spread_s": unit.backward_spread_s or None,
-    }
-    for name, table in tables.items():
-        if table is None:
+    for name in ("forward_s", "backward_s", "forward_spread_s", "backward_spread_s"):
+        table = getattr(unit, name)
+        if table is None or (not table and "spread" in name):
             continue
         if len(table) != num_rows:
             raise ProfileError(

@@ -7,8 +7,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from penstock.deploy.options import RunOptions
 from penstock.deploy.placing import place_bundle
+from penstock.deploy.run_options import RunOptions
 from penstock.deploy.worker import BUNDLE, work
 from penstock.engine.observer import StreamReport
 from penstock.errors import UsageError

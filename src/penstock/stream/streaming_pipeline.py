@@ -6,32 +6,34 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils import _pytree as pytree
 
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.modules import runtime_maker
-from penstock.deploy.options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.engine.driver import Microbatch
 from penstock.engine.observer import StreamReport
-from penstock.engine.tracers import FeederTracer
+from penstock.engine.tracers import FeederTracer, environment
 from penstock.errors import PenstockError, UsageError
 from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
-from penstock.graph.cuts import Cut
+from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
+from penstock.graph.work import count_work
 from penstock.group.entry import join_torchrun, under_torchrun
-from penstock.group.launch import available_cores
+from penstock.group.launcher import available_cores
 from penstock.group.world import World, end_when_dropped, failed
 from penstock.spec.check import check_purpose
-from penstock.stream.division import divide_model
-from penstock.stream.facts import stream_facts, units_of
-from penstock.stream.served import ServedStages
-from penstock.terminal.live import StageState
+from penstock.spec.plan import Plan
+from penstock.stream.division import ServedStages, divide_model
 from penstock.terminal.notes import note
-from penstock.tracing.trace import write_run
+from penstock.tracing.trace import RunFacts, StageTotals, write_run
 from penstock.transport.base import FEEDER
 
 
@@ -78,7 +80,9 @@ class StreamingPipeline:
             world = self.world = world or division.start_world()
             world.between_gpus = self._run.between_gpus
             self.threads = self._run.threads or threads_per_stage(world)
-            self.deployment = division.deploy(world, self.threads, self._tracer())
+            units, profile = self._run.trace_units, self._run.trace_profile
+            tracer = FeederTracer(world, units=units, profile=profile) if self._run.trace is not None else None
+            self.deployment = division.deploy(world, self.threads, tracer)
         except BaseException as error:
             if world is not None and self._owns_world:
                 world.health.report(error)  # the other processes wait for their stages
@@ -178,28 +182,14 @@ class StreamingPipeline:
                     "make the pipeline with an example of the largest microbatch, or send smaller ones"
                 )
 
-    def _tracer(self) -> FeederTracer | None:
-        if self._run.trace is None:
-            return None
-        return FeederTracer(self.world, units=self._run.trace_units, profile=self._run.trace_profile)
-
     def _write_trace(self) -> None:
         facts = stream_facts(
-            self.deployment, self.last_report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
+            self.deployment, self.deployment.last_report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
             threads=self.threads, plan=self._plan,
             units=units_of(self.graph, self.deployment.sizes) if self.cuts else (),
         )  # fmt: skip
         if self._run.trace is not None:
             write_run(self._run.trace, facts, self.deployment.traces)
-
-    @property
-    def last_report(self) -> StreamReport:
-        """The times of the last stream, on the process that feeds."""
-        return self.deployment.last_report
-
-    def stage_states(self) -> list[StageState]:
-        """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
-        return self.deployment.stage_states()
 
     def close(self) -> None:
         """End the stages and the worker processes; nothing is left behind."""
@@ -238,3 +228,31 @@ class StreamingPipeline:
 def threads_per_stage(world: World) -> int:
     """Share this machine's cores among the stages on it; torchrun's default of one thread is not a choice."""
     return world.cores or max(1, available_cores() // len(world.devices))
+
+
+def stream_facts(
+    deployment: Deployment | Replicas, report: StreamReport, *, model: str, cuts: Sequence[str], threads: int,
+    plan: Plan | None = None, units: Sequence[tuple[str, float, float]] = (),
+) -> RunFacts:  # fmt: skip
+    """Describe a stream that has ended, for its run's folder."""
+    parts = deployment.deployments
+    world = deployment.world
+    return RunFacts(
+        kind="stream", model=model, cuts=tuple(cuts), threads=threads, depth=parts[0].job.depth,
+        ranks=tuple(ranks.items[0] for part in parts for ranks in part.job.ranks),
+        devices=tuple(world.names), hosts=tuple(world.hosts), bandwidths=tuple(world.bandwidths),
+        num_microbatches=report.num_microbatches, num_rows=report.num_rows, total_s=report.total_s,
+        results_s=tuple(report.results_s), stages=tuple(StageTotals(**asdict(stage)) for stage in report.stages),
+        environment=environment(), plan=msgspec.to_builtins(plan) if plan is not None else None,
+        units=tuple(units),
+    )  # fmt: skip
+
+
+def units_of(graph: Graph, sizes: Mapping[str, int]) -> list[tuple[str, float, float]]:
+    """Return what lies between the possible cuts: the cut in front, the counted work, the bytes that cross there."""
+    work = count_work(graph, sizes)
+    cuts = list(Cuts(graph))
+    bounds = [0, *(cut.position for cut in cuts), len(work)]
+    inputs = float(sum(value.num_bytes(sizes) for value in graph.tensor_inputs()))
+    fronts = [("input", inputs), *((cut.name, float(cut.num_bytes(sizes))) for cut in cuts)]
+    return [(name, sum(work[a:b]), num) for (name, num), (a, b) in zip(fronts, pairwise(bounds), strict=True)]

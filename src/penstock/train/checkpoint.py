@@ -1,7 +1,7 @@
 """Checkpoints that continue with another number of stages or replicas: everything by the model's own names.
 
 The folder is one that all processes share: each writes its own stages' tensors there, and the first one the index
-that makes a checkpoint of them (see `checkpoint_index.py`). Nothing in a checkpoint is pickled. A tensor that several
+that makes a checkpoint of them (see `checkpoint_folder.py`). Nothing in a checkpoint is pickled. A tensor that several
 stages have is saved by the first of them.
 """
 
@@ -17,28 +17,27 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.state import Held, TrainState, Wanted, redistribute, source_of
-from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.train.checkpoint_index import (
+from penstock.errors import ModelError, UsageError
+from penstock.train.checkpoint_folder import (
     CheckpointIndex,
     DataPosition,
     OptimizerGroup,
-    read_index,
-    write_index,
-)
-from penstock.train.checkpoint_stages import (
     StageFiles,
     check_whole,
     drop_leftovers,
     next_suffix,
+    read_index,
     reason_of,
+    write_index,
     write_stages,
 )
+from penstock.train.held_tensors import holding
 from penstock.train.loader import Loader
 from penstock.train.named_optimizer import NamedOptimizer
-from penstock.train.tensors import holding
+from penstock.train.outcome import everywhere
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
-from penstock.transport.collectives import exchange
+from penstock.transport.collectives import all_gather
 
 _Found = TypeVar("_Found")
 _SHOWS_S = 5.0  # after which a network's file system shows what another host has written
@@ -69,8 +68,8 @@ def save_checkpoint(
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for tensors in own.values() for name, tensor in tensors.items()
     }  # fmt: skip
-    with trainer.explained():
-        gathered = exchange(
+    with trainer.world.explained():
+        gathered = all_gather(
             trainer.world.transport,
             {"failed": failed, "files": files or {}, "places": places, "shapes": shapes,
              "scalars": state.scalars(),
@@ -201,8 +200,8 @@ def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
         check_whole(folder, index)
     except ModelError as error:
         failed = str(error)
-    with trainer.explained():
-        gathered = exchange(trainer.world.transport, {"failed": failed})
+    with trainer.world.explained():
+        gathered = all_gather(trainer.world.transport, {"failed": failed})
     failures = [(rank, document["failed"]) for rank, document in enumerate(gathered) if document["failed"]]
     if failures:
         rank, reason = failures[0]
@@ -211,7 +210,7 @@ def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
                 f"a checkpoint's folder must be one that all hosts share, but {_host(trainer, rank)} cannot read it as "
                 f"{_host(trainer, FEEDER)} can: {reason}"
             )
-        raise _everywhere(ModelError(reason))
+        raise everywhere(ModelError(reason))
     if index is None:
         raise ModelError(f"{folder} cannot be read; use an earlier checkpoint")
     return index
@@ -255,8 +254,8 @@ def _attempt(write: Callable[[], _Found]) -> tuple[str, _Found | None]:
 def _agree(trainer: Trainer, work: Callable[[], _Found]) -> Any:
     """Run a step of writing in every process and return what the first one found; raises everywhere what failed."""
     failed, found = _attempt(work)
-    with trainer.explained():
-        gathered = exchange(trainer.world.transport, {"failed": failed, "found": found})
+    with trainer.world.explained():
+        gathered = all_gather(trainer.world.transport, {"failed": failed, "found": found})
     _raise_first(gathered)
     return gathered[FEEDER]["found"]
 
@@ -264,9 +263,4 @@ def _agree(trainer: Trainer, work: Callable[[], _Found]) -> Any:
 def _raise_first(gathered: Sequence[Mapping[str, Any]]) -> None:
     failed = [document["failed"] for document in gathered if document["failed"]]
     if failed:
-        raise _everywhere(ModelError(failed[0]))
-
-
-def _everywhere(error: PenstockError) -> PenstockError:
-    error.everywhere = True  # type: ignore[attr-defined]
-    return error
+        raise everywhere(ModelError(failed[0]))

@@ -1,8 +1,7 @@
 """Forwards without gradients while a model is trained: its loss, any measure, its outputs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,12 +21,11 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.plan.schedule.actions import forward_only
 from penstock.runtime.registry import EAGER
-from penstock.train.batches import Microbatch, bind, cut_rows, largest
+from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, largest, loss_and_count
 from penstock.train.captured import Captured
-from penstock.train.losses import LossFunction, check_labels, loss_and_count
-from penstock.train.tensors import HeldTensors
+from penstock.train.held_tensors import HeldTensors
 from penstock.transport.base import receive_tensor, send_tensor
-from penstock.transport.collectives import exchange
+from penstock.transport.collectives import all_gather
 from penstock.transport.tags import OUTPUTS
 
 # what the last stage does with the output of a microbatch
@@ -37,18 +35,16 @@ Use = Callable[[Microbatch, Any], None]
 class Evaluation:
     """The stages of a model in evaluation mode, with the weights that are being trained.
 
-    `explained` adds to the network's errors their reason, as the trainer's does. The graph is captured
-    when it is first needed.
+    The graph is captured when it is first needed.
     """
 
     def __init__(
         self, world: World, captured: Captured, replica: Replica, tensors: HeldTensors, *, cuts: Sequence[Cut],
-        autocast: torch.dtype | None, num_microbatches: int, explained: Callable[[], AbstractContextManager[None]],
+        autocast: torch.dtype | None, num_microbatches: int,
         direct: torch.device | None = None,
     ) -> None:  # fmt: skip
         self._world, self._captured, self._replica, self._tensors = world, captured, replica, tensors
         self._cuts, self._autocast, self._num_microbatches = cuts, autocast, num_microbatches
-        self._explained = explained
         self._direct = direct
 
     def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
@@ -67,16 +63,16 @@ class Evaluation:
                 total, count = loss_and_count(function, output, microbatch.labels, microbatch.sizes["batch"])
                 pairs.append((float(total), count))
 
-        with self._explained():
+        with self._world.explained():
             self._forward(inputs, labels, head)
-            gathered = exchange(self._world.transport, {"sums": sums})
+            gathered = all_gather(self._world.transport, {"sums": sums})
         found = [[pair for document in gathered for pair in document["sums"][index]] for index in range(len(functions))]
         return [(math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)) for pairs in found]
 
     def predict(self, inputs: Any) -> Any:
         """Return the model's output for this replica's rows, on the host of every process of the replica."""
         outputs: list[list[Tensor]] = []
-        with self._explained():
+        with self._world.explained():
             made = self._forward(inputs, None, lambda _microbatch, tensors: outputs.append(tensors), raw=True)
             results = self._spread(outputs, made)
         _, sizes = bind(self._graph, inputs)
@@ -154,12 +150,7 @@ class Evaluation:
             return []
         channels, stages = self._made
         channels.fit(largest(microbatches))
-        self._serve(stages, microbatches, head, raw)
-        return microbatches
 
-    def _serve(
-        self, stages: Mapping[int, TrainingStage], microbatches: Sequence[Microbatch], head: Use, raw: bool
-    ) -> None:
         def finish(index: int, outputs: Sequence[Tensor], sizes: Sizes) -> None:
             found = [t.to("cpu", copy=True) for t in outputs] if raw else build_output(self._graph, outputs, sizes)
             head(microbatches[index], found)
@@ -171,4 +162,5 @@ class Evaluation:
                 for index, m in enumerate(microbatches)
             })  # fmt: skip
         actions = forward_only(sorted(stages), len(microbatches))
-        run_schedule(actions, stages, self._made[0].channels, Observer(stages))
+        run_schedule(actions, stages, channels.channels, Observer(stages))
+        return microbatches

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from penstock.errors import DataError, UsageError
 from penstock.train.trainer import Trainer
-from penstock.transport.collectives import exchange
+from penstock.transport.collectives import all_gather
 
 _PARENT_POLL_S = 0.5
 Collate = Callable[[list[Any]], Any]
@@ -72,8 +72,10 @@ class Loader:
         self._order = lambda: self._first_processes([[int(index) for index in batch] for batch in sampler])
 
     def _first_processes(self, mine: list[list[int]]) -> list[list[int]]:
-        with self._trainer.explained():
-            gathered = exchange(self._trainer.world.transport, {"order": mine if self._trainer.world.rank == 0 else []})
+        with self._trainer.world.explained():
+            gathered = all_gather(
+                self._trainer.world.transport, {"order": mine if self._trainer.world.rank == 0 else []}
+            )
         order: list[list[int]] = gathered[0]["order"]
         return order
 
@@ -124,16 +126,10 @@ class Loader:
             for rows in batches:
                 yield pytree.tree_map(lambda x, rows=rows: _shape_only(x, len(rows)), example)
             return
-        filled = [rows for rows in batches if rows]
-        loader: Iterator[Any] = iter(
-            DataLoader(
-                self._dataset,
-                batch_sampler=filled,
-                collate_fn=collate,
-                num_workers=self._num_workers,
-                worker_init_fn=_leave_with_parent,
-            )
-        )
+        loader: Iterator[Any] = iter(DataLoader(
+            self._dataset, batch_sampler=[rows for rows in batches if rows], collate_fn=collate,
+            num_workers=self._num_workers, worker_init_fn=_leave_with_parent,
+        ))  # fmt: skip
         for rows in batches:
             if rows:
                 yield next(loader)
@@ -142,10 +138,8 @@ class Loader:
 
     def _uses_data(self) -> bool:
         """Return whether a stage here uses inputs or labels; where lengths vary, only the data says them."""
-        trainer = self._trainer
-        graph = trainer.captured.graph
-        varying = len(graph.symbols) > 1
-        here = trainer.tensors.stages
+        trainer, here = self._trainer, self._trainer.tensors.stages
+        varying = len(trainer.captured.graph.symbols) > 1
         return varying or trainer.last_stage in here or any(trainer.parts[stage].own for stage in here)
 
 

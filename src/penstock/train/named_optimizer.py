@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.graph.encoding import DTYPES
 from penstock.tensors import HOST
-from penstock.train.checkpoint_index import CheckpointIndex, OptimizerGroup
-from penstock.train.tensors import HeldTensors
+from penstock.train.checkpoint_folder import CheckpointIndex, OptimizerGroup
+from penstock.train.held_tensors import HeldTensors
 
 
 class NamedOptimizer:

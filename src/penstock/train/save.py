@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.state import Held, Wanted, redistribute
-from penstock.errors import ModelError, PenstockError
+from penstock.errors import ModelError
+from penstock.train.outcome import everywhere
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
-from penstock.transport.collectives import exchange
+from penstock.transport.collectives import all_gather
 from penstock.transport.tags import STATE
 from penstock.zoo.weights.weight_files import file_order, save_weights
 
@@ -79,7 +80,7 @@ def save_model(trainer: Trainer, path: Path) -> None:
     """
     transport = trainer.world.transport
     message = ""
-    with trainer.explained():
+    with trainer.world.explained():
         weights = GatheredWeights(trainer)
         if transport.rank == FEEDER:
             try:
@@ -87,11 +88,6 @@ def save_model(trainer: Trainer, path: Path) -> None:
             except ModelError as error:
                 message = str(error)
         weights.finish()
-        gathered = exchange(transport, {"failed": message})
+        gathered = all_gather(transport, {"failed": message})
     if gathered[FEEDER]["failed"]:
-        raise _everywhere(ModelError(gathered[FEEDER]["failed"]))
-
-
-def _everywhere(error: PenstockError) -> PenstockError:
-    error.everywhere = True  # type: ignore[attr-defined]
-    return error
+        raise everywhere(ModelError(gathered[FEEDER]["failed"]))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.deploy.options import CutOptions, RunOptions
+from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.engine.executor import run_schedule
 from penstock.engine.gradients import Synchronizer
 from penstock.engine.observer import Observer
@@ -23,20 +23,17 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.direct import go_direct
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER
-from penstock.spec.saving import fingerprint
+from penstock.spec.fields import fingerprint
 from penstock.tensors import HOST, most_bytes
 from penstock.tracing.trace import write_run
-from penstock.train.arrangement import Arrangement
-from penstock.train.batches import Microbatch, bind, cut_rows, largest
+from penstock.train.arrangement import Arrangement, TrainOptions
+from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, largest, loss_and_count
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
-from penstock.train.losses import LossFunction, check_labels, loss_and_count
-from penstock.train.options import TrainOptions
-from penstock.train.outcome import mean_loss, step_document, total_count
-from penstock.train.step_report import StepReport
-from penstock.train.tensors import HeldTensors, written_buffers
+from penstock.train.held_tensors import HeldTensors, written_buffers
+from penstock.train.outcome import StepReport, mean_loss, step_document, total_count
 from penstock.train.training_tracer import TrainingTracer, training_facts
-from penstock.transport.collectives import exchange
+from penstock.transport.collectives import all_gather
 from penstock.transport.metered import MeteredTransport
 
 
@@ -73,12 +70,13 @@ class Trainer:
         self._run, self._plan = run, cut.plan
         self.placed = Arrangement(world, captured.graph, cut, options)
         self.grid, self.replica, self.cuts = self.placed.grid, self.placed.replica, self.placed.cuts
+        self.last_stage = self.placed.num_stages - 1  # which computes the loss
         self.parts: list[TrainingPart] = captured.parts(self.cuts, options.autocast, device)
         self.step = 0
         self.last_step = StepReport()
         self.load_s = 0.0  # since the last step
         self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
-        with self.explained():
+        with self.world.explained():
             self._check_alike()
             self.tensors = HeldTensors(self.world, self.grid, captured, self.parts, device)
         self.order = [state.source for state in captured.graph.states]
@@ -87,7 +85,7 @@ class Trainer:
         self.observer = Observer(self.stages, self.world.clock)
         links = training_links(self.parts)
         self._channels = GrowingChannels(self._transport, links, self.replica, direct=self._direct)
-        with self.explained():
+        with self.world.explained():
             self.tracer = (
                 TrainingTracer(self.world, self.observer, self._synchronizer, profile=run.trace_profile)
                 if run.trace is not None else None
@@ -98,18 +96,13 @@ class Trainer:
         self._loss_fn: LossFunction | None = None
         self._closed = False
 
-    @property
-    def last_stage(self) -> int:
-        """The stage that computes the loss."""
-        return self.placed.num_stages - 1
-
     def _check_alike(self) -> None:
-        """Every process has captured a model of its own: they must be the same."""
+        """Raise `UsageError` unless all processes have the same model, cuts and settings."""
         graph = self.captured.graph
         mine = [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), [cut.name for cut in self.cuts],
                 len(self.grid.replicas), self.placed.usual_microbatches, self.seed, self.autocast and self.device.type,
                 None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
-        for rank, other in enumerate(exchange(self.world.transport, {"model": mine})):
+        for rank, other in enumerate(all_gather(self.world.transport, {"model": mine})):
             if other["model"] != mine:
                 raise UsageError(
                     f"{self.world.names[rank]} has another model or other settings than "
@@ -138,23 +131,11 @@ class Trainer:
             self._synchronizer.leaf_done(stage.index, name)
 
     def _head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        """On the last stage: the model's output to the sum that is minimized."""
+        """Return a microbatch's loss as a sum, from the last stage's outputs; record it with its count."""
         output = build_output(self.captured.graph, outputs, sizes)
         loss, count = loss_and_count(self._loss_fn, output, self._step_data[microbatch].labels, sizes["batch"])
         self._losses[microbatch] = (float(loss.detach()), count)
         return loss
-
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """Add their reason to errors of the network, and report errors here to the others, so that nobody waits."""
-        try:
-            yield
-        except TransportError as error:
-            raise self.world.explain(error) from error
-        except Exception as error:
-            if not getattr(error, "everywhere", False):
-                self.world.health.report(error)
-            raise
 
     def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
         """Run forward, backward and synchronization of one batch, and return the loss of the whole batch.
@@ -173,13 +154,13 @@ class Trainer:
         self._step_data = cut_rows(self.captured.graph, tensors, sizes, labels, count) if count else []
         self._losses.clear()
         sent_bytes = self._transport.sent_bytes
-        with self.explained():
+        with self.world.explained():
             self._synchronizer.begin()
             if count:
                 self._run_step(count)
             computed_s = self.world.clock()
             self._synchronizer.flush()
-            gathered = exchange(self._transport, self._step_document())  # while sums are on their way
+            gathered = all_gather(self._transport, self._step_document())  # while sums are on their way
             with self._transport.waiting():
                 gradients = self._synchronizer.finish(total_count(gathered) or 1.0)
         synchronize_s = self.world.clock() - computed_s
@@ -188,7 +169,7 @@ class Trainer:
         step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
         loss = mean_loss(gathered, step, self.last_stage)
         self.tensors.add_gradients(gradients)
-        with self.explained():
+        with self.world.explained():
             self.tensors.share_buffers(self._transport)
         self._report(bool(count), synchronize_s, self._transport.sent_bytes - sent_bytes)
         self.short_batch = None
@@ -246,14 +227,16 @@ class Trainer:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before."""
         own = self.tensors.norms() if self.placed.replica_index == 0 else {}
-        with self.explained():
+        with self.world.explained():
             norms: dict[str, float] = {}
-            for document in exchange(self.world.transport, {"norms": own}):
+            for document in all_gather(self.world.transport, {"norms": own}):
                 norms |= document["norms"]
         norm = math.sqrt(math.fsum(norms[name] ** 2 for name in self.order if name in norms))
         factor = max_norm / (norm + 1e-6)
         if factor < 1:
-            self.tensors.scale_gradients(factor)
+            for parameter in self.tensors.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
         return torch.tensor(norm, dtype=torch.float64)
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -272,14 +255,14 @@ class Trainer:
         """The same weights in evaluation mode."""
         return Evaluation(
             self.world, self.captured, self.replica, self.tensors, cuts=self.cuts, autocast=self.autocast,
-            num_microbatches=self.placed.num_microbatches, explained=self.explained, direct=self._direct,
+            num_microbatches=self.placed.num_microbatches, direct=self._direct,
         )  # fmt: skip
 
     def write_trace(self, model: str) -> None:
         """Write what all processes recorded, from the first one; every process calls this."""
         if self.tracer is None or self._run.trace is None:
             return
-        with self.explained():
+        with self.world.explained():
             traces = self.tracer.gather()
         if traces:
             facts = training_facts(self.world, self.placed, model=model, num_steps=self.step)
@@ -293,7 +276,7 @@ class Trainer:
         self.watch.close()
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):
-                exchange(self.world.transport, {})
+                all_gather(self.world.transport, {})
         self._channels.channels.abort()
         if "evaluation" in vars(self):
             self.evaluation.abort()

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from penstock.deploy.options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.graph.call import CallInputs
@@ -17,15 +17,13 @@ from penstock.group.entry import join_torchrun, thread_worlds, under_torchrun
 from penstock.group.world import World
 from penstock.tensors import find_device
 from penstock.terminal.notes import note
-from penstock.train.arrangement import find_cuts
+from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
+from penstock.train.batches import LossFunction
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
-from penstock.train.grids import ScheduleChoice
 from penstock.train.loader import Collate, Loader
-from penstock.train.losses import LossFunction
-from penstock.train.options import TrainOptions
+from penstock.train.outcome import StepReport
 from penstock.train.save import save_model
-from penstock.train.step_report import StepReport
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
 

@@ -9,10 +9,9 @@ from penstock.engine.gradients import Synchronizer
 from penstock.engine.observer import Observer
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_machine
-from penstock.engine.tracers import ClockReadings, answer_clock, give_trace, make_trace
+from penstock.engine.tracers import ClockReadings, answer_clock, environment, give_trace, make_trace
 from penstock.engine.wiring import DEPTH, Channels
 from penstock.group.world import World
-from penstock.tracing.environment import environment
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.tracing.trace import RunFacts, StreamTrace
 from penstock.train.arrangement import Arrangement
@@ -37,6 +36,7 @@ class TrainingTracer:
         self.record(True)
         self._machine = measure_machine()
         self._clocks = ClockReadings(world)
+        self._others = [rank for rank in range(world.transport.size) if rank != FEEDER]
         if world.rank == FEEDER:
             self._clocks.begin(self._others)
         else:
@@ -91,10 +91,6 @@ class TrainingTracer:
             return [mine, *self._clocks.take(self._others)]
         give_trace(self._world, mine)
         return []
-
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._world.transport.size) if rank != FEEDER]
 
 
 def training_facts(world: World, placed: Arrangement, *, model: str, num_steps: int) -> RunFacts:

@@ -41,11 +41,11 @@ def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], tag: in
         pass_on(parts[(place - step + 1) % count], parts[(place - step) % count])
 
 
-def exchange(transport: Transport, document: dict[str, Any]) -> list[dict[str, Any]]:
+def all_gather(transport: Transport, document: dict[str, Any]) -> list[dict[str, Any]]:
     """Return to every rank the documents of all ranks, in the order of ranks.
 
     Example:
-        losses = [told["loss"] for told in exchange(transport, {"loss": 0.5})]
+        losses = [told["loss"] for told in all_gather(transport, {"loss": 0.5})]
     """
     if transport.size == 1:
         return [document]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken
-from penstock.tensors import settle
+from penstock.tensors import synchronize
 from penstock.text import first_line
 from penstock.transport.base import Pending, Transport
 
@@ -184,7 +184,7 @@ class _DevicePending:
     def wait(self) -> None:
         try:
             self._work.wait()  # NCCL's makes the stream wait, not this thread
-            settle(self._device)
+            synchronize(self._device)
         except RuntimeError as error:
             raise ConnectionBroken(
                 f"the connection of devices to rank {self._peer} broke: {first_line(error)}"

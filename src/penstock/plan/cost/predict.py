@@ -1,21 +1,95 @@
-"""What pipelines of a plan will do: throughput, latency, a finite stream, and each device's load and memory."""
+"""What pipelines of a plan will do: throughput, latency, a finite stream, and each device's load and memory.
 
+A finite stream is filled and drained, with buffers bounded. What the executor does is played by the simulator with
+microbatches `m`, stages `s` and `depth` buffers on both sides of a cut:
+
+    compute   begins when the stage is free and m is there
+    done      when it has computed, and one of its buffers is free:   sent[s][m - depth]
+    sending   begins when m is done, the link is free, and the next stage has a buffer:  done[s + 1][m - depth]
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 
 import msgspec
 
-from penstock.plan.cost.finite_stream import StageTimes, result_times, steady_s
 from penstock.plan.cost.pipeline_cost import bottleneck_s, latency_s
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.cost.training_step import predict_training
 from penstock.plan.schedule.round_robin import round_robin
+from penstock.plan.schedule.simulate import Channel, Job, Line, play
 from penstock.spec.check import check_cuts, check_devices
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import DeviceLoad, Pipeline, Plan, Prediction
 from penstock.spec.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """What a stage takes: seconds of compute for each cut set, and of its incoming link.
+
+    `compute_s[server][cut_set]`: several servers are devices that share the stage round-robin, in the order of `order`.
+    `wire_s[cut_set]` is how long a message from the stage before is on the wire, `latency_s` what it takes beside.
+    """
+
+    compute_s: tuple[tuple[float, ...], ...]
+    wire_s: tuple[float, ...]
+    latency_s: float = 0.0
+    order: tuple[int, ...] = (0,)
+
+
+def result_times(
+    stages: Sequence[StageTimes], rotation: Sequence[int], num_microbatches: int, *, depth: int = 2,
+    feed_s: float = 0.0, back_s: Sequence[float] = (0.0,),
+) -> list[float]:  # fmt: skip
+    """Return the second at which each microbatch's result is back where it was fed.
+
+    `rotation` says which cut set each microbatch takes, `feed_s` what a feeder that holds no stage needs for each,
+    `back_s[cut_set]` the way back to it.
+
+    >>> stage = StageTimes(compute_s=((1.0,),), wire_s=(0.0,))
+    >>> result_times([stage, stage], (0,), 3)
+    [2.0, 3.0, 4.0]
+    """
+    channels = [
+        Channel(
+            wire_s=[stage.wire_s[cut_set] for cut_set in rotation], latency_s=stage.latency_s,
+            at_receiver=depth * len(stage.compute_s),
+        )
+        for stage in stages
+    ]  # fmt: skip
+    channels[0].made = [feed_s * (microbatch + 1) for microbatch in range(num_microbatches)]
+    lines = []
+    for stage, source, target in zip(stages, channels, [*channels[1:], None], strict=True):
+        if target is not None:
+            target.at_sender = depth * len(stage.compute_s)
+        jobs = [
+            [Job(seconds=seconds, source=source, target=target, device=server) for seconds in own]
+            for server, own in enumerate(stage.compute_s)
+        ]
+        period = min(math.lcm(len(stage.order), len(rotation)), num_microbatches)
+        round_ = [jobs[stage.order[m % len(stage.order)]][rotation[m % len(rotation)]] for m in range(period)]
+        lines.append(Line(list(islice(cycle(round_), num_microbatches)), len(stage.compute_s)))
+    play(lines)
+    return [end + back_s[rotation[m % len(rotation)] % len(back_s)] for m, end in enumerate(lines[-1].ends)]
+
+
+def steady_s(
+    stages: Sequence[StageTimes], rotation: Sequence[int], *, depth: int = 2, feed_s: float = 0.0, rounds: int = 4
+) -> float:
+    """Return the seconds between results once the pipeline runs full, with cut sets in rotation.
+
+    Short queues do not absorb every difference between cut sets; this counts what is lost.
+    """
+    longest = max(len(stage.order) for stage in stages)
+    length = max(len(rotation) * longest, 2 * len(stages) + 2)
+    times = result_times(stages, rotation, rounds * length, depth=depth, feed_s=feed_s)
+    half = rounds // 2 * length
+    return (times[-1] - times[half - 1]) / (len(times) - half)
+
 
 # longer streams only repeat what these have shown
 _MAX_MICROBATCHES = 2000
@@ -83,7 +157,9 @@ def predict_pipelines(
     for line in lines:
         times = _stage_times(problem, line, feeding[0])
         order = round_robin(line.weights)
-        feed_s = _separate_feed_s(problem, line, max(feeding))
+        # what a feeder without a stage in this pipeline needs for each of its microbatches
+        elsewhere = not any(problem.feeder in stage.devices for stage in line.divisions[0])
+        feed_s = max(feeding) / line.pipeline.share if elsewhere else 0.0
         holds.append((line.pipeline.share * _line_bottleneck_s(problem, line, len(lines), times, order, feed_s),
                       _slowest(problem, line)))  # fmt: skip
         count = max(1, round(num_rows / rows * line.pipeline.share))
@@ -93,29 +169,21 @@ def predict_pipelines(
     slowest_s, limit = max(holds, key=lambda hold: hold[0])
     rate = rows / slowest_s
     return Prediction(
-        rows_per_s=rate,
-        bound_rows_per_s=max(bound_rows_per_s, rate),
-        latency_s=max(latency_s(problem, division) for line in lines for division in line.divisions),
-        num_rows=num_rows,
-        total_s=max(total_s, max(feeding) * num_rows / rows),
-        limit=limit,
-        devices=tuple(loads),
-    )
+        rows_per_s=rate, bound_rows_per_s=max(bound_rows_per_s, rate),
+        latency_s=max(latency_s(problem, division) for line in lines for division in line.divisions), num_rows=num_rows,
+        total_s=max(total_s, max(feeding) * num_rows / rows), limit=limit, devices=tuple(loads),
+    )  # fmt: skip
 
 
 def divisions_of(problem: Problem, pipeline: Pipeline) -> tuple[Division, ...]:
     """Return a pipeline with numbers for names: a division for each of its cut sets."""
     places = {name: index for index, name in enumerate(problem.profile.cuts, 1)}
-    divisions = []
-    for cut_set in pipeline.cut_sets:
-        bounds = [0, *(places[name] for name in cut_set.cuts), problem.num_units]
-        divisions.append(
-            tuple(
-                Placed(tuple(problem.numbers[name] for name in stage.devices), start, end)
-                for stage, (start, end) in zip(pipeline.stages, pairwise(bounds), strict=True)
-            )
-        )
-    return tuple(divisions)
+    devices = [tuple(problem.numbers[name] for name in stage.devices) for stage in pipeline.stages]
+    bounds = ([0, *(places[name] for name in cut_set.cuts), problem.num_units] for cut_set in pipeline.cut_sets)
+    return tuple(
+        tuple(Placed(numbers, start, end) for numbers, (start, end) in zip(devices, pairwise(own), strict=True))
+        for own in bounds
+    )
 
 
 def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageTimes]:
@@ -138,13 +206,6 @@ def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageT
         order = round_robin(stage.shares)
         found.append(StageTimes(compute_s=tuple(servers), wire_s=tuple(wires), latency_s=latency, order=order))
     return found
-
-
-def _separate_feed_s(problem: Problem, line: _Line, feeding_s: float) -> float:
-    """Return what a feeder without a stage in this pipeline needs for each of its microbatches."""
-    if any(problem.feeder in stage.devices for stage in line.divisions[0]):
-        return 0.0
-    return feeding_s / line.pipeline.share
 
 
 def _line_bottleneck_s(
@@ -208,16 +269,9 @@ def _loads(problem: Problem, line: _Line, feeding_s: float) -> list[DeviceLoad]:
         in_flight = problem.setting.in_flight(len(line.pipeline.stages) - index)
         for number, part in zip(placed[0].devices, stage.shares, strict=True):
             own = sum(w * problem.own_s(number, p) for w, p in zip(line.weights, placed, strict=True))
-            load = own * part * line.pipeline.share
-            if number == problem.feeder:
-                load += feeding_s
-            loads.append(
-                DeviceLoad(
-                    device=problem.devices[number].name,
-                    load_s=load,
-                    memory_bytes=union_bytes(problem, number, placed, in_flight),
-                )
-            )
+            load_s = own * part * line.pipeline.share + (feeding_s if number == problem.feeder else 0.0)
+            need = union_bytes(problem, number, placed, in_flight)
+            loads.append(DeviceLoad(device=problem.devices[number].name, load_s=load_s, memory_bytes=need))
     return loads
 
 

@@ -1,7 +1,7 @@
 """A profile on a cluster at one setting: what each device would take for each stage."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,7 +31,6 @@ class Terms:
     own: tuple[Pair, ...]
     feeding: tuple[Pair, ...]
     memory: Pair
-    limit_bytes: float
 
     def pairs(self) -> tuple[Pair, ...]:
         """Return own work and feeding together."""
@@ -52,6 +51,7 @@ class Problem:
         self.setting = setting
         self.costs = Costs(profile, setting)
         self.devices = cluster.devices
+        self.speeds = np.array([device.speed for device in self.devices])
         self.num_units = self.costs.num_units
         self.numbers = {device.name: number for number, device in enumerate(self.devices)}
         self.feeder = self.numbers[cluster.feeding.name]
@@ -59,11 +59,6 @@ class Problem:
         self._pairs = {frozenset(link.between): link for link in cluster.links}
         self.terms = lru_cache(maxsize=64)(self._terms)
         self.cost_matrix = lru_cache(maxsize=32 if self.num_units <= 500 else 2)(self._cost_matrix)
-
-    @cached_property
-    def speeds(self) -> Vector:
-        """The speed of every device."""
-        return np.array([device.speed for device in self.devices])
 
     def for_replica(self, num_microbatches: int) -> "Problem":
         """Return the same problem for one of several pipelines that train, with its part of a step's microbatches."""
@@ -178,7 +173,6 @@ class Problem:
             own=tuple(own),
             feeding=tuple(feeding),
             memory=self._memory_terms(feeds),
-            limit_bytes=float(device.memory_bytes),
         )
 
     def _feeding(self, device: Device, per_byte: float) -> list[Pair]:
@@ -209,14 +203,11 @@ class Problem:
     def cost_block(self, device: int, in_flight: int, starts: slice, ends: slice) -> Vector:
         """Return seconds for stages from every one of some boundaries to every one of others, infinite where
         memory does not suffice or a stage would be empty."""
-        terms = self.terms(device)
-        block: Vector | None = None
-        for first, last in terms.pairs():
-            outer = first[starts, None] + last[None, ends]
-            block = outer if block is None else np.maximum(block, outer, out=block)
-        if block is None:
-            raise AssertionError("a device without terms")
-        block[self.memory_block(device, in_flight, starts, ends) > terms.limit_bytes] = np.inf
+        (first, last), *more = self.terms(device).pairs()
+        block: Vector = first[starts, None] + last[None, ends]
+        for first, last in more:
+            np.maximum(block, first[starts, None] + last[None, ends], out=block)
+        block[self.memory_block(device, in_flight, starts, ends) > self.devices[device].memory_bytes] = np.inf
         numbers = np.arange(self.num_units + 1)
         block[numbers[starts, None] >= numbers[None, ends]] = np.inf
         return block

@@ -99,6 +99,7 @@ class Costs:
         self.forward_s = _running_sum([interpolate(profile.rows, unit.forward_s, rows) for unit in profile.units])
         self.backward_s = self._backward_s() if setting.trains else np.zeros_like(self.forward_s)
         self.seconds = self.forward_s + self.backward_s
+        self.total_s = float(self.seconds[-1])  # of all units for one microbatch
         self.crossing = np.array([boundary.num_bytes(rows) for boundary in profile.boundaries])
         self.loaded_bytes = float(self.crossing[0]) * (setting.num_microbatches or 0)
         if setting.trains:
@@ -117,11 +118,6 @@ class Costs:
         self.kept_bytes = _running_sum([unit.kept_bytes_per_row * rows for unit in profile.units])
         # at a stage's end its outputs are kept too, until their gradients come
         self.kept_at_end_bytes = self.kept_bytes + self.crossing
-
-    @property
-    def total_s(self) -> float:
-        """The seconds of all units for one microbatch, at speed 1."""
-        return float(self.seconds[-1])
 
     @cached_property
     def held_bytes(self) -> Vector:

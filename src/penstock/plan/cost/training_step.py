@@ -98,8 +98,9 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
             # of a split backward, gradients of weights are told of when all are there
             begin_s = span.begin_s if span.action.kind == "B" else span.end_s
             last[device].append(LastBackward(stage, begin_s, span.end_s))
-            loads = count if index in {0, len(division) - 1} else 0
-            after_s[device] += _update_s(problem, device, stage.start, stage.end) + _load_s(problem, device, loads)
+            rows = problem.setting.rows * count if index in {0, len(division) - 1} else 0
+            load_s = rows * problem.profile.loader_s_per_row / problem.devices[device].speed
+            after_s[device] += _update_s(problem, device, stage.start, stage.end) + load_s
     buckets = make_buckets(problem, divisions)
     done_s = all_reduced_s(problem, buckets, last)
     # every process tells the first one how its part went, which tells all
@@ -117,11 +118,6 @@ def _update_s(problem: Problem, device: int, start: int, end: int) -> float:
     return num_bytes * problem.profile.update_s_per_byte * part / problem.devices[device].speed
 
 
-def _load_s(problem: Problem, device: int, num_microbatches: int) -> float:
-    rows = problem.setting.rows * num_microbatches
-    return rows * problem.profile.loader_s_per_row / problem.devices[device].speed
-
-
 def predict_training(
     problem: Problem, divisions: Sequence[Division], counts: Sequence[int], num_rows: int, bound_rows_per_s: float
 ) -> Prediction:
@@ -135,14 +131,11 @@ def predict_training(
     rate = batch / step.step_s
     loads = _loads(problem, divisions, counts, step.buckets)
     return Prediction(
-        rows_per_s=rate,
-        bound_rows_per_s=max(bound_rows_per_s, rate),
-        latency_s=max(latency_s(problem, division) for division in divisions),
-        num_rows=num_rows,
-        total_s=-(-num_rows // batch) * step.step_s,
-        limit=_limit(problem, divisions, loads, step),
+        rows_per_s=rate, bound_rows_per_s=max(bound_rows_per_s, rate),
+        latency_s=max(latency_s(problem, division) for division in divisions), num_rows=num_rows,
+        total_s=-(-num_rows // batch) * step.step_s, limit=_limit(problem, divisions, loads, step),
         devices=tuple(loads),
-    )
+    )  # fmt: skip
 
 
 def memory_in_training(problem: Problem, division: Division) -> dict[int, float]:
@@ -166,12 +159,10 @@ def _loads(
         for device, memory_bytes in memory_in_training(own, division).items():
             all_reduce_s = sum(bucket.cpu_s(problem, device) for bucket in buckets if device in bucket.devices)
             own_s = sum(problem.own_s(device, stage) for stage in division if stage.devices == (device,))
-            loads.append(
-                DeviceLoad(
-                    device=problem.devices[device].name, load_s=(own_s * count + all_reduce_s) / total,
-                    memory_bytes=memory_bytes,
-                )
-            )  # fmt: skip
+            loads.append(DeviceLoad(
+                device=problem.devices[device].name, load_s=(own_s * count + all_reduce_s) / total,
+                memory_bytes=memory_bytes,
+            ))  # fmt: skip
     return loads
 
 

@@ -107,7 +107,7 @@ class Line:
         return len(self.ends) == len(self.jobs)
 
     def advance(self) -> bool:
-        """Go on as far as what the jobs wait for is known; return whether that was any further."""
+        """Advance until a job's dependency is not known yet; return whether there was any progress."""
         jobs, begins, computed, ends, free = self.jobs, self.begins, self.computed, self.ends, self._free
         before = len(begins) + len(ends)
         while (at := len(ends)) < len(jobs):
@@ -188,12 +188,9 @@ def uniform(forward_s: float = 1.0, backward_s: float = 2.0) -> Duration:
 
 
 def simulate(
-    schedule: Schedule,
-    duration: Duration | None = None,
-    transfer: Transfer = lambda _source, _to, _kind: 0.0,
-    *,
+    schedule: Schedule, duration: Duration | None = None, transfer: Transfer = lambda _source, _to, _kind: 0.0, *,
     num_buffers: int | None = NUM_BUFFERS,
-) -> Simulation:
+) -> Simulation:  # fmt: skip
     """Play a schedule.
 
     `duration` returns an action's seconds on a device, `transfer` those of a message from one device to another.

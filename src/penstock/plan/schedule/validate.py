@@ -1,12 +1,14 @@
 """Whether a schedule can be run: any schedule, ours or a user's."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from penstock.errors import PlanError
-from penstock.plan.schedule.actions import NUM_BUFFERS, STAGE_KINDS, Action, Schedule, placement
+from penstock.plan.schedule.actions import NUM_BUFFERS, STAGE_KINDS, Action, Kind, Schedule, placement
 from penstock.plan.schedule.simulate import Simulation, simulate
+
+_NEEDS: Mapping[str, Kind] = {"B": "F", "I": "F", "W": "I"}
 
 
 def check_schedule(schedule: Schedule, *, num_buffers: int | None = NUM_BUFFERS) -> Simulation:
@@ -48,20 +50,16 @@ def _check_places(schedule: Schedule) -> None:
 def _check_order(device: int, actions: Sequence[Action]) -> None:
     done: set[Action] = set()
     for action in actions:
-        needs = {"B": "F", "I": "F", "W": "I"}.get(action.kind)
+        needs = _NEEDS.get(action.kind)
         if action in done:
             raise PlanError(f"device {device} does {action} twice; leave one out")
-        if needs and not any(d.kind == needs and _same(d, action) for d in done):
+        if needs and Action(needs, action.microbatch, action.stage) not in done:
             raise PlanError(f"device {device} does {action} before {needs}{str(action)[1:]}; change their order")
         if action.kind in STAGE_KINDS and any(
             a.kind not in STAGE_KINDS and a.stage == action.stage for a in actions[len(done) :]
         ):
             raise PlanError(f"device {device} does {action} before the stage's last backward; move it to the end")
         done.add(action)
-
-
-def _same(first: Action, second: Action) -> bool:
-    return (first.microbatch, first.stage) == (second.microbatch, second.stage)
 
 
 def _check_complete(schedule: Schedule) -> None:

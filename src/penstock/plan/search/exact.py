@@ -14,6 +14,7 @@ The result is exact: every order of every selection of devices, with every divis
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 from typing import Literal
 
@@ -136,18 +137,15 @@ class _Search:
             return None
         if self.uniform:
             return found[0][0]
-        start = min(window.start for window, _ in found)
-        stop = max(window.span.stop for window, _ in found)
-        best = np.full(stop - start, np.inf)
+        windows = []
         for window, last in found:
-            part = best[window.start - start : window.span.stop - start]
             if self.aim == "latency":
                 values = window.values + self._hop_s(kind, last, window.span)
             else:
                 byte_s = self.problem.byte_s(*self._two(kind, last))
                 values = np.maximum(window.values, self.problem.costs.crossing[window.span] * byte_s)
-            np.minimum(part, values, out=part)
-        return _Window(start, best)
+            windows.append(_Window(window.start, values))
+        return reduce(_merge, windows)
 
     def _two(self, kind: int, last: int) -> tuple[int, int]:
         """Return two different devices of these kinds."""

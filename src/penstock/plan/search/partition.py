@@ -36,13 +36,9 @@ def balanced(
 
 
 def smallest_crossing(
-    work: Sequence[float],
-    crossing_bytes: Sequence[int],
-    num_stages: int,
-    *,
-    slack: float = 0.10,
+    work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, *, slack: float = 0.10,
     work_per_byte: float = 0.0,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Let the fewest bytes cross among divisions whose largest stage is within `slack` of the best.
 
     >>> smallest_crossing([1, 1, 1, 1], [0, 9, 9, 1, 0], 2, slack=0.5)

@@ -43,7 +43,8 @@ def chrome_trace(run: Run) -> dict[str, Any]:
     slices = [_slice(span, origin_s, rows.tid(rank, span)) for rank, span in spans]
     events = [_name("process_name", 0, run.facts.model)]
     for tid in sorted({event["tid"] for event in slices}):
-        events += _row(tid, rows.names[tid])
+        order = {"name": "thread_sort_index", "ph": "M", "pid": _PID, "tid": tid, "args": {"sort_index": tid}}
+        events += [_name("thread_name", tid, rows.names[tid]), order]
     events += slices
     events += _arrows(spans, origin_s, rows)
     for process in run.processes:
@@ -86,9 +87,7 @@ class _Rows:
         found = {(p.rank, s.stage) for p in run.processes for s in p.spans if s.stage >= 0}
         # a stage's replicas lie below each other
         held = sorted(found, key=lambda item: (_replica(facts.ranks, item[0], num_stages), item[1]))
-        self.names = {
-            tid: f"stage {stage} on {facts.devices[rank]}" for tid, (rank, stage) in enumerate(held)
-        }  # fmt: skip
+        self.names = {tid: f"stage {stage} on {facts.devices[rank]}" for tid, (rank, stage) in enumerate(held)}
         self._stages = {key: tid for tid, key in enumerate(held)}
         self._ranks = [process.rank for process in run.processes]
         self._trains = facts.kind == "training"
@@ -122,11 +121,6 @@ def _us(seconds: float) -> float:
 
 def _name(what: str, tid: int, text: str) -> Event:
     return {"name": what, "ph": "M", "pid": _PID, "tid": tid, "args": {"name": text}}
-
-
-def _row(tid: int, text: str) -> list[Event]:
-    order = {"name": "thread_sort_index", "ph": "M", "pid": _PID, "tid": tid, "args": {"sort_index": tid}}
-    return [_name("thread_name", tid, text), order]
 
 
 def _slice(span: Span, origin_s: float, tid: int) -> Event:

@@ -73,14 +73,11 @@ def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -
         compute_s = stage.mean("compute_s")
         known = predicted.get(_host(run, stage.rank))
         place = "in rotation" if rotates else f"{bounds[stage.index]} to {bounds[stage.index + 1]}"
-        rows.append(
-            (
-                stage.index, stage.device, place, format_seconds(compute_s), format_seconds(stage.alone_s),
-                None if known is None else format_seconds(known),
-                None if known is None else f"{compute_s / known - 1:+.1%}", f"{busy_s / stream.total_s:.1%}",
-                memory_of(run, stage.rank),
-            )
-        )  # fmt: skip
+        rows.append((
+            stage.index, stage.device, place, format_seconds(compute_s), format_seconds(stage.alone_s),
+            *((None, None) if known is None else (format_seconds(known), f"{compute_s / known - 1:+.1%}")),
+            f"{busy_s / stream.total_s:.1%}", memory_of(run, stage.rank),
+        ))  # fmt: skip
     columns = ("stage", "device", "from, to", "computes", "alone", "predicted load", "off by", "busy", "peak memory")
     return Table("stages", "The stages, per microbatch", columns, tuple(rows))
 
@@ -94,24 +91,21 @@ def link_table(run: Run, stream: MeasuredStream) -> Table:
         num_bytes = stage.mean("num_bytes_in" if first else "num_bytes_out")
         known = [b for b in (_bandwidth(run, stream, end) for end in edge) if b is not None]
         rate = num_bytes * stream.num_microbatches / stream.total_s
-        rows.append(
-            (
-                edge_name(edge), format_bytes(num_bytes), format_bytes(num_bytes * stream.num_microbatches),
-                format_seconds(statistics.median(wires)), format_rate(rate),
-                format_rate(min(known)) if known else None, f"{rate / min(known):.1%}" if known else None,
-            )
-        )  # fmt: skip
+        rows.append((
+            edge_name(edge), format_bytes(num_bytes), format_bytes(num_bytes * stream.num_microbatches),
+            format_seconds(statistics.median(wires)), format_rate(rate),
+            format_rate(min(known)) if known else None, f"{rate / min(known):.1%}" if known else None,
+        ))  # fmt: skip
     columns = ("link", "per microbatch", "in all", "under way", "rate in use", "bandwidth", "of it used")
     return Table("links", "The links", columns, tuple(rows))
 
 
 def clock_table(run: Run) -> Table:
     """Return how each process's clock stands to the feeding one's, and how well that is known."""
-    rows: list[tuple[Cell, ...]] = []
-    for process in run.processes:
-        a = process.alignment
-        rows.append((process.device, f"{a.offset_s:.6f} s", f"{a.drift * 1e6:.1f} ppm", format_seconds(a.error_s)))
-    return Table("clocks", "The clocks", ("process", "offset", "drift", "known up to"), tuple(rows))
+    clocks = ((process.device, process.alignment) for process in run.processes)
+    rows = tuple((device, f"{clock.offset_s:.6f} s", f"{clock.drift * 1e6:.1f} ppm", format_seconds(clock.error_s))
+                 for device, clock in clocks)  # fmt: skip
+    return Table("clocks", "The clocks", ("process", "offset", "drift", "known up to"), rows)
 
 
 def environment_table(run: Run) -> Table:

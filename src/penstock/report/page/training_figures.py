@@ -27,15 +27,15 @@ from penstock.units import format_bytes, format_seconds
 
 # how a bar looks beside its microbatch's colour: forwards plain, backwards striped
 _PATTERNS = {"F": "", "R": ".", "B": "/", "I": "/", "W": "x"}
+_OTHER_KINDS = {"I": "I the half of a backward for the inputs", "W": "W the half for the weights",
+                "R": "R a forward that is computed again"}  # fmt: skip
 SYNCHRONIZE, UPDATE, LOAD = "#7f7f7f", "#333399", "#999933"
 
 
-def training_figures(run: Run, training: MeasuredTraining, account: Account) -> list[Figure]:
+def training_figures(run: Run, training: MeasuredTraining, account: Account) -> list[Figure | None]:
     """Draw a training."""
-    figures = [waterfall(account, account_table(account)), timeline(run, training), loads(run, training),
-               throughput(training)]  # fmt: skip
-    remembered = memory_figure(run)
-    return [*figures, remembered] if remembered else figures
+    return [waterfall(account, account_table(account)), timeline(run, training), loads(run, training),
+            throughput(training), memory_figure(run)]  # fmt: skip
 
 
 def training_tables(run: Run, training: MeasuredTraining) -> list[Table]:
@@ -73,7 +73,9 @@ def timeline(run: Run, training: MeasuredTraining) -> Figure:
                 add("messages", row, done.gave_s - done.give_s, done.give_s, journey)
                 add("computing", row, done.begin_s, done.compute_s, journey, done.label,
                     PALETTE[done.microbatch % len(PALETTE)], _PATTERNS[done.kind])  # fmt: skip
-            own = f"step {step.number} on {run.facts.devices[rank]}: {_around(part)}"
+            own = (f"step {step.number} on {run.facts.devices[rank]}: loading {format_seconds(part.load_s)}, "
+                   f"synchronization {format_seconds(part.synchronize_s)}, "
+                   f"the optimizer {format_seconds(part.update_s)}")  # fmt: skip
             row = _row(run, training, rank, min(done.stage for done in part.done)) if part.done else ""
             if row:
                 add("synchronization", row, part.end_s - part.synchronize_s, part.synchronize_s, own)
@@ -98,18 +100,13 @@ def timeline(run: Run, training: MeasuredTraining) -> Figure:
         (number, m, text.replace("<br>", "; ")) for (number, m), text in told.items()
     )
     table = Table("timeline", "Every microbatch's journey", ("step", "microbatch", "journey"), rows)
+    kinds = {done.kind for part in first.parts.values() for done in part.done}
+    others = "".join(f", {text}" for kind, text in _OTHER_KINDS.items() if kind in kinds)
     alt = (
         f"One row for each stage of {run.facts.model}, time from left to right; F and a number is the forward of that "
-        f"microbatch, B its backward{_other_kinds(first.parts.values())}. {len(steps)} of {len(training.steps)} steps."
+        f"microbatch, B its backward{others}. {len(steps)} of {len(training.steps)} steps."
     )
     return Figure("timeline", "Timeline", alt, data, layout, table, tuple(told.values()))
-
-
-def _other_kinds(parts: object) -> str:
-    found = {done.kind for part in parts for done in part.done}  # type: ignore[attr-defined]
-    names = {"I": "I the half of a backward for the inputs", "W": "W the half for the weights",
-             "R": "R a forward that is computed again"}  # fmt: skip
-    return "".join(f", {text}" for kind, text in names.items() if kind in found)
 
 
 def _journey(run: Run, training: MeasuredTraining, number: int, microbatch: int, origin_s: float) -> str:
@@ -126,13 +123,6 @@ def _journey(run: Run, training: MeasuredTraining, number: int, microbatch: int,
             f"{name}: {done.kind} {format_seconds(done.compute_s)} from {done.begin_s - origin_s:.4f} s{waited}"
         )
     return "<br>".join(lines)
-
-
-def _around(part: Part) -> str:
-    return (
-        f"loading {format_seconds(part.load_s)}, synchronization {format_seconds(part.synchronize_s)}, "
-        f"the optimizer {format_seconds(part.update_s)}"
-    )
 
 
 # what a device does in a step, with its colour
@@ -171,12 +161,11 @@ def loads(run: Run, training: MeasuredTraining) -> Figure:
         f"{run.facts.devices[rank]} computes {format_seconds(sum(shares[rank][:2]))}" for rank in ranks
     )
     table = Table("stages", "The stages, per microbatch", columns, rows)
-    figure = Figure(
+    return Figure(
         "loads", "What each device does with a step", alt + ".", stacked(names, parts),
         {"barmode": "stack", "height": 380, "yaxis": {"title": {"text": "ms per step"}}, "xaxis": {"automargin": True}},
         table,
     )  # fmt: skip
-    return figure
 
 
 def _device(run: Run, training: MeasuredTraining, rank: int) -> str:

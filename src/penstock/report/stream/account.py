@@ -5,15 +5,15 @@ lines add up exactly. `docs/account.md` has the definition.
 """
 
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
 from penstock.plan.schedule.simulate import Edge
-from penstock.report.stream.backlog import Backlog, backlog_in_waits, other_threads_cpu_s
 from penstock.report.stream.measured import MeasuredStage, MeasuredStream, measure_stream, share
-from penstock.report.stream.replay import Recorded, replay
+from penstock.report.stream.replay import Backlog, Recorded, backlog_in_waits, other_threads_cpu_s, replay
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import Machine, Run
 from penstock.units import format_bytes, format_seconds
@@ -169,17 +169,17 @@ def device_speeds(machines: Mapping[int, Machine], names: Sequence[str]) -> dict
 
 def loads_alone(stream: MeasuredStream) -> dict[int, float]:
     """Return each device's seconds per microbatch alone, by rank."""
-    loads: dict[int, float] = {}
+    loads: dict[int, float] = defaultdict(float)
     for stage in stream.stages:
-        loads[stage.rank] = loads.get(stage.rank, 0.0) + stage.alone_s
+        loads[stage.rank] += stage.alone_s
     return loads
 
 
 def stream_costs(stream: MeasuredStream, threads: int) -> dict[int, _Costs]:
     """Split what each stage takes per microbatch, by the stage."""
-    ranks: dict[int, list[MeasuredStage]] = {}
+    ranks: dict[int, list[MeasuredStage]] = defaultdict(list)
     for stage in stream.stages:
-        ranks.setdefault(stage.rank, []).append(stage)
+        ranks[stage.rank].append(stage)
     costs: dict[int, _Costs] = {}
     for mates in ranks.values():
         backlog = backlog_in_waits(mates, threads)
@@ -224,8 +224,7 @@ def _recorded(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[
             source: Edge = (stage.index - 1, stage.index)
             target: Edge = (stage.index, stage.index + 1 if stage.index < last else FEEDER_STAGE)
             parts = cost.split(step.compute_s, step.beside_s)
-            done = Recorded(source=source, target=target, parts=parts, after=cost.after(m))
-            steps[stage.rank].append(done)
+            steps[stage.rank].append(Recorded(source=source, target=target, parts=parts, after=cost.after(m)))
     return [feeder, *steps.values()]
 
 

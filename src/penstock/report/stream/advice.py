@@ -1,19 +1,20 @@
-"""What the planner would do now, knowing what the run has shown."""
+"""What the planner would do now, knowing what the run has shown, and which devices are near their memory's end."""
 
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.errors import PenstockError
+from penstock.plan.candidates import Request
 from penstock.plan.choose import choose
 from penstock.plan.explain import what_would_help
-from penstock.plan.request import Request
 from penstock.report.stream.account import Account, stream_costs
 from penstock.report.stream.measured import MeasuredStream, share
 from penstock.spec.cluster import Cluster, Device
-from penstock.spec.names import as_name
+from penstock.spec.fields import as_name
 from penstock.spec.profile import Boundary, Profile, Unit
-from penstock.tracing.trace import Run
+from penstock.tracing.trace import ProcessTrace, Run
+from penstock.units import format_bytes
 
 # the run has not measured memory that is free
 _ANY_MEMORY = 2**50
@@ -84,19 +85,16 @@ def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
 def observed_cluster(run: Run, stream: MeasuredStream) -> Cluster:
     """Return the devices as fast as they computed: a device that something else slowed counts as slow."""
     devices = []
-    for stage in stream.stages:
+    names = [as_name(stage.device) for stage in stream.stages]
+    for stage, own in zip(stream.stages, names, strict=True):
         slowed = min(1.0, stage.alone_s / stage.mean("compute_s")) if stage.mean("compute_s") else 1.0
         known = run.facts.bandwidths[stage.rank] if stage.rank < len(run.facts.bandwidths) else None
-        name = as_name(f"stage {stage.index} on {stage.device}" if _shares_name(stream, stage.device) else stage.device)
+        name = as_name(f"stage {stage.index} on {stage.device}") if names.count(own) > 1 else own
         devices.append(
             Device(name=name, speed=share(stage.machine) * slowed, memory_bytes=_ANY_MEMORY,
                    bandwidth_bytes_per_s=known)
         )  # fmt: skip
     return Cluster(devices=tuple(devices))
-
-
-def _shares_name(stream: MeasuredStream, device: str) -> bool:
-    return sum(as_name(stage.device) == as_name(device) for stage in stream.stages) > 1
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -106,3 +104,36 @@ def _distinct(names: Sequence[str]) -> list[str]:
         seen[name] = seen.get(name, 0) + 1
         found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return found
+
+
+# a device that holds more of its memory than this may run out at the next larger input
+NEAR = 0.85
+# what is left free of a memory that is large enough
+_ROOM = 0.7
+
+
+def advise_memory(run: Run) -> list[str]:
+    """Name each device that is near its limit, with what it holds, what it may, and what would be enough.
+
+    Processes of one host share its memory. What they hold is counted for each, libraries that they share included.
+    """
+    hosts: dict[str, list[ProcessTrace]] = {}
+    for process in run.processes:
+        known = process.rank < len(run.facts.hosts)
+        hosts.setdefault(run.facts.hosts[process.rank] if known else process.device, []).append(process)
+    lines = []
+    for host, processes in hosts.items():
+        held = sum(_peak(process) for process in processes)
+        limit = max(process.machine.memory_bytes for process in processes)
+        if limit and held > NEAR * limit:
+            stages = [str(s) for s, rank in enumerate(run.facts.ranks) if rank in {p.rank for p in processes}]
+            lines.append(
+                f"{host} (stage {', '.join(stages)}) came to hold {format_bytes(held)} of its {format_bytes(limit)} of "
+                f"memory ({held / limit:.0%}): give it {format_bytes(held / _ROOM)}, a smaller stage or smaller "
+                "microbatches."
+            )
+    return lines
+
+
+def _peak(process: ProcessTrace) -> float:
+    return max((c.value for c in process.counters if c.name == "memory_bytes"), default=0.0)

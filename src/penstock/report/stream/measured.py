@@ -3,12 +3,12 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.errors import DataError
 from penstock.plan.schedule.simulate import Edge
 from penstock.tracing.record import FEEDER, FEEDER_STAGE
-from penstock.tracing.trace import Alone, Machine, Run, Span
+from penstock.tracing.trace import Machine, ProcessTrace, Run, Span
 
 # a wait shorter than this found its message there
 NO_WAIT_S = 5e-5
@@ -134,31 +134,28 @@ def _stage(run: Run, index: int, found: Mapping[tuple[str, int], Mapping[int, Sp
         gap = (compute.begin_s - read.end_s) + (buffer.begin_s - compute.end_s)
         gap += wait.begin_s - before_s if before_s is not None else 0.0
         before_s = give.end_s
-        steps.append(
-            Step(
-                microbatch=m, asked_s=wait.begin_s, arrived_s=wait.end_s, end_s=give.end_s, read_s=read.seconds,
-                compute_s=compute.seconds, cpu_s=compute.cpu_s, buffer_s=buffer.seconds, give_s=give.seconds,
-                gap_s=max(0.0, gap), between_cpu_s=between[m].cpu_s if m in between else 0.0,
-                num_bytes_in=read.num_bytes, num_bytes_out=give.num_bytes,
-            )
-        )  # fmt: skip
+        steps.append(Step(
+            microbatch=m, asked_s=wait.begin_s, arrived_s=wait.end_s, end_s=give.end_s, read_s=read.seconds,
+            compute_s=compute.seconds, cpu_s=compute.cpu_s, buffer_s=buffer.seconds, give_s=give.seconds,
+            gap_s=max(0.0, gap), between_cpu_s=between[m].cpu_s if m in between else 0.0,
+            num_bytes_in=read.num_bytes, num_bytes_out=give.num_bytes,
+        ))  # fmt: skip
     totals = [stage.cpu_s for stage in run.facts.stages if run.facts.ranks[stage.stage] == rank]
     own_loads = sum(span.cpu_s for span in process.spans if span.kind == "load")
-    stage = MeasuredStage(
+    return MeasuredStage(
         index=index, rank=rank, device=process.device, steps=tuple(steps), machine=process.machine,
-        alone_s=0.0, cpu_s=max(0.0, max(totals, default=0.0) - own_loads) / count, load_cpu_s=own_loads / count,
+        alone_s=_alone_s(run, index, process, steps),
+        cpu_s=max(0.0, max(totals, default=0.0) - own_loads) / count, load_cpu_s=own_loads / count,
     )  # fmt: skip
-    return _with_alone(stage, run, process.alone)
 
 
-def _with_alone(stage: MeasuredStage, run: Run, known: Sequence[Alone]) -> MeasuredStage:
-    """Find what the stage takes alone; CPU time where something else had the core even then."""
-    for alone in known:
-        if alone.stage == stage.index:
-            by_cpu = alone.cpu_s / share(stage.machine)
-            crowded = run.facts.threads == 1 and alone.seconds > 1.15 * by_cpu
-            return replace(stage, alone_s=by_cpu if crowded else alone.seconds)
-    return replace(stage, alone_s=statistics.median(step.compute_s for step in stage.steps))
+def _alone_s(run: Run, index: int, process: ProcessTrace, steps: Sequence[Step]) -> float:
+    """Find what a stage takes alone; CPU time where something else had the core even then."""
+    alone = next((alone for alone in process.alone if alone.stage == index), None)
+    if alone is None:
+        return statistics.median(step.compute_s for step in steps)
+    by_cpu = alone.cpu_s / share(process.machine)
+    return by_cpu if run.facts.threads == 1 and alone.seconds > 1.15 * by_cpu else alone.seconds
 
 
 def share(machine: Machine) -> float:

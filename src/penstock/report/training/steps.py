@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from penstock.errors import DataError
 from penstock.report.stream.measured import NO_WAIT_S
-from penstock.tracing.trace import Machine, ProcessTrace, Run, Span
+from penstock.tracing.trace import ProcessTrace, Run, Span
 
 # the first steps make connections and buffers
 _WARM_UP = 2
@@ -103,10 +103,6 @@ class MeasuredTraining:
     def num_rows(self) -> int:
         """The rows of the steps together."""
         return sum(step.num_rows for step in self.steps)
-
-    def machine(self, rank: int) -> Machine:
-        """Return what a process's device can do."""
-        return self.processes[rank].machine
 
     def of_stage(self, rank: int, stage: int) -> list[Done]:
         """Return everything that a stage did on a device."""

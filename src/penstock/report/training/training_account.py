@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.plan.schedule.actions import Action, Kind
-from penstock.plan.schedule.simulate import Crossing, simulate
+from penstock.plan.schedule.actions import BACKWARD_PARTS, Action, Kind
+from penstock.plan.schedule.schedules import SCHEDULES, make_schedule
+from penstock.plan.schedule.simulate import Crossing, Duration, simulate
 from penstock.report.stream.account import Account, Line, device_speeds
 from penstock.report.stream.measured import share
 from penstock.report.training.steps import Done, MeasuredTraining, Part, Step
@@ -56,10 +57,8 @@ def usual_seconds(training: MeasuredTraining, threads: int) -> Usual:
                 found.setdefault((rank, done.stage, done.kind), []).append(done)
     seconds = {}
     for key, actions in found.items():
-        if threads == 1:
-            seconds[key] = statistics.median(done.cpu_s for done in actions) / share(training.machine(key[0]))
-        else:
-            seconds[key] = sorted(done.compute_s for done in actions)[len(actions) // 10]
+        cpu_s = statistics.median(done.cpu_s for done in actions) / share(training.processes[key[0]].machine)
+        seconds[key] = cpu_s if threads == 1 else sorted(done.compute_s for done in actions)[len(actions) // 10]
     return Usual(seconds)
 
 
@@ -70,9 +69,7 @@ def make_training_account(run: Run, training: MeasuredTraining) -> Account:
         make_training_account(run, measure_training(run)).largest.title
     """
     usual = usual_seconds(training, run.facts.threads)
-    speeds = device_speeds(
-        {rank: process.machine for rank, process in training.processes.items()}, run.facts.hosts
-    )  # fmt: skip
+    speeds = device_speeds({rank: each.machine for rank, each in training.processes.items()}, run.facts.hosts)
     mean_speed = statistics.fmean(speeds.values())
     # one device would update each weight once, not once for each replica
     first = set(training.replicas[0])
@@ -120,17 +117,14 @@ def _play_replica(
             seconds[device, actions[-1]] = _action_s(training, part.rank, done, usual, counted)
         schedule.append(tuple(actions))
 
-    def duration(action: Action, device: int) -> float:
-        return seconds[device, action]
-
-    def transfer(source: int, to: int, kind: Crossing) -> float:
-        return lines.get((source, to, kind), 0.0)
-
     lines: dict[tuple[int, int, Crossing], float] = {}
     for (source, to, direction), taken_s in training.lines_s.items() if "lines" in counted else ():
         kind: Crossing = "activations" if direction == "F" else "gradients"
         lines[ranks.index(replica[source]), ranks.index(replica[to]), kind] = taken_s
-    return simulate(tuple(schedule), duration, transfer).makespan_s
+    played = simulate(
+        tuple(schedule), lambda action, device: seconds[device, action], lambda *line: lines.get(line, 0.0)
+    )
+    return played.makespan_s
 
 
 def _before_s(part: Part, counted: set[str]) -> float:
@@ -140,7 +134,7 @@ def _before_s(part: Part, counted: set[str]) -> float:
 
 
 def _action_s(training: MeasuredTraining, rank: int, done: Done, usual: Usual, counted: set[str]) -> float:
-    machine = training.machine(rank)
+    machine = training.processes[rank].machine
     bytes_s = min(done.message_s, done.num_bytes * machine.byte_s / share(machine))
     alone_s = usual.of(rank, done)
     more = {"slower": done.compute_s - alone_s, "bytes": bytes_s, "fixed": done.message_s - bytes_s}
@@ -188,3 +182,53 @@ def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[
         "remainder": f"the replay with all of these takes {abs(speedups[-2] / speedups[-1] - 1):.1%} "
         f"{'less' if speedups[-2] > speedups[-1] else 'more'} than was measured",
     }  # fmt: skip
+
+
+# what is gained less than this is not worth a sentence
+_WORTH = 0.01
+
+
+def advise_training(run: Run, training: MeasuredTraining, account: Account) -> list[str]:
+    """Describe what most is lost to, and which schedule or number of microbatches would lose less.
+
+    Example:
+        print("\\n".join(advise_training(run, training, account)))
+    """
+    lines = [account.advice]
+    replica = training.replicas[0]
+    devices = list(dict.fromkeys(replica))
+    if len(devices) < 2 or list(replica) != devices:
+        return lines
+    seconds = _seconds(training)
+    num = len({done.microbatch for done in training.steps[0].parts[devices[0]].done})
+
+    def played(schedule: str, count: int) -> float:
+        # more microbatches are smaller in proportion
+        return num / count * simulate(make_schedule(schedule, len(replica), count), seconds).makespan_s
+
+    here = played(run.facts.schedule, num) if run.facts.schedule in SCHEDULES else None
+    for name in ("1f1b", "zero-bubble") if here is not None else ():
+        for count in (num, 2 * num):
+            gain = here / played(name, count) - 1 if here is not None else 0.0
+            if gain > _WORTH:
+                lines.append(
+                    f"With the schedule {name} and {count} microbatches, {gain:.1%} more rows/s by the simulator"
+                    f"{', if half as many rows take half as long' if count != num else ''}."
+                )
+    return lines
+
+
+def _seconds(training: MeasuredTraining) -> Duration:
+    """Return what an action took on average."""
+    replica = training.replicas[0]
+    forward, backward = [], []
+    for stage, rank in enumerate(replica):
+        done = training.of_stage(rank, stage)
+        num = sum(d.kind == "F" for d in done)
+        forward.append(sum(d.compute_s for d in done if d.kind == "F") / num)
+        backward.append(sum(d.compute_s for d in done if d.kind != "F") / num)
+
+    def duration(action: Action, _device: int) -> float:
+        return forward[action.stage] if action.kind == "F" else BACKWARD_PARTS[action.kind] * backward[action.stage]
+
+    return duration

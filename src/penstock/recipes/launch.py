@@ -14,7 +14,7 @@ from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
 from penstock.files import written_whole
 from penstock.group.addresses import listen
 from penstock.group.entry import own_address, under_torchrun
-from penstock.group.launch import LocalWorkers, WorkerExit, module_command, module_path
+from penstock.group.launcher import LocalWorkers, WorkerExit, module_command, module_path
 from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
 from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult

@@ -135,12 +135,6 @@ class HeldTensors:
             if parameter.grad is not None and holding(self._parts, name)[0] in self.stages
         }
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients."""
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
     def share_buffers(self, transport: Transport) -> None:
         """Send the other replicas the statistics of the first one, as DistributedDataParallel does."""
         for stage in self.stages:

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.group import launch
-from penstock.group.launch import LocalWorkers, WorkerExit, available_cores, code_command, module_command
+from penstock.group import launcher
+from penstock.group.launcher import LocalWorkers, WorkerExit, available_cores, code_command, module_command
 from tests.processes import ROOT, lay_trap, run_python
 
 SLEEP = "import sys, time; time.sleep(60)"
@@ -57,7 +57,7 @@ def test_a_process_that_not_even_a_kill_ends_is_named_and_not_waited_for(
     module.write_text(SLEEP)
     workers = LocalWorkers("some_worker", [[], []])
     (pid, other), process = workers.pids, workers._processes[0]
-    monkeypatch.setattr(launch, "_KILLED_S", 0.3)
+    monkeypatch.setattr(launcher, "_KILLED_S", 0.3)
     with monkeypatch.context() as patch:
         patch.setattr(process, "kill", lambda: None)  # as if it waited for a disk
         begin = time.perf_counter()

@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-# a shell starts what runs in its background with interrupts ignored, and so would be every process of the tests
+# a shell starts what runs in its background with interrupts ignored, and `nohup` what it runs with hang-ups: so would
+# be every process of the tests
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # where tests run side by side, what one leaves behind is not to be looked for by another
 if "PYTEST_XDIST_WORKER" in os.environ:

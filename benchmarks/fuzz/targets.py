@@ -50,7 +50,11 @@ from penstock.transport.messages import DATA, Format, Message
 _PLAN_NAME = "0123456789abcdef"
 
 
-_HEARTBEAT = [3, 1, False, 0, [[0, [3, 0], [4, 0], 4, 0.25, "computing"], [1, [3, 0], [4, 0], 3, 0.5, "activations"]]]
+_HEARTBEAT = {
+    "type": "stages", "job": 3, "rank": 1, "busy": False, "num_moved": 0,
+    "stages": {"0": {"sent": {"activations": 3, "gradients": 0}, "taken": {"activations": 4, "gradients": 0},
+                     "num_run": 4, "busy_s": 0.25, "doing": "computing"}},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,3 +193,17 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def sum_words(data: Tensor) -> int:
+    """Return the sum of a tensor's bytes as 64-bit words: any single damaged word changes it, at the speed of memory.
+
+    >>> sum_words(torch.tensor([1, 2], dtype=torch.int64))
+    3
+    """
+    data = data.contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()  # words cannot be read across their bounds
+    whole = data.numel() // 8 * 8
+    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
+    return words + int.from_bytes(bytes(data[whole:].tolist()), "little") if whole < data.numel() else words

@@ -152,9 +152,7 @@ def test_weights_of_another_model() -> None:
     graph = capture(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
     with pytest.raises(UsageError) as caught:
         load_state(graph, graph.states[0], ModuleWeights(nn.Linear(5, 4)))
-    assert str(caught.value) == (
-        "weight is (4, 5) in the weights but (4, 4) in the model; give weights of this model"
-    )
+    assert str(caught.value) == ("weight is (4, 5) in the weights but (4, 4) in the model; give weights of this model")
 
 
 def test_the_result_of_a_call_is_not_that_of_the_one_before() -> None:

@@ -1,5 +1,6 @@
 """Slow work and lost messages told apart."""
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -121,12 +122,28 @@ def test_anything_that_moves_and_the_callers_own_time_put_it_off(clock: Clock) -
     assert pipe.after(9.0) is None
 
 
+BEAT = {
+    "type": "stages", "job": 3, "rank": 1, "busy": False, "num_moved": 0,
+    "stages": {"0": {"sent": {"activations": 1, "gradients": 0}, "taken": {"activations": 1, "gradients": 0},
+                     "num_run": 1, "busy_s": 0.5, "doing": ""}},
+}  # fmt: skip
+STAGE = BEAT["stages"]["0"]  # type: ignore[index]
+
+
 @pytest.mark.parametrize(
-    "text", ["{", "7", "[3, 1]", "[3, 1, false, 0, [[0, 1]]]", "[3, 1, false, 0, [[0, [1, 1], [1, 1], 1, 1, 1]]]",
-             '[3, 1, false, 0, [[[], [1, 1], [1, 1], 1, 0.5, ""]]]',
-             '[3, 1, false, 0, [[0, [-1, 1], [1, 1], 1, 0.5, ""]]]',
-             '[3, 1, false, 0, [[0, [1], [1, 1], 1, 0.5, ""]]]', '["3", 1, false, 0, []]', "[" * 10_000]
+    "text", ["{", "7", "[3, 1]", "[" * 10_000, *map(json.dumps, [
+        {**BEAT, "type": "stage"}, {**BEAT, "job": "3"}, {**BEAT, "rank": -1}, {**BEAT, "more": 1},
+        {**BEAT, "stages": {"x": STAGE}}, {**BEAT, "stages": {"0": {**STAGE, "sent": {"activations": 1}}}},
+        {**BEAT, "stages": {"0": {**STAGE, "taken": {"activations": -1, "gradients": 0}}}},
+        {**BEAT, "stages": {"0": {**STAGE, "num_run": []}}}, {**BEAT, "stages": {"0": {**STAGE, "busy_s": "long"}}},
+    ])]
 )  # fmt: skip
 def test_a_heartbeat_that_says_something_else_is_refused(text: str) -> None:
     with pytest.raises(TransportError, match="a heartbeat does not say how far stages are"):
         read_counters(3, ["", text])
+
+
+def test_heartbeats_come_back_as_they_were() -> None:
+    (beat,) = read_counters(3, ["", json.dumps(BEAT), write_counters(4, 0, {})])
+    assert read_counters(3, [write_counters(3, 1, beat.stages)]) == [beat]
+    assert (beat.rank, beat.stages[0].num_run, beat.stages[0].sent[ACTIVATIONS]) == (1, 1, 1)

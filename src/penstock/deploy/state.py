@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.errors import TransportError, UsageError
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
-from penstock.tensors import HOST, moved
+from penstock.tensors import HOST, moved, sum_words
 from penstock.transport.base import (
     FEEDER,
     WORD_BYTES,
@@ -67,7 +67,7 @@ def redistribute(have: Held, want: Wanted, transport: Transport, tag: int = CONT
             receive_tensor(transport, tensor, source, tag)
             pairs.append((source, transport.rank))
         if tensor is not None and pairs:
-            words = _add_up(tensor)  # any single damaged word changes it
+            words = sum_words(tensor.detach().cpu())
             checksums |= {pair: (checksums.get(pair, 0) * 31 + words) % 2**64 for pair in pairs}
         if tensor is not None and transport.rank in targets:
             yield name, tensor
@@ -80,16 +80,6 @@ def redistribute(have: Held, want: Wanted, transport: Transport, tag: int = CONT
             raise TransportError(
                 "weights arrived damaged: their checksum does not fit; check the network and try again"
             )
-
-
-def _add_up(tensor: Tensor) -> int:
-    """Add up a tensor's bytes as words."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()  # words cannot be read across their bounds
-    whole = data.numel() // 8 * 8
-    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
-    return words + int.from_bytes(bytes(data[whole:].tolist()), "little")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from penstock.engine.counters import Counters, Heard, by_stage, read_counters, write_counters
+from penstock.engine.counters import Counters, Heartbeat, by_stage, read_counters, write_counters
 from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
 from penstock.engine.wiring import Link
@@ -77,7 +77,7 @@ class StallWatch:
                     states.append(StageState(f"stage {stage} on {name}", own.num_run, own.busy_s, queue))
         return states
 
-    def _counted(self, heard: Iterable[Heard]) -> Counted:
+    def _counted(self, heard: Iterable[Heartbeat]) -> Counted:
         counted = by_stage(heard)
         if self._own is not None:
             counted[FEEDER_STAGE, FEEDER] = self._own

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.graph.ops import Value
-from penstock.tensors import ALIGNMENT, aligned, num_payload_bytes, place, unpack
+from penstock.tensors import ALIGNMENT, aligned, num_payload_bytes, place, sum_words, unpack
 from penstock.transport.claims import Layout, check_layouts
 
 _MAGIC = 0x504E53544F434B31  # "PNSTOCK1"
@@ -121,7 +121,7 @@ class Format:
         num_apart = laid.apart.numel()
         _HEADER.pack_into(
             view, 0, _MAGIC, message.kind, len(message.tensors), message.index, offset, len(message.body), num_apart,
-            _checksum(laid.apart, num_apart) if num_apart else 0, 0,
+            sum_words(laid.apart[:num_apart]) if num_apart else 0, 0,
         )  # fmt: skip
         _CHECKSUM.pack_into(view, _CHECKSUM_AT, int(laid.words.sum()))
         return offset
@@ -176,7 +176,7 @@ class Format:
         if not known or not self._body_at + num_body <= total <= buffer.numel() or total % ALIGNMENT:
             raise TransportError("a message is damaged: its header makes no sense; check the network and try again")
         _CHECKSUM.pack_into(view, _CHECKSUM_AT, 0)
-        if _checksum(buffer, total) != checksum:
+        if sum_words(buffer[:total]) != checksum:
             raise TransportError(
                 f"{_KINDS[kind]} message {index} is damaged: its checksum does not fit; check the network and try again"
             )
@@ -187,7 +187,7 @@ class Format:
             if num_apart and fetch is not None:
                 self._check_apart(index, num_apart)
                 there, begin, end = fetch(num_apart), 0, num_apart
-                if _checksum(there, num_apart) != sum_apart:
+                if sum_words(there[:num_apart]) != sum_apart:
                     raise TransportError(f"the tensors of message {index} are damaged: their checksum does not fit")
             try:
                 self._read_tensors(message, num_tensors, view, there, begin, end)
@@ -259,8 +259,3 @@ def _keep(kept: dict[_Key, _T], key: _Key, item: _T) -> None:
     if len(kept) >= _KEPT_LAYOUTS:
         kept.pop(next(iter(kept)))
     kept[key] = item
-
-
-def _checksum(buffer: Tensor, num_bytes: int) -> int:
-    """Add up 64-bit words: any single damaged word changes it, at the speed of memory."""
-    return int(buffer[:num_bytes].view(torch.int64).sum())

@@ -31,8 +31,6 @@ CARRIES = {"F": ACTIVATIONS, "B": GRADIENTS, "I": GRADIENTS}
 class Stage(Protocol):
     """What the executor runs: it only computes; messages are taken and sent around it."""
 
-    # the kinds of actions that it can run
-    kinds: ClassVar[frozenset[str]]
     # whether it still needs an action's inputs when the action is done, so that they may not stay in a buffer
     keeps_inputs: ClassVar[bool]
 
@@ -54,7 +52,6 @@ class ForwardStage:
     With a recorder that wants units every operation is recorded.
     """
 
-    kinds: ClassVar[frozenset[str]] = frozenset({"F"})
     keeps_inputs: ClassVar[bool] = False
 
     runtimes: RoundRobin[StageRuntime]
@@ -115,7 +112,7 @@ def run_schedule(
                 return message.kind
             continue
         with _naming(action):
-            _run(action, message, stages[action.stage], channels, observer)
+            _run(action, kind, message, stages[action.stage], channels, observer)
         if receiver is not None and not stages[action.stage].keeps_inputs:
             receiver.release()
     return None
@@ -162,8 +159,10 @@ def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer:
     return message
 
 
-def _run(action: Action, message: Message | None, stage: Stage, channels: Channels, observer: Observer) -> None:
-    """Have a stage run an action, and send what it returns."""
+def _run(
+    action: Action, kind: str, message: Message | None, stage: Stage, channels: Channels, observer: Observer
+) -> None:
+    """Have a stage run an action, and send what it returns as a message of a kind."""
     if action.kind in STAGE_KINDS:
         stage.run(action, None)
         return
@@ -176,7 +175,6 @@ def _run(action: Action, message: Message | None, stage: Stage, channels: Channe
         found = OutOfMemory if is_out_of_memory(error) else RunError
         raise found(f"the {'forward' if action.kind == 'F' else 'backward'} failed: {first_line(error)}") from error
     observer.computed(action)
-    kind = CARRIES.get(action.kind, "")
     sender = channels.senders.get((action.stage, kind))
     if result is not None and sender is not None:
         sender.put(result)

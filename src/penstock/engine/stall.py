@@ -129,7 +129,7 @@ def _backlog(link: Link, holders: Holders, counted: Counted) -> int:
 
 
 class TrainingWatch:
-    """Says with every heartbeat how far this process is; on the first process a thread looks whether all stand still.
+    """Reports progress with every heartbeat; on the first process a thread looks whether all processes stand still.
 
     Example:
         watch = TrainingWatch(world, transport, training_links(parts), grid.replicas, observer)

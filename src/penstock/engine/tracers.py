@@ -195,7 +195,7 @@ def _others(ranks: Collection[int]) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """Say what a run was made on: versions, machine, time."""
+    """Return what a run was made on: versions, machine, time."""
     return {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -51,7 +51,6 @@ class TrainingStage:
     computes its forward once more before its backward (Chen et al. 2016, sublinear memory cost).
     """
 
-    kinds: ClassVar[frozenset[str]] = frozenset("FRBIWS")
     keeps_inputs: ClassVar[bool] = True
 
     index: int

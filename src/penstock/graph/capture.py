@@ -168,7 +168,7 @@ def _label(
     model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any],
     dynamic: Mapping[str, Mapping[str | int, int]],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """Say for every input which of its dimensions carry a symbol; the result has the structure of the call."""
+    """Return for every input which of its dimensions carry a symbol; the result has the structure of the call."""
     rows = _batch_rows(arguments, keywords)
     names = _parameter_names(model, len(arguments))
     _check_dynamic(dynamic, names, keywords)
@@ -248,7 +248,7 @@ def _merge(model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any
 
 
 def _export_reason(error: BaseException) -> str:
-    """Say in one line why a model does not export, with the line of the model's code where that is known.
+    """Return in one line why a model does not export, with the line of the model's code where that is known.
 
     Example:
         "it decides by the values of a tensor (gate.py:12: if score.item() > 0.5:)"

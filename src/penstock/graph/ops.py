@@ -127,7 +127,7 @@ def effect(op: Op) -> Effect:
 
 
 def _undeclared_effect(op: Op) -> Effect:
-    """Say what an operator does whose schema does not tell: what may be a view counts as one."""
+    """Return what an operator does whose schema does not tell: what may be a view counts as one."""
     if op.target == "aten.batch_norm.default":  # a new tensor; training also updates the running statistics
         *_, mean, variance, training = op.arguments[:6]
         return Effect(shares=(), writes=tuple(references([mean, variance])) if training else ())

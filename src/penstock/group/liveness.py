@@ -95,7 +95,7 @@ class Health:
         self._silence_s = silence_s
         self.beat_s = beat_s
         self.status: Callable[[], str] = str  # what this process says of itself with every beat; nothing
-        self.why_ended: Callable[[int], str | None] = _unknown
+        self.why_ended: Callable[[int], str | None] = lambda _rank: None
         self.failure: Verdict | None = None
         self._stop = threading.Event()
         self._failing = threading.Lock()
@@ -295,7 +295,3 @@ class Health:
                 return
             self.failure = verdict
         self._on_failure()
-
-
-def _unknown(_rank: int) -> None:
-    """Nobody here knows how a process ended."""

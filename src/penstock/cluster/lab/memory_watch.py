@@ -67,7 +67,7 @@ def read_process(pid: int, proc: Path = Path("/proc")) -> ProcessMemory | None:
 
 
 def explain(host: str, limit_bytes: int, use: MemoryUse, watch: MemoryWatch) -> str:
-    """Say in one line which host ran out of memory, at which limit, and what used it."""
+    """Return in one line which host ran out of memory, at which limit, and what used it."""
     ended = watch.ended()
     victim = f"ended its largest process, {ended.command!r}" if ended else "ended a process"
     shown = ", ".join(

@@ -167,7 +167,7 @@ class Awake:
 
 
 def exit_name(code: int) -> str:
-    """Say how a process ended.
+    """Return how a process ended, in words.
 
     >>> exit_name(3), exit_name(-15)
     ('status 3', 'SIGTERM')

@@ -148,7 +148,7 @@ def test_sums_are_planned_in_the_buckets_in_which_they_travel() -> None:
     def script(world: World) -> list[tuple[int, tuple[int, ...], int]]:
         trainer = make_trainer(given, world, plan=plan)
         trainer.close()
-        made = engine_buckets(trainer.tensors.weights(), trainer.order)
+        made = engine_buckets(trainer.tensors.weights(), trainer.now.order)
         return [(b.number, b.weights[0].ranks, sum(w.leaves[0].nbytes for w in b.weights)) for b in made]
 
     travelling = sorted({bucket for found in in_threads(4, script) for bucket in found})

@@ -109,4 +109,4 @@ def test_without_tracing_nothing_is_recorded() -> None:
 
     (trainer,) = in_threads(1, script)
     assert trainer.tracer is None
-    assert trainer.observer.recorder is None
+    assert trainer.now.observer.recorder is None

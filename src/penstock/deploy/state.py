@@ -1,5 +1,6 @@
 """Tensors by name, wherever they are: read from a model, moved between ranks, kept for a training to go on from."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,12 @@ from penstock.tensors import HOST, moved, sum_words
 from penstock.transport.base import (
     FEEDER,
     WORD_BYTES,
+    Pending,
     Transport,
+    post_receive,
+    post_send,
     receive_bytes,
-    receive_tensor,
     send_bytes,
-    send_tensor,
 )
 from penstock.transport.tags import CONTROL
 from penstock.zoo.weights.weights import Weights
@@ -40,12 +42,15 @@ class Wanted:
     room: Callable[[str], Tensor]
 
 
-def redistribute(have: Held, want: Wanted, transport: Transport, tag: int = CONTROL) -> Iterator[tuple[str, Tensor]]:
+def redistribute(
+    have: Held, want: Wanted, transport: Transport, tag: int = CONTROL, *, in_flight: int = 1
+) -> Iterator[tuple[str, Tensor]]:
     """Move tensors from the ranks that hold them to those that want them, and yield those that this rank wants.
 
-    Every participating rank calls this with the same `ranks` and exhausts the iterator. One tensor at a time is
-    in memory beside what the caller keeps, in the order of `want`. A tensor that a rank holds already does not move;
-    one that several hold comes from the first of them.
+    Every participating rank calls this with the same `ranks` and exhausts the iterator. As many tensors as are
+    `in_flight` are in memory beside what the caller keeps; they come in the order of `want`. With several of them links
+    between different ranks are busy at once. A tensor that a rank holds already does not move; one that several
+    hold comes from the first of them.
 
         have  a: 0     b: 0 1              a: rank 0 ──▶ rank 1
         want  a: 1     b: 1 2     gives    b: rank 0 ──▶ rank 2, and rank 1 has it
@@ -53,25 +58,13 @@ def redistribute(have: Held, want: Wanted, transport: Transport, tag: int = CONT
     Raises `TransportError` where a tensor does not arrive as it was sent, once the last one has come.
     """
     checksums: dict[tuple[int, int], int] = {}
-    for name, targets in want.ranks.items():
-        holders, tensor = have.ranks[name], None
-        source, missing = holders[0], [rank for rank in targets if rank not in holders]
-        pairs: list[tuple[int, int]] = []  # of ranks that it goes between, as far as this one sees it
-        if transport.rank in holders and (transport.rank in targets or (transport.rank == source and missing)):
-            tensor = have.load(name)
-            for rank in missing if transport.rank == source else ():
-                send_tensor(transport, tensor, rank, tag)
-                pairs.append((source, rank))
-        elif transport.rank in targets:
-            tensor = want.room(name)
-            receive_tensor(transport, tensor, source, tag)
-            pairs.append((source, transport.rank))
-        if tensor is not None and pairs:
-            words = sum_words(tensor.detach().cpu())
-            checksums |= {pair: (checksums.get(pair, 0) * 31 + words) % 2**64 for pair in pairs}
-        if tensor is not None and transport.rank in targets:
-            yield name, tensor
-        del tensor  # before the next one is loaded
+    moving: deque[_Moving] = deque()
+    for name in want.ranks:
+        moving.append(_begin(name, have, want, transport, tag))
+        if len(moving) >= in_flight:
+            yield from _finish(moving.popleft(), checksums)
+    while moving:
+        yield from _finish(moving.popleft(), checksums)
     for (source, target), checksum in sorted(checksums.items()):
         word = checksum.to_bytes(8, "little")
         if transport.rank == source:
@@ -80,6 +73,52 @@ def redistribute(have: Held, want: Wanted, transport: Transport, tag: int = CONT
             raise TransportError(
                 "weights arrived damaged: their checksum does not fit; check the network and try again"
             )
+
+
+@dataclass(slots=True)
+class _Moving:
+    """A tensor under way, as this rank sees it: the pairs of ranks that it goes between, and what is waited for."""
+
+    name: str
+    tensor: Tensor | None
+    wanted: bool
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
+    arriving: Tensor | None = None  # on the host, where the tensor itself is not
+
+
+def _begin(name: str, have: Held, want: Wanted, transport: Transport, tag: int) -> _Moving:
+    """Post what this rank sends or receives of a tensor."""
+    holders, targets = have.ranks[name], want.ranks[name]
+    source, missing = holders[0], [rank for rank in targets if rank not in holders]
+    move = _Moving(name, None, transport.rank in targets)
+    if transport.rank in holders and (move.wanted or (transport.rank == source and missing)):
+        move.tensor = have.load(name)
+        for rank in missing if transport.rank == source else ():
+            move.pending.append(post_send(transport, move.tensor, rank, tag))
+            move.pairs.append((source, rank))
+    elif move.wanted:
+        move.tensor = want.room(name)
+        move.arriving, pending = post_receive(transport, move.tensor, source, tag)
+        move.pending.append(pending)
+        move.pairs.append((source, transport.rank))
+    return move
+
+
+def _finish(move: _Moving, checksums: dict[tuple[int, int], int]) -> Iterator[tuple[str, Tensor]]:
+    """Wait until a tensor has gone or come, add it to its pairs' checksums, and yield it where it is wanted."""
+    for pending in move.pending:
+        pending.wait()
+    tensor = move.tensor
+    if tensor is None:
+        return
+    if move.arriving is not None and move.arriving is not tensor:
+        tensor.copy_(move.arriving)
+    if move.pairs:
+        words = sum_words(tensor.detach().cpu())
+        checksums |= {pair: (checksums.get(pair, 0) * 31 + words) % 2**64 for pair in move.pairs}
+    if move.wanted:
+        yield move.name, tensor
 
 
 @dataclass(slots=True, kw_only=True)

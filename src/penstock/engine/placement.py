@@ -13,7 +13,8 @@ from penstock.runtime.registry import EAGER, RuntimeChoice
 class Replica:
     """One whole pipeline: its ranks in the order of devices, the rank of every stage, and its part of each batch.
 
-    `num_microbatches` is what a plan gives it of each step; all have the same where there is none.
+    `num_microbatches` is what a plan gives it of each step; all have the same where there is none. A device that
+    a plan leaves idle is the first replica's, and holds no stage.
     """
 
     devices: tuple[int, ...]
@@ -45,13 +46,17 @@ class Grid:
         return [replica.stages[stage] for replica in self.replicas]
 
     def rows(self, num_rows: int) -> list[range]:
-        """Divide the rows of a batch among the replicas: evenly, or as a plan divides the microbatches."""
+        """Divide the rows of a batch among the replicas: evenly, or as their microbatches divide them.
+
+        Where all replicas' numbers of microbatches are given, a row's microbatch does not depend on how many replicas
+        share them.
+        """
         counts = [replica.num_microbatches for replica in self.replicas]
-        if len(set(counts)) == 1:
+        if None in counts:
             return shares(num_rows, len(counts))
-        ends = list(accumulate(count or 1 for count in counts))
-        starts = [-(-num_rows * end // ends[-1]) for end in (0, *ends)]
-        return [range(start, stop) for start, stop in pairwise(starts)]
+        ends = list(accumulate(count or 0 for count in counts))
+        edges = [0, *(rows.stop for rows in shares(num_rows, ends[-1]))]
+        return [range(edges[start], edges[stop]) for start, stop in pairwise([0, *ends])]
 
 
 def shares(num_rows: int, num_parts: int) -> list[range]:

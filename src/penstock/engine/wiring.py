@@ -183,17 +183,18 @@ class GrowingChannels:
     """Channels of one replica in training, opened again when microbatches outgrow their buffers.
 
     All processes know the sizes of a step, so all open new ones at the same step. With `direct`, this process's device,
-    tensors go from device to device.
+    tensors go from device to device. Channels of arrangements one after the other have numbers apart, by
+    `first_generation`: receives that were posted for earlier ones are met by nothing.
     """
 
     def __init__(
         self, transport: Transport, links: Sequence[Link], replica: Replica, *, evaluates: bool = False,
-        direct: torch.device | None = None,
+        direct: torch.device | None = None, first_generation: int = 0,
     ) -> None:  # fmt: skip
         self._transport, self._links, self._replica = transport, links, replica
         self._evaluates, self._direct = evaluates, direct
         self._sizes: dict[str, int] = {}
-        self._generation = 0
+        self._generation = first_generation
         self.channels = Channels()
 
     def fit(self, sizes: Mapping[str, int]) -> bool:

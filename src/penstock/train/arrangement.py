@@ -1,7 +1,7 @@
 """Which process holds which stage in a training, how its batches are cut, and in which order it works."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -59,8 +59,9 @@ class ScheduleChoice:
         """Make the schedule of a replica, its stages on the devices where they are; raises what `make` raises."""
         if replica.num_microbatches is None or self.name == "interleaved":
             return self.make(len(replica.stages), num_microbatches, len(replica.devices))
-        counts = [replica.stages.count(rank) for rank in replica.devices]
-        return spread(self.make(len(counts), num_microbatches, len(counts)), counts)
+        counts = [count for rank in replica.devices if (count := replica.stages.count(rank))]
+        made = iter(spread(self.make(len(counts), num_microbatches, len(counts)), counts))
+        return tuple(next(made) if rank in replica.stages else () for rank in replica.devices)
 
     def make(self, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
         """Make the schedule and check that it can be run.
@@ -141,41 +142,34 @@ def plan_grid(plan: Plan, ranks: Mapping[str, int], places: Mapping[str, int]) -
 class Arrangement:
     """A training put in place, as one process sees it: all processes, and the replica that it is of.
 
-    Raises `UsageError`, `CutError` and `PlanError` for what cannot be, on every process alike.
+    `grid` has every stage's rank, `cuts` lie between stages. The first `skipped` stages do not run in a step: what they
+    put out comes from a cache. Made by `arrange`, and anew by `moved`.
     """
 
-    def __init__(self, world: World, graph: Graph, cut: CutOptions, options: TrainOptions) -> None:
-        microbatches = options.microbatches
-        if microbatches is not None and microbatches < 1:
-            raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
-        names = cut.cuts
-        if cut.plan is not None:
-            self.grid, names = place_training(world, graph, cut.plan)
-            self._choice = ScheduleChoice(cut.plan.schedule, 2 * DEPTH)
-        else:
-            self._choice = ScheduleChoice(options.schedule, 2 * DEPTH)
-            stages = cut.stages if names is None else len(names) + 1
-            self.grid = make_grid(world.devices, stages, options.replicas, self._choice)
-        self.schedule_name = self._choice.name  # or its text where it is the user's own
-        first = self.grid.replicas[0]
-        self.num_stages = len(first.stages)
-        self.cuts: list[Cut] = choose_cuts(
-            graph, Cuts(graph), names=names, stages=self.num_stages, policy=cut.policy,
-            places=[first.devices.index(rank) for rank in first.stages],
-        )  # fmt: skip
-        self.replica_index = self.grid.replica_of(world.rank)
-        self.replica: Replica = self.grid.replicas[self.replica_index]
-        self._checkpointing = options.checkpointing
+    def __init__(
+        self, rank: int, grid: Grid, cuts: Sequence[Cut], choice: ScheduleChoice, *, microbatches: int | None = None,
+        checkpointing: bool = False, skipped: int = 0,
+    ) -> None:  # fmt: skip
+        self.rank, self.grid, self.cuts, self.skipped = rank, grid, list(cuts), skipped
+        self._choice, self._checkpointing = choice, checkpointing
+        self.schedule_name = choice.name  # or its text where it is the user's own
+        self.num_stages = len(grid.replicas[0].stages)
+        self.replica_index = grid.replica_of(rank)
+        self.replica: Replica = grid.replicas[self.replica_index]
         self._given_microbatches = microbatches or self.replica.num_microbatches
         self.usual_microbatches = microbatches or (2 * self.num_stages if self.num_stages > 1 else 1)
         self.num_microbatches = self.replica.num_microbatches or self.usual_microbatches
-        before = self.grid.replicas[: self.replica_index]
+        before = grid.replicas[: self.replica_index]
         # of all replicas' microbatches the number of this replica's first one
         self.first_microbatch = sum(replica.num_microbatches or self.usual_microbatches for replica in before)
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the actions of every device of this process's replica for one step."""
-        schedule = with_updates(self._choice.of(self.replica, num_microbatches), update=False)
+        running = replace(self.replica, stages=self.replica.stages[self.skipped :])
+        found = self._choice.of(running, num_microbatches)
+        if self.skipped:
+            found = tuple(tuple(replace(a, stage=a.stage + self.skipped) for a in actions) for actions in found)
+        schedule = with_updates(found, update=False)
         return with_recompute(schedule) if self._checkpointing else schedule
 
     def count_microbatches(self, num_rows: int, *, short: bool) -> int:
@@ -192,6 +186,47 @@ class Arrangement:
                 "microbatches"
             )
         return num_rows
+
+    def fixed(self) -> "Arrangement":
+        """Return this arrangement with each replica's number of microbatches said, as arrangements that follow have it.
+
+        Rows then fall into the same microbatches however many replicas share them.
+        """
+        replicas = (replace(r, num_microbatches=r.num_microbatches or self.usual_microbatches)
+                    for r in self.grid.replicas)  # fmt: skip
+        return self.moved(Grid(tuple(replicas)), self.cuts, skipped=self.skipped)
+
+    def moved(self, grid: Grid, cuts: Sequence[Cut], *, skipped: int = 0) -> "Arrangement":
+        """Return the same training on another grid."""
+        return Arrangement(
+            self.rank, grid, cuts, self._choice, checkpointing=self._checkpointing, skipped=skipped
+        )  # fmt: skip
+
+
+def arrange(world: World, graph: Graph, cut: CutOptions, options: TrainOptions) -> Arrangement:
+    """Choose grid and cuts for a training that begins.
+
+    Raises `UsageError`, `CutError` and `PlanError` for what cannot be, on every process alike.
+    """
+    microbatches = options.microbatches
+    if microbatches is not None and microbatches < 1:
+        raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
+    names = cut.cuts
+    if cut.plan is not None:
+        grid, names = place_training(world, graph, cut.plan)
+        choice = ScheduleChoice(cut.plan.schedule, 2 * DEPTH)
+    else:
+        choice = ScheduleChoice(options.schedule, 2 * DEPTH)
+        stages = cut.stages if names is None else len(names) + 1
+        grid = make_grid(world.devices, stages, options.replicas, choice)
+    first = grid.replicas[0]
+    cuts = choose_cuts(
+        graph, Cuts(graph), names=names, stages=len(first.stages), policy=cut.policy,
+        places=[first.devices.index(rank) for rank in first.stages],
+    )  # fmt: skip
+    return Arrangement(
+        world.rank, grid, cuts, choice, microbatches=microbatches, checkpointing=options.checkpointing
+    )  # fmt: skip
 
 
 def place_training(world: World, graph: Graph, plan: Plan) -> tuple[Grid, list[str]]:

@@ -1,5 +1,6 @@
 """A model captured twice, as it trains and as it evaluates, with cuts in the same places."""
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from penstock.errors import CutError, UsageError
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.freeze import check_apart, find_layers, freeze_prefix, sources_before
 from penstock.graph.graph import Graph
 from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
@@ -53,6 +55,8 @@ class Captured:
         used = {state.source for state in self.graph.states}
         self.unused = [name for name, _ in module.named_parameters() if name not in used]
         self.example_sizes = bind_inputs(self.graph, *self._call)[1]
+        self.frozen_layers = 0  # as many leading layers do not train
+        self.frozen_end = 0  # the position in the graph where they end
 
     def check_trainable(self) -> None:
         """Check that the model can be trained in microbatches; raises `UsageError`."""
@@ -88,6 +92,35 @@ class Captured:
             finally:
                 for module, training in modes.items():
                     module.training = training
+
+    @cached_property
+    def layers(self) -> list[Cut]:
+        """The cut after each of the model's layers, which freeze one after the other; see `find_layers`."""
+        return find_layers(self.graph)
+
+    def frozen(self, layers: int) -> "Captured":
+        """Return the model with its first `layers` layers frozen, of a model of which none is.
+
+        They compute as in evaluation, without dropout and with BatchNorm's statistics as they are, and nothing in them
+        is trained. Raises `UsageError` where they share a weight with layers that train, or nothing would train,
+        `CutError` where the model cannot be divided there.
+        """
+        if not layers:
+            return self
+        if layers > len(self.layers):
+            raise UsageError(f"{self.graph.model} has {len(self.layers)} layers, so {layers} cannot be frozen")
+        cut = self.layers[layers - 1]
+        evaluated = self.same_cuts([cut])[0]
+        graph = freeze_prefix(self.graph, self.evaluation, cut, evaluated)
+        check_apart(graph, evaluated.position, self.trainable, layers)
+        found = copy.copy(self)
+        found.graph, found.frozen_layers, found.frozen_end = graph, layers, evaluated.position
+        found.trainable = self.trainable - sources_before(graph, evaluated.position)
+        if not found.trainable & {state.source for state in graph.states}:
+            raise UsageError(
+                f"nothing of {graph.model} would train with {layers} of {len(self.layers)} layers frozen; freeze fewer"
+            )
+        return found
 
     def same_cuts(self, cuts: Sequence[Cut]) -> list[Cut]:
         """Find cuts of the training graph again in that of evaluation, by any of their names."""

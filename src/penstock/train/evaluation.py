@@ -40,12 +40,12 @@ class Evaluation:
 
     def __init__(
         self, world: World, captured: Captured, replica: Replica, tensors: HeldTensors, *, cuts: Sequence[Cut],
-        autocast: torch.dtype | None, num_microbatches: int,
-        direct: torch.device | None = None,
+        autocast: torch.dtype | None, num_microbatches: int, direct: torch.device | None = None,
+        first_generation: int = 0,
     ) -> None:  # fmt: skip
         self._world, self._captured, self._replica, self._tensors = world, captured, replica, tensors
         self._cuts, self._autocast, self._num_microbatches = cuts, autocast, num_microbatches
-        self._direct = direct
+        self._direct, self._first_generation = direct, first_generation
 
     def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
         """Return the mean of `loss_fn` over all rows of all replicas."""
@@ -117,7 +117,10 @@ class Evaluation:
                 index=index, part=self._parts[index], runtime=runtime, leaves={}, autocast=self._autocast, trains=False
             )
         links = training_links(self._parts, evaluates=True)
-        channels = GrowingChannels(self._world.transport, links, self._replica, evaluates=True, direct=self._direct)
+        channels = GrowingChannels(
+            self._world.transport, links, self._replica, evaluates=True, direct=self._direct,
+            first_generation=self._first_generation,
+        )  # fmt: skip
         return channels, stages
 
     def _spread(self, outputs: list[list[Tensor]], microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:

@@ -1,5 +1,6 @@
 """The tensors of the model that one process holds: parameters to be trained, frozen ones, buffers."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,33 +21,42 @@ from penstock.train.captured import Captured
 from penstock.transport.base import FEEDER, Transport
 from penstock.transport.tags import BUFFERS
 
+# tensors on their way at once when a training moves: enough to keep all links busy, few enough to have room for
+IN_FLIGHT = 8
+
 
 class HeldTensors:
     """What this process's stages need of the model, each tensor once, by its name in the model.
 
     `parameters` are what an optimizer changes. Each stage has leaves of its own that share their
     memory, so that gradients of a weight used in two stages are added up in a fixed order. All of it lies on
-    `device`. `unused` are parameters of the model that no stage uses, on the host of the first process.
+    `device`. `unused` are parameters of the model that no stage uses, on the host of the first process. What was held
+    `before`, in another arrangement, stays where it is needed, and moves where it is not.
     """
 
     def __init__(
-        self, world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart], device: torch.device = HOST
-    ) -> None:
+        self, world: World, grid: Grid, captured: Captured, parts: Sequence[TrainingPart], device: torch.device = HOST,
+        *, before: "HeldTensors | None" = None,
+    ) -> None:  # fmt: skip
         self.device = device
         self._grid, self._parts, self._unused = grid, parts, frozenset(captured.unused)
         self.stages = grid.stages_of(world.rank)
-        states = self._receive(world, captured)
         self.unused: dict[str, Tensor] = {}
-        if world.rank == FEEDER:
+        if before is not None:
+            self.unused = before.unused
+        elif world.rank == FEEDER:
             # copies: what the caller does to the module later changes no training
             self.unused = {name: captured.weights.load(name).detach().clone() for name in captured.unused}
         self.parameters: dict[str, nn.Parameter] = {}
         self.others: dict[str, Tensor] = {}
-        for source, (state, tensor) in states.items():
-            if state.kind == "parameter":
-                self.parameters[source] = nn.Parameter(tensor, requires_grad=source in captured.trainable)
-            else:
+        for source, (state, tensor) in self._gather(world, captured, before).items():
+            if state.kind != "parameter":
                 self.others[source] = tensor
+                continue
+            kept = before.parameters.get(source) if before is not None else None  # the same object, to its optimizer
+            trains = source in captured.trainable
+            self.parameters[source] = kept if kept is not None else nn.Parameter(tensor, trains)
+            self.parameters[source].requires_grad_(trains)
         self.leaves: dict[int, dict[str, Tensor]] = {
             stage: {
                 state.source: self.parameters[state.source].detach().requires_grad_()
@@ -56,12 +66,41 @@ class HeldTensors:
             for stage in self.stages
         }
 
-    def _receive(self, world: World, captured: Captured) -> dict[str, tuple[State, Tensor]]:
+    def _gather(
+        self, world: World, captured: Captured, before: "HeldTensors | None"
+    ) -> dict[str, tuple[State, Tensor]]:
+        """Take this process's tensors over from where they were `before`; what nobody had is loaded.
+
+        Constants are part of the graph, which every process has.
+        """
+        states = {state.source: state for part in self._parts for state in part.program.states}
+        if before is None:
+            return self._receive(world, captured, states)
+        there = {name: before.holders(name) for name, s in states.items() if s.kind != "constant"}
+        missing = {name: state for name, state in states.items() if not there.get(name)}
+        have = Held({name: ranks for name, ranks in there.items() if ranks}, before.find)
+        # ranks take turns as sources, so that all links are busy
+        order = interleaved({name: ranks[0] for name, ranks in have.ranks.items()})
+        want = Wanted({name: self.holders(name) for name in order}, lambda name: room_for(states[name]))
+        arrived = redistribute(have, want, world.transport, in_flight=IN_FLIGHT)
+        found = {
+            name: (states[name], tensor if self._held_by(before, name) else moved(tensor, self.device))
+            for name, tensor in arrived
+        }
+        found |= self._receive(world, captured, missing)
+        return {name: found[name] for name in states if name in found}
+
+    @staticmethod
+    def _held_by(before: "HeldTensors", name: str) -> bool:
+        return name in before.parameters or name in before.others
+
+    def _receive(
+        self, world: World, captured: Captured, states: Mapping[str, State]
+    ) -> dict[str, tuple[State, Tensor]]:
         """Load this process's tensors, or have them from the first process where they are a live module's.
 
         Every process made a module of its own, with random weights of its own: the first one's count.
         """
-        states = {state.source: state for part in self._parts for state in part.program.states}
 
         def load(name: str) -> Tensor:
             return load_state(captured.graph, states[name], captured.weights)
@@ -104,17 +143,19 @@ class HeldTensors:
             return self.parameters[state.source].detach()
         return self.others[state.source]
 
-    def moved_here(self, inputs: Mapping[str, Tensor], labels: Any) -> tuple[dict[str, Tensor], Any]:
-        """Return a batch's inputs and labels on the device, as far as this process's stages use them.
+    def moved_here(
+        self, inputs: Mapping[str, Tensor], labels: Any, *, skipped: int = 0
+    ) -> tuple[dict[str, Tensor], Any]:
+        """Return a batch's inputs and labels on the device, as far as this process's stages after `skipped` use them.
 
         Raises `UsageError` for an input that a stage uses and that has no values here.
         """
-        used = {value.name: stage for stage in self.stages for value in self._parts[stage].own}
+        used = {value.name: stage for stage in self.stages if stage >= skipped for value in self._parts[stage].own}
         for name, stage in used.items():
             if inputs[name].device.type == "meta":
                 raise UsageError(
                     f"stage {stage} uses the input {name!r}, which has no values in this process; "
-                    "give train_step what pipe.loader gave"
+                    "give train_step what pipe.loader gave, as it gave it, and evaluate with a loader of its own"
                 )
         there = {name: moved(x, self.device) if name in used else x for name, x in inputs.items()}
         if len(self._parts) - 1 in self.stages:
@@ -174,6 +215,20 @@ class HeldTensors:
         for state in graph_states:
             if state.kind != "parameter" and state.source not in self.others:
                 self.others[state.source] = moved(load_state(load.evaluation, state, load.weights), self.device)
+
+
+def interleaved(sources: Mapping[str, int]) -> list[str]:
+    """Order names such that those of different sources take turns.
+
+    >>> interleaved({"a": 0, "b": 0, "c": 1})
+    ['a', 'c', 'b']
+    """
+    counts: Counter[int] = Counter()
+    turns: dict[str, int] = {}
+    for name, source in sources.items():
+        turns[name] = counts[source]
+        counts[source] += 1
+    return sorted(sources, key=lambda name: turns[name])
 
 
 def holding(parts: Sequence[TrainingPart], name: str) -> list[int]:

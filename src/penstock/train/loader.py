@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from penstock.errors import DataError, UsageError
+from penstock.train.arrangement import Arrangement
+from penstock.train.features import LoadedBatch
 from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
 
@@ -44,6 +46,7 @@ class Loader:
         self._seed = trainer.seed if seed is None else seed
         self.epoch = 0
         self.position = 0  # the next batch of the epoch
+        self._trains = False  # whether a step has been taken with a batch: others are for evaluation
         self._dataset: Dataset[Any] = data
         if isinstance(data, DataLoader):
             self._take_over(data)
@@ -99,22 +102,42 @@ class Loader:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the rest of an epoch, from `position` on; the next iteration is the next epoch."""
+        """Return the rest of an epoch, from `position` on; the next iteration is the next epoch.
+
+        Rows are shared out batch by batch: where the training's arrangement changes, from the next batch on as the new
+        one has it.
+        """
         trainer = self._trainer
         order = self._order()
-        batches = order[self.position :]
-        parts = [trainer.grid.rows(len(batch))[trainer.placed.replica_index] for batch in batches]
-        mine = [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
-        loads = self._load(mine)
-        for number, (batch, rows) in enumerate(zip(batches, mine, strict=True)):
+        placed: Arrangement | None = None
+        loads: Iterator[tuple[Any, int]] = iter(())
+        while self.position < len(order):
+            if trainer.placed is not placed:
+                placed, mine = trainer.placed, self._parts(order[self.position :])
+                loads = zip(self._load(mine), map(len, mine), strict=True)
             with trainer.loading():
-                loaded = next(loads)
-            last = self.position + 1 == len(order)
+                loaded, num_rows = next(loads)
+            batch, following = order[self.position], order[self.position + 1 : self.position + 2]
             self.position += 1
-            trainer.short_batch = len(rows) if last or len(batch) < self._batch_size else None
-            if number + 1 == len(batches):
+            last = self.position == len(order)
+            trainer.short_batch = num_rows if last or len(batch) < self._batch_size else None
+            trainer.loaded = LoadedBatch.of(loaded, batch, following[0] if following else None, self._is_trained)
+            if last:
                 self.epoch, self.position = self.epoch + 1, 0
             yield loaded
+            if last:
+                if self._trains:
+                    trainer.end_epoch(self)
+                return
+
+    def _is_trained(self) -> None:
+        self._trains = True
+
+    def _parts(self, batches: list[list[int]]) -> list[list[int]]:
+        """Return this process's rows of batches."""
+        grid, index = self._trainer.grid, self._trainer.placed.replica_index
+        parts = [grid.rows(len(batch))[index] for batch in batches]
+        return [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
 
     def _load(self, batches: Sequence[list[int]]) -> Iterator[Any]:
         """Load what this process uses; shapes alone of what it does not."""
@@ -138,9 +161,11 @@ class Loader:
 
     def _uses_data(self) -> bool:
         """Return whether a stage here uses inputs or labels; where lengths vary, only the data says them."""
-        trainer, here = self._trainer, self._trainer.tensors.stages
-        varying = len(trainer.captured.graph.symbols) > 1
-        return varying or trainer.last_stage in here or any(trainer.parts[stage].own for stage in here)
+        now = self._trainer.now
+        varying = len(now.captured.graph.symbols) > 1
+        # stages whose outputs are cached run in evaluation, and nowhere else
+        here = list(now.stages) if self._trains and now.features is not None else now.tensors.stages
+        return varying or now.last_stage in here or any(now.parts[stage].own for stage in here)
 
 
 def _leave_with_parent(_worker: int) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,26 +11,26 @@ from torch import Tensor, nn
 
 from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.engine.executor import run_schedule
-from penstock.engine.gradients import Synchronizer
-from penstock.engine.observer import Observer
+from penstock.engine.placement import Grid
 from penstock.engine.stall import TrainingWatch
-from penstock.engine.training_stage import Head, Sizes, StepInput, TrainingStage
-from penstock.engine.wiring import GrowingChannels, training_links
+from penstock.engine.training_stage import Sizes, StepInput
 from penstock.errors import TransportError, UsageError
 from penstock.graph.call import build_output
+from penstock.graph.cuts import Cut
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.direct import go_direct
 from penstock.group.world import World
-from penstock.runtime.registry import EAGER
 from penstock.spec.fields import fingerprint
 from penstock.tensors import HOST, most_bytes
 from penstock.tracing.trace import write_run
-from penstock.train.arrangement import Arrangement, TrainOptions
-from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, largest, loss_and_count
+from penstock.train.arrangement import Arrangement, TrainOptions, arrange
+from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, loss_and_count
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
-from penstock.train.held_tensors import HeldTensors, written_buffers
+from penstock.train.features import LoadedBatch
+from penstock.train.held_tensors import HeldTensors
 from penstock.train.outcome import StepReport, mean_loss, step_document, total_count
+from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import all_gather
 from penstock.transport.metered import MeteredTransport
@@ -57,50 +56,85 @@ class Trainer:
         self, captured: Captured, world: World, cut: CutOptions, run: RunOptions, options: TrainOptions,
         device: torch.device = HOST,
     ) -> None:  # fmt: skip
-        self._direct: torch.device | None = None  # where tensors go from device to device
+        direct: torch.device | None = None
         if device != HOST:
             try:
-                self._direct = device if go_direct(world, range(world.transport.size), device) else None
+                direct = device if go_direct(world, range(world.transport.size), device) else None
             except TransportError as error:
                 raise world.explain(error) from error
         self._transport = MeteredTransport(world.transport)
         self.world = dataclasses.replace(world, transport=self._transport)
-        self.captured, self.device = captured, device
-        self.seed, self.autocast = options.seed, options.autocast
+        self.device, self.seed = device, options.seed
         self._run, self._plan = run, cut.plan
-        self.placed = Arrangement(world, captured.graph, cut, options)
-        self.grid, self.replica, self.cuts = self.placed.grid, self.placed.replica, self.placed.cuts
-        self.last_stage = self.placed.num_stages - 1  # which computes the loss
-        self.parts: list[TrainingPart] = captured.parts(self.cuts, options.autocast, device)
+        how = Computing(
+            device=device, direct=direct, autocast=options.autocast, checkpointing=options.checkpointing,
+            stall_s=run.stall_s,
+        )  # fmt: skip
         self.step = 0
         self.last_step = StepReport()
         self.load_s = 0.0  # since the last step
         self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
-        with self.world.explained():
-            self._check_alike()
-            self.tensors = HeldTensors(self.world, self.grid, captured, self.parts, device)
-        self.order = [state.source for state in captured.graph.states]
-        self._synchronizer = Synchronizer(self._transport, self.tensors.weights(), self.order)
-        self.stages = {stage: self._make_stage(stage, options.checkpointing) for stage in self.tensors.stages}
-        self.observer = Observer(self.stages, self.world.clock)
-        links = training_links(self.parts)
-        self._channels = GrowingChannels(self._transport, links, self.replica, direct=self._direct)
-        with self.world.explained():
-            self.tracer = (
-                TrainingTracer(self.world, self.observer, self._synchronizer, profile=run.trace_profile)
-                if run.trace is not None else None
-            )  # fmt: skip
-        self.watch = TrainingWatch(self.world, self._transport, links, self.grid.replicas, self.observer, run.stall_s)
+        self.loaded: LoadedBatch | None = None  # the loader's last batch
+        self.at_epoch_end: Callable[[Any], None] | None = None  # given the loader, once its last batch is trained on
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._losses: dict[int, tuple[float, float]] = {}
         self._step_data: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
         self._closed = False
+        placed = arrange(world, captured.graph, cut, options)
+        with self.world.explained():
+            self._check_alike(captured, placed, options)
+            self.now = PlacedStages(self.world, captured, placed, how, self._head)
+            self.tracer = (
+                TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace_profile)
+                if run.trace is not None else None
+            )  # fmt: skip
 
-    def _check_alike(self) -> None:
+    @property
+    def captured(self) -> Captured:
+        """The model, with the layers frozen that are."""
+        return self.now.captured
+
+    @property
+    def placed(self) -> Arrangement:
+        """The arrangement of the training as it is now."""
+        return self.now.placed
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks of all replicas' stages."""
+        return self.now.placed.grid
+
+    @property
+    def tensors(self) -> HeldTensors:
+        """What this process holds of the model."""
+        return self.now.tensors
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """Where the model is cut."""
+        return self.now.placed.cuts
+
+    @property
+    def parts(self) -> list[TrainingPart]:
+        """All stages of the model."""
+        return self.now.parts
+
+    @property
+    def watch(self) -> TrainingWatch:
+        """What sees how far each stage is, and that none moves any more."""
+        return self.now.watch
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The same weights in evaluation mode."""
+        return self.now.evaluation
+
+    def _check_alike(self, captured: Captured, placed: Arrangement, options: TrainOptions) -> None:
         """Raise `UsageError` unless all processes have the same model, cuts and settings."""
-        graph = self.captured.graph
-        mine = [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), [cut.name for cut in self.cuts],
-                len(self.grid.replicas), self.placed.usual_microbatches, self.seed, self.autocast and self.device.type,
+        graph = captured.graph
+        mine = [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), [cut.name for cut in placed.cuts],
+                len(placed.grid.replicas), placed.usual_microbatches, self.seed, options.autocast and self.device.type,
                 None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
         for rank, other in enumerate(all_gather(self.world.transport, {"model": mine})):
             if other["model"] != mine:
@@ -108,27 +142,6 @@ class Trainer:
                     f"{self.world.names[rank]} has another model or other settings than "
                     f"{self.world.names[self.world.rank]}: {other['model']} and {mine}; run the same script everywhere"
                 )
-
-    def _make_stage(self, index: int, checkpointing: bool) -> TrainingStage:
-        part, leaves = self.parts[index], self.tensors.leaves[index]
-        tensors = self.tensors.of_program(part.program, leaves)
-        recompute = None
-        if checkpointing:
-            written = {s.value.name for s in part.program.states if s.source in written_buffers(part)}
-            spare = {name: tensor.clone() if name in written else tensor for name, tensor in tensors.items()}
-            recompute = EAGER.load_training(part, spare, self.device)
-        head: Head | None = self._head if index == self.last_stage else None
-        stage = TrainingStage(
-            index=index, part=part, runtime=EAGER.load_training(part, tensors, self.device), leaves=leaves, head=head,
-            autocast=self.autocast, recompute=recompute, synchronize=self._synchronizer.stage_done,
-        )  # fmt: skip
-        for name, leaf in leaves.items():
-            leaf.register_post_accumulate_grad_hook(partial(self._leaf_done, stage, name))
-        return stage
-
-    def _leaf_done(self, stage: TrainingStage, name: str, _leaf: Tensor) -> None:
-        if stage.last_backward:
-            self._synchronizer.leaf_done(stage.index, name)
 
     def _head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """Return a microbatch's loss as a sum, from the last stage's outputs; record it with its count."""
@@ -144,46 +157,52 @@ class Trainer:
         """
         tensors, sizes = bind(self.captured.graph, inputs)
         check_labels(labels, sizes["batch"])
+        if self.loaded is not None and self.loaded.is_given(inputs):
+            self.loaded.trained()
+        else:  # the caller's own rows, or changed ones
+            self.loaded = None
         self._loss_fn = loss_fn
         with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
             return self._do_step(tensors, sizes, labels)
 
     def _do_step(self, tensors: Mapping[str, Tensor], sizes: Sizes, labels: Any) -> Tensor:
         count = self.placed.count_microbatches(sizes["batch"], short=sizes["batch"] == self.short_batch)
-        tensors, labels = self.tensors.moved_here(tensors, labels)
+        skipped = 0 if self._computes_all() else self.placed.skipped
+        tensors, labels = self.tensors.moved_here(tensors, labels, skipped=skipped)
         self._step_data = cut_rows(self.captured.graph, tensors, sizes, labels, count) if count else []
         self._losses.clear()
         sent_bytes = self._transport.sent_bytes
         with self.world.explained():
-            self._synchronizer.begin()
+            self.now.synchronizer.begin()
+            features = self._features()
             if count:
-                self._run_step(count)
+                self._run_step(count, features)
             computed_s = self.world.clock()
-            self._synchronizer.flush()
+            self.now.synchronizer.flush()
             gathered = all_gather(self._transport, self._step_document())  # while sums are on their way
             with self._transport.waiting():
-                gradients = self._synchronizer.finish(total_count(gathered) or 1.0)
+                gradients = self.now.synchronizer.finish(total_count(gathered) or 1.0)
         synchronize_s = self.world.clock() - computed_s
         if self.tracer:
             self.tracer.synchronized(computed_s)
         step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
-        loss = mean_loss(gathered, step, self.last_stage)
+        loss = mean_loss(gathered, step, self.now.last_stage)
         self.tensors.add_gradients(gradients)
         with self.world.explained():
             self.tensors.share_buffers(self._transport)
         self._report(bool(count), synchronize_s, self._transport.sent_bytes - sent_bytes)
-        self.short_batch = None
+        self.short_batch = self.loaded = None
         return torch.tensor(loss, dtype=torch.float64)
 
     def _report(self, ran: bool, synchronize_s: float, sent_bytes: int) -> None:
         """Note where the step went; a replica without rows has run no stage."""
-        seconds = list(self.observer.seconds.values()) if ran else []
+        seconds = list(self.now.observer.seconds.values()) if ran else []
         self.last_step = StepReport(
             load_s=self.load_s, forward_s=sum(s.forward_s for s in seconds),
             backward_s=sum(s.backward_s for s in seconds),
             wait_s=sum(s.fill_s + s.wait_s + s.send_s for s in seconds),
             synchronize_s=synchronize_s, sent_bytes=sent_bytes,
-            num_synchronizations=self._synchronizer.num_buckets, peak_memory_bytes=most_bytes(self.device),
+            num_synchronizations=self.now.synchronizer.num_buckets, peak_memory_bytes=most_bytes(self.device),
         )  # fmt: skip
         self.load_s = 0.0
 
@@ -196,15 +215,28 @@ class Trainer:
         if self.tracer:
             self.tracer.load(self.step, begin_s)
 
-    def _run_step(self, count: int) -> None:
-        if self._channels.fit(largest(self._step_data)) and self.tracer:
-            self.tracer.follow(self._channels.channels)
-        actions = self.placed.schedule(count)[self.replica.devices.index(self.world.rank)]
+    def _computes_all(self) -> bool:
+        """Return whether this step computes the stages that are skipped: its rows are none of a loader's."""
+        return self.placed.skipped > 0 and (self.now.features is None or self.loaded is None)
+
+    def _features(self) -> list[Tensor] | None:
+        """Return what the stages that are skipped put out for this process's rows, as they were cached."""
+        if self.now.features is None or self.loaded is None:
+            return None
+        with self._transport.waiting():
+            return self.now.features.outputs(self.loaded.samples, self.loaded.following)
+
+    def _run_step(self, count: int, features: list[Tensor] | None) -> None:
+        if self.now.open_channels(self._step_data) and self.tracer:
+            self.tracer.follow(self.now.channels)
+        replica = self.placed.replica
+        actions = self.placed.schedule(count)[replica.devices.index(self.world.rank)]
         final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
-        for stage in self.stages.values():
+        for stage in self.now.stages.values():
             stage.begin(self._step_inputs(stage.part), final.get(stage.index, -1))
-        self.observer.begin()
-        run_schedule(actions, self.stages, self._channels.channels, self.observer)
+        self.now.feed(self._step_data, features)
+        self.now.observer.begin()
+        run_schedule(actions, self.now.stages, self.now.channels, self.now.observer)
 
     def _step_inputs(self, part: TrainingPart) -> dict[int, StepInput]:
         first = self.placed.first_microbatch
@@ -219,9 +251,9 @@ class Trainer:
 
     def _step_document(self) -> dict[str, Any]:
         """Describe the step as this process has seen it."""
-        unused = self._synchronizer.unused if self._step_data else []
+        unused = self.now.synchronizer.unused if self._step_data else []
         used = [name for name in self.tensors.parameters if name not in unused] if self._step_data else []
-        nonfinite = {stage.index: stage.first_nonfinite for stage in self.stages.values()}
+        nonfinite = {stage.index: stage.first_nonfinite for stage in self.now.stages.values()}
         return step_document(self._losses, first_nonfinite=nonfinite, used=used, unused=unused)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -231,7 +263,7 @@ class Trainer:
             norms: dict[str, float] = {}
             for document in all_gather(self.world.transport, {"norms": own}):
                 norms |= document["norms"]
-        norm = math.sqrt(math.fsum(norms[name] ** 2 for name in self.order if name in norms))
+        norm = math.sqrt(math.fsum(norms[name] ** 2 for name in self.now.order if name in norms))
         factor = max_norm / (norm + 1e-6)
         if factor < 1:
             for parameter in self.tensors.parameters.values():
@@ -242,6 +274,7 @@ class Trainer:
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Make the optimizer of this process's parameters; `make` is given them and returns it."""
         optimizer = self.tensors.make_optimizer(make)
+        self.optimizers.append(optimizer)
         if self.tracer:
             self.tracer.watch(optimizer)
         return optimizer
@@ -250,13 +283,10 @@ class Trainer:
         """Return the parameters of this process's stages by their names in the model."""
         yield from self.tensors.parameters.items()
 
-    @cached_property
-    def evaluation(self) -> Evaluation:
-        """The same weights in evaluation mode."""
-        return Evaluation(
-            self.world, self.captured, self.replica, self.tensors, cuts=self.cuts, autocast=self.autocast,
-            num_microbatches=self.placed.num_microbatches, direct=self._direct,
-        )  # fmt: skip
+    def end_epoch(self, loader: Any) -> None:
+        """Note that a loader's epoch is over; every process comes here at the same step."""
+        if self.at_epoch_end is not None:
+            self.at_epoch_end(loader)
 
     def write_trace(self, model: str) -> None:
         """Write what all processes recorded, from the first one; every process calls this."""
@@ -273,11 +303,8 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        self.watch.close()
+        self.now.watch.close()
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):
                 all_gather(self.world.transport, {})
-        self._channels.channels.abort()
-        if "evaluation" in vars(self):
-            self.evaluation.abort()
-        self._synchronizer.close()
+        self.now.close()

@@ -9,6 +9,7 @@ for it, never longer. Tags below 0 carry buffers on devices, where a transport h
 
 import struct
 import zlib
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -80,14 +81,40 @@ def receive_bytes(transport: Transport, source: int, tag: int = CONTROL, *, limi
 
 def send_tensor(transport: Transport, tensor: Tensor, to: int, tag: int = CONTROL) -> None:
     """Send a tensor whose shape and dtype the receiver knows, from wherever it lies."""
-    if tensor.numel():
-        transport.send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), to, tag).wait()
+    post_send(transport, tensor, to, tag).wait()
 
 
 def receive_tensor(transport: Transport, tensor: Tensor, source: int, tag: int = CONTROL) -> None:
     """Fill a contiguous tensor, wherever it lies, with what `send_tensor` sent."""
-    if tensor.numel():
-        arriving = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
-        transport.receive(arriving.reshape(-1).view(torch.uint8), source, tag).wait()
-        if arriving is not tensor:
-            tensor.copy_(arriving)
+    arriving, pending = post_receive(transport, tensor, source, tag)
+    pending.wait()
+    if arriving is not tensor:
+        tensor.copy_(arriving)
+
+
+def post_send(transport: Transport, tensor: Tensor, to: int, tag: int = CONTROL) -> Pending:
+    """Begin to send a tensor as `send_tensor` does; it stays untouched until that is done."""
+    if not tensor.numel():
+        return _Kept(tensor, None)
+    buffer = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return _Kept(buffer, transport.send(buffer, to, tag))
+
+
+def post_receive(transport: Transport, tensor: Tensor, source: int, tag: int = CONTROL) -> tuple[Tensor, Pending]:
+    """Post a contiguous tensor for what `send_tensor` sends; returns where it arrives: itself, or one on the host."""
+    if not tensor.numel():
+        return tensor, _Kept(tensor, None)
+    arriving = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
+    return arriving, transport.receive(arriving.reshape(-1).view(torch.uint8), source, tag)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A send whose buffer stays alive until it is done; nothing was sent where there is no `pending`."""
+
+    buffer: Tensor
+    pending: Pending | None
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()

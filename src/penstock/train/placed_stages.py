@@ -1,0 +1,168 @@
+"""What one process has of a training as it is arranged now: stages, tensors, channels, sums; made anew to change it."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from penstock.engine.channels import LocalChannel
+from penstock.engine.counters import ACTIVATIONS
+from penstock.engine.gradients import Synchronizer
+from penstock.engine.observer import Observer
+from penstock.engine.stall import TrainingWatch
+from penstock.engine.training_stage import Head, TrainingStage
+from penstock.engine.wiring import Channels, GrowingChannels, training_links
+from penstock.graph.training_parts import TrainingPart
+from penstock.group.world import World
+from penstock.runtime.registry import EAGER
+from penstock.runtime.training import TrainingRuntime
+from penstock.tensors import HOST
+from penstock.train.arrangement import Arrangement
+from penstock.train.batches import Microbatch, largest
+from penstock.train.captured import Captured
+from penstock.train.evaluation import Evaluation
+from penstock.train.features import Features
+from penstock.train.held_tensors import HeldTensors, written_buffers
+from penstock.transport.messages import DATA, Message
+from penstock.transport.metered import MeteredTransport
+
+_CHANNELS = 256  # times that channels may be opened in one arrangement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computing:
+    """How stages compute, whatever the arrangement."""
+
+    device: torch.device = HOST
+    direct: torch.device | None = None  # where tensors go from device to device
+    autocast: torch.dtype | None = None
+    checkpointing: bool = False
+    stall_s: float
+
+
+class PlacedStages:
+    """One process's stages in an arrangement of the training, with all that depends on it.
+
+    Every process makes one at the same time. `before` is what it had in the arrangement before, whose `close` has been
+    called: tensors that are there stay, others move. `number` counts the arrangements. `features` is where the outputs
+    of skipped stages come from.
+    """
+
+    def __init__(
+        self, world: World, captured: Captured, placed: Arrangement, how: Computing, head: Head, *,
+        before: "PlacedStages | None" = None, features: Features | None = None,
+    ) -> None:  # fmt: skip
+        self.number: int = before.number + 1 if before is not None else 0
+        self.captured, self.placed, self.how, self.features = captured, placed, how, features
+        self._world, self._head = world, head
+        transport = world.transport
+        if not isinstance(transport, MeteredTransport):
+            raise TypeError("a training's transport is metered, so that a stall is seen")
+        self.parts: list[TrainingPart] = captured.parts(placed.cuts, how.autocast, how.device)
+        self.tensors: HeldTensors = HeldTensors(
+            world, placed.grid, captured, self.parts, how.device, before=before.tensors if before is not None else None
+        )
+        self.order = [state.source for state in captured.graph.states]
+        self.synchronizer = Synchronizer(transport, self.tensors.weights(), self.order)
+        self.stages = {stage: self._make_stage(stage) for stage in self.tensors.stages if stage >= placed.skipped}
+        self.observer = Observer(self.stages, world.clock)
+        links = [link for link in training_links(self.parts) if link.source >= placed.skipped]
+        links = [link for link in links if link.target >= placed.skipped]
+        first = placed.skipped
+        self._from_cache = LocalChannel(None) if first and first in self.stages else None
+        self._channels = GrowingChannels(
+            transport, links, placed.replica, direct=how.direct, first_generation=_CHANNELS * self.number
+        )
+        self.watch = TrainingWatch(world, transport, links, placed.grid.replicas, self.observer, how.stall_s)
+
+    @property
+    def channels(self) -> Channels:
+        """The channels that are open now."""
+        return self._channels.channels
+
+    @property
+    def last_stage(self) -> int:
+        """The number of the stage that computes the loss."""
+        return self.placed.num_stages - 1
+
+    def open_channels(self, microbatches: Sequence[Microbatch]) -> bool:
+        """Open channels for microbatches of these sizes where they are larger than all before; return whether any."""
+        opened = self._channels.fit(largest(microbatches))
+        if opened and self._from_cache is not None:
+            self.channels.receivers[self.placed.skipped, ACTIVATIONS] = self._from_cache
+        return opened
+
+    def feed(self, microbatches: Sequence[Microbatch], features: Sequence[Tensor] | None) -> None:
+        """Hand the first stage that runs its inputs, where stages before it are skipped, as if they had sent them.
+
+        Without `features` they are computed here.
+        """
+        channel = self._from_cache
+        if channel is None:
+            return
+        begin = 0
+        for index, microbatch in enumerate(microbatches):
+            sizes = microbatch.sizes
+            end = begin + sizes["batch"]
+            outputs = self._skipped_outputs(microbatch) if features is None else [x[begin:end] for x in features]
+            symbols = self.parts[self.placed.skipped].program.symbols
+            channel.put(Message(DATA, index, tuple(sizes[symbol] for symbol in symbols), outputs))
+            begin = end
+
+    def _skipped_outputs(self, microbatch: Microbatch) -> list[Tensor]:
+        """Compute the stages that are skipped on rows that are in no cache; all of them are held here."""
+        crossing: list[Tensor] = []
+        kind, dtype = self.how.device.type, self.how.autocast
+        with torch.no_grad(), torch.autocast(kind, dtype=dtype) if dtype else contextlib.nullcontext():
+            for part, runtime in zip(self.parts, self._skipped_runtimes, strict=False):
+                own = [microbatch.inputs[value.name] for value in part.own]
+                crossing = runtime(microbatch.sizes, [*crossing, *own])
+        return crossing
+
+    @cached_property
+    def _skipped_runtimes(self) -> list[TrainingRuntime]:
+        parts = self.parts[: self.placed.skipped]
+        return [EAGER.load_training(p, self.tensors.of_program(p.program, {}), self.how.device) for p in parts]
+
+    def _make_stage(self, index: int) -> TrainingStage:
+        part, leaves, how = self.parts[index], self.tensors.leaves[index], self.how
+        tensors = self.tensors.of_program(part.program, leaves)
+        recompute = None
+        if how.checkpointing:
+            written = {s.value.name for s in part.program.states if s.source in written_buffers(part)}
+            spare = {name: tensor.clone() if name in written else tensor for name, tensor in tensors.items()}
+            recompute = EAGER.load_training(part, spare, how.device)
+        stage = TrainingStage(
+            index=index, part=part, runtime=EAGER.load_training(part, tensors, how.device), leaves=leaves,
+            head=self._head if index == self.last_stage else None, autocast=how.autocast, recompute=recompute,
+            synchronize=self.synchronizer.stage_done,
+        )  # fmt: skip
+        for name, leaf in leaves.items():
+            leaf.register_post_accumulate_grad_hook(partial(self._leaf_done, stage, name))
+        return stage
+
+    def _leaf_done(self, stage: TrainingStage, name: str, _leaf: Tensor) -> None:
+        if stage.last_backward:
+            self.synchronizer.leaf_done(stage.index, name)
+
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """The same weights in evaluation mode."""
+        return Evaluation(
+            self._world, self.captured, self.placed.replica, self.tensors, cuts=self.placed.cuts,
+            autocast=self.how.autocast, num_microbatches=self.placed.num_microbatches, direct=self.how.direct,
+            first_generation=_CHANNELS * self.number,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop watching, and end what waits within this process."""
+        self.watch.close()
+        self.channels.abort()
+        if "evaluation" in vars(self):
+            self.evaluation.abort()
+        if self.features is not None:
+            self.features.close()
+        self.synchronizer.close()

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-
 class Features(Protocol):
     """The outputs of the layers that do not run, by sample; every process asks for every batch, in the same order."""
 

@@ -1,6 +1,6 @@
 """What an optimizer keeps, by the model's own names: another one, of other parameters at hand, can take it up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ class NamedOptimizer:
             for group in self._optimizer.param_groups
         ]
 
+    def places(self) -> dict[str, int]:
+        """Return the number of each parameter's group."""
+        numbers = {id(p): number for number, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        return {name: numbers[id(parameter)] for name, parameter in self._named.items()}
+
     def restore(self, index: CheckpointIndex) -> dict[str, dict[str, Any]]:
         """Take the settings of a checkpoint and make room for what was kept of each parameter; returns that room.
 
@@ -50,7 +55,7 @@ class NamedOptimizer:
             kind, *rest = place.split("/", 2)
             if kind == "optimizer" and rest[1] in self._named:
                 slot, name = rest
-                device = self._device(self._named[name], slot)
+                device = self.place_of(self._optimizer, self._named[name])(slot)
                 found.setdefault(name, {})[slot] = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
         for name, parameter in self._named.items():
             self._optimizer.state[parameter].update(index.scalars.get(name, {}) | found.get(name, {}))
@@ -73,10 +78,12 @@ class NamedOptimizer:
             for key, value in was.settings.items():
                 group[key] = tuple(value) if isinstance(value, list) else value
 
-    def _device(self, parameter: nn.Parameter, slot: str) -> torch.device:
-        """Return where it keeps a tensor: beside the parameter, but most count steps on the host."""
-        group = next(group for group in self._optimizer.param_groups if _is_in(parameter, group))
-        return HOST if slot == "step" and not (group.get("capturable") or group.get("fused")) else parameter.device
+    @staticmethod
+    def place_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Callable[[str], torch.device]:
+        """Return where an optimizer keeps each slot of a parameter: beside it, but most count steps on the host."""
+        group = next(group for group in optimizer.param_groups if _is_in(parameter, group))
+        steps_on_host = not (group.get("capturable") or group.get("fused"))
+        return lambda slot: HOST if slot == "step" and steps_on_host else parameter.device
 
 
 def _is_in(parameter: nn.Parameter, group: Mapping[str, Any]) -> bool:

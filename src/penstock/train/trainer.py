@@ -84,7 +84,7 @@ class Trainer:
         placed = arrange(world, captured.graph, cut, options)
         with self.world.explained():
             self._check_alike(captured, placed, options)
-            self.now = PlacedStages(self.world, captured, placed, how, self._head)
+            self.now = PlacedStages(self.world, captured, placed, how, self.head)
             self.tracer = (
                 TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace_profile)
                 if run.trace is not None else None
@@ -143,7 +143,7 @@ class Trainer:
                     f"{self.world.names[self.world.rank]}: {other['model']} and {mine}; run the same script everywhere"
                 )
 
-    def _head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """Return a microbatch's loss as a sum, from the last stage's outputs; record it with its count."""
         output = build_output(self.captured.graph, outputs, sizes)
         loss, count = loss_and_count(self._loss_fn, output, self._step_data[microbatch].labels, sizes["batch"])
@@ -287,6 +287,11 @@ class Trainer:
         """Note that a loader's epoch is over; every process comes here at the same step."""
         if self.at_epoch_end is not None:
             self.at_epoch_end(loader)
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many bytes this process has sent so far."""
+        return self._transport.sent_bytes
 
     def write_trace(self, model: str) -> None:
         """Write what all processes recorded, from the first one; every process calls this."""

@@ -1,0 +1,172 @@
+"""Take a training to another arrangement while it runs: what is needed elsewhere moves, by name and in memory."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.deploy.state import Held, TrainState, Wanted, redistribute, source_of
+from penstock.errors import UsageError
+from penstock.graph.encoding import DTYPES
+from penstock.train.arrangement import Arrangement
+from penstock.train.captured import Captured
+from penstock.train.features import Features
+from penstock.train.held_tensors import IN_FLIGHT, HeldTensors, interleaved
+from penstock.train.named_optimizer import NamedOptimizer
+from penstock.train.placed_stages import PlacedStages
+from penstock.train.trainer import Trainer
+from penstock.transport.collectives import all_gather
+
+_GRADIENT = "penstock.grad"  # moves as a slot of the optimizer does
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """What it took to move, over all processes: seconds and bytes."""
+
+    seconds: float = 0.0
+    moved_bytes: int = 0
+
+
+def migrate(
+    trainer: Trainer, placed: Arrangement, captured: Captured | None = None, features: Features | None = None
+) -> Migration:
+    """Take a training to another arrangement, between two steps; every process calls this with the same one.
+
+    Parameters, buffers, gradients and the optimizers' state go, by name, to the processes that need them and lack
+    them. The user's optimizers stay the same objects: their groups and their state change in place. `captured` is
+    the model with other layers frozen; optimizers forget those that are. Where `placed` skips stages, `features` has
+    their outputs. What is wrong is raised before anything has moved.
+
+    Example:
+        migrate(trainer, trainer.placed.moved(grid, cuts))
+
+    Raises `UsageError` where optimizers differ between processes, or the training is traced.
+    """
+    if trainer.tracer is not None:
+        raise UsageError("a trace is of one plan, but this training changes its plan; leave the trace out")
+    transport, before = trainer.world.transport, trainer.now
+    captured = captured or before.captured
+    begin_s = trainer.world.clock()
+    with trainer.world.explained():
+        optimizers = [_gather(trainer, optimizer, before.tensors) for optimizer in trainer.optimizers]
+        sent_bytes = trainer.sent_bytes
+        before.close()
+        trainer.now = PlacedStages(
+            trainer.world, captured, placed, before.how, trainer.head, before=before, features=features
+        )
+        for optimizer, told in zip(trainer.optimizers, optimizers, strict=True):
+            _move(trainer, optimizer, told, before.tensors)
+        gathered = all_gather(transport, {"bytes": trainer.sent_bytes - sent_bytes})
+    seconds = trainer.world.clock() - begin_s
+    return Migration(seconds, sum(document["bytes"] for document in gathered))
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What all processes know of one optimizer: each parameter's group, its slots' dtypes and shapes, its scalars."""
+
+    groups: Mapping[str, int]
+    slots: Mapping[str, Mapping[str, tuple[str, list[int]]]]
+    scalars: Mapping[str, Mapping[str, Any]]
+
+
+def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTensors) -> _Told:
+    """Tell all processes what this optimizer has of the parameters held here, before anything moves."""
+    named = NamedOptimizer(optimizer, tensors)
+    state = TrainState(tensors={}, slots=_slots(named, tensors))
+    mine = {
+        "groups": named.places(),
+        "count": len(optimizer.param_groups),
+        "slots": {
+            name: {
+                slot: [str(value.dtype).removeprefix("torch."), list(value.shape)]
+                for slot, value in held.items() if isinstance(value, Tensor)
+            }
+            for name, held in state.slots.items()
+        },
+        "scalars": state.scalars(),
+    }  # fmt: skip
+    groups: dict[str, int] = {}
+    slots: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
+    gathered = all_gather(trainer.world.transport, mine)
+    for rank, document in enumerate(gathered):
+        if document["count"] != mine["count"]:
+            raise UsageError(
+                f"the optimizer has {mine['count']} groups of parameters on {trainer.world.names[trainer.world.rank]} "
+                f"and {document['count']} on {trainer.world.names[rank]}, so parameters cannot move between them; make "
+                "the same groups everywhere, empty where a process has none"
+            )
+        groups |= document["groups"]
+        slots |= document["slots"]
+        scalars |= document["scalars"]
+    return _Told(groups, slots, scalars)
+
+
+def _slots(named: NamedOptimizer, tensors: HeldTensors) -> dict[str, dict[str, Any]]:
+    """Return what moves with each parameter: the optimizer's slots, and a gradient that waits for its step."""
+    slots: dict[str, dict[str, Any]] = named.slots()
+    for name, held in slots.items():
+        gradient = tensors.parameters[name].grad
+        if gradient is not None:
+            held[_GRADIENT] = gradient
+    return slots
+
+
+def _move(trainer: Trainer, optimizer: torch.optim.Optimizer, told: _Told, before: HeldTensors) -> None:
+    """Bring an optimizer's state to where its parameters are now, and its groups up to date."""
+    after, transport = trainer.tensors, trainer.world.transport
+    own = TrainState(tensors={}, slots=_slots(NamedOptimizer(optimizer, before), before)).named()
+    trained = [name for name in trainer.now.order if name in told.groups and name in trainer.captured.trainable]
+    shapes = {f"optimizer/{slot}/{name}": shape for name in trained for slot, shape in told.slots.get(name, {}).items()}
+    have = Held({entry: before.holders(source_of(entry)) for entry in shapes}, own.__getitem__)
+
+    def room(entry: str) -> Tensor:
+        dtype, shape = shapes[entry]
+        return torch.zeros(shape, dtype=DTYPES[dtype])
+
+    order = interleaved({entry: ranks[0] for entry, ranks in have.ranks.items()})
+    want = Wanted({entry: after.holders(source_of(entry)) for entry in order}, room)
+    slots: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for entry, tensor in redistribute(have, want, transport, in_flight=IN_FLIGHT):
+        slots[source_of(entry)][entry.split("/", 2)[1]] = tensor
+    for name, scalars in told.scalars.items():
+        if name in after.parameters and name in trained:
+            slots[name] |= scalars
+    _rebuild(optimizer, {name: after.parameters[name] for name in trained if name in after.parameters}, slots, told)
+
+
+def _rebuild(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], slots: Mapping[str, dict[str, Any]],
+    told: _Told,
+) -> None:  # fmt: skip
+    """Change an optimizer's groups and state in place; its settings, and who refers to it, stay as they are."""
+    named: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    for name, parameter in parameters.items():
+        named[told.groups[name]].append(parameter)
+    for group, members in zip(optimizer.param_groups, named, strict=True):
+        group["params"][:] = members
+    if not parameters:  # torch's optimizers want at least one
+        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(0)))
+    optimizer.state.clear()
+    for name, parameter in parameters.items():
+        held = dict(slots.get(name, {}))
+        gradient = held.pop(_GRADIENT, None)
+        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        if held:
+            by_slot = NamedOptimizer.place_of(optimizer, parameter)
+            optimizer.state[parameter] = {
+                slot: value.to(by_slot(slot)) if isinstance(value, Tensor) else value for slot, value in held.items()
+            }
+
+
+def fix_microbatches(trainer: Trainer) -> None:
+    """Say from here on how many microbatches each replica has, so that rows fall into the same ones in any arrangement.
+
+    Nothing moves; the number over all replicas stays what it is.
+    """
+    trainer.now.placed = trainer.now.placed.fixed()

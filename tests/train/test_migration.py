@@ -105,7 +105,8 @@ def with_dropout(dtype: torch.dtype) -> Captured:
 @st.composite
 def ways(draw: st.DrawFn) -> list[Way | None]:
     """Draw a sequence of arrangements, in which never fewer layers are frozen than before."""
-    frozen, found = 0, []
+    frozen = 0
+    found: list[Way | None] = []
     for _ in range(4):
         if draw(st.booleans()):
             found.append(None)

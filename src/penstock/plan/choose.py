@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.plan.candidates import EQUAL, Candidate, Request, candidates_of, fits, with_rotation
+from penstock.plan.cost.frozen import without_cuts
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Vector
@@ -189,15 +190,33 @@ def _round_up(num_bytes: float) -> float:
     return float(np.ceil(num_bytes / step) * step)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moving:
+    """What it costs to go over to another plan, and for how many rows the new one will be used.
+
+    >>> Moving(cost_s=2.0, remaining_rows=1000.0).pays(100.0, 150.0)
+    True
+    """
+
+    cost_s: float
+    remaining_rows: float
+
+    def pays(self, rows_per_s: float, fresh_rows_per_s: float) -> bool:
+        """Return whether the rows that are left take less time with moving than without."""
+        return self.cost_s + self.remaining_rows / fresh_rows_per_s < self.remaining_rows / rows_per_s
+
+
 def plan_again(
     plan: Plan, profile: Profile, cluster: Cluster, *, speeds: Mapping[str, float] | None = None,
-    missing: Collection[str] = (), worth: float = 0.02,
+    missing: Collection[str] = (), worth: float = 0.02, moving: Moving | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan for a cluster as it is now; the old one with new predictions where a new one gains too little.
 
     `speeds` are devices' speeds as observed, in multiples of the profiled device's; `missing` are devices that
     are gone; a device that is new stands in the cluster already. A new plan must be faster by more than `worth`
-    (0.02 is 2%), since to change plans moves weights. Microbatch size, depth and schedule stay.
+    (0.02 is 2%), since to change plans moves weights, and with `moving` must save more time than that takes.
+    Microbatch size, depth and schedule stay. Of a training whose leading layers are frozen the profile says so
+    (`plan/cost/frozen.py`).
 
     Example:
         plan = plan_again(plan, profile, cluster, speeds={"board2": 0.2}, missing={"board3"})
@@ -209,12 +228,15 @@ def plan_again(
     request = request_of(plan)
     kept = None
     if not set(plan.devices) & set(missing):
-        stays = msgspec.structs.replace(plan, loader=now.feeding.name, writer=now.feeding.name)
+        stays = msgspec.structs.replace(
+            without_cuts(plan, profile.cuts), loader=now.feeding.name, writer=now.feeding.name
+        )
         kept = predict(stays, profile, now)
     fresh = make_plan(profile, now, request)
     if kept is None or not fits(kept.prediction, now):
         return fresh
-    if fresh.prediction.rows_per_s > kept.prediction.rows_per_s * (1 + worth):
+    rates = kept.prediction.rows_per_s, fresh.prediction.rows_per_s
+    if rates[1] > rates[0] * (1 + worth) and (moving is None or moving.pays(*rates)):
         return fresh
     return msgspec.structs.replace(kept, profile=fresh.profile, cluster=fresh.cluster)
 

@@ -14,6 +14,8 @@ from penstock.spec.fields import decode_json, read_bytes, write_json
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A place between two units, or one of the model's ends: its name and the bytes of one message across it.
 
+    In training a `gradient` of the same size comes back, unless what lies before is frozen.
+
     >>> Boundary(name="blocks.0:after", bytes_per_row=100, constant_bytes=8).num_bytes(3)
     308
     """
@@ -21,6 +23,7 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str
     bytes_per_row: float
     constant_bytes: float = 0.0
+    gradient: bool = True
 
     def num_bytes(self, rows: float) -> float:
         """Return the bytes that cross for one microbatch of `rows` rows."""
@@ -33,6 +36,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     - `forward_s[i]`, `backward_s[i]`: median seconds for `profile.rows[i]` rows; no backward, no training plan;
     - `forward_spread_s`, `backward_spread_s`: how far measurements lay apart (interquartile range), or empty;
     - `parameters`: names and bytes of the tensors it uses; a name that several units use is one tensor;
+    - `fixed_bytes`: of weights that are not trained, and so have neither gradients nor optimizer state;
     - `kept_bytes_per_row`: what its forward keeps for its backward;
     - `working_bytes_per_row`, `working_bytes`: what its values take while it runs, per row and constant.
     """
@@ -42,6 +46,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     backward_s: tuple[float, ...] | None = None
     backward_spread_s: tuple[float, ...] = ()
     parameters: tuple[tuple[str, int], ...] = ()
+    fixed_bytes: float = 0.0
     kept_bytes_per_row: float = 0.0
     working_bytes_per_row: float = 0.0
     working_bytes: float = 0.0
@@ -191,7 +196,7 @@ def _check_unit(where: str, unit: Unit, num_rows: int) -> None:
             )
         for value in table:
             _check_number(f"{where}.{name}", value)
-    for name in ("kept_bytes_per_row", "working_bytes_per_row", "working_bytes"):
+    for name in ("fixed_bytes", "kept_bytes_per_row", "working_bytes_per_row", "working_bytes"):
         _check_number(f"{where}.{name}", getattr(unit, name))
     for name, num_bytes in unit.parameters:
         _check_number(f"{where}.parameters {name}", num_bytes)

@@ -104,8 +104,9 @@ class Costs:
         self.loaded_bytes = float(self.crossing[0]) * (setting.num_microbatches or 0)
         if setting.trains:
             self.crossing[[0, -1]] = 0.0
-        # in training a gradient of the same size comes back across every cut
-        self.returning = self.crossing * float(setting.trains)
+        # in training a gradient of the same size comes back across every cut behind which something is trained
+        returns = np.array([float(boundary.gradient) for boundary in profile.boundaries])
+        self.returning: Vector = self.crossing * returns * float(setting.trains)
         send, receive = profile.send_s_per_byte, profile.receive_s_per_byte
         self.before_s = self.crossing * receive + self.returning * send
         self.after_s = self.crossing * send + self.returning * receive
@@ -124,13 +125,20 @@ class Costs:
         """Bytes of parameters and working memory of units `a` to `b`: `[a, b]`; in training also of gradients,
         optimizer state, loaded rows and the buckets of gradients that are being added up."""
         if not self.setting.trains:
-            return self.parameter_bytes + self.working_bytes
-        held = self.parameter_bytes * (2.0 + self.setting.optimizer_state_factor)
+            return self.parameter_bytes + self.fixed_bytes + self.working_bytes
+        held: Vector = self.parameter_bytes * (2.0 + self.setting.optimizer_state_factor) + self.fixed_bytes
         held += self.working_bytes + self._tied_bytes()
         held[0, :] += self.loaded_bytes
         held[:-1, -1] += self.loaded_bytes
         held[0, -1] -= self.loaded_bytes
         return held + self._bucket_bytes()
+
+    @property
+    def fixed_bytes(self) -> Vector:
+        """Bytes of the weights of units `a` to `b` that are not trained: `[a, b]`."""
+        prefix = _running_sum([unit.fixed_bytes for unit in self.profile.units])
+        matrix: Vector = prefix[None, :] - prefix[:, None]
+        return matrix
 
     @cached_property
     def working_bytes(self) -> Vector:

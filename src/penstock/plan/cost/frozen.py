@@ -1,0 +1,112 @@
+"""What a model costs whose leading layers are frozen: no backward, nothing kept, and nothing at all where cached."""
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from penstock.errors import PlanError
+from penstock.spec.plan import CutSet, Pipeline, Plan
+from penstock.spec.profile import Boundary, Profile, Unit
+
+
+def freeze(profile: Profile, boundary: str) -> Profile:
+    """Return a profile whose units before a boundary go forward alone, keep nothing and are not updated.
+
+    Example:
+        freeze(profile, "blocks.3:after")
+
+    Raises `PlanError` for a boundary that the profile does not have.
+    """
+    end = place_of(profile, boundary)
+    units = [_frozen(unit) if index < end else unit for index, unit in enumerate(profile.units)]
+    boundaries = [
+        msgspec.structs.replace(each, gradient=each.gradient and not 0 < index <= end)
+        for index, each in enumerate(profile.boundaries)
+    ]
+    return msgspec.structs.replace(profile, units=tuple(units), boundaries=tuple(boundaries))
+
+
+def cache(profile: Profile, boundary: str, read_s_per_row: float = 0.0) -> Profile:
+    """Return a profile of a model that starts at a boundary: what comes before is read, and takes memory alone.
+
+    The units before it, which must be frozen, go into the one after it, so no plan cuts there. A row's
+    reading takes `read_s_per_row`. Raises `PlanError` for a boundary that the profile does not have.
+    """
+    end = place_of(profile, boundary)
+    skipped, first = profile.units[:end], profile.units[end]
+    reading = tuple(
+        seconds + rows * read_s_per_row for rows, seconds in zip(profile.rows, first.forward_s, strict=True)
+    )
+    start = msgspec.structs.replace(
+        first, forward_s=reading, fixed_bytes=first.fixed_bytes + sum(unit.fixed_bytes for unit in skipped)
+    )
+    given = msgspec.structs.replace(
+        profile.boundaries[end], name=profile.boundaries[0].name, gradient=profile.boundaries[0].gradient
+    )
+    return msgspec.structs.replace(
+        profile, units=(start, *profile.units[end + 1 :]), boundaries=(given, *profile.boundaries[end + 1 :])
+    )
+
+
+def keep_cuts(profile: Profile, names: Collection[str]) -> Profile:
+    """Return a profile with these cuts alone; units between them are one.
+
+    Example:
+        keep_cuts(profile, {"blocks.3:after", "blocks.7:after"})
+    """
+    kept = [index for index, each in enumerate(profile.boundaries)
+            if index in {0, len(profile.units)} or each.name in names]  # fmt: skip
+    units = [_joined(profile.units[start:end]) for start, end in pairwise(kept)]
+    boundaries: list[Boundary] = [profile.boundaries[index] for index in kept]
+    return msgspec.structs.replace(profile, units=tuple(units), boundaries=tuple(boundaries))
+
+
+def without_cuts(plan: Plan, known: Collection[str]) -> Plan:
+    """Return a plan as it is when its leading cuts are gone: stages before them are not run any more.
+
+    `known` are the cuts that are left, which are the plan's last ones.
+    """
+    pipelines = []
+    for pipeline in plan.pipelines:
+        (cut_set,) = pipeline.cut_sets
+        gone = sum(name not in known for name in cut_set.cuts)
+        pipelines.append(
+            Pipeline(stages=pipeline.stages[gone:], cut_sets=(CutSet(cuts=cut_set.cuts[gone:]),), share=pipeline.share)
+        )
+    return msgspec.structs.replace(plan, pipelines=tuple(pipelines))
+
+
+def place_of(profile: Profile, boundary: str) -> int:
+    """Return the number of a boundary; raises `PlanError` where there is none of that name."""
+    names = [each.name for each in profile.boundaries]
+    if boundary not in names[1:-1]:
+        raise PlanError(f"the profile has no cut {boundary!r} to freeze before; profile this model again")
+    return names.index(boundary)
+
+
+def _frozen(unit: Unit) -> Unit:
+    zero = tuple(0.0 for _ in unit.forward_s)
+    return msgspec.structs.replace(
+        unit, backward_s=zero, backward_spread_s=(), parameters=(), kept_bytes_per_row=0.0,
+        fixed_bytes=unit.fixed_bytes + sum(dict(unit.parameters).values()),
+    )  # fmt: skip
+
+
+def _joined(units: Sequence[Unit]) -> Unit:
+    if len(units) == 1:
+        return units[0]
+    backward = [unit.backward_s for unit in units]
+    return Unit(
+        forward_s=_sums([unit.forward_s for unit in units]),
+        backward_s=_sums([each for each in backward if each is not None]) if None not in backward else None,
+        parameters=tuple(dict(pair for unit in units for pair in unit.parameters).items()),
+        fixed_bytes=sum(unit.fixed_bytes for unit in units),
+        kept_bytes_per_row=sum(unit.kept_bytes_per_row for unit in units),
+        working_bytes_per_row=max(unit.working_bytes_per_row for unit in units),
+        working_bytes=max(unit.working_bytes for unit in units),
+    )
+
+
+def _sums(tables: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(sum(column) for column in zip(*tables, strict=True))

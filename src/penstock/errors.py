@@ -7,7 +7,8 @@
     │   ├── ModelError        a model name, its source or its weights cannot be had
     │   ├── DataError         a data set, an image or a text cannot be read
     │   ├── ClusterError      a cluster or lab file, or what it asks of this machine
-    │   └── ProfileError      a profile cannot be read or does not fit together
+    │   ├── ProfileError      a profile cannot be read or does not fit together
+    │   └── CacheError        a cache on disk cannot be had, or is another's; training goes on without one
     ├── PlanError             no plan satisfies the limits, or a plan contradicts itself or what it is used with
     ├── ProgramError          a stage program or bundle is damaged, forged or of another plan
     └── RunError              something failed while running
@@ -65,6 +66,10 @@ class ClusterError(UsageError):
 
 class ProfileError(UsageError):
     """A profile cannot be read or does not fit together."""
+
+
+class CacheError(UsageError):
+    """A cache on disk cannot be had, or is another's; training goes on without one."""
 
 
 class PlanError(PenstockError):

@@ -1,6 +1,5 @@
 """A training changes its arrangement while it runs: time changes, numbers do not."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,15 +14,14 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from penstock.engine.placement import Grid, Replica
-from penstock.errors import UsageError
 from penstock.graph.cuts import Cuts
 from penstock.group.world import World
 from penstock.train.batches import take_rows
 from penstock.train.captured import Captured
 from penstock.train.migration import fix_microbatches, migrate
 from penstock.train.trainer import Trainer
-from tests.learners import LOSSES, batches, captured, cast
-from tests.models import bert, deit, seeded
+from tests.learners import batches, cast
+from tests.models import seeded
 from tests.trainers import Batch, errors, gathered, in_threads, make_trainer
 
 SIZE, MICROBATCHES = 4, 4

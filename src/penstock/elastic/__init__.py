@@ -1,0 +1,1 @@
+"""Freeze layers that have converged, and give what that frees to more replicas."""

@@ -15,10 +15,10 @@ class GradientNorms:
 
         L_t = min(L_{t-1} + alpha (L - L_{t-1}),  argmin over l = L_{t-1} .. L-1 of measure(l))
 
-    The measure is the relative change of a layer's gradient norm against the epoch before; after the first epoch,
-    which has none before it, the norm itself. Layers up to and including the argmin are frozen: were it left out,
-    a first layer that converges first would never be. The bound is rounded up, so that the last layers are reached.
-    Where a norm is not finite, nothing more is frozen.
+    The measure is that of its authors' code: the relative change of a layer's gradient norm against the epoch before.
+    After the first epoch, which has none before it, it is the norm itself. Layers up to and including the argmin are
+    frozen: were it left out, a first layer that converges first would never be. The bound is rounded up, so that the
+    last layers are reached. Where a norm is not finite, nothing more is frozen.
 
     Example:
         GradientNorms(alpha=1 / 4).frozen_layers(history, num_layers=12)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import SMALL
+from tests.report.plans import epoch, trained, write_metrics
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -26,5 +27,23 @@ def test_from_a_run_to_its_page(penstock: Run, photos: Path, tmp_path: Path) -> 
 
 def test_what_is_no_run(penstock: Run, tmp_path: Path) -> None:
     status, _, errors = penstock("report", tmp_path)
+    assert status == 2
+    assert "has no run.json" in errors
+
+
+def test_an_elastic_training_without_a_trace(penstock: Run, tmp_path: Path) -> None:
+    folder, file = write_metrics(tmp_path / "vit", trained()), tmp_path / "report.json"
+    status, out, _ = penstock("report", folder, "--json", file)
+    assert status == 0
+    assert out.splitlines()[0].startswith("12 epochs, from 4 stages × 1 replica with 0 of 12 layers frozen to 1 stage")
+    assert f"There is no trace in {folder}" in out
+    result = json.loads(file.read_text())
+    assert [plan["frozen_layers"] for plan in result["plans"]] == [0, 4, 7, 9, 10, 11]
+    assert str(folder / "plans.csv") in result["files"]
+    assert (folder / "report.html").exists()
+
+
+def test_a_training_without_plans_or_trace(penstock: Run, tmp_path: Path) -> None:
+    status, _, errors = penstock("report", write_metrics(tmp_path / "vit", [epoch(0)]))
     assert status == 2
     assert "has no run.json" in errors

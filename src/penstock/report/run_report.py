@@ -10,6 +10,7 @@ from penstock.report.page.chrome import write_chrome_trace
 from penstock.report.page.figures import Figure, loads, memory, throughput, timeline, waterfall
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.pictures import Picture, draw_pictures, stream_picture
+from penstock.report.page.plan_figures import plans_figure, plans_lines
 from penstock.report.page.tables import (
     Table,
     account_table,
@@ -25,19 +26,43 @@ from penstock.report.page.training_figures import training_figures, training_pic
 from penstock.report.stream.account import Account, make_account
 from penstock.report.stream.advice import advise, advise_memory
 from penstock.report.stream.measured import measure_stream
+from penstock.report.training.plans import PlanLine, PlanTimeline, read_plans
 from penstock.report.training.steps import measure_training
 from penstock.report.training.training_account import advise_training, make_training_account
-from penstock.tracing.trace import Run, read_run
+from penstock.tracing.trace import RUN_FILE, Run, read_run
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was written, and the account."""
+    """What was written, the account, and the plans where the folder is also that of an elastic training."""
 
     account: Account
     lead: tuple[str, ...]
     advice: tuple[str, ...]
     files: tuple[Path, ...]
+    plans: tuple[PlanLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlansReport:
+    """What was written of an elastic training without a trace."""
+
+    lead: tuple[str, ...]
+    files: tuple[Path, ...]
+    plans: tuple[PlanLine, ...]
+
+
+def write_any_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report | PlansReport:
+    """Write the report of a traced run, or that of an elastic training's plans where there is no trace.
+
+    Example:
+        write_any_report("runs/one").files
+
+    Raises what `write_report` raises.
+    """
+    place = Path(folder)
+    plans = None if (place / RUN_FILE).is_file() else read_plans(place)
+    return write_report(place, pictures=pictures) if plans is None else write_plans_report(place, plans)
 
 
 def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report:
@@ -52,23 +77,50 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     """
     place = Path(folder)
     run = read_run(place)
+    plans = read_plans(place)
     found = stream_contents(run) if run.facts.kind == "stream" else training_contents(run)
     figures = [figure for figure in found.figures if figure is not None]
-    files = [place / "report.html", place / "trace.json", place / "tables.md"]
+    figures += [plans_figure(plans)] if plans is not None else []
     lead = [*found.lead, *profiled_lines(run)]
     page = make_page(found.title, lead, figures, found.tables, [Text("advice", "What to do", found.advice)])
-    tables = [account_table(found.account), *(f.table for f in figures if f.key == "loads"), *found.tables]
+    tables = [account_table(found.account), *(f.table for f in figures if f.key in {"loads", "plans"}), *found.tables]
+    files = _write_files(place, page, tables)
     try:
-        files[0].write_text(page, encoding="utf-8")
-        write_chrome_trace(run, files[1])
-        files[2].write_text(markdown(tables), encoding="utf-8")
-        for table in tables:
-            files.append(place / f"{table.key}.csv")
-            files[-1].write_text(table.csv(), encoding="utf-8")
+        files.append(place / "trace.json")
+        write_chrome_trace(run, files[-1])
     except OSError as error:
-        raise UsageError(f"{place} cannot be written ({error.strerror}); copy the run to another folder") from None
+        raise _not_written(place, error) from None
     files += draw_pictures(place, found.account, found.picture) if pictures else []
-    return Report(found.account, tuple(lead), tuple(found.advice), tuple(files))
+    return Report(found.account, tuple(lead), tuple(found.advice), tuple(files), plans.plans if plans else ())
+
+
+def write_plans_report(folder: Path, timeline: PlanTimeline) -> PlansReport:
+    """Write the page and the tables of an elastic training that left no trace.
+
+    Raises `UsageError` where something is not installed, or the folder cannot be written.
+    """
+    lead = [
+        *plans_lines(timeline),
+        f"There is no trace in {folder}, so no account of lost time; train with one folder as --output and --trace.",
+    ]
+    figure = plans_figure(timeline)
+    page = make_page(f"The plans of {folder.resolve().name}", lead, [figure], [], [])
+    return PlansReport(tuple(lead), tuple(_write_files(folder, page, [figure.table])), timeline.plans)
+
+
+def _write_files(place: Path, page: str, tables: Sequence[Table]) -> list[Path]:
+    """Write the page, the tables for a README, and each for a spreadsheet; return the files."""
+    texts = {"report.html": page, "tables.md": markdown(tables)} | {f"{t.key}.csv": t.csv() for t in tables}
+    try:
+        for name, text in texts.items():
+            (place / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _not_written(place, error) from None
+    return [place / name for name in texts]
+
+
+def _not_written(place: Path, error: OSError) -> UsageError:
+    return UsageError(f"{place} cannot be written ({error.strerror}); copy the run to another folder")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ const narrow = matchMedia('(max-width: 40rem)');
 function layout(figure) {
   const ink = dark.matches ? '#e8e8e8' : '#1c1c1c', line = dark.matches ? '#3a3d42' : '#d8d8d8';
   const own = structuredClone(figure.layout);
-  for (const axis of ['xaxis', 'yaxis'])
+  for (const axis of new Set(['xaxis', 'yaxis', ...Object.keys(own).filter(key => /^[xy]axis\d*$/.test(key))]))
     own[axis] = Object.assign({gridcolor: line, zerolinecolor: line, automargin: true}, own[axis]);
   return Object.assign({paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', font: {color: ink, size: 12},
     margin: {l: 50, r: 15, t: 20, b: 50}, legend: {orientation: 'h', y: 1.02, yanchor: 'bottom'},

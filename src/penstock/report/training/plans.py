@@ -1,0 +1,123 @@
+"""The plans of an elastic training, and what its epochs reached with them, as the lines of its metrics say."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from penstock.errors import DataError
+
+METRICS_FILE = "metrics.jsonl"
+# as large as a browser's numbers are exact
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
+T = TypeVar("T")
+
+
+class PlanLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that was decided on after a step: at the start of the run, and after each epoch that was looked at.
+
+    `epoch` had been reached by then. To change to the plan took `migrate_s`, in which `moved_bytes` went from process
+    to process; to fill the cache of what frozen layers compute took `fill_s`.
+    """
+
+    step: Count
+    epoch: Count
+    frozen_layers: Count
+    num_layers: Count
+    stages: Positive
+    replicas: Positive
+    cached: bool
+    migrate_s: Seconds
+    moved_bytes: Count
+    fill_s: Seconds
+    why: str
+
+
+class EpochLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a finished epoch what stands beside plans; `step` is its last one."""
+
+    epoch: Count
+    step: Count
+    unit: str
+    units_per_s: float
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpan:
+    """A plan, and the epochs that it was for: from `begin` to before `end`; none where another took its place."""
+
+    plan: PlanLine
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTimeline:
+    """Plans and epochs in the order of their steps; there is at least one plan."""
+
+    plans: tuple[PlanLine, ...]
+    epochs: tuple[EpochLine, ...]
+
+    def spans(self) -> list[PlanSpan]:
+        """Return which epochs each plan was for; the last plan is for one that has not ended, if it came after all."""
+        begins = [self._begin(plan) for plan in self.plans]
+        last = max([begins[-1], *(epoch.epoch for epoch in self.epochs)])
+        ends = [*begins[1:], last + 1]
+        return [PlanSpan(plan, a, b) for plan, a, b in zip(self.plans, begins, ends, strict=True)]
+
+    def _begin(self, plan: PlanLine) -> int:
+        """Return the epoch in which the step after a plan lies: steps are exact, wherever in an epoch a run went on."""
+        if not self.epochs:
+            return plan.epoch
+        return next((e.epoch for e in self.epochs if e.step > plan.step), self.epochs[-1].epoch + 1)
+
+
+def read_plans(folder: str | os.PathLike[str]) -> PlanTimeline | None:
+    """Read the plans of a training's folder; None where it has no metrics, or no plan among them.
+
+    Example:
+        read_plans("runs/vit").plans[-1].frozen_layers
+
+    Raises `DataError` for lines that a training does not write; a last line without an end is left out.
+    """
+    file = Path(folder) / METRICS_FILE
+    if not file.is_file():
+        return None
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read ({error}); copy the run's folder again") from None
+    found = [_read(file, number, line) for number, line in enumerate(lines, 1) if line.endswith("\n")]
+    plans, epochs = _of_kind(file, found, "plan", PlanLine), _of_kind(file, found, "epoch", EpochLine)
+    return PlanTimeline(plans, epochs) if plans else None
+
+
+def _read(file: Path, number: int, line: str) -> tuple[int, dict[str, Any]]:
+    try:
+        document = json.loads(line)  # which takes NaN, as losses may be
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise DataError(f"line {number} of {file} is no line of metrics; take it out, or copy the file again")
+    return number, document
+
+
+def _of_kind(file: Path, found: Sequence[tuple[int, dict[str, Any]]], kind: str, read_as: type[T]) -> tuple[T, ...]:
+    """Return the lines of one kind in the order of their steps."""
+    made = []
+    for number, document in found:
+        if document.get("kind") == kind:
+            try:
+                made.append(msgspec.convert(document, read_as))
+            except msgspec.ValidationError as error:
+                raise DataError(
+                    f"line {number} of {file} is no line of kind {kind} ({error}); take it out, or copy the file again"
+                ) from None
+    return tuple(sorted(made, key=lambda line: line.step))  # type: ignore[attr-defined]

@@ -1,0 +1,44 @@
+"""Numbers of layers by epoch, as the user wrote them; and none at all."""
+
+from typing import Any
+
+import pytest
+
+from penstock.elastic.freezing.by_hand import ByHand
+from penstock.elastic.freezing.never import Never
+from penstock.errors import UsageError
+from tests.elastic.freezing.records import follow
+
+ROWS = [[1.0] * 12] * 5
+
+
+@pytest.mark.parametrize(
+    ("layers", "frozen"),
+    [
+        ([0, 4, 7], [0, 4, 7, 7, 7, 7]),
+        ([3], [3, 3, 3, 3, 3, 3]),
+        ([0, 9, 2], [0, 9, 2, 2, 2, 2]),
+    ],
+)
+def test_a_number_for_each_epoch(layers: list[int], frozen: list[int]) -> None:
+    assert follow(ByHand(layers), ROWS, 12) == frozen
+
+
+def test_a_list_that_changes_later_changes_nothing() -> None:
+    layers = [0, 4]
+    policy = ByHand(layers)
+    layers[1] = 9
+    assert follow(policy, ROWS, 12)[1] == 4
+
+
+@pytest.mark.parametrize("layers", [[], [0, -4], [0, 1.5], [True], ["4"]])
+def test_what_are_no_layers(layers: list[Any]) -> None:
+    with pytest.raises(UsageError) as error:
+        ByHand(layers)
+    assert str(error.value) == (
+        f"the layers frozen by hand are one number from 0 for each epoch, not {layers}; write them like 0,4,7"
+    )
+
+
+def test_never() -> None:
+    assert follow(Never(), ROWS, 12) == [0] * 6

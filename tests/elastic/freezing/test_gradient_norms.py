@@ -1,0 +1,87 @@
+"""PipeTransformer's rule by literal epochs and by its properties."""
+
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+
+from penstock.elastic.freezing.gradient_norms import GradientNorms
+from penstock.elastic.freezing.history import next_frozen
+from penstock.elastic.freezing.share import most_frozen
+from penstock.errors import UsageError
+from tests.elastic.freezing.records import alphas, epochs, follow, trainings
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_before_the_first_epoch_nothing_is_frozen() -> None:
+    assert next_frozen(GradientNorms(), [], 12) == 0
+
+
+@pytest.mark.parametrize(
+    ("norms", "frozen"),
+    [
+        ([1.0, 5.0, 5.0, 5.0, 5.0, 5.0], 1),  # the smallest norm itself is frozen
+        ([5.0, 1.0, 5.0, 5.0, 5.0, 5.0], 2),
+        ([5.0, 5.0, 5.0, 5.0, 5.0, 1.0], 2),  # a third of six
+        ([1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 1),  # the first of equals
+    ],
+)
+def test_the_first_epoch_is_judged_by_its_norms(norms: list[float], frozen: int) -> None:
+    assert next_frozen(GradientNorms(), epochs(norms), 6) == frozen
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "frozen"),
+    [
+        ([4.0, 4.0, 4.0, 4.0, 4.0, 4.0], [2.0, 3.9, 2.0, 2.0, 2.0, 2.0], 2),
+        ([4.0, 4.0, 4.0, 4.0, 4.0, 4.0], [4.1, 3.0, 2.0, 2.0, 2.0, 2.0], 1),
+        ([9.0, 0.1, 4.0, 4.0, 4.0, 4.0], [8.9, 0.2, 2.0, 2.0, 2.0, 2.0], 1),  # relative, and not the norm itself
+        ([0.0, 4.0, 4.0, 4.0, 4.0, 4.0], [1.0, 3.9, 2.0, 2.0, 2.0, 2.0], 2),  # from zero is no small change
+    ],
+)
+def test_later_ones_by_the_change(before: list[float], now: list[float], frozen: int) -> None:
+    assert next_frozen(GradientNorms(), epochs(before, now), 6) == frozen
+
+
+def test_only_layers_still_trained_are_asked() -> None:
+    history = epochs([0.0, 0.0, 3.0, 3.0, 3.0], [0.0, 0.0, 1.0, 2.9, 1.0], frozen=[2, 2])
+    assert next_frozen(GradientNorms(alpha=0.9), history, 5) == 4
+
+
+@pytest.mark.parametrize("strange", [NAN, INF])
+def test_norms_that_are_not_finite_freeze_nothing_more(strange: float) -> None:
+    assert next_frozen(GradientNorms(), epochs([0.0, 1.0, strange], frozen=[1]), 3) == 1
+    assert next_frozen(GradientNorms(), epochs([0.0, strange, 1.0], [0.0, 1.0, 1.0], frozen=[1, 1]), 3) in {1, 2}
+    assert next_frozen(GradientNorms(), epochs([strange] * 3, [1.0] * 3), 3) == 0
+
+
+def test_with_every_layer_frozen_it_stays_so() -> None:
+    assert next_frozen(GradientNorms(), epochs([0.0] * 3, frozen=[3]), 3) == 3
+
+
+def test_the_last_layer_is_reached() -> None:
+    rows = [[float(2**epoch)] * 11 + [0.5 * 1.1**epoch] for epoch in range(6)]
+    assert follow(GradientNorms(), rows, 12) == [0, 4, 7, 9, 10, 11, 12]
+
+
+@given(trainings(), alphas)
+def test_it_never_unfreezes_and_never_exceeds_the_bound(
+    training: tuple[list[list[float]], int], alpha: float | Fraction
+) -> None:
+    rows, num_layers = training
+    frozen = follow(GradientNorms(alpha), rows, num_layers)
+    assert frozen[0] == 0
+    assert all(a <= b <= most_frozen(a, alpha, num_layers) <= num_layers for a, b in pairwise(frozen))
+    assert frozen == follow(GradientNorms(alpha), rows, num_layers), "the same epochs, the same answers"
+
+
+def test_epochs_of_another_model_are_refused() -> None:
+    with pytest.raises(UsageError, match="epoch 0 has gradient norms of 2 layers, but the model has 3"):
+        next_frozen(GradientNorms(), epochs([1.0, 1.0]), 3)
+
+
+def test_a_share_is_between_0_and_1() -> None:
+    with pytest.raises(UsageError, match="between 0 and 1, not 0; use 1/3"):
+        GradientNorms(0)

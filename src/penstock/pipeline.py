@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
+from penstock.elastic.elastic_training import ElasticTraining
+from penstock.elastic.freezing.history import FreezePolicy
+from penstock.elastic.options import ElasticOptions, Stored
 from penstock.engine.observer import StreamReport
 from penstock.engine.stall import STALL_S
 from penstock.engine.wiring import DEPTH
@@ -18,11 +21,14 @@ from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
+from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
+from penstock.spec.profile import Profile
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.tensors import find_device
 from penstock.terminal.live import StageState
 from penstock.train.arrangement import TrainOptions
+from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport
 from penstock.train.trainer import Trainer
 from penstock.train.training_pipeline import TrainingPipeline, trains
@@ -226,6 +232,50 @@ class Pipeline:
     save = _of_training(TrainingPipeline.save)
     save_checkpoint = _of_training(TrainingPipeline.save_checkpoint)
     load_checkpoint = _of_training(TrainingPipeline.load_checkpoint)
+
+    def elastic(
+        self, loader: Loader, *, freeze: FreezePolicy | str | Sequence[int] = "gradient-norms",
+        epochs: int | None = None, pack: bool = True, replicate: bool = True, cache: bool = True,
+        cache_dir: str | Path | None = None, cache_limit: str | int | None = None, cache_dtype: Stored = "float32",
+        cache_views: int = 1, keep_cache: bool = False, profile: Profile | None = None, cluster: Cluster | None = None,
+    ) -> ElasticTraining:  # fmt: skip
+        """Freeze layers that have converged, and plan again with what that frees, at the beginning of each epoch.
+
+        Call this once, after `optimizer` and `loader`; the loop stays as it is. Layers are the model's blocks, frozen
+        from the first on: they run as in evaluation, without dropout and with BatchNorm's statistics as they are. The
+        planner then chooses stages and replicas anew for the epochs that are left, and whether what frozen layers put
+        out is read from a cache on disk. Apart from freezing, nothing of this changes what is learned.
+
+        Example:
+            loader = pipe.loader(dataset, batch_size=64, shuffle=True)
+            elastic = pipe.elastic(loader, freeze="schedule:1/3", epochs=10)
+            for epoch in range(10):
+                for images, labels in loader:
+                    pipe.train_step(images, labels, loss_fn=F.cross_entropy)
+                    optimizer.step(); optimizer.zero_grad()
+                elastic.validated(accuracy=measure(pipe))      # where a policy looks at it
+
+        Args:
+            freeze: a policy of `penstock.elastic.freezing`, its name, or the frozen layers of each epoch.
+            epochs: how many there will be: to move, and to fill a cache, has to pay in those that are left.
+            pack, replicate: whether stages may change, and numbers of replicas.
+            cache, cache_dir, cache_limit, cache_dtype: whether to cache, in which folder on each machine, with how many
+                bytes there, and floats as float32 or bfloat16.
+            cache_views: how many variants to keep of a sample that is drawn anew each time.
+            keep_cache: whether the cache stays after the run.
+            profile, cluster: of `penstock profile --training` and a cluster file; measured where not given.
+
+        Raises `UsageError` for a training with a trace or a schedule of the user's own, for optimizers whose groups
+        differ between processes, and where a frozen layer shares a weight with one that trains. A cache that cannot be
+        written is noted, and the training goes on without it. After He et al. 2021, PipeTransformer
+        (https://arxiv.org/abs/2102.03161).
+        """
+        options = ElasticOptions(
+            freeze=freeze, epochs=epochs, pack=pack, replicate=replicate, cache=cache, cache_dir=cache_dir,
+            cache_limit=cache_limit, cache_dtype=cache_dtype, cache_views=cache_views, keep_cache=keep_cache,
+            profile=profile, cluster=cluster,
+        )  # fmt: skip
+        return ElasticTraining(self._training.trainer, loader, options)
 
     @property
     def last_step(self) -> StepReport:

@@ -12,7 +12,7 @@ import msgspec
 from torch import Tensor
 
 from penstock.errors import DataError, RunError, UsageError
-from penstock.graph.cuts import Cuts
+from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State
 from penstock.graph.stages import fingerprint
@@ -50,8 +50,9 @@ class MessageCosts:
 def profile_graph(
     graph: Graph, load: Callable[[State], Tensor], *, rows: Sequence[int] = ROWS, threads: int = 1, repeats: int = 7,
     training: bool = False, loss: Loss | None = None, messages: MessageCosts | None = None,
+    cuts: Sequence[Cut] | None = None,
 ) -> Profile:  # fmt: skip
-    """Measure what every range between possible cuts takes, at several batch sizes.
+    """Measure what every range between possible cuts takes, or between those given, at several batch sizes.
 
     Example:
         profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages())
@@ -61,13 +62,13 @@ def profile_graph(
     what `loss` takes. What belongs to the machine or the data and not to the graph is left at 0: base_bytes,
     script_bytes, calibration_s, loader_s_per_row.
     """
-    cuts = Cuts(graph)
+    cuts = list(Cuts(graph) if cuts is None else cuts)
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
     timing = Timing(rows, threads, repeats)
     boundaries = _boundaries(graph, cuts)
     units = _units(graph, load, cuts, timing, training=training)
     if training:
-        found = zip(units, unit_bytes(graph, load, list(cuts)), boundaries[1:], strict=True)
+        found = zip(units, unit_bytes(graph, load, cuts), boundaries[1:], strict=True)
         units = tuple(_with_bytes(unit, needs, rows[-1], after) for unit, needs, after in found)
     if loss is not None:
         last = _with_bytes(units[-1], loss_bytes(graph, load, loss), rows[-1])
@@ -81,12 +82,12 @@ def profile_graph(
 
 
 def _units(
-    graph: Graph, load: Callable[[State], Tensor], cuts: Cuts, timing: Timing, *, training: bool
+    graph: Graph, load: Callable[[State], Tensor], cuts: list[Cut], timing: Timing, *, training: bool
 ) -> tuple[Unit, ...]:
     positions = [0, *(cut.position for cut in cuts), len(graph.ops)]
     backward: list[Seconds] | None = None
     if training:
-        both = measure_training(graph, load, list(cuts), timing)
+        both = measure_training(graph, load, cuts, timing)
         forward, backward = [seconds.forward for seconds in both], [seconds.backward for seconds in both]
     else:
         forward = measure_seconds(graph, load, positions, timing)
@@ -125,7 +126,7 @@ def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, after: Boundary | N
     return msgspec.structs.replace(unit, kept_bytes_per_row=unit.kept_bytes_per_row + needs.kept_per_row)
 
 
-def _boundaries(graph: Graph, cuts: Cuts) -> tuple[Boundary, ...]:
+def _boundaries(graph: Graph, cuts: Sequence[Cut]) -> tuple[Boundary, ...]:
     results = [graph.values[output.name] for output in graph.outputs if hasattr(output, "name")]
     groups = [("input", graph.tensor_inputs()), *((cut.name, cut.crossing) for cut in cuts), ("output", results)]
     boundaries = []

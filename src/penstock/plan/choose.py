@@ -1,7 +1,7 @@
 """Choose a plan: weigh the ways to run a model, write down the best, say why none fits; again when things change."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -208,15 +208,15 @@ class Moving:
 
 def plan_again(
     plan: Plan, profile: Profile, cluster: Cluster, *, speeds: Mapping[str, float] | None = None,
-    missing: Collection[str] = (), worth: float = 0.02, moving: Moving | None = None,
+    missing: Collection[str] = (), worth: float = 0.02, moving: Moving | None = None, replicas: bool = True,
 ) -> Plan:  # fmt: skip
     """Return the plan for a cluster as it is now; the old one with new predictions where a new one gains too little.
 
     `speeds` are devices' speeds as observed, in multiples of the profiled device's; `missing` are devices that
     are gone; a device that is new stands in the cluster already. A new plan must be faster by more than `worth`
     (0.02 is 2%), since to change plans moves weights, and with `moving` must save more time than that takes.
-    Microbatch size, depth and schedule stay. Of a training whose leading layers are frozen the profile says so
-    (`plan/cost/frozen.py`).
+    Microbatch size, depth and schedule stay; without `replicas` one pipeline is looked for. Of a training whose leading
+    layers are frozen the profile says so (`plan/cost/frozen.py`).
 
     Example:
         plan = plan_again(plan, profile, cluster, speeds={"board2": 0.2}, missing={"board3"})
@@ -225,7 +225,7 @@ def plan_again(
     nothing fits any more or the feeder is gone, `ClusterError` for names that the cluster does not have.
     """
     now = observed(cluster, speeds or {}, missing)
-    request = request_of(plan)
+    request = replace(request_of(plan), replicas=replicas)
     kept = None
     if not set(plan.devices) & set(missing):
         stays = msgspec.structs.replace(

@@ -95,8 +95,13 @@ class Captured:
 
     @cached_property
     def layers(self) -> list[Cut]:
-        """The cut after each of the model's layers, which freeze one after the other; see `find_layers`."""
-        return find_layers(self.graph)
+        """The cut after each of the model's layers, which freeze one after the other; see `find_layers`.
+
+        Layers that evaluation does not have a cut after are one with the next.
+        """
+        evaluated = Cuts(self.evaluation)
+        known = {name for cut in evaluated for name in (cut.name, *cut.aliases)}
+        return [cut for cut in find_layers(self.graph) if known & {cut.name, *cut.aliases}]
 
     def frozen(self, layers: int) -> "Captured":
         """Return the model with its first `layers` layers frozen, of a model of which none is.

@@ -54,6 +54,8 @@ def save_checkpoint(
     Raises `ModelError` on every process where it cannot be written or where the hosts do not share the folder,
     `UsageError` for a setting that JSON cannot hold.
     """
+    with trainer.world.explained():
+        elastic = trainer.follower.state() if trainer.follower is not None else None
     suffix = _agree(trainer, lambda: next_suffix(folder) if trainer.world.rank == FEEDER else "")
     named = NamedOptimizer(optimizer, trainer.tensors) if optimizer is not None else None
     state = TrainState(
@@ -80,7 +82,7 @@ def save_checkpoint(
     def finish() -> None:
         if trainer.world.rank == FEEDER:
             _check_shared(trainer, folder, [document["files"] for document in gathered])
-            index = _index(trainer, state, gathered, scheduler)
+            index = _index(trainer, state, gathered, scheduler, elastic)
             write_index(folder, index)
             drop_leftovers(folder, set(index.places.values()))
 
@@ -97,6 +99,10 @@ def load_checkpoint(
     `UsageError` for one of another model, naming what differs.
     """
     index = _read_everywhere(trainer, folder)
+    if index.elastic is not None:
+        if trainer.follower is None:
+            raise UsageError(f"the checkpoint {folder} is of an elastic training; go on with elastic training")
+        trainer.follower.restore(index.elastic)
     places: Mapping[str, str] = index.places
     _check_names(trainer, places)
     tensors = {name: x for name, x in _saved_tensors(trainer).items() if f"model/{name}" in places}
@@ -143,8 +149,9 @@ def _written_here(trainer: Trainer, state: TrainState, suffix: str) -> dict[str,
 
 
 def _index(
-    trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]], scheduler: Any
-) -> CheckpointIndex:
+    trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]], scheduler: Any,
+    elastic: dict[str, Any] | None,
+) -> CheckpointIndex:  # fmt: skip
     groups: list[dict[str, Any]] = []
     for document in gathered:
         for place, group in enumerate(document["groups"]):
@@ -163,6 +170,7 @@ def _index(
         scalars=_merged(gathered, "scalars"), groups=[OptimizerGroup(**group) for group in groups], scheduler=schedule,
         loader=DataPosition(**state.position) if state.position is not None else None,
         random=base64.b64encode(state.random.numpy().tobytes()).decode(), files=_merged(gathered, "files"),
+        elastic=elastic,
     )  # fmt: skip
 
 

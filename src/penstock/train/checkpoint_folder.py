@@ -60,7 +60,7 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     `places` tells the stage's folder of each tensor and `shapes` its dtype and shape; `scalars` are an optimizer's
     values that are no tensors, by parameter. `files` are the bytes of each file of the stages' folders; earlier
-    checkpoints do not say them.
+    checkpoints do not say them. `elastic` is what an elastic training goes on from, and left out by any other.
     """
 
     format: Literal["penstock-checkpoint"] = "penstock-checkpoint"
@@ -77,6 +77,7 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     loader: DataPosition | None
     random: str
     files: dict[StageFile, Place] | None = None
+    elastic: dict[str, Any] | None = None
 
     def random_state(self) -> torch.Tensor:
         """Return the random state; raises `ValueError` for one that is none."""
@@ -89,7 +90,10 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 def write_index(folder: Path, index: CheckpointIndex) -> None:
     """Put an index in the place of an earlier one, whole or not at all; raises `OSError` where it cannot be."""
-    text = json.dumps(msgspec.to_builtins(index), indent=1)
+    fields = msgspec.to_builtins(index)
+    if index.elastic is None:
+        del fields["elastic"]  # earlier versions read this one then
+    text = json.dumps(fields, indent=1)
     with written_whole(folder / INDEX) as file:
         file.write(text.encode())
 

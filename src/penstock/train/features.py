@@ -1,6 +1,6 @@
-"""What frozen layers put out for a batch's rows, when it need not be computed: the seam to a cache of it."""
+"""The seams to what changes a training while it goes on: who follows its epochs, and what frozen layers put out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,18 +29,60 @@ class LoadedBatch:
     samples: Sequence[int]
     following: Sequence[int] | None
     leaves: Sequence[tuple[Tensor, int]]  # the tensors, with how often each had been written to
-    trained: Callable[[], None]  # what to call when a step is taken with it
 
     @classmethod
-    def of(
-        cls, loaded: Any, samples: Sequence[int], following: Sequence[int] | None, trained: Callable[[], None]
-    ) -> "LoadedBatch":
+    def of(cls, loaded: Any, samples: Sequence[int], following: Sequence[int] | None) -> "LoadedBatch":
         """Remember what is given to the user's loop."""
         leaves = [(leaf, leaf._version) for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, Tensor)]
-        return cls(samples, following, leaves, trained)
+        return cls(samples, following, leaves)
 
-    def is_given(self, inputs: Any) -> bool:
-        """Return whether inputs are as they were loaded; what a loop has changed is not what has been cached."""
-        known = {id(leaf): version for leaf, version in self.leaves}
-        given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        return bool(given) and all(known.get(id(leaf)) == leaf._version for leaf in given)
+    def places(self, inputs: Any) -> "InputPlaces | None":
+        """Return where inputs stand in what was loaded; None unless they are as they were loaded.
+
+        What a loop has changed is not what has been cached.
+        """
+        known = {id(leaf): place for place, (leaf, version) in enumerate(self.leaves) if leaf._version == version}
+        given, spec = pytree.tree_flatten(inputs)
+        tensors = [index for index, leaf in enumerate(given) if isinstance(leaf, Tensor)]
+        found = {index: place for index in tensors if (place := known.get(id(given[index]))) is not None}
+        others = [None if index in found else leaf for index, leaf in enumerate(given)]
+        return InputPlaces(spec, found, others) if tensors and len(found) == len(tensors) else None
+
+
+@dataclass(frozen=True, slots=True)
+class InputPlaces:
+    """Where the inputs of the model stand among the tensors that a loader gives: learnt from a step of the loop."""
+
+    spec: pytree.TreeSpec
+    places: Mapping[int, int]  # the number that each tensor of the inputs has among the loaded ones
+    others: Sequence[Any]  # the inputs' values that are no tensors
+
+    def inputs_of(self, loaded: Any) -> Any:
+        """Return the inputs for a batch that was loaded."""
+        tensors = [leaf for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, Tensor)]
+        leaves = [
+            tensors[self.places[index]] if index in self.places else value for index, value in enumerate(self.others)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+class Follower(Protocol):
+    """Sees a training's epochs and gradients, and may change its arrangement between two epochs."""
+
+    def begin_epoch(self, loader: Any) -> None:
+        """See that a loader begins an epoch, or goes on in one; every process comes here at the same step."""
+
+    def end_epoch(self, loader: Any) -> None:
+        """See that a loader's last batch has been trained on."""
+
+    def saw_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """See the gradients of a batch's mean, of the parameters held here."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as JSON can hold it; every process calls this, and gets the same."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Bring the training to where a checkpoint was, before its tensors are read."""
+
+    def close(self) -> None:
+        """Let go of what is not needed any more when the training is over."""

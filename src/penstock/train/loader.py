@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from penstock.errors import DataError, UsageError
 from penstock.train.arrangement import Arrangement
-from penstock.train.features import LoadedBatch
+from penstock.train.features import Follower, LoadedBatch
 from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
 
@@ -46,7 +46,7 @@ class Loader:
         self._seed = trainer.seed if seed is None else seed
         self.epoch = 0
         self.position = 0  # the next batch of the epoch
-        self._trains = False  # whether a step has been taken with a batch: others are for evaluation
+        self.follower: Follower | None = None  # told of each epoch; steps are taken with this loader's batches
         self._dataset: Dataset[Any] = data
         if isinstance(data, DataLoader):
             self._take_over(data)
@@ -101,6 +101,21 @@ class Loader:
         """Continue from a place in the data."""
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
+    @property
+    def batch_size(self) -> int:
+        """How many rows a whole batch has, of all replicas together."""
+        return self._batch_size
+
+    @property
+    def num_samples(self) -> int:
+        """How many rows the data set has."""
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def load(self, samples: Sequence[int]) -> Any:
+        """Load these rows of the data set, in this process and as batches are."""
+        collate = self._collate or torch.utils.data.default_collate
+        return collate([self._dataset[sample] for sample in samples])
+
     def __iter__(self) -> Iterator[Any]:
         """Return the rest of an epoch, from `position` on; the next iteration is the next epoch.
 
@@ -108,6 +123,8 @@ class Loader:
         one has it.
         """
         trainer = self._trainer
+        if self.follower is not None:
+            self.follower.begin_epoch(self)
         order = self._order()
         placed: Arrangement | None = None
         loads: Iterator[tuple[Any, int]] = iter(())
@@ -121,17 +138,14 @@ class Loader:
             self.position += 1
             last = self.position == len(order)
             trainer.short_batch = num_rows if last or len(batch) < self._batch_size else None
-            trainer.loaded = LoadedBatch.of(loaded, batch, following[0] if following else None, self._is_trained)
+            trainer.loaded = LoadedBatch.of(loaded, batch, following[0] if following else None)
             if last:
                 self.epoch, self.position = self.epoch + 1, 0
             yield loaded
             if last:
-                if self._trains:
-                    trainer.end_epoch(self)
+                if self.follower is not None:
+                    self.follower.end_epoch(self)
                 return
-
-    def _is_trained(self) -> None:
-        self._trains = True
 
     def _parts(self, batches: list[list[int]]) -> list[list[int]]:
         """Return this process's rows of batches."""
@@ -164,7 +178,7 @@ class Loader:
         now = self._trainer.now
         varying = len(now.captured.graph.symbols) > 1
         # stages whose outputs are cached run in evaluation, and nowhere else
-        here = list(now.stages) if self._trains and now.features is not None else now.tensors.stages
+        here = list(now.stages) if self.follower is not None and now.features is not None else now.tensors.stages
         return varying or now.last_stage in here or any(now.parts[stage].own for stage in here)
 
 

@@ -1,7 +1,8 @@
 """Take a training to another arrangement while it runs: what is needed elsewhere moves, by name and in memory."""
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +54,14 @@ def migrate(
     begin_s = trainer.world.clock()
     with trainer.world.explained():
         optimizers = [_gather(trainer, optimizer, before.tensors) for optimizer in trainer.optimizers]
+        _remember_groups(trainer, optimizers)
         sent_bytes = trainer.sent_bytes
         before.close()
         trainer.now = PlacedStages(
             trainer.world, captured, placed, before.how, trainer.head, before=before, features=features
         )
-        for optimizer, told in zip(trainer.optimizers, optimizers, strict=True):
-            _move(trainer, optimizer, told, before.tensors)
+        for optimizer, told, groups in zip(trainer.optimizers, optimizers, trainer.known_groups, strict=True):
+            _move(trainer, optimizer, dataclasses.replace(told, groups=groups), before.tensors)
         gathered = all_gather(transport, {"bytes": trainer.sent_bytes - sent_bytes})
     seconds = trainer.world.clock() - begin_s
     return Migration(seconds, sum(document["bytes"] for document in gathered))
@@ -105,6 +107,14 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
         slots |= document["slots"]
         scalars |= document["scalars"]
     return _Told(groups, slots, scalars)
+
+
+def _remember_groups(trainer: Trainer, told: Sequence[_Told]) -> None:
+    """Remember the groups of parameters that optimizers forget when they are frozen: freezing may be taken back."""
+    known = trainer.known_groups
+    known.extend({} for _ in range(len(told) - len(known)))
+    for groups, each in zip(known, told, strict=True):
+        groups |= each.groups
 
 
 def _slots(named: NamedOptimizer, tensors: HeldTensors) -> dict[str, dict[str, Any]]:

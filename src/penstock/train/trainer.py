@@ -27,7 +27,7 @@ from penstock.train.arrangement import Arrangement, TrainOptions, arrange
 from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, loss_and_count
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
-from penstock.train.features import LoadedBatch
+from penstock.train.features import Follower, InputPlaces, LoadedBatch
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.outcome import StepReport, mean_loss, step_document, total_count
 from penstock.train.placed_stages import Computing, PlacedStages
@@ -75,8 +75,12 @@ class Trainer:
         self.load_s = 0.0  # since the last step
         self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
         self.loaded: LoadedBatch | None = None  # the loader's last batch
-        self.at_epoch_end: Callable[[Any], None] | None = None  # given the loader, once its last batch is trained on
+        self.follower: Follower | None = None  # who changes the arrangement while the training goes on
+        self.input_places: InputPlaces | None = None  # where in what the loader gives the inputs are
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.known_groups: list[dict[str, int]] = []  # of each optimizer, those of frozen parameters too
+        # what the caller has asked for, where anything
+        self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
         self._losses: dict[int, tuple[float, float]] = {}
         self._step_data: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
@@ -157,10 +161,11 @@ class Trainer:
         """
         tensors, sizes = bind(self.captured.graph, inputs)
         check_labels(labels, sizes["batch"])
-        if self.loaded is not None and self.loaded.is_given(inputs):
-            self.loaded.trained()
-        else:  # the caller's own rows, or changed ones
-            self.loaded = None
+        if self.loaded is not None:
+            places = self.loaded.places(inputs)
+            self.input_places = places or self.input_places
+            if places is None:  # the caller's own rows, or changed ones
+                self.loaded = None
         self._loss_fn = loss_fn
         with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
             return self._do_step(tensors, sizes, labels)
@@ -187,6 +192,8 @@ class Trainer:
             self.tracer.synchronized(computed_s)
         step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
         loss = mean_loss(gathered, step, self.now.last_stage)
+        if self.follower is not None:
+            self.follower.saw_gradients(gradients)
         self.tensors.add_gradients(gradients)
         with self.world.explained():
             self.tensors.share_buffers(self._transport)
@@ -283,11 +290,6 @@ class Trainer:
         """Return the parameters of this process's stages by their names in the model."""
         yield from self.tensors.parameters.items()
 
-    def end_epoch(self, loader: Any) -> None:
-        """Note that a loader's epoch is over; every process comes here at the same step."""
-        if self.at_epoch_end is not None:
-            self.at_epoch_end(loader)
-
     @property
     def sent_bytes(self) -> int:
         """How many bytes this process has sent so far."""
@@ -308,6 +310,8 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
+        if self.follower is not None:
+            self.follower.close()
         self.now.watch.close()
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):

@@ -16,6 +16,7 @@ BUFFERS = 2**30 + 2
 OUTPUTS = 2**30 + 3
 STATE = 2**30 + 4
 CLOCK = 2**30 + 5
+FEATURES = 2**30 + 6
 _BUCKETS, _NUM_BUCKETS = 2**30 + 2**20, 2**29
 
 

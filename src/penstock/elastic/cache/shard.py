@@ -173,11 +173,31 @@ class Shard:
             write_manifest(self._place, manifest)
         self._manifest = manifest
 
+    @property
+    def values(self) -> Values:
+        """Return the shape and dtype of each value of a row, as `read` gives it."""
+        return [(column.shape, column.dtype) for column in self._layout.columns]
+
+    @property
+    def stored_values(self) -> Values:
+        """Return the shape and dtype of each value of a row, as it is stored."""
+        return [(column.shape, column.stored) for column in self._layout.columns]
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row as it is stored."""
+        return sum(column.row_bytes for column in self._layout.columns)
+
     def read(self, rows: Tensor | Sequence[int]) -> list[Tensor]:
         """Return copies of rows, given by their places in the shard, one tensor for each value, in any order.
 
         Raises `CacheError` for rows that are not there yet.
         """
+        read = self.read_stored(rows)
+        return [tensor.to(column.dtype) for column, tensor in zip(self._layout.columns, read, strict=True)]
+
+    def read_stored(self, rows: Tensor | Sequence[int]) -> list[Tensor]:
+        """Return copies of rows with the dtypes that are on disk; raises what `read` raises."""
         self._check_open()
         places = torch.as_tensor(rows, dtype=torch.int64, device=HOST)
         wrong = places[(places < 0) | (places >= self._num_done)]
@@ -192,7 +212,7 @@ class Shard:
             local = places[here] - file * self._layout.rows_per_file
             for target, source in zip(read, self._map(file), strict=True):
                 target[here] = source[local]
-        return [tensor.to(column.dtype) for column, tensor in zip(self._layout.columns, read, strict=True)]
+        return read
 
     def _map(self, file: int) -> list[Tensor]:
         if file not in self._mapped:

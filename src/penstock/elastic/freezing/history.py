@@ -12,8 +12,9 @@ from penstock.errors import UsageError
 class EpochRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One finished epoch.
 
-    `frozen_layers` leading layers were frozen during it. `gradient_norms` has for each layer the norm of the sum of
-    the gradients of all steps, 0.0 for frozen ones. `loss` and `accuracy` are of a validation, where there was one.
+    `frozen_layers` leading layers were frozen during it. `gradient_norms` has for each layer the root of the sum of
+    squares of its gradients over all steps, 0.0 for frozen ones. `loss` and `accuracy` are of a validation, where
+    there was one.
     """
 
     epoch: int

@@ -1,0 +1,134 @@
+"""An elastic training's plans as arrangements, and its arrangements as plans."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+from penstock.deploy.policies import choose_cuts
+from penstock.elastic.costs import Costs
+from penstock.engine.placement import Grid
+from penstock.errors import CutError, PlanError
+from penstock.graph.cuts import Cuts
+from penstock.graph.stages import fingerprint as fingerprint_of
+from penstock.spec.fields import fingerprint
+from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage
+from penstock.train.arrangement import Arrangement, plan_grid
+from penstock.train.captured import Captured
+from penstock.train.trainer import Trainer
+
+
+def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int, state_factor: float) -> Plan:
+    """Return an arrangement as a plan, with nothing predicted; stages that do not run are left out.
+
+    `rows` are those of a microbatch, `state_factor` the bytes of optimizer state for each byte of weights. Cuts that
+    the profile does not know are taken as the nearest that it knows.
+    """
+    names = {rank: name for name, rank in costs.ranks.items()}
+    cuts = _known(placed, costs, captured)
+    total = sum(replica.num_microbatches or 0 for replica in placed.grid.replicas)
+    pipelines = []
+    for replica in placed.grid.replicas:
+        ranks = replica.stages[placed.skipped :]
+        own = tuple(cut for cut, (before, after) in zip(cuts, pairwise(ranks), strict=True) if before != after)
+        stages = tuple(Stage(devices=(names[rank],)) for rank, _ in groupby(ranks))
+        pipelines.append(
+            Pipeline(stages=stages, cut_sets=(CutSet(cuts=own),), share=(replica.num_microbatches or 0) / total)
+        )
+    used = dict.fromkeys(name for p in pipelines for stage in p.stages for name in stage.devices)
+    feeder = costs.cluster.feeding.name
+    return Plan(
+        model=captured.graph.model, graph=fingerprint_of(captured.graph), profile=fingerprint(costs.profile),
+        cluster=fingerprint(costs.cluster), microbatch_rows=rows, pipelines=tuple(pipelines), loader=feeder,
+        writer=feeder, schedule=_schedule(placed.schedule_name), num_microbatches=total,
+        optimizer_state_factor=state_factor,
+        prediction=Prediction(
+            rows_per_s=1.0, bound_rows_per_s=1.0, latency_s=1.0, num_rows=rows * total, total_s=1.0, limit=feeder,
+            devices=tuple(DeviceLoad(device=name, load_s=1.0, memory_bytes=1.0) for name in used),
+        ),
+    )  # fmt: skip
+
+
+def _known(placed: Arrangement, costs: Costs, captured: Captured) -> list[str]:
+    """Return the profile's names of the cuts between stages that run."""
+    cuts = Cuts(captured.graph)
+    positions = {name: cuts.find(name).position for name in costs.profile.cuts}
+    found: list[str] = []
+    for cut in placed.cuts[placed.skipped :]:
+        free = [name for name in positions if not found or positions[name] > positions[found[-1]]]
+        if not free:
+            raise PlanError(
+                f"{placed.num_stages} stages are more than the planner knows cuts for, {len(positions)}; use fewer"
+            )
+        found.append(min(free, key=lambda name: abs(positions[name] - cut.position)))
+    return found
+
+
+def _schedule(name: str) -> Schedule:
+    known: dict[str, Schedule] = {
+        "gpipe": "gpipe", "1f1b": "1f1b", "zero-bubble": "zero-bubble", "interleaved": "interleaved",
+    }  # fmt: skip
+    return known[name]
+
+
+def arrangement_of(
+    placed: Arrangement, captured: Captured, plan: Plan, ranks: Mapping[str, int], *, cached_layers: int = 0
+) -> Arrangement:
+    """Return the arrangement that a plan says, of a model whose first `cached_layers` layers do not run.
+
+    Those are held by the device with the stage after them, for evaluation. Devices that the plan leaves out are idle.
+    """
+    cuts = Cuts(captured.graph)
+    places = {name: cuts.find(name).position for p in plan.pipelines for name in p.cut_sets[0].cuts}
+    grid, names = plan_grid(plan, ranks, places)
+    found = cuts.find_all(names)
+    if cached_layers:
+        found = [cuts.find(captured.layers[cached_layers - 1].name), *found]
+        grid = Grid(tuple(replace(r, stages=(r.stages[0], *r.stages)) for r in grid.replicas))
+    used = {rank for replica in grid.replicas for rank in replica.devices}
+    idle = tuple(rank for rank in sorted(ranks.values()) if rank not in used)
+    first, *others = grid.replicas
+    grid = Grid((replace(first, devices=(*first.devices, *idle)), *others))
+    return placed.moved(grid, found, skipped=int(cached_layers > 0))
+
+
+def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
+    """Return the arrangement as it is for a model with other layers frozen, all of which run.
+
+    Cuts that the model does not have any more are taken where they were, in parts of the whole.
+    """
+    placed, cuts = trainer.placed, Cuts(captured.graph)
+    old = len(trainer.captured.graph.ops)
+    found = []
+    for cut in placed.cuts[placed.skipped :]:
+        try:
+            found.append(cuts.find(cut.name))
+        except CutError:
+            found.append(min(cuts, key=lambda each: abs(each.position / len(captured.graph.ops) - cut.position / old)))
+    if len({cut.position for cut in found}) < len(found):
+        found = choose_cuts(captured.graph, cuts, stages=len(found) + 1)
+    replicas = tuple(replace(r, stages=r.stages[placed.skipped :]) for r in placed.grid.replicas)
+    return placed.moved(Grid(replicas), found)
+
+
+def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -> list[int]:
+    """Return which device takes the part of each, so that little moves: devices that are alike may change parts.
+
+    `missing[device][part]` is what a device lacks of a part; `alike` are groups of devices. Pairs change as long as
+    that helps.
+
+    >>> assign([[9, 0], [0, 9]], [[0, 1]])
+    [1, 0]
+    """
+    taken = list(range(len(missing)))  # the device of each part
+    better = True
+    while better:
+        better = False
+        for group in alike:
+            for i, first in enumerate(group):
+                for second in group[i + 1 :]:
+                    one, other = taken[first], taken[second]
+                    now = missing[one][first] + missing[other][second]
+                    if missing[other][first] + missing[one][second] < now:
+                        taken[first], taken[second] = other, one
+                        better = True
+    return taken

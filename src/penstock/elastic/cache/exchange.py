@@ -1,0 +1,155 @@
+"""Bring cached rows from the processes that own them to those that need them, a batch ahead of the training.
+
+batch      3  8  5  2        sample s belongs to process s modulo their number
+replica 0  3  8              process 3 sends row 3, process 0 has row 8 itself
+replica 1        5  2        and so on; a process of the same machine reads the owner's files
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.elastic.cache.shard import Shard
+from penstock.engine.placement import Grid
+from penstock.errors import TransportError
+from penstock.tensors import sum_words
+from penstock.transport.base import Pending, Transport
+from penstock.transport.tags import FEATURES
+
+_CHECKSUM_BYTES = 8
+
+
+def owner_of(sample: int, size: int) -> int:
+    """Return the rank that keeps a sample, of `size` ranks."""
+    return sample % size
+
+
+def place_of(sample: int, size: int) -> int:
+    """Return the place of a sample among those of its owner."""
+    return sample // size
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """A batch's rows that are on their way to this process."""
+
+    batch: tuple[int, ...]
+    rows: Future[list[Tensor]]
+
+
+class CachedFeatures:
+    """The outputs of frozen layers for this process's rows of each batch: from its own files, or from their owners.
+
+    `shards` are those that this process can read: its own, and those of the same machine. `consumers` are the ranks
+    that need rows, one of each replica. With several views of each sample, `view` says which one this epoch takes.
+
+    Example:
+        features = CachedFeatures(transport, grid, skipped=1, shards={0: shard}, hosts=world.hosts, num_views=1)
+        x, = features.outputs([3, 8, 5, 2], [7, 1])
+
+    Raises `ConnectionBroken` where a process is gone, `TransportError` for rows that arrive damaged, `CacheError`
+    where the disk fails.
+    """
+
+    def __init__(
+        self, transport: Transport, grid: Grid, shards: Mapping[int, Shard], *, skipped: int, hosts: Sequence[str],
+        num_views: int = 1, view: int = 0,
+    ) -> None:  # fmt: skip
+        self._transport, self._grid, self._shards, self._hosts = transport, grid, shards, hosts
+        self._consumers = grid.holders(skipped)
+        self._num_views, self.view = num_views, view
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-features")
+        self._next: _Fetched | None = None
+
+    def outputs(self, batch: Sequence[int], following: Sequence[int] | None) -> list[Tensor]:
+        """Return what crosses into the first stage that runs, for this process's rows of a batch.
+
+        The `following` batch is fetched meanwhile.
+        """
+        fetched, self._next = self._next, None
+        found = fetched.rows.result() if fetched is not None else None
+        if fetched is None or found is None or fetched.batch != tuple(batch):
+            found = self._thread.submit(self._fetch, tuple(batch)).result()
+        if following is not None:
+            self._next = _Fetched(tuple(following), self._thread.submit(self._fetch, tuple(following)))
+        return found
+
+    def close(self) -> None:
+        """Wait for what is on its way, and let it go."""
+        if self._next is not None:
+            self._next.rows.exception()
+            self._next = None
+        self._thread.shutdown(wait=True)
+
+    def _fetch(self, batch: tuple[int, ...]) -> list[Tensor]:
+        """Send other processes the rows of a batch that they need, and gather this one's."""
+        own: list[Tensor] = []
+        sends: list[tuple[Pending, Tensor]] = []
+        for consumer, rows in zip(self._consumers, self._grid.rows(len(batch)), strict=True):
+            samples = [sample * self._num_views + self.view for sample in batch[rows.start : rows.stop]]
+            by_owner: dict[int, list[int]] = {}
+            for position, sample in enumerate(samples):
+                by_owner.setdefault(owner_of(sample, self._transport.size), []).append(position)
+            if consumer == self._transport.rank:
+                own = self._gather(samples, by_owner)
+                continue
+            mine = by_owner.get(self._transport.rank)
+            if mine is not None and not self._alike(consumer, self._transport.rank):
+                places = [place_of(samples[position], self._transport.size) for position in mine]
+                packed = _pack(self._shards[self._transport.rank].read_stored(places))
+                sends.append((self._transport.send(packed, consumer, FEATURES), packed))
+        for pending, _ in sends:
+            pending.wait()
+        return own
+
+    def _gather(self, samples: Sequence[int], by_owner: Mapping[int, Sequence[int]]) -> list[Tensor]:
+        """Read what lies on this machine, receive the rest, and put the rows in the batch's order."""
+        shard = self._shards[self._transport.rank]
+        columns = [torch.empty((len(samples), *shape), dtype=dtype) for shape, dtype in shard.values]
+        coming: list[tuple[int, Sequence[int], Tensor, Pending]] = []
+        for owner, positions in sorted(by_owner.items()):
+            if not self._alike(owner, self._transport.rank):
+                room = torch.empty(_CHECKSUM_BYTES + len(positions) * shard.row_bytes, dtype=torch.uint8)
+                coming.append((owner, positions, room, self._transport.receive(room, owner, FEATURES)))
+        for owner, positions in by_owner.items():
+            if self._alike(owner, self._transport.rank):
+                places = [place_of(samples[position], self._transport.size) for position in positions]
+                _fill(columns, positions, self._shards[owner].read(places))
+        for owner, positions, room, pending in coming:
+            pending.wait()
+            _fill(columns, positions, _unpack(room, shard, len(positions), owner))
+        return columns
+
+    def _alike(self, rank: int, other: int) -> bool:
+        """Return whether two ranks are on one machine, so that one reads what the other has written."""
+        return rank == other or (bool(self._hosts) and self._hosts[rank] == self._hosts[other])
+
+
+def _fill(columns: Sequence[Tensor], positions: Sequence[int], rows: Sequence[Tensor]) -> None:
+    there = torch.as_tensor(positions)
+    for column, part in zip(columns, rows, strict=True):
+        column[there] = part.to(column.dtype)
+
+
+def _pack(columns: Sequence[Tensor]) -> Tensor:
+    """Lay rows out as bytes, one value after the other, after a checksum."""
+    flat = torch.cat([column.contiguous().reshape(-1).view(torch.uint8) for column in columns])
+    checksum = bytearray((sum_words(flat) % 2**64).to_bytes(_CHECKSUM_BYTES, "little"))
+    return torch.cat([torch.frombuffer(checksum, dtype=torch.uint8), flat])
+
+
+def _unpack(packed: Tensor, shard: Shard, num_rows: int, owner: int) -> list[Tensor]:
+    """Read what `_pack` has laid out; raises `TransportError` where it is damaged."""
+    flat = packed[_CHECKSUM_BYTES:]
+    checksum = int.from_bytes(packed[:_CHECKSUM_BYTES].numpy().tobytes(), "little")
+    if sum_words(flat) % 2**64 != checksum:
+        raise TransportError(f"cached rows from rank {owner} are damaged; check the network and go on with --resume")
+    columns, begin = [], 0
+    for shape, dtype in shard.stored_values:
+        end = begin + num_rows * dtype.itemsize * torch.Size(shape).numel()
+        columns.append(flat[begin:end].clone().view(dtype).view(num_rows, *shape))  # aligned for any dtype
+        begin = end
+    return columns

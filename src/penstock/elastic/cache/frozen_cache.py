@@ -1,0 +1,284 @@
+"""The cache of what a model's frozen layers put out for every sample of a data set: made, advanced, let go of."""
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.deploy.state import Held, Wanted, redistribute, room_for
+from penstock.elastic.cache.exchange import CachedFeatures, owner_of
+from penstock.elastic.cache.key import cache_key
+from penstock.elastic.cache.layout import Values, bytes_per_row
+from penstock.elastic.cache.shard import Shard
+from penstock.errors import CacheError
+from penstock.graph.call import as_call, bind_inputs
+from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.expressions import Size
+from penstock.graph.program import write_program
+from penstock.graph.training_parts import TrainingPart, divide_for_training
+from penstock.runtime.registry import EAGER
+from penstock.tensors import moved
+from penstock.train.arrangement import Arrangement
+from penstock.train.captured import Captured
+from penstock.train.features import Features
+from penstock.train.held_tensors import IN_FLIGHT
+from penstock.train.loader import Loader
+from penstock.train.trainer import Trainer
+from penstock.transport.base import Transport
+from penstock.transport.collectives import all_gather
+from penstock.transport.tags import STATE
+
+_BATCH = 32  # rows that are computed at once
+_FLUSH_S = 10.0
+_LOOKED_AT = 64  # samples, to know a data set by, and whether they stay as they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlace:
+    """Where a cache lies on each machine, and how: see `ElasticOptions`."""
+
+    folder: Path
+    limit_bytes: int | None
+    stored: torch.dtype
+    num_views: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class FrozenCache:
+    """The outputs of a model's first `layers` layers, for the samples that this process owns."""
+
+    layers: int
+    shard: Shard
+    place: CachePlace
+    key: str
+    others: dict[int, Shard]  # those of the same machine
+
+    def features(self, trainer: Trainer, placed: Arrangement, epoch: int) -> CachedFeatures:
+        """Return what an arrangement that starts after these layers takes its inputs from."""
+        return CachedFeatures(
+            trainer.world.transport, placed.grid, {trainer.world.rank: self.shard, **self.others},
+            skipped=placed.skipped, hosts=trainer.world.hosts, num_views=self.place.num_views,
+            view=epoch % self.place.num_views,
+        )  # fmt: skip
+
+    def show(self, features: Features, epoch: int) -> None:
+        """Take the view of each sample that an epoch has."""
+        if isinstance(features, CachedFeatures):
+            features.view = epoch % self.place.num_views
+
+    def close(self, *, keep: bool) -> None:
+        """Let go of it; what this process has written goes too, unless it is kept."""
+        for shard in self.others.values():
+            shard.close()
+        if keep:
+            self.shard.close()
+            return
+        self.shard.delete()
+        folder = _folder(self.place, self.key)
+        for empty in (folder, folder.parent):
+            with contextlib.suppress(OSError):  # another process's shard is still in it
+                empty.rmdir()
+
+
+def default_folder() -> Path:
+    """Return the folder of caches where none is given: the user's own for what can be made again."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "penstock" / "features"
+
+
+def values_after(captured: Captured, cut: Cut) -> Values | None:
+    """Return what a sample has to be kept of at a cut; None where something there is not of one sample alone."""
+    given = {value.name for value in captured.graph.tensor_inputs()}
+    values = []
+    for value in cut.crossing:
+        if value.name in given:
+            continue
+        head, rest = (value.shape[0], value.shape[1:]) if value.shape else (None, ())
+        if not isinstance(head, Size) or head.expression != "batch" or any(isinstance(d, Size) for d in rest):
+            return None
+        values.append((tuple(int(d) for d in rest if isinstance(d, int)), value.dtype))
+    return values
+
+
+def sizes_of_layers(captured: Captured, stored: torch.dtype, autocast: torch.dtype | None) -> list[int | None]:
+    """Return the bytes that a sample's outputs of each layer take on disk, None where they cannot be cached.
+
+    Where lengths vary beside the batch, or what crosses is cast, none can.
+    """
+    if set(captured.graph.symbols) != {"batch"} or autocast is not None:
+        return [None] * len(captured.layers)
+    values = [values_after(captured, cut) for cut in captured.layers]
+    return [None if each is None else bytes_per_row(each, stored) for each in values]
+
+
+def changes(loader: Loader, transport: Transport) -> bool:
+    """Return whether any process sees a sample change from one reading to the next, as random augmentation does."""
+    count = loader.num_samples
+    found = any(
+        _digest(loader.load([sample])) != _digest(loader.load([sample]))
+        for sample in range(0, count, max(1, count // 8))
+    )
+    return any(document["changes"] for document in all_gather(transport, {"changes": found}))
+
+
+def _digest(loaded: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in torch.utils._pytree.tree_leaves(loaded):
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class Filling:
+    """The making of a cache for a model with frozen layers: every process fills its own shard, all at once.
+
+    `before` is the cache of fewer layers, from which it goes on. Every process makes one and calls `run`.
+
+    Example:
+        cache = Filling(trainer, captured, loader, place, before=None).run()
+    """
+
+    def __init__(
+        self, trainer: Trainer, captured: Captured, loader: Loader, place: CachePlace, *, before: FrozenCache | None
+    ) -> None:
+        self._trainer, self._captured, self._loader, self._place = trainer, captured, loader, place
+        self._before = before
+        self._layers = captured.frozen_layers
+        cuts = Cuts(captured.graph)
+        self._end = cuts.at(captured.frozen_end)
+        start = [cuts.find(captured.layers[before.layers - 1].name)] if before is not None else []
+        parts = divide_for_training(captured.graph, [*start, self._end], captured.trainable)
+        self._part: TrainingPart = parts[len(start)]
+        self._prefix = divide_for_training(captured.graph, [self._end], captured.trainable)[0]
+        rank, size = trainer.world.rank, trainer.world.transport.size
+        rows = range(loader.num_samples * place.num_views)
+        self._rows = [row for row in rows if owner_of(row, size) == rank]
+
+    def run(self) -> FrozenCache:
+        """Fill it; raises `CacheError` on every process where one cannot, and leaves nothing behind then."""
+        world = self._trainer.world
+        key = self._key()
+        weights = dict(self._weights())
+        shard: Shard | None = None
+        problem = ""
+        try:
+            shard = self._fill(key, weights)
+        except CacheError as error:
+            problem = str(error)
+        gathered = all_gather(world.transport, {"problem": problem})
+        failed = [(rank, document["problem"]) for rank, document in enumerate(gathered) if document["problem"]]
+        if failed or shard is None:
+            if shard is not None:
+                shard.delete()
+            rank, reason = failed[0]
+            raise CacheError(f"{world.names[rank]}: {reason}")
+        folder = _folder(self._place, key)
+        others = {
+            rank: Shard.open_existing(folder, key, rank)
+            for rank, host in enumerate(world.hosts) if rank != world.rank and host == world.hosts[world.rank]
+        }  # fmt: skip
+        return FrozenCache(layers=self._layers, shard=shard, place=self._place, key=key, others=others)
+
+    def _fill(self, key: str, weights: Mapping[str, Tensor]) -> Shard:
+        limit = self._place.limit_bytes
+        if limit is not None:  # this process's part of what its machine may give, less what is there meanwhile
+            limit = limit // self._neighbours() - (self._before.shard.num_bytes if self._before is not None else 0)
+        values = values_after(self._captured, self._end)
+        if values is None:
+            raise CacheError(f"what crosses {self._end.name} is not of single samples; train without the cache")
+        shard = Shard.create_or_resume(
+            _folder(self._place, key), key=key, owner=self._trainer.world.rank, num_rows=len(self._rows),
+            values=values, stored=self._place.stored, limit_bytes=limit,
+        )  # fmt: skip
+        try:
+            flushed = time.monotonic()
+            for outputs in self._computed(shard.num_done, weights):
+                shard.append(outputs)
+                if time.monotonic() > flushed + _FLUSH_S:
+                    shard.flush()
+                    flushed = time.monotonic()
+            shard.flush()
+        except BaseException:
+            shard.close()
+            raise
+        return shard
+
+    def _neighbours(self) -> int:
+        """Return how many processes share this one's machine, itself included."""
+        world = self._trainer.world
+        return max(1, list(world.hosts).count(world.hosts[world.rank])) if world.hosts else 1
+
+    @torch.no_grad()
+    def _computed(self, first: int, weights: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
+        """Compute the outputs of this process's samples from the first one on, some rows at once."""
+        how = self._trainer.now.how
+        runtime = EAGER.load_training(self._part, weights, how.device)
+        own = {value.name for value in self._part.own}
+        for begin in range(first, len(self._rows), _BATCH):
+            places = range(begin, min(begin + _BATCH, len(self._rows)))
+            crossing = self._before.shard.read(list(places)) if self._before is not None else []
+            given: dict[str, Tensor] = {}
+            if own or self._before is None:
+                samples = [self._rows[place] // self._place.num_views for place in places]
+                given = self._inputs(samples)
+            sizes = {"batch": len(places)}
+            inputs = [*crossing, *(given[value.name] for value in self._part.own)]
+            yield [x.cpu() for x in runtime(sizes, [moved(x, how.device) for x in inputs])]
+
+    def _inputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
+        places, graph = self._trainer.input_places, self._captured.graph
+        if places is None:
+            raise CacheError("the loop does not give train_step what the loader gave; train without the cache")
+        loaded = self._loader.load(samples)
+        tensors, _ = bind_inputs(graph, *as_call(places.inputs_of(loaded)))
+        return {value.name: tensor for value, tensor in zip(graph.tensor_inputs(), tensors, strict=True)}
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Bring the weights of the layers to be computed to every process; yields them by the program's names."""
+        states = {state.source: state for state in self._part.program.states}
+        tensors, world = self._trainer.tensors, self._trainer.world
+        there = {name: tensors.holders(name) for name, state in states.items() if state.kind != "constant"}
+        have = Held(there, tensors.find)
+        want = Wanted(dict.fromkeys(there, range(world.transport.size)), lambda name: room_for(states[name]))
+        for name, tensor in redistribute(have, want, world.transport, STATE, in_flight=IN_FLIGHT):
+            yield states[name].value.name, moved(tensor, self._trainer.now.how.device)
+        for state in states.values():
+            if state.kind == "constant":
+                constant = self._captured.graph.constants[state.source]
+                yield state.value.name, moved(constant, self._trainer.now.how.device)
+
+    def _key(self) -> str:
+        """Return the name of the cache by its content, the same on every process."""
+        trainer, count = self._trainer, self._loader.num_samples
+        tensors = trainer.tensors
+        names = [state.source for state in self._prefix.program.states if state.kind != "constant"]
+        mine = {
+            name: hashlib.blake2b(_bytes(tensors.find(name)), digest_size=16).hexdigest()
+            for name in names if tensors.holders(name)[0] == trainer.world.rank
+        }  # fmt: skip
+        looked_at = range(0, count, max(1, count // _LOOKED_AT))
+        data = _digest([self._loader.load([sample]) for sample in looked_at]) if trainer.world.rank == 0 else ""
+        gathered = all_gather(trainer.world.transport, {"weights": mine, "data": data})
+        found = {name: digest for document in gathered for name, digest in document["weights"].items()}
+        return cache_key(
+            program=write_program(self._prefix.program),
+            weights=[(name, torch.frombuffer(bytearray.fromhex(found[name]), dtype=torch.uint8)) for name in names],
+            data=f"{gathered[0]['data']} of {trainer.world.transport.size}", preprocessing="",
+            num_samples=count, num_views=self._place.num_views, stored=self._place.stored,
+        )  # fmt: skip
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _folder(place: CachePlace, key: str) -> Path:
+    return place.folder / key

@@ -1,0 +1,27 @@
+"""How fast cached rows are read on this machine."""
+
+import statistics
+import time
+from functools import cache
+
+import torch
+
+_BYTES = 16 * 2**20
+_ROW_BYTES = 64 * 2**10
+_ROUNDS = 5
+
+
+@cache
+def copy_s_per_byte() -> float:
+    """Return the CPU seconds per byte of copying rows that lie apart, as out of a mapped file that is in memory.
+
+    Rows that a disk has to bring take longer where it is slower than this; a cache is read ahead of the training.
+    """
+    rows = torch.zeros(_BYTES // _ROW_BYTES, _ROW_BYTES, dtype=torch.uint8)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    seconds = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        rows[order].clone()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds) / _BYTES

@@ -1,0 +1,117 @@
+"""What an elastic training costs, for the planner: measured where nobody has said it."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from penstock.deploy.placing import ranks_of
+from penstock.deploy.state import load_state
+from penstock.elastic.options import ElasticOptions
+from penstock.engine.reference import calibrate
+from penstock.errors import PlanError
+from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.ops import State
+from penstock.graph.stages import fingerprint
+from penstock.measure.hosts import measure_messages
+from penstock.measure.profiler import profile_graph
+from penstock.memory import allowed_bytes
+from penstock.plan.cost.frozen import keep_cuts
+from penstock.spec.cluster import Cluster, Device
+from penstock.spec.profile import Profile
+from penstock.terminal.notes import note
+from penstock.train.arrangement import Arrangement
+from penstock.train.captured import Captured
+from penstock.train.trainer import Trainer
+from penstock.transport.base import FEEDER
+from penstock.transport.collectives import all_gather
+
+_CALIBRATION_S = 0.5
+_MESSAGES = 20  # that are timed to know what they cost
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What is known on the first process: the model's profile, the cluster, and the rank of each of its devices."""
+
+    profile: Profile
+    cluster: Cluster
+    ranks: dict[str, int]
+
+
+def find_costs(trainer: Trainer, options: ElasticOptions, rows: int) -> Costs | None:
+    """Measure on all processes what is not given; returns it on the first one, elsewhere None.
+
+    `rows` are those of a microbatch. Devices are calibrated all at once, so that what they take from each other shows.
+    Raises `PlanError` for a profile of another model, or without backwards, and a cluster that is not this run's.
+    """
+    world, captured = trainer.world, trainer.captured
+    given, cluster = options.profile, options.cluster
+    _check_profile(captured, given)
+    ranks = {f"rank{rank}": rank for rank in world.devices}
+    if cluster is not None:
+        ranks = ranks_of(world, [device.name for device in cluster.devices])
+        if len(ranks) < len(world.devices):
+            raise PlanError(
+                f"the cluster has {len(ranks)} devices, but {len(world.devices)} processes train; give all of them"
+            )
+    round_s = calibrate(_CALIBRATION_S) if cluster is None else 0.0
+    told = all_gather(world.transport, {"round_s": round_s, "memory": allowed_bytes()})
+    if world.rank != FEEDER:
+        return None
+    if given is None:
+        note(f"measuring what {captured.graph.model} takes; give a profile to spare it")
+    profile = given or measure_profile(captured, trainer.placed, rows, told[FEEDER]["round_s"])
+    reference_s = profile.calibration_s or told[FEEDER]["round_s"]
+    if cluster is None:
+        devices = [
+            Device(
+                name=name, speed=reference_s / told[rank]["round_s"], memory_bytes=told[rank]["memory"],
+                bandwidth_bytes_per_s=world.bandwidths[rank],
+            )
+            for name, rank in ranks.items()
+        ]  # fmt: skip
+        cluster = Cluster(devices=tuple(devices))
+    return Costs(keep_cuts(profile, common_cuts(captured)), cluster, ranks)
+
+
+def _check_profile(captured: Captured, profile: Profile | None) -> None:
+    if profile is None:
+        return
+    if profile.graph != fingerprint(captured.graph):
+        raise PlanError(
+            f"the profile is of the graph {profile.graph} of {profile.model}, but this model's is "
+            f"{fingerprint(captured.graph)}; profile this model as it trains, with --data or --training"
+        )
+    if any(unit.backward_s is None for unit in profile.units):
+        raise PlanError("the profile has no backward seconds; profile with --training or --data")
+
+
+def measure_profile(captured: Captured, placed: Arrangement, rows: int, calibration_s: float) -> Profile:
+    """Measure the model by its layers, for microbatches of some rows, and what messages cost on this machine.
+
+    Where it is cut now is measured too.
+    """
+    cuts = sorted({c.position: c for c in (*placed.cuts, *captured.layers)}.values(), key=lambda cut: cut.position)
+
+    def load(state: State) -> Tensor:
+        return load_state(captured.graph, state, captured.weights)
+
+    profile = profile_graph(
+        captured.graph, load, rows=(rows,), repeats=_REPEATS, training=True, cuts=cuts,
+        messages=measure_messages(num_microbatches=_MESSAGES),
+    )  # fmt: skip
+    return msgspec.structs.replace(profile, calibration_s=calibration_s)
+
+
+def common_cuts(captured: Captured) -> Collection[str]:
+    """Return the cuts that the model has in training and in evaluation, so that either part may be cut there."""
+    evaluated = {name for cut in Cuts(captured.evaluation) for name in names_of(cut)}
+    return {cut.name for cut in Cuts(captured.graph) if evaluated & set(names_of(cut))}
+
+
+def names_of(cut: Cut) -> tuple[str, ...]:
+    """Return all names of a place."""
+    return (cut.name, *cut.aliases)

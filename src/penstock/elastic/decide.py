@@ -1,0 +1,125 @@
+"""Decide how a training goes on with some layers frozen: its plan, and how much of the frozen part is cached."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.plan.choose import Moving, plan_again
+from penstock.plan.cost.frozen import cache, freeze, place_of
+from penstock.spec.cluster import Cluster
+from penstock.spec.plan import Plan
+from penstock.spec.profile import Profile, interpolate
+from penstock.units import format_seconds
+
+_NEVER = 1e9  # as much must a plan be faster by where plans may not change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCosts:
+    """What a cache takes: seconds to read a row's bytes back and to write them, and the samples that it is of.
+
+    `bytes_per_row` are those of each layer's output, None where it cannot be cached.
+    """
+
+    bytes_per_row: Sequence[int | None]
+    num_samples: int
+    read_s_per_byte: float
+    write_s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """How a training stands between two epochs; layers count from the first.
+
+    `plan` has the plan so far, `cached_layers` are read from a cache now. `layers` are the boundaries after each layer.
+    `remaining_rows` are still to be trained on. `migrate_s` is what moving takes. Without `pack` the plan stays,
+    without `replicate` its number of pipelines. Without `caching` nothing more is cached.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    plan: Plan
+    layers: Sequence[str]
+    frozen_layers: int
+    cached_layers: int
+    remaining_rows: float
+    migrate_s: float
+    pack: bool = True
+    replicate: bool = True
+    caching: CacheCosts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """How it goes on: the plan, as many layers read from a cache, the seconds foreseen, and the reason."""
+
+    plan: Plan
+    cached_layers: int
+    remaining_s: float
+    why: str
+
+
+def decide(now: Situation) -> Decision:
+    """Choose the plan and the cache with which the remaining rows take least time, moving and filling included.
+
+    Example:
+        decide(Situation(profile=profile, cluster=cluster, plan=plan, layers=layers, frozen_layers=4, ...)).plan
+
+    A pure function. Raises `PlanError` where nothing fits the devices.
+    """
+    stays = now.cached_layers if now.cached_layers <= now.frozen_layers else 0
+    choices = [_with_cache(now, stays, 0.0)]
+    costs = now.caching
+    if costs is not None and now.frozen_layers > stays and costs.bytes_per_row[now.frozen_layers - 1] is not None:
+        deeper = _with_cache(now, now.frozen_layers, _fill_s(now, costs, stays))
+        if read_s(now, now.frozen_layers) < forward_s(now.profile, now.layers, 0, now.frozen_layers):
+            choices.append(deeper)
+    return min(choices, key=lambda choice: choice.remaining_s)
+
+
+def _with_cache(now: Situation, cached: int, fill_s: float) -> Decision:
+    profile = freeze(now.profile, now.layers[now.frozen_layers - 1]) if now.frozen_layers else now.profile
+    if cached:
+        profile = cache(profile, now.layers[cached - 1], read_s(now, cached))
+    plan = plan_again(
+        now.plan, profile, now.cluster, worth=0.0 if now.pack else _NEVER,
+        moving=Moving(cost_s=now.migrate_s, remaining_rows=now.remaining_rows), replicas=now.replicate,
+    )  # fmt: skip
+    stays = [p.stages for p in plan.pipelines] == [p.stages for p in now.plan.pipelines]
+    stays = stays and [p.cut_sets for p in plan.pipelines] == [p.cut_sets for p in now.plan.pipelines]
+    run_s = now.remaining_rows / plan.prediction.rows_per_s
+    return Decision(
+        plan=plan, cached_layers=cached, remaining_s=run_s + fill_s + (0.0 if stays else now.migrate_s),
+        why=_reason(now, plan, cached, fill_s, stays),
+    )  # fmt: skip
+
+
+def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool) -> str:
+    rate = plan.prediction.rows_per_s
+    parts = [f"stays: nothing else is faster by what moving takes ({format_seconds(now.migrate_s)})"
+             if stays else "moves"]  # fmt: skip
+    if cached > now.cached_layers:
+        parts.append(f"caches {cached} layers, {format_seconds(fill_s)} to fill")
+    elif cached:
+        parts.append(f"reads {cached} layers from the cache")
+    return f"{'; '.join(parts)}; {rate:.4g} rows/s foreseen"
+
+
+def _fill_s(now: Situation, costs: CacheCosts, start: int) -> float:
+    """Return the seconds to fill the cache, all devices at once, from the layers that are cached already."""
+    bytes_per_row = costs.bytes_per_row[now.frozen_layers - 1] or 0
+    row_s = forward_s(now.profile, now.layers, start, now.frozen_layers) + bytes_per_row * costs.write_s_per_byte
+    return costs.num_samples * row_s / sum(device.speed for device in now.cluster.devices)
+
+
+def read_s(now: Situation, layers: int) -> float:
+    """Return the seconds to read a row's outputs of some layers."""
+    costs = now.caching
+    return 0.0 if costs is None else (costs.bytes_per_row[layers - 1] or 0) * costs.read_s_per_byte
+
+
+def forward_s(profile: Profile, layers: Sequence[str], start: int, end: int) -> float:
+    """Return the seconds that a row's forward takes through some layers, on a device of speed 1."""
+    first = place_of(profile, layers[start - 1]) if start else 0
+    units = profile.units[first : place_of(profile, layers[end - 1])]
+    rows = profile.rows[-1]
+    return sum(interpolate(profile.rows, unit.forward_s, rows) for unit in units) / rows

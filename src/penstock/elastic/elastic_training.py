@@ -1,0 +1,341 @@
+"""Follow a training from epoch to epoch: freeze, plan again, migrate, cache."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from penstock.elastic.arranging import arrangement_of, plan_of, same_places
+from penstock.elastic.cache.frozen_cache import (
+    CachePlace,
+    Filling,
+    FrozenCache,
+    changes,
+    default_folder,
+    sizes_of_layers,
+)
+from penstock.elastic.cache.speed import copy_s_per_byte
+from penstock.elastic.costs import Costs, find_costs
+from penstock.elastic.decide import CacheCosts, Decision, Situation, decide
+from penstock.elastic.freezing.history import EpochRecord, next_frozen
+from penstock.elastic.norms import LayerNorms, layer_of
+from penstock.elastic.options import ElasticOptions
+from penstock.errors import CacheError, UsageError
+from penstock.plan.schedule.schedules import SCHEDULES
+from penstock.spec.plan import Plan, decode_plan, encode_plan
+from penstock.terminal.notes import note
+from penstock.train.captured import Captured
+from penstock.train.loader import Loader
+from penstock.train.migration import fix_microbatches, migrate
+from penstock.train.named_optimizer import NamedOptimizer
+from penstock.train.trainer import Trainer
+from penstock.transport.base import FEEDER
+from penstock.transport.collectives import all_gather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChange:
+    """How the training goes on from an epoch: what is frozen and cached, on what, and what it took to get there."""
+
+    step: int
+    epoch: int
+    frozen_layers: int
+    num_layers: int
+    stages: int
+    replicas: int
+    cached: bool
+    migrate_s: float
+    moved_bytes: int
+    fill_s: float
+    why: str
+
+
+class ElasticTraining:
+    """Changes how a training is arranged between its epochs, and never what is learned but by freezing.
+
+    At the beginning of each epoch the policy says how many leading layers are frozen. The planner chooses stages,
+    replicas and what is cached for the epochs that are left; what is needed elsewhere moves. Made by
+    `TrainingPipeline.elastic`; every process makes one.
+
+        epoch ends ─▶ policy ─▶ decide ─▶ fill the cache ─▶ migrate ─▶ next epoch
+
+    Raises `UsageError` for a training that cannot change: traced, or with a schedule of the user's own.
+    """
+
+    def __init__(
+        self, trainer: Trainer, loader: Loader, options: ElasticOptions,
+        told: Callable[[PlanChange], None] | None = None,
+    ) -> None:  # fmt: skip
+        if trainer.tracer is not None:
+            raise UsageError("a trace is of one plan, and an elastic training changes its plan; leave the trace out")
+        if trainer.placed.schedule_name not in SCHEDULES:
+            raise UsageError(
+                "an elastic training makes schedules for other numbers of stages, which it cannot of your own; name one"
+            )
+        self._trainer, self._loader, self._options = trainer, loader, options
+        self._policy, self._told = options.policy(), told
+        self._whole: Captured = trainer.captured  # with nothing frozen
+        self._captured: dict[int, Captured] = {}
+        self._num_layers = len(self._whole.layers)
+        self._norms = LayerNorms(layer_of(self._whole.graph, self._whole.layers), self._num_layers)
+        self.history: list[EpochRecord] = []
+        self.changes: list[PlanChange] = []
+        self._cache: FrozenCache | None = None
+        self._costs: Costs | None = None
+        self._plan: Plan | None = None  # on the first process
+        self._started = self._over = False
+        self._decided: int | None = None  # the epoch that the last decision was for
+        self._can_cache = options.cache
+        self._migrate_s = 0.0
+        self._moves_measured = False
+        trainer.follower = loader.follower = self
+
+    @property
+    def frozen_layers(self) -> int:
+        """How many leading layers are frozen now."""
+        return self._trainer.captured.frozen_layers
+
+    def validated(self, *, loss: float | None = None, accuracy: float | None = None) -> None:
+        """Say what a validation after the last epoch gave, for policies that look at it."""
+        if self.history:
+            self.history[-1] = msgspec.structs.replace(self.history[-1], loss=loss, accuracy=accuracy)
+
+    def saw_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add the squares of a step's gradients to those of the epoch."""
+        if self._trainer.placed.replica_index == 0:  # they are the same in all
+            held = self._trainer.tensors
+            own = {n: g for n, g in gradients.items() if held.holders(n)[0] == self._trainer.world.rank}
+            self._norms.add(own)
+
+    def end_epoch(self, loader: Loader) -> None:
+        """Write down what the epoch's gradients were."""
+        squares = self._squares()
+        self._norms.take()
+        self.history.append(
+            EpochRecord(
+                epoch=loader.epoch - 1,
+                frozen_layers=self.frozen_layers,
+                gradient_norms=tuple(math.sqrt(square) for square in squares),
+            )
+        )
+
+    def _squares(self) -> list[float]:
+        with self._trainer.world.explained():
+            gathered = all_gather(self._trainer.world.transport, {"squares": self._norms.squares()})
+        return [math.fsum(document["squares"][layer] for document in gathered) for layer in range(self._num_layers)]
+
+    def begin_epoch(self, loader: Loader) -> None:
+        """Decide how to go on, and go over to that."""
+        if self._decided == loader.epoch:
+            return
+        self._decided = loader.epoch
+        first = not self._started
+        with self._trainer.world.explained():
+            if first:
+                self._start()
+            if loader.position == 0:
+                frozen = next_frozen(self._policy, self.history, self._num_layers)
+            else:
+                frozen = self.frozen_layers  # a checkpoint within the epoch
+            self._go_on(frozen, first=first)
+
+    def _start(self) -> None:
+        """Measure what the training takes, and fix its microbatches."""
+        trainer = self._trainer
+        self._started = True
+        fix_microbatches(trainer)
+        self._costs = find_costs(trainer, self._options, self._rows())
+        if self._can_cache and self._options.cache_views == 1 and changes(self._loader, trainer.world.transport):
+            self._can_cache = False
+            self._note(
+                "samples are drawn anew each time, as by random augmentation, so what frozen layers put out is not "
+                "cached; cache_views=3 (--cache-views 3) keeps three variants of each"
+            )
+        if self._can_cache and self._cached_bytes() == [None] * self._num_layers:
+            self._can_cache = False
+            self._note("rows differ in length or are cast, so what frozen layers put out is not cached")
+
+    def _rows(self) -> int:
+        """Return the rows of a microbatch of a whole batch."""
+        total = sum(replica.num_microbatches or 1 for replica in self._trainer.grid.replicas)
+        return max(1, self._loader.batch_size // total)
+
+    def _cached_bytes(self) -> list[int | None]:
+        return sizes_of_layers(self._whole, self._options.stored(), self._trainer.now.how.autocast)
+
+    def _go_on(self, frozen: int, *, first: bool) -> None:
+        """Take the training to where it is best with so many layers frozen, and say so."""
+        before, before_cached = self.frozen_layers, self._cache.layers if self._cache is not None else 0
+        document = self._decision(frozen, first=first)
+        captured = self._frozen(frozen)
+        cached = document["cached_layers"]
+        fill_s = 0.0
+        if cached and (self._cache is None or self._cache.layers != cached):
+            begin = time.monotonic()
+            if not self._fill(self._frozen(cached)):
+                document = self._decision(frozen, first=first)  # without
+                cached = document["cached_layers"]
+            fill_s = time.monotonic() - begin
+        self._plan = plan = decode_plan(document["plan"].encode())
+        if frozen == before and cached == before_cached and not document["moves"]:
+            if self._trainer.now.features is not None and self._cache is not None:
+                self._cache.show(self._trainer.now.features, self._loader.epoch)
+            self._tell(document, migrate_s=0.0, moved_bytes=0, fill_s=fill_s)
+            return
+        if not cached:
+            self._drop_cache()
+        placed = arrangement_of(self._trainer.placed, captured, plan, document["ranks"], cached_layers=cached)
+        features = None
+        if cached and self._cache is not None:
+            features = self._cache.features(self._trainer, placed, self._loader.epoch)
+        moved = migrate(self._trainer, placed, captured, features)
+        if moved.moved_bytes:
+            self._migrate_s, self._moves_measured = moved.seconds, True
+        self._tell(document, migrate_s=moved.seconds, moved_bytes=moved.moved_bytes, fill_s=fill_s)
+
+    def _frozen(self, layers: int) -> Captured:
+        if layers not in self._captured:
+            self._captured[layers] = self._whole.frozen(layers)
+        return self._captured[layers]
+
+    def _decision(self, frozen: int, *, first: bool) -> dict[str, Any]:
+        """Have the first process decide, and return on every process what it has decided."""
+        trainer, costs = self._trainer, self._costs
+        mine: dict[str, Any] = {}
+        state_factor = self._state_factor()
+        if trainer.world.rank == FEEDER and costs is not None:
+            plan = self._plan or plan_of(
+                trainer.placed, costs, self._whole, rows=self._rows(), state_factor=state_factor
+            )
+            decided = self._decide(costs, plan, frozen, first=first)
+            moves = [p.cut_sets for p in decided.plan.pipelines] != [p.cut_sets for p in plan.pipelines]
+            moves = moves or [p.stages for p in decided.plan.pipelines] != [p.stages for p in plan.pipelines]
+            mine = {
+                "plan": encode_plan(decided.plan).decode(), "cached_layers": decided.cached_layers, "why": decided.why,
+                "moves": moves, "ranks": costs.ranks,
+            }  # fmt: skip
+        found: dict[str, Any] = all_gather(trainer.world.transport, mine)[FEEDER]
+        return found
+
+    def _decide(self, costs: Costs, plan: Plan, frozen: int, *, first: bool) -> Decision:
+        options, trainer = self._options, self._trainer
+        epochs = (options.epochs or self._loader.epoch + 1) - self._loader.epoch
+        done = self._loader.position * self._loader.batch_size
+        remaining = max(1.0, float(epochs * self._loader.num_samples - done))
+        caching = None
+        if self._can_cache and frozen and trainer.input_places is not None:
+            profile = costs.profile
+            size = trainer.world.transport.size
+            remote = (size - 1) / size * (profile.send_s_per_byte + profile.receive_s_per_byte)
+            caching = CacheCosts(
+                bytes_per_row=self._cached_bytes(), num_samples=self._loader.num_samples * options.cache_views,
+                read_s_per_byte=copy_s_per_byte() + remote, write_s_per_byte=copy_s_per_byte(),
+            )  # fmt: skip
+        # what the caller has arranged stays until something is frozen
+        pack = options.pack and not (first and trainer.is_arranged and not frozen)
+        return decide(Situation(
+            profile=costs.profile, cluster=costs.cluster, plan=plan,
+            layers=[cut.name for cut in self._whole.layers], frozen_layers=frozen,
+            cached_layers=self._cache.layers if self._cache is not None else 0, remaining_rows=remaining,
+            migrate_s=self._cost_of_moving(costs, plan), pack=pack, replicate=options.replicate, caching=caching,
+        ))  # fmt: skip
+
+    def _cost_of_moving(self, costs: Costs, plan: Plan) -> float:
+        """Return what moving took last, or before the first time what the whole state takes on the slowest link."""
+        if self._moves_measured:
+            return self._migrate_s
+        rates = [d.bandwidth_bytes_per_s for d in costs.cluster.devices if d.bandwidth_bytes_per_s]
+        weights = sum(dict(pair for unit in costs.profile.units for pair in unit.parameters).values())
+        return weights * (1 + plan.optimizer_state_factor) / min(rates) if rates else 0.0
+
+    def _state_factor(self) -> float:
+        """Return the bytes of optimizer state for each byte of the weights that are trained, over all processes."""
+        weights = state = 0
+        for optimizer in self._trainer.optimizers:
+            for name, slots in NamedOptimizer(optimizer, self._trainer.tensors).slots().items():
+                size = self._trainer.tensors.parameters[name].numel()
+                weights += size
+                state += sum(size for slot in slots.values() if isinstance(slot, Tensor) and slot.numel() == size)
+        gathered = all_gather(self._trainer.world.transport, {"weights": weights, "state": state})
+        total = sum(document["weights"] for document in gathered)
+        return sum(document["state"] for document in gathered) / total if total else 0.0
+
+    def _fill(self, captured: Captured) -> bool:
+        """Fill the cache of a model's frozen layers, all processes at once; returns whether it is there."""
+        options = self._options
+        place = CachePlace(
+            folder=Path(options.cache_dir) if options.cache_dir is not None else default_folder(),
+            limit_bytes=options.limit_bytes(), stored=options.stored(), num_views=options.cache_views,
+        )  # fmt: skip
+        try:
+            cache = Filling(self._trainer, captured, self._loader, place, before=self._cache).run()
+        except CacheError as error:
+            self._can_cache = False
+            self._note(f"{error}; the training goes on without a deeper cache")
+            return False
+        self._drop_cache()
+        self._cache = cache
+        return True
+
+    def _drop_cache(self) -> None:
+        """Let go of a cache that another one takes the place of; steps no longer read it after the next migration."""
+        if self._cache is not None:
+            if self._trainer.now.features is not None:
+                self._trainer.now.features.close()
+            self._cache.close(keep=self._options.keep_cache)
+            self._cache = None
+
+    def _tell(self, document: Mapping[str, Any], *, migrate_s: float, moved_bytes: int, fill_s: float) -> None:
+        trainer = self._trainer
+        placed = trainer.placed
+        stages = max(len(set(r.stages[placed.skipped :])) for r in placed.grid.replicas)
+        change = PlanChange(
+            step=trainer.step, epoch=self._loader.epoch, frozen_layers=self.frozen_layers,
+            num_layers=self._num_layers, stages=stages, replicas=len(placed.grid.replicas), cached=placed.skipped > 0,
+            migrate_s=migrate_s, moved_bytes=moved_bytes, fill_s=fill_s, why=document["why"],
+        )  # fmt: skip
+        self.changes.append(change)
+        if self._told is not None:
+            self._told(change)
+
+    def _note(self, text: str) -> None:
+        if self._trainer.world.rank == FEEDER:
+            note(text)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the same on every process."""
+        return {
+            "frozen_layers": self.frozen_layers, "squares": self._squares(),
+            "history": [msgspec.to_builtins(record) for record in self.history],
+            "decided": self._decided, "groups": self._trainer.known_groups,
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Freeze what a checkpoint had frozen, where it is; the next epoch's beginning finds the plan for it."""
+        self.history = msgspec.convert(state["history"], list[EpochRecord])
+        captured = self._frozen(int(state["frozen_layers"]))
+        self._norms.take()
+        if self._trainer.world.rank == FEEDER:
+            self._norms.put(state["squares"])
+        trainer = self._trainer
+        fix_microbatches(trainer)
+        if captured.frozen_layers:
+            migrate(trainer, same_places(trainer, captured), captured)
+        trainer.known_groups[:] = [dict(groups) for groups in state["groups"]]
+
+    def close(self) -> None:
+        """Let go of the cache; it goes with the run, unless it is to be kept or the run has failed."""
+        if self._over:
+            return
+        self._over = True
+        failed = self._trainer.world.health.failure is not None or self._loader.position != 0
+        if self._cache is not None:
+            if self._trainer.now.features is not None:
+                self._trainer.now.features.close()
+            self._cache.close(keep=self._options.keep_cache or failed)
+            self._cache = None

@@ -1,0 +1,52 @@
+"""How large the gradients of each layer have been since an epoch began."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.graph.cuts import Cut
+from penstock.graph.freeze import sources_before
+from penstock.graph.graph import Graph
+
+
+class LayerNorms:
+    """Adds up the squares of gradients by layer, over the steps of an epoch, as far as one process has them.
+
+    Example:
+        norms = LayerNorms(layer_of(graph, layers))
+        norms.add({"blocks.0.norm1.weight": gradient})
+        norms.squares()    # of each layer
+    """
+
+    def __init__(self, layers: Mapping[str, int], num_layers: int) -> None:
+        self._layers = layers
+        self._squares = [0.0] * num_layers
+
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add a step's gradients, by the names of their parameters; those of no layer do not count."""
+        for name, gradient in gradients.items():
+            layer = self._layers.get(name)
+            if layer is not None:
+                self._squares[layer] += float(torch.linalg.vector_norm(gradient)) ** 2
+
+    def take(self) -> list[float]:
+        """Return the sums of squares, and begin anew."""
+        squares, self._squares = self._squares, [0.0] * len(self._squares)
+        return squares
+
+    def put(self, squares: Sequence[float]) -> None:
+        """Go on from these sums."""
+        self._squares = list(squares)
+
+    def squares(self) -> list[float]:
+        """Return the sums of squares so far."""
+        return list(self._squares)
+
+
+def layer_of(graph: Graph, layers: Sequence[Cut]) -> dict[str, int]:
+    """Return the layer of each parameter, by its name: the first that uses it; those behind all layers have none."""
+    found: dict[str, int] = {}
+    for number, cut in reversed(list(enumerate(layers))):
+        found |= dict.fromkeys(sources_before(graph, cut.position), number)
+    return found

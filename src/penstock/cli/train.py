@@ -16,7 +16,16 @@ from penstock.group.launcher import available_cores
 from penstock.recipes.launch import available_memory, fit
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings
-from penstock.recipes.several import Place, Row, draw_comparison, find_largest_batch, mode_runs, read_sweep, run_all
+from penstock.recipes.several import (
+    Place,
+    Row,
+    ablation_runs,
+    draw_comparison,
+    find_largest_batch,
+    mode_runs,
+    read_sweep,
+    run_all,
+)
 from penstock.spec.check import read_plan
 from penstock.transport.base import FEEDER
 from penstock.units import format_bytes, format_seconds, parse_bytes
@@ -36,6 +45,7 @@ def train(
     cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Train on the hosts of a lab.")] = None,
     compare: Annotated[str | None, typer.Option(help="single,model,pipeline,data,both: train in each way.")] = None,
     sweep: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with [[settings]]: train with each.")] = None,
+    ablation: Annotated[bool, typer.Option("--ablation", help="Train with each part of --elastic off and on.")] = False,
     find_max_batch: Annotated[bool, typer.Option("--find-max-batch", help="The largest batch that fits.")] = False,
     memory: Annotated[str | None, typer.Option(help="What each process may hold, as in 2GiB.")] = None,
     json: opt.JsonFile = None,
@@ -47,17 +57,19 @@ def train(
         planned = read_plan(given["plan"]).batch_rows if given["plan"] is not None else None
         given["batch_size"] = planned or 32
     settings = make_settings(given | {"track": given["track"] or []})
-    chosen = [
-        name for name, on in (("--compare", compare), ("--sweep", sweep), ("--find-max-batch", find_max_batch)) if on
-    ]
+    several = {
+        "--compare": compare, "--sweep": sweep, "--ablation": ablation, "--find-max-batch": find_max_batch,
+    }  # fmt: skip
+    chosen = [name for name, on in several.items() if on]
     _check_goes_together(settings, chosen, cluster=cluster, memory=memory)
     if not chosen:
         _show_one(fit(settings, cluster), json)
     elif cluster is not None:
         with lab_session(read_lab(cluster)) as lab:
-            _several(settings, Place(lab=lab), compare, sweep, json)
+            _several(settings, Place(lab=lab), compare, sweep, json, ablation=ablation)
     else:
-        _several(settings, Place(memory_bytes=parse_bytes(memory) if memory else None), compare, sweep, json)
+        place = Place(memory_bytes=parse_bytes(memory) if memory else None)
+        _several(settings, place, compare, sweep, json, ablation=ablation)
 
 
 def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: Path | None, memory: str | None) -> None:
@@ -74,14 +86,16 @@ def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: P
         raise UsageError("--memory is for --compare, --sweep and --find-max-batch; leave it out")
 
 
-def _several(settings: FitSettings, place: Place, compare: str | None, sweep: Path | None, json: Path | None) -> None:
+def _several(
+    settings: FitSettings, place: Place, compare: str | None, sweep: Path | None, json: Path | None, *, ablation: bool
+) -> None:
     """Run what consists of several runs, and print their table."""
     console = opt.make_console()
 
     def tell(row: Row) -> None:
         console.print(f"{row.name}: {row.failed or 'done'}", markup=False)
 
-    if compare is None and sweep is None:
+    if compare is None and sweep is None and not ablation:
         if place.lab is None and place.memory_bytes is None:
             place = Place(memory_bytes=available_memory() // settings.num_processes)
         size, rows = find_largest_batch(settings, place, tell)
@@ -90,16 +104,18 @@ def _several(settings: FitSettings, place: Place, compare: str | None, sweep: Pa
         return
     if compare is not None:
         runs = mode_runs([name.strip() for name in compare.split(",")], settings, available_cores())
+    elif ablation:
+        runs = ablation_runs(settings)
     else:
         runs = read_sweep(sweep or Path(), settings)
     rows = run_all(runs, place, tell)
     console.print(_table(rows))
-    name = "compare" if compare is not None else "sweep"
+    name = "compare" if compare is not None else "ablation" if ablation else "sweep"
     document = {"rows": [row.document() for row in rows]}
     settings.folder.mkdir(parents=True, exist_ok=True)  # a sweep may have put every run elsewhere
     opt.write_json(settings.folder / f"{name}.json", document)
     opt.write_json(json, document)
-    if compare is not None:
+    if compare is not None or ablation:
         console.print(f"figures: {', '.join(str(path) for path in draw_comparison(rows, settings.folder))}")
     failed = [row for row in rows if row.failed is not None and not row.out_of_memory]
     if failed:

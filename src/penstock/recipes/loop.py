@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
+from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.errors import UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
@@ -26,7 +27,7 @@ from penstock.recipes.metrics import (
     drop_old_checkpoints,
     newest_checkpoint,
 )
-from penstock.recipes.settings import FitSettings, plan_of
+from penstock.recipes.settings import FitSettings, elastic_options, plan_of
 from penstock.recipes.tasks import Task
 from penstock.terminal.live import FitProgress
 from penstock.terminal.notes import note
@@ -98,6 +99,10 @@ class _Fit:
         self._world = self._trainer.world
         self._optimizer = pipe.optimizer(self._make_optimizer)
         self._loader = self._make_loader()
+        self._elastic = (
+            ElasticTraining(self._trainer, self._loader, elastic_options(settings), self._changed)
+            if settings.elastic else None
+        )  # fmt: skip
         self._num_steps = settings.steps or settings.epochs * len(self._loader)
         self._scheduler = (
             torch.optim.lr_scheduler.CosineAnnealingLR(self._optimizer, self._num_steps)
@@ -108,6 +113,12 @@ class _Fit:
         self._first = self._trainer.step
         self._saved = self._trainer.step if settings.resume else -1
         self._folder = RunFolder(settings, self._world.rank, self._first)
+
+    def _changed(self, change: PlanChange) -> None:
+        """Write down how the training goes on."""
+        if self._world.rank == FEEDER:
+            fields = dataclasses.asdict(change)
+            self._folder.write("plan", step=fields.pop("step"), **fields)
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         given = self._settings
@@ -209,6 +220,8 @@ class _Fit:
     def _finish(self, epoch: int, tally: _Tally) -> EpochResult:
         """Evaluate, gather what the devices took, and write it down."""
         loss, accuracy = self._validate() if self._settings.validate else (None, None)
+        if self._elastic is not None:
+            self._elastic.validated(loss=loss, accuracy=accuracy)
         mine = {"s": tally.counted_s, "units": tally.counted_units, "sent": tally.sent_bytes,
                 "memory": tally.peak_memory_bytes, "rows": tally.batch_rows}  # fmt: skip
         gathered = all_gather(self._world.transport, mine)

@@ -6,9 +6,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from penstock.elastic.options import ElasticOptions, Stored
 from penstock.errors import UsageError
 from penstock.spec.check import check_purpose, read_plan
+from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
+from penstock.spec.profile import read_profile
 from penstock.train.arrangement import check_given_once
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -17,6 +20,12 @@ Rate = Annotated[float, Meta(ge=0.0)]
 PathText = Annotated[str, Meta(extra={"path": "as given"})]
 WholePath = Annotated[str, Meta(extra={"path": "whole"})]
 DEFAULT_SCHEDULE = "1f1b"
+DEFAULT_FREEZE = "gradient-norms"
+# what only an elastic training is asked
+_ELASTIC = (
+    "freeze", "pack", "replicate", "cache", "cache_dir", "cache_limit", "cache_dtype", "cache_views", "keep_cache",
+    "costs",
+)  # fmt: skip
 
 
 class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,6 +90,28 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     track: Annotated[
         list[Literal["tensorboard", "wandb"]], Meta(description="tensorboard or wandb; may be repeated.")
     ] = msgspec.field(default_factory=list)
+    elastic: Annotated[
+        bool, Meta(description="Freeze layers that have converged, and plan again with what that frees.")
+    ] = False
+    freeze: Annotated[
+        str,
+        Meta(description="gradient-norms[:ALPHA], schedule[:ALPHA], plateau, layers by epoch as 0,4,7, or none; "
+             "+guard[:DROP] stops where accuracy drops."),
+    ] = DEFAULT_FREEZE  # fmt: skip
+    pack: Annotated[bool, Meta(description="Elastic: change stages.", extra={"flags": []})] = True
+    replicate: Annotated[bool, Meta(description="Elastic: change the number of replicas.", extra={"flags": []})] = True
+    cache: Annotated[
+        bool, Meta(description="Elastic: keep what frozen layers put out on disk.", extra={"flags": []})
+    ] = True
+    cache_dir: Annotated[PathText | None, Meta(description="Each machine's folder for that.")] = None
+    cache_limit: Annotated[str | None, Meta(description="What it may take there, as in 4GiB.")] = None
+    cache_dtype: Annotated[Stored, Meta(description="float32 or bfloat16.")] = "float32"
+    cache_views: Annotated[Positive, Meta(description="Variants of a sample that is drawn anew each time.")] = 1
+    keep_cache: Annotated[bool, Meta(description="Leave it there after the run.")] = False
+    costs: Annotated[
+        WholePath | None,
+        Meta(description="Of `penstock profile --data`; measured if not given.", extra={"metavar": "profile.json"}),
+    ] = None
     trace: WholePath | None = None
     profile: bool = False
     live: bool = False
@@ -107,9 +138,28 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def make_settings(fields: dict[str, Any]) -> FitSettings:
     """Make settings of named values; raises `UsageError` naming the one that is wrong."""
     try:
-        return msgspec.convert(fields, FitSettings)
+        settings = msgspec.convert(fields, FitSettings)
     except msgspec.ValidationError as error:
         raise UsageError(f"a training run cannot have these settings: {error}") from None
+    defaults = {field.name: field.default for field in msgspec.structs.fields(FitSettings)}
+    given = [name for name in _ELASTIC if getattr(settings, name) != defaults[name]]
+    if given and not settings.elastic:
+        raise UsageError(f"{given[0]} is for an elastic training; add elastic=True (--elastic), or leave it out")
+    if settings.elastic:
+        elastic_options(settings)
+        if settings.trace is not None:
+            raise UsageError("a trace is of one plan, and an elastic training changes its plan; leave the trace out")
+    return settings
+
+
+def elastic_options(settings: FitSettings, cluster: Cluster | None = None) -> ElasticOptions:
+    """Return how a run is elastic; raises `UsageError` for what cannot be, `ProfileError` for an unreadable profile."""
+    return ElasticOptions(
+        freeze=settings.freeze, epochs=settings.epochs, pack=settings.pack, replicate=settings.replicate,
+        cache=settings.cache, cache_dir=settings.cache_dir, cache_limit=settings.cache_limit,
+        cache_dtype=settings.cache_dtype, cache_views=settings.cache_views, keep_cache=settings.keep_cache,
+        profile=read_profile(settings.costs) if settings.costs is not None else None, cluster=cluster,
+    )  # fmt: skip
 
 
 def write_settings(settings: FitSettings, path: Path) -> None:

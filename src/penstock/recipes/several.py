@@ -125,6 +125,26 @@ def mode_runs(names: Sequence[str], base: FitSettings, cores: int) -> list[tuple
     return [(name, settings.replace(threads=threads)) for name, settings in runs.items()]
 
 
+def ablation_runs(base: FitSettings) -> list[tuple[str, FitSettings]]:
+    """Return the settings that show what each part of elastic training gives; all freeze alike but the first.
+
+    none: as it is begun. freeze: nothing moves. pack + cache: one pipeline, on as few devices as are fastest, that
+    reads what frozen layers put out. pack + replicate: also more pipelines, and nothing cached. all: everything.
+    """
+    off = {"pack": False, "replicate": False, "cache": False}
+    changes: dict[str, dict[str, Any]] = {
+        "none": {"freeze": "none", **off},
+        "freeze": off,
+        "freeze, pack, cache": {"replicate": False},
+        "freeze, pack, replicate": {"cache": False},
+        "all": {},
+    }
+    return [
+        (name, base.replace(elastic=True, output=str(base.folder / name.replace(", ", "-")), **change))
+        for name, change in changes.items()
+    ]
+
+
 def find_largest_batch(
     settings: FitSettings, place: Place, tell: Callable[[Row], None] = lambda _row: None
 ) -> tuple[int, list[Row]]:

@@ -1,0 +1,258 @@
+"""Elastic training on emulated hosts: `python -m benchmarks.elastic --json FILE`; see the README beside this file."""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.elastic.figure import draw
+from benchmarks.elastic.pretrain import pretrain
+from benchmarks.elastic.subjects import make_subject, prepare_images, prepare_sentences
+from benchmarks.labs import ROOT, lab_text, run_session
+from benchmarks.training.__main__ import environment
+from penstock.cluster.lab import take_down
+from penstock.deploy.state import load_state
+from penstock.graph.ops import State
+from penstock.measure.hosts import measure_messages
+from penstock.measure.profiler import profile_graph
+from penstock.spec.profile import write_profile
+from penstock.train.captured import Captured
+
+LAB, HOSTS, CPU = "bench", 4, 0.35
+BATCH, ROWS, EPOCHS, LEARNING_RATE = 64, 8, 10, 5e-4  # ROWS are those of a microbatch
+ALPHAS = ("1/5", "1/4", "1/3", "1/2")
+SEEDS = (0, 1, 2)
+ALPHA = "1/3"
+PIPELINE, STATIC, ELASTIC = "one pipeline over all hosts", "the planner's best static plan", "elastic, alpha 1/3"
+OFF = {"pack": False, "replicate": False, "cache": False}
+
+
+def ways() -> dict[str, dict[str, Any]]:
+    """Return the rows of the lab: how each differs from the rest."""
+    schedule = f"schedule:{ALPHA}"
+    pipeline = {"stages": HOSTS, "microbatches": BATCH // ROWS}
+    return {
+        PIPELINE: pipeline,
+        "data parallel": {"stages": 1, "replicas": HOSTS, "microbatches": BATCH // ROWS // HOSTS},
+        "two pipelines of two": {"stages": 2, "replicas": 2, "microbatches": BATCH // ROWS // 2},
+        STATIC: {"elastic": {"freeze": "none", **OFF, "pack": True, "replicate": True}},
+        "freeze": pipeline | {"elastic": {"freeze": schedule, **OFF}},
+        "freeze, pack, cache": pipeline | {"elastic": {"freeze": schedule, "replicate": False}},
+        "freeze, pack, replicate": pipeline | {"elastic": {"freeze": schedule, "cache": False}},
+        "all, from the pipeline": pipeline | {"elastic": {"freeze": schedule}},
+        **{f"elastic, alpha {alpha}": {"elastic": {"freeze": f"schedule:{alpha}"}} for alpha in ALPHAS},
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the rows and write table, figure and JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic")
+    parser.add_argument("--json", type=Path, required=True, help="every row and the summary")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="CIFAR-10 tars and sst2/")
+    parser.add_argument("--folder", type=Path, default=Path("runs/elastic-benchmark"), help="prepared rows and weights")
+    parser.add_argument("--figure", type=Path, help="draw accuracy and time")
+    parser.add_argument("--quick", action="store_true", help="few images, three epochs, one seed, fewer rows")
+    parser.add_argument("--only", action="append", help="only rows whose name has this in it; may be repeated")
+    given = parser.parse_args()
+    if not (given.data / "cifar10-train.tar").exists():
+        sys.exit(f"{given.data} has no cifar10-train.tar; give the folder that has it with --data")
+    take_down(LAB)
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    given.folder.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"environment": environment(), "lab": {}, "bert": {}, "accuracy": {}, "migration": []}
+    if given.json.exists() and given.only:
+        result |= json.loads(given.json.read_text())
+    base = prepare(given.data, given.folder, quick=given.quick)
+
+    def keep() -> None:
+        result["summary"] = summarize(result)
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    def wanted(name: str) -> bool:
+        return not given.only or any(only in name for only in given.only)
+
+    if wanted("migration"):
+        result["migration"] = migration()
+        keep()
+    rows = ways()
+    names = [PIPELINE, STATIC, ELASTIC] if given.quick else list(rows)
+    for name in names:
+        if wanted(name):
+            result["lab"][name] = in_lab(name, base["vit"] | rows[name])
+            keep()
+    for name in () if given.quick else (PIPELINE, STATIC, ELASTIC):
+        if wanted(f"bert, {name}"):
+            result["bert"][name] = in_lab(f"bert, {name}", base["bert"] | rows[name])
+            keep()
+    if wanted("accuracy"):
+        seeds = SEEDS[:1] if given.quick else SEEDS
+        alphas = (None, ALPHA) if given.quick else (None, *ALPHAS)
+        result["accuracy"] = accuracies(base, seeds, alphas, given.folder, with_bert=not given.quick)
+        keep()
+    show(result)
+    if given.figure is not None:
+        draw(result, given.figure)
+
+
+def prepare(data: Path, folder: Path, *, quick: bool) -> dict[str, dict[str, Any]]:
+    """Prepare rows, weights and profiles, or find them in the folder; returns what all rows of a subject share."""
+    num_rows, epochs = (1000, 3) if quick else (4000, EPOCHS)
+    first, rest = range(5), range(5, 10)
+    weights = folder / "weights.pt"
+    if not weights.exists():
+        rows = prepare_images(data / "cifar10-train.tar", folder, first, 12_500, "pretrain")
+        torch.set_num_threads(2)
+        pretrain(rows, weights, 2 if quick else 8)
+    shared = {"epochs": epochs, "batch_size": BATCH, "lr": LEARNING_RATE, "seed": 0, "validate": "never",
+              "cluster": lab_text(LAB, [CPU] * HOSTS)}  # fmt: skip
+    vit = shared | {
+        "subject": "vit", "weights": str(weights.resolve()),
+        "training": str(prepare_images(data / "cifar10-train.tar", folder, rest, num_rows, "finetune").resolve()),
+        "validation": str(prepare_images(data / "cifar10-test.tar", folder, rest, 2000, "kept").resolve()),
+    }  # fmt: skip
+    bert = shared | {
+        "subject": "bert",
+        "training": str(prepare_sentences(data / "sst2", folder, num_rows, "sst2-train").resolve()),
+        "validation": str(prepare_sentences(data / "sst2", folder, 872, "sst2-dev").resolve()),
+    }  # fmt: skip
+    for name, subject in (("vit", vit), ("bert", bert)):
+        file = folder / f"{name}-profile.json"
+        if not file.exists():
+            measure(subject, file)
+        subject["profile"] = str(file.resolve())
+    return {"vit": vit, "bert": bert}
+
+
+def measure(subject: dict[str, Any], file: Path) -> None:
+    """Profile a model as it trains, by its layers and the blocks' halves, as `penstock profile` does."""
+    model, training, _ = make_subject(subject)
+    captured = Captured(model, (training[0][0][None].repeat(2, *[1] * training[0][0].dim()),))
+
+    def load(state: State) -> Tensor:
+        return load_state(captured.graph, state, captured.weights)
+
+    profile = profile_graph(
+        captured.graph, load, rows=(ROWS,), training=True, cuts=captured.layers, messages=measure_messages()
+    )
+    write_profile(file, profile)
+
+
+def in_lab(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train one way on all hosts of a lab; returns what the first host saw, and all hosts' memory."""
+    settings = {"microbatches": BATCH // ROWS} | settings
+    written = run_session(lab_text(LAB, [CPU] * HOSTS), "benchmarks.elastic.session", settings, name)
+    first: dict[str, Any] = written["0"]
+    first["hosts"] = [{key: each[key] for key in ("spent", "peak_memory_bytes")} for _, each in sorted(written.items())]
+    print(f"{name}: {sum(first['seconds']):.0f} s, {[round(s, 1) for s in first['seconds']]}", file=sys.stderr)
+    return first
+
+
+def accuracies(
+    base: dict[str, dict[str, Any]], seeds: tuple[int, ...], alphas: tuple[str | None, ...], folder: Path, *,
+    with_bert: bool,
+) -> dict[str, dict[str, list[float]]]:  # fmt: skip
+    """Train outside the lab with the same freezing, two runs at once; returns the last accuracy for each seed."""
+    asked: list[tuple[str, str, dict[str, Any]]] = []
+    for subject in ("vit", "bert") if with_bert else ("vit",):
+        for alpha in alphas if subject == "vit" else (None, ALPHA):
+            elastic = None if alpha is None else {"freeze": f"schedule:{alpha}", "pack": False, "replicate": False}
+            settings = base[subject] | {
+                "stages": 1, "microbatches": BATCH // ROWS, "validate": "end", "elastic": elastic,
+            }  # fmt: skip
+            settings = {key: value for key, value in settings.items() if key not in {"profile", "cluster"}}
+            asked += [(subject, alpha or "static", settings | {"seed": seed}) for seed in seeds]
+
+    def run(number: int) -> float:
+        subject, alpha, settings = asked[number]
+        file = folder / f"accuracy-{number}.json"
+        file.write_text(json.dumps(settings))
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", "benchmarks.elastic.session", str(file)], env=env, check=True)
+        found: float = json.loads(file.with_suffix(".0.json").read_text())["accuracy"][-1]
+        print(f"{subject}, {alpha}, seed {settings['seed']}: {found:.2%}", file=sys.stderr)
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(run, range(len(asked))))
+    result: dict[str, dict[str, list[float]]] = {}
+    for (subject, alpha, _), accuracy in zip(asked, found, strict=True):
+        result.setdefault(subject, {}).setdefault(alpha, []).append(accuracy)
+    return result
+
+
+def migration() -> list[dict[str, Any]]:
+    """Move DeiT-S with AdamW's state between arrangements of four hosts; returns each move as the slowest saw it."""
+    moves = {"moves": [[1, 4], [4, 1], [2, 2], [1, 4]]}
+    written = run_session(lab_text(LAB, [CPU] * HOSTS), "benchmarks.elastic.migration", moves, "migration")
+    found = [max(each, key=lambda move: float(move["seconds"])) for each in zip(*written.values(), strict=True)]
+    for move in found:
+        print(
+            f"DeiT-S to {move['stages']} stages x {move['replicas']}: {move['seconds']:.2f} s, "
+            f"{move['moved_bytes'] / 1e6:.0f} MB of at least {move['least_bytes'] / 1e6:.0f}", file=sys.stderr,
+        )  # fmt: skip
+    return found
+
+
+def summarize(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures that count; None for what was not run."""
+    lab, accuracy = result["lab"], result["accuracy"].get("vit", {})
+
+    def faster(baseline: str) -> float | None:
+        if baseline not in lab or ELASTIC not in lab:
+            return None
+        return float(sum(lab[baseline]["seconds"]) / sum(lab[ELASTIC]["seconds"]))
+
+    drop = None
+    if "static" in accuracy and ALPHA in accuracy:
+        drop = statistics.mean(accuracy["static"]) - statistics.mean(accuracy[ALPHA])
+    moves = [move["seconds"] for move in result["migration"]]
+    return {"speedup": faster(PIPELINE), "speedup_over_best_static": faster(STATIC), "accuracy_drop": drop,
+            "migrate_s": max(moves) if moves else None}  # fmt: skip
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
+    for title, rows, accuracy in (("ViT", result["lab"], result["accuracy"].get("vit", {})),
+                                  ("BERT", result["bert"], result["accuracy"].get("bert", {}))):  # fmt: skip
+        if not rows:
+            continue
+        print(f"\n{title}\n\n| what | s, all epochs | times the pipeline | accuracy | plans, epoch by epoch |")
+        print("| --- | --- | --- | --- | --- |")
+        for name, row in rows.items():
+            taken = sum(row["seconds"])
+            times = f"{sum(rows[PIPELINE]['seconds']) / taken:.2f}" if PIPELINE in rows else ""
+            alpha = name.rpartition(" ")[2] if "alpha" in name else ALPHA if row["changes"] else "static"
+            alpha = "static" if name == STATIC else alpha
+            mean = f"{statistics.mean(accuracy[alpha]):.2%}" if alpha in accuracy else ""
+            print(f"| {name} | {taken:.0f} | {times} | {mean} | {_plans(row['changes'])} |")
+    print(
+        "\n| what | images/s | load | forward | backward | wait | synchronize | sync./s | MB synchronized/s | memory |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, row in result["lab"].items():
+        spent, steps, taken = row["spent"], row["steps"], sum(row["seconds"])
+        each = " | ".join(f"{1000 * spent[key] / steps:.0f} ms" for key in
+                          ("load_s", "forward_s", "backward_s", "wait_s", "synchronize_s"))  # fmt: skip
+        memory = max(host["peak_memory_bytes"] for host in row["hosts"]) / 2**20
+        print(f"| {name} | {BATCH * steps / taken:.0f} | {each} | {spent['num_synchronizations'] / taken:.1f} | "
+              f"{spent['sent_bytes'] / taken / 1e6:.2f} | {memory:.0f} MiB |")  # fmt: skip
+    print(json.dumps(result["summary"]))
+
+
+def _plans(changes: list[dict[str, Any]]) -> str:
+    return ", ".join(
+        f"{c['frozen_layers']}: {c['stages']}x{c['replicas']}{' cached' if c['cached'] else ''}" for c in changes
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """An elastic training's plans as arrangements, and its arrangements as plans."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -9,12 +10,16 @@ from penstock.elastic.costs import Costs
 from penstock.engine.placement import Grid
 from penstock.errors import CutError, PlanError
 from penstock.graph.cuts import Cuts
+from penstock.graph.freeze import sources_in
 from penstock.graph.stages import fingerprint as fingerprint_of
+from penstock.spec.cluster import Device
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage
 from penstock.train.arrangement import Arrangement, plan_grid
 from penstock.train.captured import Captured
 from penstock.train.trainer import Trainer
+
+_ALIKE = 0.05
 
 
 def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int, state_factor: float) -> Plan:
@@ -108,6 +113,51 @@ def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
         found = choose_cuts(captured.graph, cuts, stages=len(found) + 1)
     replicas = tuple(replace(r, stages=r.stages[placed.skipped :]) for r in placed.grid.replicas)
     return placed.moved(Grid(replicas), found)
+
+
+def near(
+    trainer: Trainer, captured: Captured, plan: Plan, costs: Costs, *, cached_layers: int, state_factor: float
+) -> dict[str, int]:
+    """Return the rank of each device such that little has to move: devices that are alike may change parts.
+
+    What a rank lacks counts with the optimizer's state, `state_factor` times the weights that are trained.
+    """
+    placed = arrangement_of(trainer.placed, captured, plan, costs.ranks, cached_layers=cached_layers)
+    bounds = [0, *(cut.position for cut in placed.cuts), len(captured.graph.ops)]
+    sizes = {
+        state.source: state.value.num_bytes({}) * (1 + state_factor * (state.source in captured.trainable))
+        for state in captured.graph.states if state.kind != "constant"
+    }  # fmt: skip
+    of_stage = [sources_in(captured.graph, start, end) for start, end in pairwise(bounds)]
+    needs = {
+        rank: set().union(*(of_stage[stage] for stage in placed.grid.stages_of(rank))) for rank in costs.ranks.values()
+    }
+    holders = {name: set(trainer.tensors.holders(name)) for name in set().union(*of_stage)}
+    names = sorted(costs.ranks, key=lambda name: costs.ranks[name])
+    ranks = [costs.ranks[name] for name in names]
+    missing = [
+        [sum(sizes[name] for name in needs[part] if device not in holders[name]) for part in ranks] for device in ranks
+    ]
+    taken = assign(missing, _alike([costs.cluster.device(name) for name in names]))
+    return {name: ranks[device] for name, device in zip(names, taken, strict=True)}
+
+
+def _alike(devices: Sequence[Device]) -> list[list[int]]:
+    """Group devices whose speed and memory are the same but for what measurements vary, and whose links are."""
+    groups: list[list[int]] = []
+    for number, device in enumerate(devices):
+        for group in groups:
+            first = devices[group[0]]
+            if (
+                math.isclose(first.speed, device.speed, rel_tol=_ALIKE)
+                and math.isclose(first.memory_bytes, device.memory_bytes, rel_tol=_ALIKE)
+                and first.bandwidth_bytes_per_s == device.bandwidth_bytes_per_s
+            ):
+                group.append(number)
+                break
+        else:
+            groups.append([number])
+    return groups
 
 
 def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -> list[int]:

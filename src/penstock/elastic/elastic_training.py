@@ -1,5 +1,6 @@
 """Follow a training from epoch to epoch: freeze, plan again, migrate, cache."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from penstock.elastic.arranging import arrangement_of, plan_of, same_places
+from penstock.elastic.arranging import arrangement_of, near, plan_of, same_places
 from penstock.elastic.cache.frozen_cache import (
     CachePlace,
     Filling,
@@ -189,6 +190,8 @@ class ElasticTraining:
             return
         if not cached:
             self._drop_cache()
+        if self._costs is not None:  # devices that are alike have changed parts
+            self._costs = dataclasses.replace(self._costs, ranks=document["ranks"])
         placed = arrangement_of(self._trainer.placed, captured, plan, document["ranks"], cached_layers=cached)
         features = None
         if cached and self._cache is not None:
@@ -213,11 +216,15 @@ class ElasticTraining:
                 trainer.placed, costs, self._whole, rows=self._rows(), state_factor=state_factor
             )
             decided = self._decide(costs, plan, frozen, first=first)
+            ranks = near(
+                trainer, self._frozen(frozen), decided.plan, costs, cached_layers=decided.cached_layers,
+                state_factor=state_factor,
+            )  # fmt: skip
             moves = [p.cut_sets for p in decided.plan.pipelines] != [p.cut_sets for p in plan.pipelines]
             moves = moves or [p.stages for p in decided.plan.pipelines] != [p.stages for p in plan.pipelines]
             mine = {
                 "plan": encode_plan(decided.plan).decode(), "cached_layers": decided.cached_layers, "why": decided.why,
-                "moves": moves, "ranks": costs.ranks,
+                "moves": moves, "ranks": ranks,
             }  # fmt: skip
         found: dict[str, Any] = all_gather(trainer.world.transport, mine)[FEEDER]
         return found

@@ -35,10 +35,15 @@ def find_layers(graph: Graph) -> list[Cut]:
     return [cuts.at(position) for position in sorted(nearest)]
 
 
+def sources_in(graph: Graph, start: int, end: int) -> set[str]:
+    """Return the model's names of the parameters and buffers that the operations between two positions use."""
+    by_name = {state.value.name: state.source for state in graph.states if state.kind != "constant"}
+    return {by_name[name] for op in graph.ops[start:end] for name in op.uses() if name in by_name}
+
+
 def sources_before(graph: Graph, position: int) -> set[str]:
     """Return the model's names of the parameters and buffers that operations before a position use."""
-    by_name = {state.value.name: state.source for state in graph.states if state.kind != "constant"}
-    return {by_name[name] for op in graph.ops[:position] for name in op.uses() if name in by_name}
+    return sources_in(graph, 0, position)
 
 
 def check_apart(graph: Graph, position: int, trainable: set[str], layers: int) -> None:

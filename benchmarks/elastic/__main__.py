@@ -28,11 +28,13 @@ from penstock.spec.profile import write_profile
 from penstock.train.captured import Captured
 
 LAB, HOSTS, CPU = "bench", 4, 0.35
+SMALL = "1 GiB"  # of each host where the largest batch is looked for
 BATCH, ROWS, EPOCHS, LEARNING_RATE = 64, 8, 10, 5e-4  # ROWS are those of a microbatch
 ALPHAS = ("1/5", "1/4", "1/3", "1/2")
 SEEDS = (0, 1, 2)
 ALPHA = "1/3"
 PIPELINE, STATIC, ELASTIC = "one pipeline over all hosts", "the planner's best static plan", "elastic, alpha 1/3"
+DATA_PARALLEL, BOTH = "data parallel", "two pipelines of two"
 OFF = {"pack": False, "replicate": False, "cache": False}
 
 
@@ -42,8 +44,8 @@ def ways() -> dict[str, dict[str, Any]]:
     pipeline = {"stages": HOSTS, "microbatches": BATCH // ROWS}
     return {
         PIPELINE: pipeline,
-        "data parallel": {"stages": 1, "replicas": HOSTS, "microbatches": BATCH // ROWS // HOSTS},
-        "two pipelines of two": {"stages": 2, "replicas": 2, "microbatches": BATCH // ROWS // 2},
+        DATA_PARALLEL: {"stages": 1, "replicas": HOSTS, "microbatches": BATCH // ROWS // HOSTS, "epochs": 3},
+        BOTH: {"stages": 2, "replicas": 2, "microbatches": BATCH // ROWS // 2, "epochs": 3},
         STATIC: {"elastic": {"freeze": "none", **OFF, "pack": True, "replicate": True}},
         "freeze": pipeline | {"elastic": {"freeze": schedule, **OFF}},
         "freeze, pack, cache": pipeline | {"elastic": {"freeze": schedule, "replicate": False}},
@@ -93,6 +95,9 @@ def main() -> None:
         if wanted(f"bert, {name}"):
             result["bert"][name] = in_lab(f"bert, {name}", base["bert"] | rows[name])
             keep()
+    if not given.quick and wanted("largest batch"):
+        result["largest"] = largest(base["vit"])
+        keep()
     if wanted("accuracy"):
         seeds = SEEDS[:1] if given.quick else SEEDS
         alphas = (None, ALPHA) if given.quick else (None, *ALPHAS)
@@ -105,7 +110,7 @@ def main() -> None:
 
 def prepare(data: Path, folder: Path, *, quick: bool) -> dict[str, dict[str, Any]]:
     """Prepare rows, weights and profiles, or find them in the folder; returns what all rows of a subject share."""
-    num_rows, epochs = (1000, 3) if quick else (4000, EPOCHS)
+    num_rows, epochs = (640, 3) if quick else (2000, EPOCHS)
     first, rest = range(5), range(5, 10)
     weights = folder / "weights.pt"
     if not weights.exists():
@@ -124,6 +129,9 @@ def prepare(data: Path, folder: Path, *, quick: bool) -> dict[str, dict[str, Any
         "training": str(prepare_sentences(data / "sst2", folder, num_rows, "sst2-train").resolve()),
         "validation": str(prepare_sentences(data / "sst2", folder, 872, "sst2-dev").resolve()),
     }  # fmt: skip
+    if not quick:
+        vit["more"] = str(prepare_images(data / "cifar10-train.tar", folder, rest, 4000, "finetune").resolve())
+        bert["more"] = str(prepare_sentences(data / "sst2", folder, 4000, "sst2-train").resolve())
     for name, subject in (("vit", vit), ("bert", bert)):
         file = folder / f"{name}-profile.json"
         if not file.exists():
@@ -146,14 +154,32 @@ def measure(subject: dict[str, Any], file: Path) -> None:
     write_profile(file, profile)
 
 
-def in_lab(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+def in_lab(name: str, settings: dict[str, Any], *, memory: str = "3 GiB") -> dict[str, Any]:
     """Train one way on all hosts of a lab; returns what the first host saw, and all hosts' memory."""
     settings = {"microbatches": BATCH // ROWS} | settings
-    written = run_session(lab_text(LAB, [CPU] * HOSTS), "benchmarks.elastic.session", settings, name)
+    lab = lab_text(LAB, [CPU] * HOSTS, memory=memory)
+    written = run_session(lab, "benchmarks.elastic.session", settings, name)
     first: dict[str, Any] = written["0"]
     first["hosts"] = [{key: each[key] for key in ("spent", "peak_memory_bytes")} for _, each in sorted(written.items())]
     print(f"{name}: {sum(first['seconds']):.0f} s, {[round(s, 1) for s in first['seconds']]}", file=sys.stderr)
     return first
+
+
+def largest(base: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Double the batch of each algorithm until a host of little memory has too little; returns every try."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in (DATA_PARALLEL, PIPELINE, BOTH, ELASTIC):
+        tries = found[name] = []
+        for batch in (128, 256, 512, 1024, 2000):
+            settings = base | ways()[name] | {"batch_size": batch, "rows": 2 * batch, "epochs": 1}
+            try:
+                row = in_lab(f"{name}, batch {batch}", settings, memory=SMALL)
+            except SystemExit as end:
+                tries.append({"batch": batch, "failed": str(end)})
+                print(f"{name}, batch {batch}: {end}", file=sys.stderr)
+                break
+            tries.append({"batch": batch, "memory_bytes": max(host["peak_memory_bytes"] for host in row["hosts"])})
+    return found
 
 
 def accuracies(
@@ -163,9 +189,11 @@ def accuracies(
     """Train outside the lab with the same freezing, two runs at once; returns the last accuracy for each seed."""
     asked: list[tuple[str, str, dict[str, Any]]] = []
     for subject in ("vit", "bert") if with_bert else ("vit",):
+        # more rows than in the lab, where times are the same for each epoch of a plan
+        rows = {"training": base[subject]["more"]} if "more" in base[subject] else {}
         for alpha in alphas if subject == "vit" else (None, ALPHA):
             elastic = None if alpha is None else {"freeze": f"schedule:{alpha}", "pack": False, "replicate": False}
-            settings = base[subject] | {
+            settings = base[subject] | rows | {
                 "stages": 1, "microbatches": BATCH // ROWS, "validate": "end", "elastic": elastic,
             }  # fmt: skip
             settings = {key: value for key, value in settings.items() if key not in {"profile", "cluster"}}
@@ -245,6 +273,12 @@ def show(result: dict[str, Any]) -> None:
         memory = max(host["peak_memory_bytes"] for host in row["hosts"]) / 2**20
         print(f"| {name} | {BATCH * steps / taken:.0f} | {each} | {spent['num_synchronizations'] / taken:.1f} | "
               f"{spent['sent_bytes'] / taken / 1e6:.2f} | {memory:.0f} MiB |")  # fmt: skip
+    if result.get("largest"):
+        print(f"\n| what | largest batch, hosts of {SMALL} | memory at it | the next one |\n| --- | --- | --- | --- |")
+        for name, tries in result["largest"].items():
+            fit = [each for each in tries if "failed" not in each]
+            most = f"{fit[-1]['batch']} | {fit[-1]['memory_bytes'] / 2**20:.0f} MiB" if fit else "none | "
+            print(f"| {name} | {most} | {'' if len(fit) == len(tries) else tries[-1]['failed']} |")
     print(json.dumps(result["summary"]))
 
 

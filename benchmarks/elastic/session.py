@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
 import penstock
 from benchmarks.elastic.subjects import loss_fn, make_subject, right
@@ -30,6 +31,8 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     """Fine-tune; returns seconds, accuracy and plan of each epoch, and where this process's time went."""
     torch.set_num_threads(given.get("threads", 1))
     model, training, validation = make_subject(given)
+    if "rows" in given:
+        training = TensorDataset(*(tensor[: given["rows"]] for tensor in training.tensors))
     example = training[0][0][None].repeat(2, *[1] * training[0][0].dim())
     with penstock.Pipeline(
         model, (example,), stages=given.get("stages"), replicas=given.get("replicas"),

@@ -36,11 +36,18 @@ class LoadedBatch:
         cls, loaded: Any, samples: Sequence[int], following: Sequence[int] | None, trained: Callable[[], None]
     ) -> "LoadedBatch":
         """Remember what is given to the user's loop."""
-        leaves = [(leaf, leaf._version) for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, Tensor)]
+        leaves = [(leaf, leaf._version) for leaf in _tensors(loaded) if not leaf.is_inference()]
         return cls(samples, following, leaves, trained)
 
     def is_given(self, inputs: Any) -> bool:
-        """Return whether inputs are as they were loaded; what a loop has changed is not what has been cached."""
+        """Return whether inputs are as they were loaded; what a loop has changed is not what has been cached.
+
+        Tensors of inference mode, which do not count what is written to them, are taken for changed.
+        """
         known = {id(leaf): version for leaf, version in self.leaves}
-        given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        return bool(given) and all(known.get(id(leaf)) == leaf._version for leaf in given)
+        given = _tensors(inputs)
+        return bool(given) and all(id(leaf) in known and known[id(leaf)] == leaf._version for leaf in given)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -24,6 +24,7 @@ from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, S
 from penstock.spec.profile import Boundary, Unit
 from penstock.train.arrangement import plan_grid
 from penstock.train.captured import Captured
+from penstock.train.migration import fix_microbatches
 from tests.learners import LOSSES, batches, captured, model, sgd
 from tests.spec.samples import make_profile
 from tests.train.test_pipeline import images, small
@@ -155,3 +156,45 @@ def test_sums_are_planned_in_the_buckets_in_which_they_travel() -> None:
     assert sorted(zip([b.devices for b in planned], [b.num_bytes for b in planned], strict=True)) == sorted(
         (ranks, num_bytes) for _, ranks, num_bytes in travelling
     )
+
+
+def test_an_arrangement_whose_microbatches_are_said_cuts_batches_as_before() -> None:
+    """Two stages take four microbatches where nobody asks for a number, or as many as there are rows."""
+    model = captured("deit", torch.float32)
+    (inputs, labels), (few, few_labels) = batches("deit", 1, rows=8)[0], batches("deit", 1, rows=3)[0]
+
+    def script(world: World) -> list[float]:
+        trainer = make_trainer(model, world, stages=2)
+        before = trainer.placed
+        found = before.fixed()
+        assert [replica.num_microbatches for replica in found.grid.replicas] == [4]
+        assert (found.num_microbatches, found.num_stages, found.first_microbatch) == (4, 2, 0)
+        assert found.schedule(4) == before.schedule(4)
+        for num_rows in range(1, 9):
+            for short in (False, True):
+                assert found.count_microbatches(num_rows, short=short) == min(num_rows, 4)
+                assert found.fixed().count_microbatches(num_rows, short=short) == min(num_rows, 4)
+        losses = []
+        for fixes in (False, True):
+            if fixes:
+                fix_microbatches(trainer)
+            losses += [float(trainer.train_step(inputs, labels, F.cross_entropy)),
+                       float(trainer.train_step(few, few_labels, F.cross_entropy))]  # fmt: skip
+        trainer.close()
+        return losses
+
+    first, _ = in_threads(2, script)
+    assert first[:2] == first[2:]
+
+
+def test_microbatches_that_were_asked_for_are_asked_for_in_every_arrangement() -> None:
+    def script(world: World) -> None:
+        trainer = make_trainer(captured("deit", torch.float32), world, stages=2, microbatches=4)
+        trainer.close()
+        for placed in (trainer.placed, trainer.placed.fixed(), trainer.placed.fixed().fixed()):
+            assert placed.num_microbatches == 4
+            assert placed.count_microbatches(3, short=True) == 3
+            with pytest.raises(UsageError, match="a batch of 3 rows cannot be 4 microbatches"):
+                placed.count_microbatches(3, short=False)
+
+    in_threads(2, script)

@@ -335,14 +335,13 @@ class ElasticTraining:
             migrate(trainer, same_places(trainer, captured), captured)
         trainer.known_groups[:] = [dict(groups) for groups in state["groups"]]
 
-    def close(self) -> None:
-        """Let go of the cache; it goes with the run, unless it is to be kept or the run has failed."""
+    def close(self, *, finished: bool = True) -> None:
+        """Let go of the cache; it goes with the run, unless it is to be kept or the run can be gone on with."""
         if self._over:
             return
         self._over = True
-        failed = self._trainer.world.health.failure is not None or self._loader.position != 0
         if self._cache is not None:
             if self._trainer.now.features is not None:
                 self._trainer.now.features.close()
-            self._cache.close(keep=self._options.keep_cache or failed)
+            self._cache.close(keep=self._options.keep_cache or not finished)
             self._cache = None

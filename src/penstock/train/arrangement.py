@@ -148,7 +148,7 @@ class Arrangement:
 
     def __init__(
         self, rank: int, grid: Grid, cuts: Sequence[Cut], choice: ScheduleChoice, *, microbatches: int | None = None,
-        checkpointing: bool = False, skipped: int = 0,
+        checkpointing: bool = False, skipped: int = 0, asked: bool | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.grid, self.cuts, self.skipped = rank, grid, list(cuts), skipped
         self._choice, self._checkpointing = choice, checkpointing
@@ -156,7 +156,8 @@ class Arrangement:
         self.num_stages = len(grid.replicas[0].stages)
         self.replica_index = grid.replica_of(rank)
         self.replica: Replica = grid.replicas[self.replica_index]
-        self._given_microbatches = microbatches or self.replica.num_microbatches
+        # whether it was the user, or a plan, who said how many microbatches there are
+        self._asked = (microbatches or self.replica.num_microbatches) is not None if asked is None else asked
         self.usual_microbatches = microbatches or (2 * self.num_stages if self.num_stages > 1 else 1)
         self.num_microbatches = self.replica.num_microbatches or self.usual_microbatches
         before = grid.replicas[: self.replica_index]
@@ -180,7 +181,7 @@ class Arrangement:
         wanted = self.num_microbatches
         if num_rows >= wanted:
             return wanted
-        if self._given_microbatches is not None and not short:
+        if self._asked and not short:
             raise UsageError(
                 f"a batch of {num_rows} rows cannot be {wanted} microbatches; give at least {wanted} rows, or fewer "
                 "microbatches"
@@ -199,7 +200,7 @@ class Arrangement:
     def moved(self, grid: Grid, cuts: Sequence[Cut], *, skipped: int = 0) -> "Arrangement":
         """Return the same training on another grid."""
         return Arrangement(
-            self.rank, grid, cuts, self._choice, checkpointing=self._checkpointing, skipped=skipped
+            self.rank, grid, cuts, self._choice, checkpointing=self._checkpointing, skipped=skipped, asked=self._asked
         )  # fmt: skip
 
 

@@ -237,8 +237,9 @@ def _check_shapes(folder: Path, index: CheckpointIndex, tensors: Mapping[str, Te
 def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
     saved = {name.removeprefix("model/") for name in places if name.startswith("model/")}
     here = {s.source for part in trainer.parts for s in part.program.states if s.kind != "constant"}
-    # earlier versions left out what no stage uses
-    missing, more = sorted(here - saved), sorted(saved - here - set(trainer.captured.unused))
+    # what no stage uses may be there or not: earlier versions left it out, and frozen layers use less
+    known = {*trainer.captured.unused, *(state.source for state in trainer.captured.graph.states)}
+    missing, more = sorted(here - saved), sorted(saved - here - known)
     if missing or more:
         parts = [f"it lacks {', '.join(missing[:3])}"] if missing else []
         parts += [f"it also has {', '.join(more[:3])}"] if more else []

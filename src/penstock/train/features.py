@@ -28,25 +28,33 @@ class LoadedBatch:
 
     samples: Sequence[int]
     following: Sequence[int] | None
-    leaves: Sequence[tuple[Tensor, int]]  # the tensors, with how often each had been written to
+    leaves: Sequence[tuple[Tensor, int | None]]  # the tensors, with how often each had been written to
 
     @classmethod
     def of(cls, loaded: Any, samples: Sequence[int], following: Sequence[int] | None) -> "LoadedBatch":
         """Remember what is given to the user's loop."""
-        leaves = [(leaf, leaf._version) for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, Tensor)]
+        leaves = [(leaf, _version(leaf)) for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, Tensor)]
         return cls(samples, following, leaves)
 
     def places(self, inputs: Any) -> "InputPlaces | None":
         """Return where inputs stand in what was loaded; None unless they are as they were loaded.
 
-        What a loop has changed is not what has been cached.
+        What a loop has changed is not what has been cached. Tensors of inference mode, which do not count what is
+        written to them, are taken for changed.
         """
-        known = {id(leaf): place for place, (leaf, version) in enumerate(self.leaves) if leaf._version == version}
+        known = {
+            id(leaf): place for place, (leaf, version) in enumerate(self.leaves)
+            if version is not None and _version(leaf) == version
+        }  # fmt: skip
         given, spec = pytree.tree_flatten(inputs)
         tensors = [index for index, leaf in enumerate(given) if isinstance(leaf, Tensor)]
         found = {index: place for index in tensors if (place := known.get(id(given[index]))) is not None}
         others = [None if index in found else leaf for index, leaf in enumerate(given)]
         return InputPlaces(spec, found, others) if tensors and len(found) == len(tensors) else None
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +92,5 @@ class Follower(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Bring the training to where a checkpoint was, before its tensors are read."""
 
-    def close(self) -> None:
-        """Let go of what is not needed any more when the training is over."""
+    def close(self, *, finished: bool) -> None:
+        """Let go of what is not needed any more; a training that has not `finished` may be gone on with."""

@@ -30,7 +30,8 @@ class HeldTensors:
 
     `parameters` are what an optimizer changes. Each stage has leaves of its own that share their
     memory, so that gradients of a weight used in two stages are added up in a fixed order. All of it lies on
-    `device`. `unused` are parameters of the model that no stage uses, on the host of the first process. What was held
+    `device`. `unused` is what no stage uses, on the host of the first process: parameters, and what only layers that
+    are frozen by now have used, such as BatchNorm's count of batches. What was held
     `before`, in another arrangement, stays where it is needed, and moves where it is not.
     """
 
@@ -39,17 +40,23 @@ class HeldTensors:
         *, before: "HeldTensors | None" = None,
     ) -> None:  # fmt: skip
         self.device = device
-        self._grid, self._parts, self._unused = grid, parts, frozenset(captured.unused)
+        self._grid, self._parts = grid, parts
+        used = {state.source for part in parts for state in part.program.states}
+        left = {s.source: s for s in captured.graph.states if s.kind != "constant" and s.source not in used}
+        self._unused = frozenset(captured.unused) | left.keys()
         self.stages = grid.stages_of(world.rank)
         self.unused: dict[str, Tensor] = {}
         if before is not None:
-            self.unused = before.unused
+            self.unused = {name: tensor for name, tensor in before.unused.items() if name in self._unused}
         elif world.rank == FEEDER:
             # copies: what the caller does to the module later changes no training
             self.unused = {name: captured.weights.load(name).detach().clone() for name in captured.unused}
         self.parameters: dict[str, nn.Parameter] = {}
         self.others: dict[str, Tensor] = {}
-        for source, (state, tensor) in self._gather(world, captured, before).items():
+        for source, (state, tensor) in self._gather(world, captured, left, before).items():
+            if source in left:
+                self.unused[source] = moved(tensor, HOST)
+                continue
             if state.kind != "parameter":
                 self.others[source] = tensor
                 continue
@@ -57,6 +64,8 @@ class HeldTensors:
             trains = source in captured.trainable
             self.parameters[source] = kept if kept is not None else nn.Parameter(tensor, trains)
             self.parameters[source].requires_grad_(trains)
+            if not trains:  # what waits for a step takes none, and counts in no norm
+                self.parameters[source].grad = None
         self.leaves: dict[int, dict[str, Tensor]] = {
             stage: {
                 state.source: self.parameters[state.source].detach().requires_grad_()
@@ -67,13 +76,14 @@ class HeldTensors:
         }
 
     def _gather(
-        self, world: World, captured: Captured, before: "HeldTensors | None"
+        self, world: World, captured: Captured, left: Mapping[str, State], before: "HeldTensors | None"
     ) -> dict[str, tuple[State, Tensor]]:
         """Take this process's tensors over from where they were `before`; what nobody had is loaded.
 
-        Constants are part of the graph, which every process has.
+        The first process also takes what is `left`, which no stage uses. Constants are part of the graph, which every
+        process has.
         """
-        states = {state.source: state for part in self._parts for state in part.program.states}
+        states = {**{state.source: state for part in self._parts for state in part.program.states}, **left}
         if before is None:
             return self._receive(world, captured, states)
         there = {name: before.holders(name) for name, s in states.items() if s.kind != "constant"}

@@ -17,6 +17,7 @@ from penstock.train.captured import Captured
 from penstock.train.features import Features
 from penstock.train.held_tensors import IN_FLIGHT, HeldTensors, interleaved
 from penstock.train.named_optimizer import NamedOptimizer
+from penstock.train.outcome import everywhere
 from penstock.train.placed_stages import PlacedStages
 from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
@@ -98,11 +99,11 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
     gathered = all_gather(trainer.world.transport, mine)
     for rank, document in enumerate(gathered):
         if document["count"] != mine["count"]:
-            raise UsageError(
+            raise everywhere(UsageError(
                 f"the optimizer has {mine['count']} groups of parameters on {trainer.world.names[trainer.world.rank]} "
                 f"and {document['count']} on {trainer.world.names[rank]}, so parameters cannot move between them; make "
                 "the same groups everywhere, empty where a process has none"
-            )
+            ))  # fmt: skip
         groups |= document["groups"]
         slots |= document["slots"]
         scalars |= document["scalars"]

@@ -163,8 +163,8 @@ class Trainer:
         check_labels(labels, sizes["batch"])
         if self.loaded is not None:
             places = self.loaded.places(inputs)
-            self.input_places = places or self.input_places
-            if places is None:  # the caller's own rows, or changed ones
+            self.input_places = self.input_places or places
+            if places is None or places != self.input_places:  # the caller's own rows, or changed ones
                 self.loaded = None
         self._loss_fn = loss_fn
         with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
@@ -311,7 +311,7 @@ class Trainer:
             return
         self._closed = True
         if self.follower is not None:
-            self.follower.close()
+            self.follower.close(finished=wait and self.world.health.failure is None)
         self.now.watch.close()
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):

@@ -69,11 +69,9 @@ def without_cuts(plan: Plan, known: Collection[str]) -> Plan:
     """
     pipelines = []
     for pipeline in plan.pipelines:
-        (cut_set,) = pipeline.cut_sets
-        gone = sum(name not in known for name in cut_set.cuts)
-        pipelines.append(
-            Pipeline(stages=pipeline.stages[gone:], cut_sets=(CutSet(cuts=cut_set.cuts[gone:]),), share=pipeline.share)
-        )
+        gone = sum(name not in known for name in pipeline.cut_sets[0].cuts)
+        cut_sets = (CutSet(cuts=each.cuts[gone:], weight=each.weight) for each in pipeline.cut_sets)
+        pipelines.append(Pipeline(stages=pipeline.stages[gone:], cut_sets=tuple(cut_sets), share=pipeline.share))
     return msgspec.structs.replace(plan, pipelines=tuple(pipelines))
 
 

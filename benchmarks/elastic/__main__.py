@@ -130,8 +130,8 @@ def prepare(data: Path, folder: Path, *, quick: bool) -> dict[str, dict[str, Any
         "validation": str(prepare_sentences(data / "sst2", folder, 872, "sst2-dev").resolve()),
     }  # fmt: skip
     if not quick:
-        vit["more"] = str(prepare_images(data / "cifar10-train.tar", folder, rest, 4000, "finetune").resolve())
-        bert["more"] = str(prepare_sentences(data / "sst2", folder, 4000, "sst2-train").resolve())
+        vit["more"] = str(prepare_images(data / "cifar10-train.tar", folder, rest, 3000, "finetune").resolve())
+        bert["more"] = str(prepare_sentences(data / "sst2", folder, 3000, "sst2-train").resolve())
     for name, subject in (("vit", vit), ("bert", bert)):
         file = folder / f"{name}-profile.json"
         if not file.exists():

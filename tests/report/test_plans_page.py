@@ -91,7 +91,7 @@ def test_without_a_trace_the_page_has_the_plans(browser: Any, tmp_path: Path) ->
     report = write_any_report(folder)
     assert isinstance(report, PlansReport)
     assert report.lead[-1] == (
-        f"There is no trace in {folder}, so no account of lost time; train with one folder as --output and --trace."
+        "An elastic training is not traced, so there is no account of lost time."
     )
     assert {file.name for file in report.files} == {"report.html", "tables.md", "plans.csv"}
     page = opened(browser, folder / "report.html")

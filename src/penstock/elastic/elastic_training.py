@@ -23,10 +23,13 @@ from penstock.elastic.cache.frozen_cache import (
 from penstock.elastic.cache.speed import copy_s_per_byte
 from penstock.elastic.costs import Costs, find_costs
 from penstock.elastic.decide import CacheCosts, Decision, Situation, decide
+from penstock.elastic.freezing.by_hand import ByHand
 from penstock.elastic.freezing.history import EpochRecord, next_frozen
+from penstock.elastic.freezing.never import Never
 from penstock.elastic.norms import LayerNorms, layer_of
 from penstock.elastic.options import ElasticOptions
 from penstock.errors import CacheError, UsageError
+from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.spec.plan import Plan, decode_plan, encode_plan
 from penstock.terminal.notes import note
@@ -82,7 +85,7 @@ class ElasticTraining:
         self._policy, self._told = options.policy(), told
         self._whole: Captured = trainer.captured  # with nothing frozen
         self._captured: dict[int, Captured] = {}
-        self._num_layers = len(self._whole.layers)
+        self._num_layers = self._count_layers()
         self._norms = LayerNorms(layer_of(self._whole.graph, self._whole.layers), self._num_layers)
         self.history: list[EpochRecord] = []
         self.changes: list[PlanChange] = []
@@ -100,6 +103,28 @@ class ElasticTraining:
     def frozen_layers(self) -> int:
         """How many leading layers are frozen now."""
         return self._trainer.captured.frozen_layers
+
+    def _count_layers(self) -> int:
+        """Return how many layers can be frozen, so that something still trains.
+
+        Raises `UsageError` where none can, or a list by hand has more.
+        """
+        if self._policy == Never():
+            return len(self._whole.layers)
+        self._frozen(1)  # refuses what shares weights
+        count = len(self._whole.layers)
+        while count > 1 and not self._trains(count):
+            count -= 1
+        if isinstance(self._policy, ByHand):
+            next_frozen(ByHand([max(self._policy.layers)]), [], count)
+        return count
+
+    def _trains(self, frozen: int) -> bool:
+        try:
+            self._frozen(frozen)
+        except UsageError:
+            return False
+        return True
 
     def validated(self, *, loss: float | None = None, accuracy: float | None = None) -> None:
         """Say what a validation after the last epoch gave, for policies that look at it."""
@@ -172,8 +197,8 @@ class ElasticTraining:
     def _go_on(self, frozen: int, *, first: bool) -> None:
         """Take the training to where it is best with so many layers frozen, and say so."""
         before, before_cached = self.frozen_layers, self._cache.layers if self._cache is not None else 0
-        document = self._decision(frozen, first=first)
         captured = self._frozen(frozen)
+        document = self._decision(frozen, first=first)
         cached = document["cached_layers"]
         fill_s = 0.0
         if cached and (self._cache is None or self._cache.layers != cached):
@@ -269,8 +294,9 @@ class ElasticTraining:
                 weights += size
                 state += sum(size for slot in slots.values() if isinstance(slot, Tensor) and slot.numel() == size)
         gathered = all_gather(self._trainer.world.transport, {"weights": weights, "state": state})
-        total = sum(document["weights"] for document in gathered)
-        return sum(document["state"] for document in gathered) / total if total else 0.0
+        total, kept = (sum(document[key] for document in gathered) for key in ("weights", "state"))
+        # before its first step an optimizer keeps nothing: few keep more than AdamW
+        return kept / total if kept else ADAMW_STATE
 
     def _fill(self, captured: Captured) -> bool:
         """Fill the cache of a model's frozen layers, all processes at once; returns whether it is there."""
@@ -319,7 +345,7 @@ class ElasticTraining:
         return {
             "frozen_layers": self.frozen_layers, "squares": self._squares(),
             "history": [msgspec.to_builtins(record) for record in self.history],
-            "decided": self._decided, "groups": self._trainer.known_groups,
+            "groups": self._trainer.known_groups,
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:

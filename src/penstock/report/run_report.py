@@ -101,7 +101,7 @@ def write_plans_report(folder: Path, timeline: PlanTimeline) -> PlansReport:
     """
     lead = [
         *plans_lines(timeline),
-        f"There is no trace in {folder}, so no account of lost time; train with one folder as --output and --trace.",
+        "An elastic training is not traced, so there is no account of lost time.",
     ]
     figure = plans_figure(timeline)
     page = make_page(f"The plans of {folder.resolve().name}", lead, [figure], [], [])

@@ -7,26 +7,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import torch
 from msgspec import Meta
 
 from penstock.elastic.cache.layout import Column, Layout
 from penstock.errors import CacheError
 from penstock.files import written_whole
+from penstock.graph.encoding import DTYPES
 from penstock.spec.fields import decode_json, read_bytes
 
 MANIFEST = "manifest.json"
 _ROWS = re.compile(r"(0|[1-9][0-9]{0,8})\.rows")
 _LEFTOVER = re.compile(rf"\.{re.escape(MANIFEST)}\.[0-9a-f]{{16}}")
-
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-        torch.float8_e4m3fn, torch.float8_e5m2,
-    )
-}  # fmt: skip
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -54,7 +45,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def layout(self) -> Layout:
         """Return where the rows lie."""
         columns = tuple(
-            Column(shape=tuple(value.shape), dtype=_DTYPES[value.dtype], stored=_DTYPES[value.stored])
+            Column(shape=tuple(value.shape), dtype=DTYPES[value.dtype], stored=DTYPES[value.stored])
             for value in self.values
         )
         return Layout(columns=columns, num_rows=self.num_rows, rows_per_file=self.rows_per_file)
@@ -69,7 +60,7 @@ def make_manifest(key: str, owner: int, layout: Layout) -> Manifest:
     if owner < 0:
         raise CacheError(f"the owner of a cache's shard is a rank, zero or more, not {owner}; give this process's")
     for column in layout.columns:
-        if str(column.dtype).removeprefix("torch.") not in _DTYPES:
+        if str(column.dtype).removeprefix("torch.") not in DTYPES:
             raise CacheError(f"a cache stores no {column.dtype}; convert it, or train without a cache")
     return Manifest(
         key=key,
@@ -102,7 +93,7 @@ def read_manifest(place: Path) -> Manifest | None:
     found = decode_json(
         read_bytes(path, "a cache's manifest", CacheError), Manifest, f"the manifest {path}", CacheError
     )
-    unknown = {name for value in found.values for name in (value.dtype, value.stored)} - _DTYPES.keys()
+    unknown = {name for value in found.values for name in (value.dtype, value.stored)} - DTYPES.keys()
     if unknown or found.done > found.num_rows:
         wrong = (
             f"it has the dtype {min(unknown)[:80]!r}" if unknown else f"{found.done} of {found.num_rows} rows are done"

@@ -29,7 +29,7 @@ from penstock.train.captured import Captured
 
 LAB, HOSTS, CPU = "bench", 4, 0.35
 SMALL = "1 GiB"  # of each host where the largest batch is looked for
-BATCH, ROWS, EPOCHS, LEARNING_RATE = 64, 8, 10, 5e-4  # ROWS are those of a microbatch
+BATCH, ROWS, EPOCHS, LEARNING_RATE = 128, 16, 10, 5e-4  # ROWS are those of a microbatch
 ALPHAS = ("1/5", "1/4", "1/3", "1/2")
 SEEDS = (0, 1, 2)
 ALPHA = "1/3"
@@ -100,7 +100,7 @@ def main() -> None:
         keep()
     if wanted("accuracy"):
         seeds = SEEDS[:1] if given.quick else SEEDS
-        alphas = (None, ALPHA) if given.quick else (None, *ALPHAS)
+        alphas = (None, ALPHA) if given.quick else (None, ALPHA, *(alpha for alpha in ALPHAS if alpha != ALPHA))
         result["accuracy"] = accuracies(base, seeds, alphas, given.folder, with_bert=not given.quick)
         keep()
     show(result)
@@ -110,19 +110,19 @@ def main() -> None:
 
 def prepare(data: Path, folder: Path, *, quick: bool) -> dict[str, dict[str, Any]]:
     """Prepare rows, weights and profiles, or find them in the folder; returns what all rows of a subject share."""
-    num_rows, epochs = (640, 3) if quick else (2000, EPOCHS)
+    num_rows, epochs = (1500, 3) if quick else (3000, EPOCHS)
     first, rest = range(5), range(5, 10)
     weights = folder / "weights.pt"
     if not weights.exists():
-        rows = prepare_images(data / "cifar10-train.tar", folder, first, 12_500, "pretrain")
+        rows = prepare_images(data / "cifar10-train.tar", folder, first, 25_000, "pretrain")
         torch.set_num_threads(2)
-        pretrain(rows, weights, 2 if quick else 8)
+        pretrain(rows, weights, 2 if quick else 10)
     shared = {"epochs": epochs, "batch_size": BATCH, "lr": LEARNING_RATE, "seed": 0, "validate": "never",
               "cluster": lab_text(LAB, [CPU] * HOSTS)}  # fmt: skip
     vit = shared | {
         "subject": "vit", "weights": str(weights.resolve()),
         "training": str(prepare_images(data / "cifar10-train.tar", folder, rest, num_rows, "finetune").resolve()),
-        "validation": str(prepare_images(data / "cifar10-test.tar", folder, rest, 2000, "kept").resolve()),
+        "validation": str(prepare_images(data / "cifar10-test.tar", folder, rest, 5000, "kept").resolve()),
     }  # fmt: skip
     bert = shared | {
         "subject": "bert",
@@ -130,7 +130,7 @@ def prepare(data: Path, folder: Path, *, quick: bool) -> dict[str, dict[str, Any
         "validation": str(prepare_sentences(data / "sst2", folder, 872, "sst2-dev").resolve()),
     }  # fmt: skip
     if not quick:
-        vit["more"] = str(prepare_images(data / "cifar10-train.tar", folder, rest, 3000, "finetune").resolve())
+        vit["more"] = str(prepare_images(data / "cifar10-train.tar", folder, rest, 25_000, "finetune").resolve())
         bert["more"] = str(prepare_sentences(data / "sst2", folder, 3000, "sst2-train").resolve())
     for name, subject in (("vit", vit), ("bert", bert)):
         file = folder / f"{name}-profile.json"
@@ -194,7 +194,7 @@ def accuracies(
         for alpha in alphas if subject == "vit" else (None, ALPHA):
             elastic = None if alpha is None else {"freeze": f"schedule:{alpha}", "pack": False, "replicate": False}
             settings = base[subject] | rows | {
-                "stages": 1, "microbatches": BATCH // ROWS, "validate": "end", "elastic": elastic,
+                "stages": 1, "microbatches": 1, "validate": "end", "elastic": elastic,
             }  # fmt: skip
             settings = {key: value for key, value in settings.items() if key not in {"profile", "cluster"}}
             asked += [(subject, alpha or "static", settings | {"seed": seed}) for seed in seeds]
@@ -202,12 +202,18 @@ def accuracies(
     def run(number: int) -> float:
         subject, alpha, settings = asked[number]
         file = folder / f"accuracy-{number}.json"
-        file.write_text(json.dumps(settings))
-        env = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-m", "benchmarks.elastic.session", str(file)], env=env, check=True)
-        found: float = json.loads(file.with_suffix(".0.json").read_text())["accuracy"][-1]
+        written = file.with_suffix(".0.json")
+        if not written.exists() or file.read_text() != json.dumps(settings):  # a run that was cut short goes on
+            written.unlink(missing_ok=True)
+            file.write_text(json.dumps(settings))
+            train_apart(file)
+        found: float = json.loads(written.read_text())["accuracy"][-1]
         print(f"{subject}, {alpha}, seed {settings['seed']}: {found:.2%}", file=sys.stderr)
         return found
+
+    def train_apart(file: Path) -> None:
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", "benchmarks.elastic.session", str(file)], env=env, check=True)
 
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(run, range(len(asked))))

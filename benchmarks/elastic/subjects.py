@@ -15,7 +15,7 @@ from penstock.recipes.data_tasks import encode
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.texts import read_trees, train_tokenizer
 
-VIT = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 12, "num_heads": 3, "num_classes": 5}
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 12, "num_heads": 3, "num_classes": 5}
 LENGTH, VOCABULARY = 32, 4096
 _MEAN, _DEVIATION = 120.0, 64.0
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from penstock.deploy.state import load_state
 from penstock.engine.placement import Grid, Replica
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import UsageError
 from penstock.graph.cuts import Cuts
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER
@@ -132,7 +132,7 @@ class Still:
 
 def learn(
     size: int, replicas: tuple[Replica, ...], *, skipped: int, caches: bool = True, change: Change | None = None,
-    own_rows: bool = False, epochs: int = 2, followed: bool = False,
+    own_rows: bool = False, epochs: int = 2,
 ) -> tuple[list[float], dict[str, Tensor], list[Any]]:  # fmt: skip
     """Train the layers after the first in some arrangement; gives losses, what was learned, and each rank's cache."""
     whole = captured("deit", DOUBLE)
@@ -148,7 +148,7 @@ def learn(
         features = Computed(model, data, world.rank, grid) if skipped and caches else None
         migrate(trainer, trainer.placed.moved(grid, [frozen, after], skipped=skipped), model, features)
         loader, losses = Loader(trainer, data, batch_size=BATCH), []
-        loader.follower = Still() if followed else None
+        loader.follower = Still()
 
         def step(x: Any, y: Any) -> None:
             try:
@@ -198,10 +198,7 @@ def test_a_stage_that_is_skipped_changes_nothing_that_is_learned(
         assert features.closed == 1
 
 
-def test_what_is_skipped_is_not_loaded_where_it_is_trained_on() -> None:
-    """Any other loader may be for evaluation; of this one only labels are needed, where the last stage is."""
-    _, _, ranks = learn(3, (Replica((0, 1, 2), (1, 1, 2), 4),), skipped=1, followed=True)
-    assert [read for _, read in ranks] == [[1, 2], [1, 2], [10, 20]]
+def test_inputs_are_loaded_where_a_changed_batch_would_need_them() -> None:
     _, _, ranks = learn(3, (Replica((0, 1, 2), (1, 1, 2), 4),), skipped=1)
     assert [read for _, read in ranks] == [[1, 2], [10, 20], [10, 20]]
 
@@ -218,9 +215,15 @@ def test_rows_that_are_in_no_cache_are_computed(
     assert all(features is None or not features.asked for features, _ in ranks)
 
 
-def test_changed_rows_without_values_are_told_of() -> None:
-    with pytest.raises(PenstockError, match="evaluate with a loader of its own"):
-        learn(3, (Replica((0, 1, 2), (1, 1, 2), 4),), skipped=1, change=_changed_from_the_fourth_on(), followed=True)
+def test_from_where_a_loop_changes_its_batches_they_are_computed(
+    computed: tuple[list[float], dict[str, Tensor]],
+) -> None:
+    losses, learned, ranks = learn(
+        3, (Replica((0, 1, 2), (1, 1, 2), 4),), skipped=1, change=_changed_from_the_fourth_on()
+    )
+    assert losses == pytest.approx(computed[0], rel=1e-9)
+    assert max(errors(computed[1], learned).values()) < 1e-9
+    assert all(len(features.asked) == 3 for features, _ in ranks)
 
 
 def _changed_from_the_fourth_on() -> Change:

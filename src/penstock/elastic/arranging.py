@@ -60,6 +60,9 @@ def _known(placed: Arrangement, costs: Costs, captured: Captured) -> list[str]:
     found: list[str] = []
     for cut in placed.cuts[placed.skipped :]:
         free = [name for name in positions if not found or positions[name] > positions[found[-1]]]
+        if cut.name in free:  # also where positions are those of a frozen model
+            found.append(cut.name)
+            continue
         if not free:
             raise PlanError(
                 f"{placed.num_stages} stages are more than the planner knows cuts for, {len(positions)}; use fewer"

@@ -41,13 +41,14 @@ class Costs:
     ranks: dict[str, int]
 
 
-def find_costs(trainer: Trainer, options: ElasticOptions, rows: int) -> Costs | None:
+def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, rows: int) -> Costs | None:
     """Measure on all processes what is not given; returns it on the first one, elsewhere None.
 
-    `rows` are those of a microbatch. Devices are calibrated all at once, so that what they take from each other shows.
+    `captured` is the model with nothing frozen, `rows` are those of a microbatch. Devices are calibrated all at once,
+    so that what they take from each other shows.
     Raises `PlanError` for a profile of another model, or without backwards, and a cluster that is not this run's.
     """
-    world, captured = trainer.world, trainer.captured
+    world = trainer.world
     given, cluster = options.profile, options.cluster
     _check_profile(captured, given)
     ranks = {f"rank{rank}": rank for rank in world.devices}
@@ -94,7 +95,9 @@ def measure_profile(captured: Captured, placed: Arrangement, rows: int, calibrat
 
     Where it is cut now is measured too.
     """
-    cuts = sorted({c.position: c for c in (*placed.cuts, *captured.layers)}.values(), key=lambda cut: cut.position)
+    at = {name: cut for cut in Cuts(captured.graph) for name in names_of(cut)}
+    placed_at = [at[name] for cut in placed.cuts for name in names_of(cut) if name in at]  # may be of a frozen model
+    cuts = sorted({c.position: c for c in (*placed_at, *captured.layers)}.values(), key=lambda cut: cut.position)
 
     def load(state: State) -> Tensor:
         return load_state(captured.graph, state, captured.weights)

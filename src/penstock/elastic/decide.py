@@ -97,7 +97,7 @@ def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool)
     rate = plan.prediction.rows_per_s
     parts = [f"stays: nothing else is faster by what moving takes ({format_seconds(now.migrate_s)})"
              if stays else "moves"]  # fmt: skip
-    if cached > now.cached_layers:
+    if cached and cached != now.cached_layers:
         parts.append(f"caches {cached} layers, {format_seconds(fill_s)} to fill")
     elif cached:
         parts.append(f"reads {cached} layers from the cache")

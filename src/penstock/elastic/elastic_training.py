@@ -94,6 +94,7 @@ class ElasticTraining:
         self._plan: Plan | None = None  # on the first process
         self._started = self._over = False
         self._decided: int | None = None  # the epoch that the last decision was for
+        self._begun: int | None = None  # the epoch that has begun and is not in the history
         self._can_cache = options.cache
         self._migrate_s = 0.0
         self._moves_measured = False
@@ -127,7 +128,13 @@ class ElasticTraining:
         return True
 
     def validated(self, *, loss: float | None = None, accuracy: float | None = None) -> None:
-        """Say what a validation after the last epoch gave, for policies that look at it."""
+        """Say what a validation after the last epoch gave, for policies that look at it.
+
+        Every process calls this. What is said within an epoch is of none.
+        """
+        if self._loader.position:
+            return
+        self._end_begun()
         if self.history:
             self.history[-1] = msgspec.structs.replace(self.history[-1], loss=loss, accuracy=accuracy)
 
@@ -140,8 +147,11 @@ class ElasticTraining:
 
     def end_epoch(self, loader: Loader) -> None:
         """Write down what the epoch's gradients were."""
+        if self._begun is None:
+            return
         squares = self._squares()
         self._norms.take()
+        self._begun = None
         self.history.append(
             EpochRecord(
                 epoch=loader.epoch - 1,
@@ -149,6 +159,11 @@ class ElasticTraining:
                 gradient_norms=tuple(math.sqrt(square) for square in squares),
             )
         )
+
+    def _end_begun(self) -> None:
+        """Write down an epoch whose loop, or whose checkpoint, ended at its last batch."""
+        if self._begun is not None and self._begun < self._loader.epoch:
+            self.end_epoch(self._loader)
 
     def _squares(self) -> list[float]:
         with self._trainer.world.explained():
@@ -161,6 +176,8 @@ class ElasticTraining:
             return
         self._decided = loader.epoch
         first = not self._started
+        self._end_begun()
+        self._begun = loader.epoch
         with self._trainer.world.explained():
             if first:
                 self._start()
@@ -175,7 +192,7 @@ class ElasticTraining:
         trainer = self._trainer
         self._started = True
         fix_microbatches(trainer)
-        self._costs = find_costs(trainer, self._options, self._rows())
+        self._costs = find_costs(trainer, self._whole, self._options, self._rows())
         if self._can_cache and self._options.cache_views == 1 and changes(self._loader, trainer.world.transport):
             self._can_cache = False
             self._note(
@@ -197,7 +214,7 @@ class ElasticTraining:
     def _go_on(self, frozen: int, *, first: bool) -> None:
         """Take the training to where it is best with so many layers frozen, and say so."""
         before, before_cached = self.frozen_layers, self._cache.layers if self._cache is not None else 0
-        captured = self._frozen(frozen)
+        captured = self._frozen(frozen)  # what cannot be frozen is said on every process, before anything is decided
         document = self._decision(frozen, first=first)
         cached = document["cached_layers"]
         fill_s = 0.0
@@ -301,6 +318,8 @@ class ElasticTraining:
     def _fill(self, captured: Captured) -> bool:
         """Fill the cache of a model's frozen layers, all processes at once; returns whether it is there."""
         options = self._options
+        if self._cache is not None and self._cache.layers > captured.frozen_layers:
+            self._drop_cache()  # freezing was taken back: there is nothing to go on from
         place = CachePlace(
             folder=Path(options.cache_dir) if options.cache_dir is not None else default_folder(),
             limit_bytes=options.limit_bytes(), stored=options.stored(), num_views=options.cache_views,
@@ -345,11 +364,12 @@ class ElasticTraining:
         return {
             "frozen_layers": self.frozen_layers, "squares": self._squares(),
             "history": [msgspec.to_builtins(record) for record in self.history],
-            "groups": self._trainer.known_groups,
+            "begun": self._begun, "groups": self._trainer.known_groups,
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Freeze what a checkpoint had frozen, where it is; the next epoch's beginning finds the plan for it."""
+        self._begun, self._decided, self._plan = state["begun"], None, None
         self.history = msgspec.convert(state["history"], list[EpochRecord])
         captured = self._frozen(int(state["frozen_layers"]))
         self._norms.take()
@@ -357,8 +377,9 @@ class ElasticTraining:
             self._norms.put(state["squares"])
         trainer = self._trainer
         fix_microbatches(trainer)
-        if captured.frozen_layers:
+        if captured.frozen_layers != self.frozen_layers or trainer.placed.skipped:
             migrate(trainer, same_places(trainer, captured), captured)
+        self._drop_cache()  # of a training that had gone on already
         trainer.known_groups[:] = [dict(groups) for groups in state["groups"]]
 
     def close(self, *, finished: bool = True) -> None:

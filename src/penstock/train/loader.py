@@ -138,7 +138,8 @@ class Loader:
             self.position += 1
             last = self.position == len(order)
             trainer.short_batch = num_rows if last or len(batch) < self._batch_size else None
-            trainer.loaded = LoadedBatch.of(loaded, batch, following[0] if following else None)
+            if self.follower is not None:  # what is cached is of the data that it follows
+                trainer.loaded = LoadedBatch.of(loaded, batch, following[0] if following else None)
             if last:
                 self.epoch, self.position = self.epoch + 1, 0
             yield loaded
@@ -177,9 +178,8 @@ class Loader:
         """Return whether a stage here uses inputs or labels; where lengths vary, only the data says them."""
         now = self._trainer.now
         varying = len(now.captured.graph.symbols) > 1
-        # stages whose outputs are cached run in evaluation, and nowhere else
-        here = list(now.stages) if self.follower is not None and now.features is not None else now.tensors.stages
-        return varying or now.last_stage in here or any(now.parts[stage].own for stage in here)
+        # also of stages whose outputs are cached: where a loop changes a batch, they are computed
+        return varying or now.last_stage in now.tensors.stages or any(now.parts[s].own for s in now.tensors.stages)
 
 
 def _leave_with_parent(_worker: int) -> None:

@@ -74,7 +74,8 @@ class Trainer:
         self.last_step = StepReport()
         self.load_s = 0.0  # since the last step
         self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
-        self.loaded: LoadedBatch | None = None  # the loader's last batch
+        self.loaded: LoadedBatch | None = None  # the last batch of the loader that is followed
+        self._cached: LoadedBatch | None = None  # the same, where a step is of it as it was loaded
         self.follower: Follower | None = None  # who changes the arrangement while the training goes on
         self.input_places: InputPlaces | None = None  # where in what the loader gives the inputs are
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -161,11 +162,11 @@ class Trainer:
         """
         tensors, sizes = bind(self.captured.graph, inputs)
         check_labels(labels, sizes["batch"])
-        if self.loaded is not None:
-            places = self.loaded.places(inputs)
-            self.input_places = self.input_places or places
-            if places is None or places != self.input_places:  # the caller's own rows, or changed ones
-                self.loaded = None
+        places = self.loaded.places(inputs) if self.loaded is not None else None
+        self.input_places = self.input_places or places
+        # not the caller's own rows, nor changed ones, nor inputs that have changed places
+        as_loaded = places is not None and places == self.input_places
+        self._cached = self.loaded if as_loaded else None
         self._loss_fn = loss_fn
         with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
             return self._do_step(tensors, sizes, labels)
@@ -198,7 +199,7 @@ class Trainer:
         with self.world.explained():
             self.tensors.share_buffers(self._transport)
         self._report(bool(count), synchronize_s, self._transport.sent_bytes - sent_bytes)
-        self.short_batch = self.loaded = None
+        self.short_batch = None
         return torch.tensor(loss, dtype=torch.float64)
 
     def _report(self, ran: bool, synchronize_s: float, sent_bytes: int) -> None:
@@ -224,14 +225,14 @@ class Trainer:
 
     def _computes_all(self) -> bool:
         """Return whether this step computes the stages that are skipped: its rows are none of a loader's."""
-        return self.placed.skipped > 0 and (self.now.features is None or self.loaded is None)
+        return self.placed.skipped > 0 and (self.now.features is None or self._cached is None)
 
     def _features(self) -> list[Tensor] | None:
         """Return what the stages that are skipped put out for this process's rows, as they were cached."""
-        if self.now.features is None or self.loaded is None:
+        if self.now.features is None or self._cached is None:
             return None
         with self._transport.waiting():
-            return self.now.features.outputs(self.loaded.samples, self.loaded.following)
+            return self.now.features.outputs(self._cached.samples, self._cached.following)
 
     def _run_step(self, count: int, features: list[Tensor] | None) -> None:
         if self.now.open_channels(self._step_data) and self.tracer:

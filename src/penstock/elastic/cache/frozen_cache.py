@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from penstock.graph.program import write_program
 from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import moved
+from penstock.terminal.notes import note
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.features import Features
@@ -80,11 +81,23 @@ class FrozenCache:
         if keep:
             self.shard.close()
             return
-        self.shard.delete()
-        folder = _folder(self.place, self.key)
-        for empty in (folder, folder.parent):
-            with contextlib.suppress(OSError):  # another process's shard is still in it
-                empty.rmdir()
+        _delete(self.shard)
+        _remove_empty(_folder(self.place, self.key))
+
+
+def _delete(shard: Shard) -> None:
+    """Remove what this process has written; where that cannot be, say so and let go of it."""
+    try:
+        shard.delete()
+    except CacheError as error:
+        note(str(error))
+        shard.close()
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a cache's folder once no process's shard is in it; the folder of all caches is the user's."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def default_folder() -> Path:
@@ -164,30 +177,40 @@ class Filling:
 
     def run(self) -> FrozenCache:
         """Fill it; raises `CacheError` on every process where one cannot, and leaves nothing behind then."""
-        world = self._trainer.world
-        key = self._key()
-        weights = dict(self._weights())
-        shard: Shard | None = None
-        problem = ""
+        key, weights = self._key(), dict(self._weights())
+        folder = _folder(self._place, key)
+        made: list[Shard] = []  # at most one
         try:
-            shard = self._fill(key, weights)
+            self._agree(lambda: made.append(self._fill(folder, key, weights)))
+            others: dict[int, Shard] = {}
+            self._agree(lambda: others.update(self._open_neighbours(folder, key)))
+        except CacheError:
+            for shard in made:
+                _delete(shard)
+            _remove_empty(folder)
+            raise
+        return FrozenCache(layers=self._layers, shard=made[0], place=self._place, key=key, others=others)
+
+    def _agree(self, work: Callable[[], None]) -> None:
+        """Do one part of it; raises `CacheError` on every process where it fails on one."""
+        world, problem = self._trainer.world, ""
+        try:
+            work()
         except CacheError as error:
             problem = str(error)
         gathered = all_gather(world.transport, {"problem": problem})
         failed = [(rank, document["problem"]) for rank, document in enumerate(gathered) if document["problem"]]
-        if failed or shard is None:
-            if shard is not None:
-                shard.delete()
+        if failed:
             rank, reason = failed[0]
             raise CacheError(f"{world.names[rank]}: {reason}")
-        folder = _folder(self._place, key)
-        others = {
-            rank: Shard.open_existing(folder, key, rank)
-            for rank, host in enumerate(world.hosts) if rank != world.rank and host == world.hosts[world.rank]
-        }  # fmt: skip
-        return FrozenCache(layers=self._layers, shard=shard, place=self._place, key=key, others=others)
 
-    def _fill(self, key: str, weights: Mapping[str, Tensor]) -> Shard:
+    def _open_neighbours(self, folder: Path, key: str) -> dict[int, Shard]:
+        """Open the shards of the other processes of this machine to be read."""
+        world = self._trainer.world
+        alike = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
+        return {rank: Shard.open_existing(folder, key, rank) for rank in alike if rank != world.rank}
+
+    def _fill(self, folder: Path, key: str, weights: Mapping[str, Tensor]) -> Shard:
         limit = self._place.limit_bytes
         if limit is not None:  # this process's part of what its machine may give, less what is there meanwhile
             limit = limit // self._neighbours() - (self._before.shard.num_bytes if self._before is not None else 0)
@@ -195,8 +218,8 @@ class Filling:
         if values is None:
             raise CacheError(f"what crosses {self._end.name} is not of single samples; train without the cache")
         shard = Shard.create_or_resume(
-            _folder(self._place, key), key=key, owner=self._trainer.world.rank, num_rows=len(self._rows),
-            values=values, stored=self._place.stored, limit_bytes=limit,
+            folder, key=key, owner=self._trainer.world.rank, num_rows=len(self._rows), values=values,
+            stored=self._place.stored, limit_bytes=limit,
         )  # fmt: skip
         try:
             flushed = time.monotonic()
@@ -206,6 +229,9 @@ class Filling:
                     shard.flush()
                     flushed = time.monotonic()
             shard.flush()
+        except CacheError:
+            _delete(shard)  # a full disk needs the room
+            raise
         except BaseException:
             shard.close()
             raise

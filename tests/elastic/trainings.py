@@ -33,6 +33,7 @@ from tests.trainers import errors, gathered, in_threads, make_trainer
 
 SAMPLES, BATCH = 44, 16  # so that the last batch is ragged
 LAYERS = 6
+NAMES = ["d0", "d1", "d2", "d3"]
 Freeze = FreezePolicy | str | Sequence[int]
 
 
@@ -82,11 +83,10 @@ def profile_of(captured: Captured, *, row_s: float = 1e-3) -> Profile:
     )  # fmt: skip
 
 
-def cluster_of(*speeds: float) -> Cluster:
-    """A cluster with a device for each rank."""
-    return Cluster(
-        devices=tuple(Device(name=f"d{rank}", speed=speed, memory_bytes=2**40) for rank, speed in enumerate(speeds))
-    )
+def cluster_of(size: int, hosts: Sequence[str] = ()) -> Cluster:
+    """A cluster with a device for each rank, all alike, named as plans name the processes of these hosts."""
+    names = [f"{host}:{n}" if (n := hosts[:rank].count(host)) else host for rank, host in enumerate(hosts)]
+    return Cluster(devices=tuple(Device(name=name, speed=1.0, memory_bytes=2**40) for name in names or NAMES[:size]))
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -134,7 +134,7 @@ def train_elastically(
 
     With `resume` it goes on from that checkpoint.
     """
-    given: dict[str, Any] = {"profile": profile_of(captured), "cluster": cluster_of(*[1.0] * size)} | options
+    given: dict[str, Any] = {"profile": profile_of(captured), "cluster": cluster_of(size, hosts)} | options
     asked = ElasticOptions(freeze=freeze, epochs=epochs, cache_dir=folder, **given)
 
     def script(world: World) -> Any:

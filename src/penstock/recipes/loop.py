@@ -179,8 +179,7 @@ class _Fit:
             self._note(tally, loss, len(labels), time.perf_counter() - begin)
             rate = tally.counted_units * len(self._trainer.grid.replicas) / (tally.counted_s or 1.0)
             progress.advance(loss=loss, rate=rate)
-            every = self._settings.checkpoint_every
-            if every and self._trainer.step % every == 0:
+            if self._is_checkpoint_due() and self._loader.position:  # an epoch's last is written once it is validated
                 self._checkpoint()
         return self._finish(epoch, tally)
 
@@ -239,9 +238,13 @@ class _Fit:
             sent_bytes=[document["sent"] for document in gathered],
         )  # fmt: skip
         self._folder.write("epoch", **msgspec.structs.asdict(result))
-        if self._settings.save:
+        if self._settings.save or self._is_checkpoint_due():
             self._checkpoint()
         return result
+
+    def _is_checkpoint_due(self) -> bool:
+        every = self._settings.checkpoint_every
+        return every is not None and self._trainer.step % every == 0
 
     def _validate(self) -> tuple[float, float]:
         """Return loss and accuracy over the validation rows."""

@@ -32,12 +32,15 @@ class Ended:
     at_s: float
 
 
-def run_forked(script: Path, groups: Sequence[tuple[int, Sequence[str]]], deadline_s: float) -> list[list[Ended]]:
+def run_forked(
+    script: Path, groups: Sequence[tuple[int, Sequence[str]]], deadline_s: float, *, warm: str = ""
+) -> list[list[Ended]]:
     """Run groups of processes at once, each `(num_processes, arguments of the script)`; 0 is one without torchrun.
 
-    Gives how the processes of each group ended. What they print to the standard error is in the failure.
+    `warm` is run before, beside the imports. Gives how the processes of each group ended. What they print to the
+    standard error is in the failure.
     """
-    found = run_python("-m", "tests.forks", json.dumps([str(script), groups]), deadline_s=deadline_s)
+    found = run_python("-m", "tests.forks", json.dumps([str(script), groups, warm]), deadline_s=deadline_s)
     assert found.status == 0, found.stderr
     ended = json.loads(found.stdout.splitlines()[-1])
     assert all(end[0] <= 0 for group in ended for end in group), found.stderr
@@ -69,8 +72,8 @@ def _fork(script: str, arguments: Sequence[str], environment: dict[str, str]) ->
         os._exit(status)
 
 
-def _main(script: str, groups: list[tuple[int, list[str]]]) -> None:
-    exec(_WARM, {})
+def _main(script: str, groups: list[tuple[int, list[str]]], warm: str) -> None:
+    exec(_WARM + warm, {})
     environments = [_environment(size) for size, _ in groups]
     processes = [
         [_fork(script, arguments, env) for env in group]

@@ -98,7 +98,6 @@ def test_layers_that_share_a_weight_with_the_head() -> None:
     said = refused(UsageError, lambda: _with(gpt2, options))
     assert "1 layers of GPT2LMHeadModel cannot be frozen: they share transformer.wte.weight" in said
     assert "use freeze='none'" in said
-    _with(gpt2, ElasticOptions(freeze="none", profile=profile_of(gpt2), cluster=cluster_of(2)))
 
 
 def test_a_cluster_of_other_processes() -> None:

@@ -22,7 +22,9 @@ from penstock.elastic.cache.frozen_cache import (
 from penstock.elastic.cache.speed import copy_s_per_byte
 from penstock.elastic.costs import Costs, find_costs
 from penstock.elastic.decide import CacheCosts, Decision, Situation, decide
-from penstock.elastic.freezing.history import EpochRecord, next_frozen
+from penstock.elastic.freezing.by_hand import ByHand
+from penstock.elastic.freezing.guard import Guarded
+from penstock.elastic.freezing.history import EpochRecord, FreezePolicy, next_frozen
 from penstock.elastic.norms import LayerNorms, layer_of
 from penstock.elastic.options import ElasticOptions
 from penstock.errors import CacheError, UsageError
@@ -64,7 +66,8 @@ class ElasticTraining:
 
         epoch ends ─▶ policy ─▶ decide ─▶ fill the cache ─▶ migrate ─▶ next epoch
 
-    Raises `UsageError` for a training that cannot change: traced, or with a schedule of the user's own.
+    Raises `UsageError` for a training that cannot change: traced, or with a schedule of the user's own; and for numbers
+    of layers given by hand that cannot be frozen.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class ElasticTraining:
         self._whole: Captured = trainer.captured  # with nothing frozen
         self._captured: dict[int, Captured] = {}
         self._num_layers = len(self._whole.layers)
+        for layers in _said_before(self._policy):  # rather than after some epochs
+            self._frozen(layers)
         self._norms = LayerNorms(layer_of(self._whole.graph, self._whole.layers), self._num_layers)
         self.history: list[EpochRecord] = []
         self.changes: list[PlanChange] = []
@@ -360,3 +365,9 @@ class ElasticTraining:
                 self._trainer.now.features.close()
             self._cache.close(keep=self._options.keep_cache or failed)
             self._cache = None
+
+
+def _said_before(policy: FreezePolicy) -> set[int]:
+    """Return the numbers of layers that a policy is known to freeze before it has seen any epoch."""
+    inner = policy.policy if isinstance(policy, Guarded) else policy
+    return set(inner.layers) if isinstance(inner, ByHand) else set()

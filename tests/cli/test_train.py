@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli import train
+from penstock.recipes.settings import FitSettings
+from penstock.recipes.several import Place, Row
 from tests.recipes.test_fit import VIT
 
 Run = Callable[..., tuple[int, str, str]]
@@ -34,6 +37,14 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
         (["--data", "digits", "--memory", "1GiB", "--cluster", "lab.toml"], "a lab's hosts theirs"),
         (["--data", "digits", "--compare", "data", "--trace", "x"], "--trace records one"),
         (["--data", "digits", "--schedule", "2f2b"], "is not known; use one of gpipe"),
+        (["--data", "digits", "--freeze", "none"], "freeze is for an elastic training; add elastic=True (--elastic)"),
+        (["--data", "digits", "--cache-views", "3"], "cache_views is for an elastic training"),
+        (["--data", "digits", "--elastic", "--cache-limit", "much"], "much"),
+        (["--data", "digits", "--elastic", "--freeze", "0,-1"], "is no freezing policy"),
+        (["--data", "digits", "--elastic", "--freeze", "0,9"], "has 2 layers, so 9 cannot be frozen"),
+        (["--data", "digits", "--elastic", "--trace", "x"], "leave the trace out"),
+        (["--data", "digits", "--ablation", "--compare", "data"], "--compare and --ablation starts"),
+        (["--data", "digits", "--ablation", "--trace", "x"], "--trace records one"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], said: str, penstock: Run, tmp_path: Path) -> None:
@@ -46,3 +57,38 @@ def test_wrong_usage_is_one_line(arguments: list[str], said: str, penstock: Run,
 def test_the_help_says_that_hosts_share_the_folder(penstock: Run) -> None:
     _, out, _ = penstock("train", "--help")
     assert "Hosts must share the folder" in " ".join(out.replace("│", " ").split())
+
+
+def test_an_elastic_run_and_its_report(penstock: Run, tmp_path: Path) -> None:
+    arguments = ["--data", "digits", "--num-rows", 60, "--threads", 1, "-o", tmp_path / "run", "--epochs", 2]
+    arguments += ["--elastic", "--freeze", "0,1", "--cache-dir", tmp_path / "cache", "--cache-limit", "1GiB"]
+    status, out, err = penstock("train", VIT, *arguments)
+    assert status == 0, err
+    assert "give a profile to spare it" in err
+    assert "model, checkpoints and metrics are in" in out
+    status, out, _ = penstock("report", tmp_path / "run", "--no-pictures", "--json", tmp_path / "report.json")
+    assert status == 0
+    plans = json.loads((tmp_path / "report.json").read_text())["plans"]
+    assert [(plan["epoch"], plan["frozen_layers"], plan["num_layers"]) for plan in plans] == [(0, 0, 2), (1, 1, 2)]
+
+
+def test_an_ablation_is_five_rows(penstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, FitSettings]] = []
+
+    def run_nothing(runs: list[tuple[str, FitSettings]], _place: Place, tell: Callable[[Row], None]) -> list[Row]:
+        asked.extend(runs)
+        rows = [Row(name=name, settings=given, failed="no room", out_of_memory=True) for name, given in runs]
+        for row in rows:
+            tell(row)
+        return rows
+
+    monkeypatch.setattr(train, "run_all", run_nothing)
+    arguments = ["--data", "digits", "--ablation", "--elastic", "--freeze", "0,1", "--json", tmp_path / "rows.json"]
+    status, out, _ = penstock("train", VIT, *arguments, "-o", tmp_path / "run")
+    assert status == 0
+    names = ["none", "freeze", "freeze, pack, cache", "freeze, pack, replicate", "all"]
+    assert [name for name, _ in asked] == names
+    assert all(given.elastic for _, given in asked)
+    for file in (tmp_path / "rows.json", tmp_path / "run" / "ablation.json"):
+        assert [row["name"] for row in json.loads(file.read_text())["rows"]] == names
+    assert all(name in " ".join(out.split()) for name in names)

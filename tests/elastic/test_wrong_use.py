@@ -44,7 +44,7 @@ def small(freeze: Any, size: int = 2, *, epochs: int = 2, captured: Captured | N
 @pytest.mark.parametrize("freeze", [[7], [0, 7]])
 def test_more_layers_than_there_are(freeze: list[int]) -> None:
     said = refused(UsageError, lambda: small(freeze))
-    assert "the policy ByHand would freeze 7 layers of a model with 6; return 0 to 6" in said
+    assert "VisionTransformer has 6 layers, so 7 cannot be frozen" in said
 
 
 @cache

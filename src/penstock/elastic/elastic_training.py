@@ -24,7 +24,8 @@ from penstock.elastic.cache.speed import copy_s_per_byte
 from penstock.elastic.costs import Costs, find_costs
 from penstock.elastic.decide import CacheCosts, Decision, Situation, decide
 from penstock.elastic.freezing.by_hand import ByHand
-from penstock.elastic.freezing.history import EpochRecord, next_frozen
+from penstock.elastic.freezing.guard import Guarded
+from penstock.elastic.freezing.history import EpochRecord, FreezePolicy, next_frozen
 from penstock.elastic.freezing.never import Never
 from penstock.elastic.norms import LayerNorms, layer_of
 from penstock.elastic.options import ElasticOptions
@@ -68,7 +69,8 @@ class ElasticTraining:
 
         epoch ends ─▶ policy ─▶ decide ─▶ fill the cache ─▶ migrate ─▶ next epoch
 
-    Raises `UsageError` for a training that cannot change: traced, or with a schedule of the user's own.
+    Raises `UsageError` for a training that cannot change: traced, or with a schedule of the user's own; and for numbers
+    of layers given by hand that cannot be frozen.
     """
 
     def __init__(
@@ -110,14 +112,15 @@ class ElasticTraining:
 
         Raises `UsageError` where none can, or a list by hand has more.
         """
-        if self._policy == Never():
-            return len(self._whole.layers)
-        self._frozen(1)  # refuses what shares weights
         count = len(self._whole.layers)
+        said = _said_before(self._policy)
+        for layers in said:  # rather than after some epochs
+            self._frozen(layers)
+        if said or self._policy == Never():
+            return count
+        self._frozen(1)  # refuses what shares weights
         while count > 1 and not self._trains(count):
             count -= 1
-        if isinstance(self._policy, ByHand):
-            next_frozen(ByHand([max(self._policy.layers)]), [], count)
         return count
 
     def _trains(self, frozen: int) -> bool:
@@ -392,3 +395,9 @@ class ElasticTraining:
                 self._trainer.now.features.close()
             self._cache.close(keep=self._options.keep_cache or not finished)
             self._cache = None
+
+
+def _said_before(policy: FreezePolicy) -> set[int]:
+    """Return the numbers of layers that a policy is known to freeze before it has seen any epoch."""
+    inner = policy.policy if isinstance(policy, Guarded) else policy
+    return set(inner.layers) if isinstance(inner, ByHand) else set()

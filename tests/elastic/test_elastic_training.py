@@ -73,8 +73,8 @@ def test_all_of_it_together_changes_nothing_that_is_learned(
 
 def test_replicas_that_are_not_alike_go_on_with_their_microbatches(tmp_path: Path) -> None:
     arranged = {"stages": 2, "replicas": 2}  # of two devices, and of one
-    expected = alone(vit(), images(), FREEZE, epochs=6, arranged={"microbatches": 8})
-    found = train_elastically(vit(), 3, images(), FREEZE, epochs=6, folder=tmp_path, arranged=arranged)
+    expected = alone(vit(), images(), [0, 4], epochs=3, arranged={"microbatches": 8})
+    found = train_elastically(vit(), 3, images(), [0, 4], epochs=3, folder=tmp_path, arranged=arranged)
     assert_same(expected, found)
 
 
@@ -88,7 +88,7 @@ def test_a_cache_of_bfloat16_is_close(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=5, deadline=None,
+    max_examples=3, deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(freeze=st.lists(st.integers(0, LAYERS), min_size=1, max_size=5), pipelined=st.booleans())
@@ -136,14 +136,14 @@ def _evaluated(step: Step) -> Tensor:
     return step.train()
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     "loop", [partial(_doubled, in_place=True), partial(_doubled, in_place=False), _twice, _own_rows, _evaluated]
 )
-def test_what_was_not_loaded_so_is_computed(loop: Any, size: int, tmp_path: Path) -> None:
+def test_what_was_not_loaded_so_is_computed(loop: Any, tmp_path: Path) -> None:
+    """Also where one process has the layers that are cached, and another one the last."""
     expected = alone(vit(), images(), [0, 4], epochs=3, loop=loop)
     found = train_elastically(
-        vit(), size, images(), [0, 4], epochs=3, loop=loop, folder=tmp_path, replicate=False
+        vit(), 2, images(), [0, 4], epochs=3, loop=loop, folder=tmp_path, replicate=False
     )  # fmt: skip
     assert [change.cached for change in found.changes] == [False, True, True]
     assert_same(expected, found)
@@ -210,7 +210,7 @@ class _TornError(Exception):
 
 @pytest.mark.parametrize(
     ("place", "sizes"),
-    [((0, 2), (2, 2)), ((1, 2), (2, 3)), ((2, 0), (2, 2)), ((2, 1), (3, 1)), ((2, 2), (2, 2)), ((3, 2), (1, 2))],
+    [((1, 2), (2, 3)), ((2, 0), (2, 2)), ((2, 1), (3, 1)), ((2, 2), (2, 2)), ((3, 2), (1, 2))],
 )
 def test_a_checkpoint_at_any_batch_goes_on_as_the_training_did(
     place: tuple[int, int], sizes: tuple[int, int], tmp_path: Path

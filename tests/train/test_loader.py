@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -161,3 +162,24 @@ def test_what_loads_data_holds_no_sockets_of_a_process_that_is_dead() -> None:
         while loads in running.children() and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not running.children(), "it outlives the process that trained"
+
+
+def test_the_size_of_a_batch_is_the_average_where_a_sampler_says_it(captured: Captured) -> None:
+    class Parts:
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
+
+        def __len__(self) -> int:
+            return 3
+
+    def script(world: World) -> list[int]:
+        trainer = make_trainer(captured, world, stages=1)
+        data = Numbers(10)
+        sizes = [
+            Loader(trainer, data, batch_size=3).batch_size, Loader(trainer, DataLoader(data, batch_size=5)).batch_size,
+            Loader(trainer, DataLoader(data, batch_sampler=Parts())).batch_size,
+        ]  # fmt: skip
+        trainer.close()
+        return sizes
+
+    assert in_threads(1, script) == [[3, 5, 4]]

@@ -43,6 +43,7 @@ class Loader:
         self._count: Callable[[], int] = lambda: len(self._own_order())
         self._batch_size, self._shuffle, self._drop_last = batch_size, shuffle, drop_last
         self._collate, self._num_workers = collate_fn, num_workers
+        self._plain = True  # whether the order is this loader's own
         self._seed = trainer.seed if seed is None else seed
         self.epoch = 0
         self.position = 0  # the next batch of the epoch
@@ -70,6 +71,7 @@ class Loader:
             return
         if loader.batch_sampler is None:
             raise UsageError("the DataLoader gives single rows; give it a batch_size")
+        self._plain = False
         sampler = loader.batch_sampler
         self._count = lambda: len(sampler)  # type: ignore[arg-type]
         self._order = lambda: self._first_processes([[int(index) for index in batch] for batch in sampler])
@@ -103,8 +105,8 @@ class Loader:
 
     @property
     def batch_size(self) -> int:
-        """How many rows a whole batch has, of all replicas together."""
-        return self._batch_size
+        """How many rows a whole batch has, of all replicas together; on average where a sampler of the user's says."""
+        return self._batch_size if self._plain else -(-self.num_samples // max(1, len(self)))
 
     @property
     def num_samples(self) -> int:

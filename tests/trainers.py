@@ -60,6 +60,23 @@ def in_threads(size: int, script: Callable[[World], Any]) -> list[Any]:
     return results
 
 
+class Still:
+    """Follows a training and leaves it as it is."""
+
+    def begin_epoch(self, loader: Any) -> None: ...
+
+    def end_epoch(self, loader: Any) -> None: ...
+
+    def saw_gradients(self, gradients: Mapping[str, Tensor]) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self, *, finished: bool) -> None: ...
+
+
 def make_trainer(captured: Captured, world: World, *, device: torch.device = HOST, **settings: Any) -> Trainer:
     """Make one process's trainer; `settings` are options of `penstock.Pipeline` by name."""
 

@@ -1,7 +1,7 @@
 """Layers whose outputs are given, not computed: the same losses and weights; and which batches they are given for."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from penstock.train.loader import Loader
 from penstock.train.migration import fix_microbatches, migrate
 from penstock.train.trainer import Trainer
 from tests.learners import captured
-from tests.trainers import errors, gathered, in_threads, make_trainer
+from tests.trainers import Still, errors, gathered, in_threads, make_trainer
 
 DOUBLE, ROWS, BATCH = torch.float64, 10, 4
 BATCHES = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -111,23 +111,6 @@ class Computed:
 
     def close(self) -> None:
         self.closed += 1
-
-
-class Still:
-    """Follows a training and leaves it as it is."""
-
-    def begin_epoch(self, loader: Any) -> None: ...
-
-    def end_epoch(self, loader: Any) -> None: ...
-
-    def saw_gradients(self, gradients: Mapping[str, Tensor]) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-    def close(self, *, finished: bool) -> None: ...
 
 
 def learn(

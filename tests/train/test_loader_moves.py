@@ -16,7 +16,7 @@ from penstock.train.loader import Loader
 from penstock.train.migration import fix_microbatches, migrate
 from tests.models import seeded
 from tests.train.test_loader import Numbers
-from tests.trainers import in_threads, make_trainer
+from tests.trainers import Still, in_threads, make_trainer
 
 SIZE = 3
 GRIDS = [
@@ -41,6 +41,7 @@ def load(num_rows: int, batch_size: int, changes: dict[int, int], workers: int =
         fix_microbatches(trainer)
         data, cuts, found = Numbers(num_rows), list(Cuts(captured().graph)), []
         loader = Loader(trainer, data, batch_size=batch_size, shuffle=True, num_workers=workers)
+        loader.follower = Still()
         orders = []
         for _ in range(2):
             orders += loader._own_order()

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
+import msgspec
+
 from penstock.deploy.policies import choose_cuts
 from penstock.elastic.costs import Costs
 from penstock.engine.placement import Grid
@@ -44,7 +46,7 @@ def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int,
     return Plan(
         model=captured.graph.model, graph=fingerprint_of(captured.graph), profile=fingerprint(costs.profile),
         cluster=fingerprint(costs.cluster), microbatch_rows=rows, pipelines=tuple(pipelines), loader=feeder,
-        writer=feeder, schedule=_schedule(placed.schedule_name), num_microbatches=total,
+        writer=feeder, schedule=msgspec.convert(placed.schedule_name, Schedule), num_microbatches=total,
         optimizer_state_factor=state_factor,
         prediction=Prediction(
             rows_per_s=1.0, bound_rows_per_s=1.0, latency_s=1.0, num_rows=rows * total, total_s=1.0, limit=feeder,
@@ -69,13 +71,6 @@ def _known(placed: Arrangement, costs: Costs, captured: Captured) -> list[str]:
             )
         found.append(min(free, key=lambda name: abs(positions[name] - cut.position)))
     return found
-
-
-def _schedule(name: str) -> Schedule:
-    known: dict[str, Schedule] = {
-        "gpipe": "gpipe", "1f1b": "1f1b", "zero-bubble": "zero-bubble", "interleaved": "interleaved",
-    }  # fmt: skip
-    return known[name]
 
 
 def arrangement_of(

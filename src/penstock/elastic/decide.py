@@ -50,9 +50,10 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """How it goes on: the plan, as many layers read from a cache, the seconds foreseen, and the reason."""
+    """The plan to go on with, whether it is another one, the layers cached, the seconds foreseen, and why."""
 
     plan: Plan
+    moves: bool
     cached_layers: int
     remaining_s: float
     why: str
@@ -88,8 +89,8 @@ def _with_cache(now: Situation, cached: int, fill_s: float) -> Decision:
     stays = stays and [p.cut_sets for p in plan.pipelines] == [p.cut_sets for p in now.plan.pipelines]
     run_s = now.remaining_rows / plan.prediction.rows_per_s
     return Decision(
-        plan=plan, cached_layers=cached, remaining_s=run_s + fill_s + (0.0 if stays else now.migrate_s),
-        why=_reason(now, plan, cached, fill_s, stays),
+        plan=plan, moves=not stays, cached_layers=cached,
+        remaining_s=run_s + fill_s + (0.0 if stays else now.migrate_s), why=_reason(now, plan, cached, fill_s, stays),
     )  # fmt: skip
 
 

@@ -144,9 +144,8 @@ class ElasticTraining:
     def saw_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Add the squares of a step's gradients to those of the epoch."""
         if self._trainer.placed.replica_index == 0:  # they are the same in all
-            held = self._trainer.tensors
-            own = {n: g for n, g in gradients.items() if held.holders(n)[0] == self._trainer.world.rank}
-            self._norms.add(own)
+            counted = self._trainer.tensors.counted_here
+            self._norms.add({name: gradient for name, gradient in gradients.items() if name in counted})
 
     def end_epoch(self, loader: Loader) -> None:
         """Write down what the epoch's gradients were."""
@@ -265,11 +264,9 @@ class ElasticTraining:
                 trainer, self._frozen(frozen), decided.plan, costs, cached_layers=decided.cached_layers,
                 state_factor=state_factor,
             )  # fmt: skip
-            moves = [p.cut_sets for p in decided.plan.pipelines] != [p.cut_sets for p in plan.pipelines]
-            moves = moves or [p.stages for p in decided.plan.pipelines] != [p.stages for p in plan.pipelines]
             mine = {
                 "plan": encode_plan(decided.plan).decode(), "cached_layers": decided.cached_layers, "why": decided.why,
-                "moves": moves, "ranks": ranks,
+                "moves": decided.moves, "ranks": ranks,
             }  # fmt: skip
         found: dict[str, Any] = all_gather(trainer.world.transport, mine)[FEEDER]
         return found

@@ -48,8 +48,7 @@ def sources_before(graph: Graph, position: int) -> set[str]:
 
 def check_apart(graph: Graph, position: int, trainable: set[str], layers: int) -> None:
     """Check that what is to be frozen shares no trained weight with the rest; raises `UsageError` naming one."""
-    by_name = {state.value.name: state.source for state in graph.states if state.kind == "parameter"}
-    after = {by_name[name] for op in graph.ops[position:] for name in op.uses() if name in by_name}
+    after = sources_in(graph, position, len(graph.ops))
     if shared := sorted(after & sources_before(graph, position) & trainable):
         raise UsageError(
             f"{layers} layers of {graph.model} cannot be frozen: they share {shared[0]} with layers that still train; "

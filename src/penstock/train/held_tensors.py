@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -178,12 +179,17 @@ class HeldTensors:
             parameter = self.parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
+    @cached_property
+    def counted_here(self) -> frozenset[str]:
+        """The parameters that count here within their replica: where one is in several stages, the first one's."""
+        return frozenset(name for name in self.parameters if holding(self._parts, name)[0] in self.stages)
+
     def norms(self) -> dict[str, float]:
         """Return the norm of each gradient that counts here: where a weight is in several stages, the first one's."""
         return {
             name: float(torch.linalg.vector_norm(parameter.grad))
             for name, parameter in self.parameters.items()
-            if parameter.grad is not None and holding(self._parts, name)[0] in self.stages
+            if parameter.grad is not None and name in self.counted_here
         }
 
     def share_buffers(self, transport: Transport) -> None:

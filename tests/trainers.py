@@ -77,6 +77,26 @@ class Still:
     def close(self, *, finished: bool) -> None: ...
 
 
+def on_each_rank(size: int, work: Callable[[int], Any], deadline_s: float = 20.0) -> list[Any]:
+    """Do work in so many threads at once, each with its number; gives what each returned or raised."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        # whatever it is, the caller wants it
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(deadline_s)
+    assert not any(thread.is_alive() for thread in threads), "a rank has not ended"
+    return results
+
+
 def make_trainer(captured: Captured, world: World, *, device: torch.device = HOST, **settings: Any) -> Trainer:
     """Make one process's trainer; `settings` are options of `penstock.Pipeline` by name."""
 

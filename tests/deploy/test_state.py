@@ -16,6 +16,7 @@ from penstock.transport.base import Transport
 from penstock.transport.faulty import Fault, FaultyTransport
 from penstock.transport.memory_network import MemoryNetwork
 from penstock.transport.tags import STATE
+from tests.trainers import on_each_rank
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 SHAPES = ((), (0,), (1,), (3, 2), (2, 0, 3), (33,))
@@ -31,22 +32,7 @@ def tensor_of(number: int) -> Tensor:
 
 def on_threads(network: MemoryNetwork, act: Callable[[Transport], Any], *faults: Fault) -> list[Any]:
     """What each rank returns, or the error that it ended with."""
-    results: list[Any] = [None] * len(network.transports)
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = act(FaultyTransport(network.transports[rank], faults))
-        # the caller looks at it
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(results))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    assert not any(thread.is_alive() for thread in threads), "a rank waits for ever"
-    return results
+    return on_each_rank(len(network.transports), lambda rank: act(FaultyTransport(network.transports[rank], faults)))
 
 
 @st.composite

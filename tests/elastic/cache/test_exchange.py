@@ -19,29 +19,10 @@ from penstock.engine.placement import Grid, Replica
 from penstock.errors import ConnectionBroken, TransportError
 from penstock.transport.memory_network import MemoryNetwork
 from tests.elastic.cache.shards import open_shard, rows
+from tests.trainers import on_each_rank
 
 SAMPLES = 14
 Work = Callable[[CachedFeatures, int], Any]
-
-
-def each(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """Call a function in a thread for each rank; returns what each has returned or raised."""
-    results: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(rank)
-        # whatever it is, the caller wants it
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    assert not any(thread.is_alive() for thread in threads), "a rank has not ended"
-    return results
 
 
 def fill(folder: Path, size: int, num_rows: int, **changed: Any) -> list[Shard]:
@@ -74,7 +55,7 @@ def exchange_rows(
             features.close()
 
     try:
-        return each(size, one)
+        return on_each_rank(size, one)
     finally:
         for shard in shards:
             shard.close()

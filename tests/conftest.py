@@ -109,6 +109,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Make the pretended device known where a test asks for it: at its first backward torch counts devices, once."""
+    if any("pretended" in getattr(item, "fixturenames", ()) for item in session.items):
+        from tests import pretend
+
+        pretend.pretend()
+
+
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device that is not the CPU; messages may not lie on it."""

@@ -196,11 +196,18 @@ class HeldTensors:
         """Send the other replicas the statistics of the first one, as DistributedDataParallel does."""
         for stage in self.stages:
             first, *others = self._grid.holders(stage)
-            names = written_buffers(self._parts[stage]) if others else []
+            names = self._written[stage] if others else []
+            if not names:
+                continue
             have = Held(dict.fromkeys(names, (first,)), self.others.__getitem__)
             want = Wanted(dict.fromkeys(names, others), self.others.__getitem__)
             for _ in redistribute(have, want, transport, BUFFERS):
                 pass  # it has come into the buffer itself
+
+    @cached_property
+    def _written(self) -> dict[int, list[str]]:
+        """The buffers that each stage here writes to."""
+        return {stage: written_buffers(self._parts[stage]) for stage in self.stages}
 
     def find(self, name: str) -> Tensor:
         """Return a tensor that this process holds, by its name in the model."""

@@ -88,7 +88,7 @@ def main() -> None:
     rows = ways()
     names = [PIPELINE, STATIC, ELASTIC] if given.quick else list(rows)
     for name in names:
-        if wanted(name):
+        if wanted(f"vit, {name}"):
             result["lab"][name] = in_lab(name, base["vit"] | rows[name])
             keep()
     for name in () if given.quick else (PIPELINE, STATIC, ELASTIC):

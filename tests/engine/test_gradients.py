@@ -14,11 +14,12 @@ from tests.trainers import in_threads
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("length", [1, 5, 64])
-def test_all_reduce(size: int, length: int) -> None:
+@pytest.mark.parametrize("length", [0, 1, 5, 64])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_all_reduce(size: int, length: int, at_once: bool) -> None:
     def script(world: World) -> torch.Tensor:
         flat = torch.randn(length, generator=torch.Generator().manual_seed(world.rank))
-        all_reduce(world.transport, flat, range(size), 77)
+        all_reduce(world.transport, flat, range(size), 77, at_once=at_once)
         return flat
 
     results = in_threads(size, script)
@@ -81,7 +82,7 @@ class _Unusual(BaseException):
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyError("odd"), _Unusual()])
 def test_what_ends_a_thread_ends_the_wait_for_it(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("penstock.engine.gradients.all_reduce", fail)

@@ -18,7 +18,7 @@ A_SECOND = BUCKET_BYTES // 4  # bytes on the wire
 def problem(*weights: tuple[tuple[str, int], ...], devices: int = 2, **more: Any) -> Problem:
     """A unit for each group of weights, a second forward and two back; links of a quarter bucket a second."""
     units = tuple(Unit(forward_s=(1.0,), backward_s=(2.0,), parameters=own) for own in weights)
-    fields = {name: more.pop(name) for name in list(more) if "_s_per_" in name}
+    fields = {name: more.pop(name) for name in list(more) if "_s_per_" in name or name in {"feed_s", "result_s"}}
     profile = make_profile([1.0] * len(units), units=units, **fields)
     cluster = make_cluster(*[1.0] * devices, bandwidth_bytes_per_s=float(A_SECOND), **more)
     return Problem(profile, cluster, Setting(schedule="1f1b", num_microbatches=2))
@@ -34,6 +34,23 @@ def test_a_ring_of_replicas() -> None:
     step = play_step(given, whole, [1] * 4)
     assert step.computed_s == pytest.approx(3.0)
     assert step.all_reduced_s == pytest.approx(3.0 + 6 * 0.26)
+
+
+def test_a_small_bucket_goes_to_all_at_once() -> None:
+    given = problem((("w", 8 * 2**10),), devices=4, latency_s=0.01, feed_s=0.001, result_s=0.002)
+    (bucket,) = make_buckets(given, [(Placed((number,), 0, 1),) for number in range(4)])
+    wire_s = 3 * 8 * 2**10 / A_SECOND
+    # one hop, and the CPU time of three messages sent and three received
+    assert bucket.seconds(given) == pytest.approx(wire_s + 0.01 + 3 * 0.003)
+
+
+def test_every_device_tells_all_others_how_its_step_went() -> None:
+    parted = [(Placed((0,), 0, 1), Placed((1,), 1, 2), Placed((2,), 2, 3))]
+    weights = [((name, 4),) for name in "abc"]
+    free, costly = (play_step(problem(*weights, devices=3, **more), parted, [2])
+                    for more in ({}, {"latency_s": 0.01, "feed_s": 0.001, "result_s": 0.002}))  # fmt: skip
+    assert free.step_s == free.all_reduced_s
+    assert costly.step_s - costly.all_reduced_s == pytest.approx(0.01 + 2 * 0.003)
 
 
 def test_backwards_hide_the_wire_but_not_the_cpu_time() -> None:

@@ -99,8 +99,8 @@ def test_replicas_beat_stages_where_sums_are_cheap() -> None:
     request = Request(schedule="1f1b", num_microbatches=8)
     cheap = choose(trained(8, 10), cluster, request)
     assert cheap.best.kind == "replicas"
-    # two microbatches each, then rings of four devices: six times a quarter of 80 bytes
-    assert 8 / cheap.plan.prediction.rows_per_s == pytest.approx(2 * 24 + 6 * 20 / 100, rel=0.01)
+    # two microbatches each, then each of four devices sends its 80 bytes to the three others
+    assert 8 / cheap.plan.prediction.rows_per_s == pytest.approx(2 * 24 + 3 * 80 / 100, rel=0.01)
     assert any(
         line.startswith("replicas beat stages: replicas: 1 stage + 1 stage") for line in explain(cheap, cluster, [])
     )

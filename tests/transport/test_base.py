@@ -57,7 +57,7 @@ def test_abort_ends_waits_on_both_sides_at_once(rank: int) -> None:
         network.transports[1].send(data(1), to=2, tag=1)
 
 
-@pytest.mark.parametrize("sent", [b"", b"x", b"penstock" * 1000])
+@pytest.mark.parametrize("sent", [b"", b"x", b"12" * 2**11, b"12" * 2**11 + b"3", b"penstock" * 1000])
 def test_bytes(sent: bytes) -> None:
     network = MemoryNetwork(2)
     thread = threading.Thread(target=send_bytes, args=(network.transports[0], sent, 1))
@@ -87,7 +87,7 @@ def test_nothing_is_allocated_for_an_announcement_beyond_the_limit(monkeypatch: 
     monkeypatch.setattr(torch, "zeros", lambda *size, **kind: made.append(size) or zeros(*size, **kind))  # type: ignore[func-returns-value]
     with pytest.raises(TransportError, match="announced 2147483648 bytes, beyond the limit of 65536"):
         receive_bytes(network.transports[1], 0, limit=WORD_BYTES)
-    assert made == [(16,)]
+    assert made == [(16 + 2**12,)]  # a header, and what travels with it
 
 
 def test_every_use_says_how_much_it_carries() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.plan.schedule.actions import BUCKET_BYTES, NUM_ALL_REDUCES
+from penstock.plan.schedule.actions import NUM_ALL_REDUCES, adds_up_at_once, bucket_limit
 from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.transport.base import Transport
 from penstock.transport.collectives import all_reduce
@@ -58,7 +58,7 @@ class Bucket:
         return {(stage, weight.name) for weight in self.weights for stage in weight.stages}
 
 
-def make_buckets(weights: Sequence[Weight], order: Sequence[str], limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def make_buckets(weights: Sequence[Weight], order: Sequence[str], limit_bytes: int | None = None) -> list[Bucket]:
     """Fill buckets with weights that several ranks hold.
 
     `order` names all weights of the model, in the same order on every rank: a bucket is numbered by
@@ -72,11 +72,12 @@ def make_buckets(weights: Sequence[Weight], order: Sequence[str], limit_bytes: i
             alike.setdefault((weight.ranks, weight.holders, weight.leaves[0].dtype), []).append(weight)
     buckets: list[Bucket] = []
     for group in alike.values():
-        room = 0
+        limit = limit_bytes or bucket_limit(sum(weight.leaves[0].nbytes for weight in group))
+        room = 0.0
         for weight in group:
             if room < weight.leaves[0].nbytes:
                 buckets.append(Bucket(place[weight.name], []))
-                room = limit_bytes
+                room = limit
             buckets[-1].weights.append(weight)
             room -= weight.leaves[0].nbytes
     return sorted(buckets, key=lambda bucket: bucket.number)
@@ -215,7 +216,9 @@ class Synchronizer:
 
     def _reduce(self, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
         flat = flat.cpu()  # what travels lies on the host
-        all_reduce(self._transport, flat, bucket.weights[0].ranks, bucket_tag(bucket.number))
+        ranks = bucket.weights[0].ranks
+        at_once = adds_up_at_once(len(ranks), flat.nbytes)
+        all_reduce(self._transport, flat, ranks, bucket_tag(bucket.number), at_once=at_once)
         shapes = [weight.leaves[0].shape for weight in bucket.weights]
         parts = flat.to(bucket.weights[0].leaves[0].device).split([shape.numel() for shape in shapes])
         return {w.name: part.view(shape) for w, shape, part in zip(bucket.weights, shapes, parts, strict=True)}

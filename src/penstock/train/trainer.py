@@ -259,8 +259,9 @@ class Trainer:
 
     def _step_document(self) -> dict[str, Any]:
         """Describe the step as this process has seen it."""
-        unused = self.now.synchronizer.unused if self._step_data else []
-        used = [name for name in self.tensors.parameters if name not in unused] if self._step_data else []
+        names = self.step == 0 and bool(self._step_data)  # whether all have a part in the loss, the first step shows
+        unused = self.now.synchronizer.unused if names else []
+        used = [name for name in self.tensors.parameters if name not in unused] if names else []
         nonfinite = {stage.index: stage.first_nonfinite for stage in self.now.stages.values()}
         return step_document(self._losses, first_nonfinite=nonfinite, used=used, unused=unused)
 

@@ -9,6 +9,7 @@ for it, never longer. Tags below 0 carry buffers on devices, where a transport h
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,14 +51,12 @@ WORD_BYTES = 64 * 2**10  # of a signal, a number, a name or an error
 DOCUMENT_BYTES = 16 * 2**20  # of what ranks tell each other, an entry for each of them
 JOB_BYTES = 256 * 2**20  # of a job, with the programs of a rank's stages as text
 _BYTES_HEADER = struct.Struct("<QQ")  # length, checksum
+_WITH_HEADER = 2**12  # bytes that travel in one message with their header
 
 
 def send_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -> None:
     """Send bytes of any length to a rank that calls `receive_bytes`, and wait until they are gone."""
-    header = bytearray(_BYTES_HEADER.pack(len(data), zlib.crc32(data)))
-    transport.send(torch.frombuffer(header, dtype=torch.uint8), to, tag).wait()
-    if data:
-        transport.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, tag).wait()
+    post_bytes(transport, data, to, tag).wait()
 
 
 def receive_bytes(transport: Transport, source: int, tag: int = CONTROL, *, limit: int) -> bytes:
@@ -65,18 +64,45 @@ def receive_bytes(transport: Transport, source: int, tag: int = CONTROL, *, limi
 
     `limit` is what the bytes are at most: nothing is allocated for an announcement of more.
     """
-    header = torch.zeros(_BYTES_HEADER.size, dtype=torch.uint8)
-    transport.receive(header, source, tag).wait()
-    size, checksum = _BYTES_HEADER.unpack(header.numpy().tobytes())
-    if size > limit:
-        raise TransportError(f"rank {source} announced {size} bytes, beyond the limit of {limit}; try again")
-    data = torch.zeros(size, dtype=torch.uint8)
-    if size:
-        transport.receive(data, source, tag).wait()
-    received = data.numpy().tobytes()
-    if zlib.crc32(received) != checksum:
-        raise TransportError(f"{size} bytes from rank {source} are damaged; check the network and try again")
-    return received
+    return ArrivingBytes(transport, source, tag, limit=limit).wait()
+
+
+def post_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -> Pending:
+    """Begin to send bytes as `send_bytes` does: few travel with their header, the rest of many after it."""
+    header = _BYTES_HEADER.pack(len(data), zlib.crc32(data))
+    first, rest = header + data[:_WITH_HEADER], data[_WITH_HEADER:]
+    buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (first, rest) if part]
+    return _Together([_Kept(buffer, transport.send(buffer, to, tag)) for buffer in buffers])
+
+
+class ArrivingBytes:
+    """The bytes that a rank sends by `send_bytes`, posted for; `wait` returns them as `receive_bytes` does.
+
+    Example:
+        arriving = {rank: ArrivingBytes(transport, rank, limit=WORD_BYTES) for rank in (1, 2)}
+        words = {rank: each.wait() for rank, each in arriving.items()}
+    """
+
+    def __init__(self, transport: Transport, source: int, tag: int = CONTROL, *, limit: int) -> None:
+        self._transport, self._source, self._tag, self._limit = transport, source, tag, limit
+        self._first = torch.zeros(_BYTES_HEADER.size + _WITH_HEADER, dtype=torch.uint8)
+        self._pending = transport.receive(self._first, source, tag)
+
+    def wait(self) -> bytes:
+        """Wait for all of them."""
+        self._pending.wait()
+        source, first = self._source, self._first.numpy().tobytes()
+        size, checksum = _BYTES_HEADER.unpack_from(first)
+        if size > self._limit:
+            raise TransportError(f"rank {source} announced {size} bytes, beyond the limit of {self._limit}; try again")
+        received = first[_BYTES_HEADER.size : _BYTES_HEADER.size + size]
+        if size > _WITH_HEADER:
+            rest = torch.zeros(size - _WITH_HEADER, dtype=torch.uint8)
+            self._transport.receive(rest, source, self._tag).wait()
+            received += rest.numpy().tobytes()
+        if zlib.crc32(received) != checksum:
+            raise TransportError(f"{size} bytes from rank {source} are damaged; check the network and try again")
+        return received
 
 
 def send_tensor(transport: Transport, tensor: Tensor, to: int, tag: int = CONTROL) -> None:
@@ -118,3 +144,14 @@ class _Kept:
     def wait(self) -> None:
         if self.pending is not None:
             self.pending.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Several sends as one."""
+
+    pending: Sequence[Pending]
+
+    def wait(self) -> None:
+        for each in self.pending:
+            each.wait()

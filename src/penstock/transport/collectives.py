@@ -7,19 +7,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.transport.base import DOCUMENT_BYTES, FEEDER, Transport, receive_bytes, send_bytes
+from penstock.transport.base import DOCUMENT_BYTES, ArrivingBytes, Transport, post_bytes
 from penstock.transport.tags import DOCUMENTS
 
 
-def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], tag: int) -> None:
+def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], tag: int, *, at_once: bool = False) -> None:
     """Add a flat tensor up over the ranks of a group, in place; every rank gets the same bits.
 
-    Each rank passes parts around a ring, so that nobody carries more than two times the tensor
+    Example:
+        all_reduce(transport, torch.cat([gradient.reshape(-1) for gradient in gradients]), [0, 2], tag)
+
+    Of a large tensor each rank passes parts around a ring, so that nobody carries more than two times the tensor
     (Patarasuk and Yuan 2009, bandwidth-optimal all-reduce):
 
         0 ──▶ 1 ──▶ 2 ──▶ 0      first each part gathers its sum on its way round, then the sums go round
+
+    That is 2 (n - 1) messages one after the other. With `at_once` each rank sends the whole tensor to all others,
+    which takes one, and pays where tensors are small.
     """
     ranks = sorted(group)
+    if at_once:
+        _sum_at_once(transport, flat, ranks, tag)
+    else:
+        _sum_around(transport, flat, ranks, tag)
+
+
+def _sum_at_once(transport: Transport, flat: Tensor, ranks: Sequence[int], tag: int) -> None:
+    """Exchange whole tensors, and add them up in the order of ranks."""
+    if not flat.numel():
+        return
+    others = [rank for rank in ranks if rank != transport.rank]
+    given = {rank: torch.empty_like(flat) for rank in others}
+    receives = [transport.receive(_bytes(given[rank]), rank, tag) for rank in others]
+    sends = [transport.send(_bytes(flat), rank, tag) for rank in others]
+    for pending in (*receives, *sends):
+        pending.wait()
+    given[transport.rank] = flat
+    total = given[ranks[0]].clone()
+    for rank in ranks[1:]:
+        total += given[rank]
+    flat.copy_(total)
+
+
+def _sum_around(transport: Transport, flat: Tensor, ranks: Sequence[int], tag: int) -> None:
     count, place = len(ranks), ranks.index(transport.rank)
     parts = flat.tensor_split(count)
     room = torch.empty_like(parts[0])
@@ -46,21 +76,20 @@ def all_gather(transport: Transport, document: dict[str, Any]) -> list[dict[str,
 
     Example:
         losses = [told["loss"] for told in all_gather(transport, {"loss": 0.5})]
+
+    Every rank sends its own to every other at once; a small one takes one message.
     """
     if transport.size == 1:
         return [document]
-    if transport.rank != FEEDER:
-        send_bytes(transport, json.dumps(document).encode(), FEEDER, DOCUMENTS)
-        told: list[dict[str, Any]] = json.loads(receive_bytes(transport, FEEDER, DOCUMENTS, limit=DOCUMENT_BYTES))
-        return told
-    told = [document]
-    told += [
-        json.loads(receive_bytes(transport, rank, DOCUMENTS, limit=DOCUMENT_BYTES)) for rank in range(1, transport.size)
-    ]
-    data = json.dumps(told).encode()
-    for rank in range(1, transport.size):
-        send_bytes(transport, data, rank, DOCUMENTS)
-    return told
+    data = json.dumps(document).encode()
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+    arriving = {rank: ArrivingBytes(transport, rank, DOCUMENTS, limit=DOCUMENT_BYTES) for rank in others}
+    sends = [post_bytes(transport, data, rank, DOCUMENTS) for rank in others]
+    found = {rank: json.loads(each.wait()) for rank, each in arriving.items()}
+    for pending in sends:
+        pending.wait()
+    found[transport.rank] = document
+    return [found[rank] for rank in range(transport.size)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -2,22 +2,25 @@
 
 What the engine does, on the cost model: weights that the same devices hold travel in buckets around a ring of these
 devices, every device works through its buckets in the order in which their weights go backward, and a bucket starts
-when the last of its devices has its gradients:
+when the last of its devices has its gradients. What is small goes to all at once:
 
     device 0   |F0|F1|B0|   B1   |            the last backward makes gradients final bit by bit
     device 2   |F0|F1|B0| B1 |                (units of the model's end first)
                          ──bucket 0──▶──bucket 1──▶
 
-Of a bucket of `B` bytes, each of `K` devices sends and receives 2 (K - 1) / K * B (Patarasuk and Yuan 2009). The wire
-is hidden behind the last backwards; the CPU time of the bytes is not, since the device has backwards to compute then.
+Of a bucket of `B` bytes, each of `K` devices sends and receives 2 (K - 1) / K * B in 2 (K - 1) messages one after the
+other (Patarasuk and Yuan 2009); at once, (K - 1) B in one. The wire is hidden behind the last backwards; the CPU time
+of messages and bytes is not, since the device has backwards to compute then.
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from penstock.plan.cost.problem import Division, Placed, Problem
-from penstock.plan.schedule.actions import BUCKET_BYTES
+from penstock.plan.schedule.actions import adds_up_at_once, bucket_limit
 
 
 @dataclass(slots=True)
@@ -28,22 +31,39 @@ class Bucket:
     num_bytes: float = 0.0
     first_units: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def at_once(self) -> bool:
+        """Whether each device sends all of it to all others, rather than parts around a ring."""
+        return adds_up_at_once(len(self.devices), self.num_bytes)
+
     def cpu_s(self, problem: Problem, device: int) -> float:
-        """Return the CPU seconds that the bucket's bytes take on a device: around the ring, and before it."""
-        profile = problem.profile
-        around = 2 * (len(self.devices) - 1) / len(self.devices)
+        """Return the CPU seconds that the bucket takes on a device: as it travels, and before."""
+        profile, count = problem.profile, len(self.devices)
+        around = count - 1 if self.at_once else 2 * (count - 1) / count
         per_byte = around * (profile.send_s_per_byte + profile.receive_s_per_byte) + profile.sum_s_per_byte
-        return self.num_bytes * per_byte / problem.devices[device].speed
+        num_messages = (count - 1) * (1 if self.at_once else 2)
+        return self.num_bytes * per_byte / problem.devices[device].speed + messages_s(problem, device, num_messages)
 
     def seconds(self, problem: Problem) -> float:
         """Return the seconds of a bucket from its start until every device has all sums."""
-        count = len(self.devices)
+        count, cpu_s = len(self.devices), max(self.cpu_s(problem, device) for device in self.devices)
+        if self.at_once:
+            wire_s = max(
+                (count - 1) * self.num_bytes * problem.wire_s(one, other) + problem.latency_s(one, other)
+                for one, other in combinations(self.devices, 2)
+            )
+            return wire_s + cpu_s
         neighbours = zip(self.devices, (*self.devices[1:], self.devices[0]), strict=True)
         each = max(
             self.num_bytes / count * problem.wire_s(one, other) + problem.latency_s(one, other)
             for one, other in neighbours
         )
-        return 2 * (count - 1) * each + max(self.cpu_s(problem, device) for device in self.devices)
+        return 2 * (count - 1) * each + cpu_s
+
+
+def messages_s(problem: Problem, device: int, count: int) -> float:
+    """Return the CPU seconds of messages beside their bytes, so many sent and so many received."""
+    return count * (problem.profile.feed_s + problem.profile.result_s) / problem.devices[device].speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +91,24 @@ def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket
         make_buckets(problem, [division])       # none where no stages share a weight
     """
     bounds = sorted({stage.start for division in divisions for stage in division})
-    filling: dict[object, Bucket] = {}
-    buckets: list[Bucket] = []
+    found: list[tuple[object, float, dict[int, int]]] = []
+    totals: dict[object, float] = defaultdict(float)
     for num_bytes, units in reversed(problem.costs.tensors.values()):
         first_units = _first_units(divisions, units)
-        if len(first_units) == 1:
-            continue
-        # pipelines with other cuts hold other parts of the model, so these weights never share a bucket
-        alike = tuple(first_units), tuple(sorted({bisect_right(bounds, unit) for unit in units}))
-        bucket = filling.get(alike)
-        if bucket is None or bucket.num_bytes + num_bytes > BUCKET_BYTES:
-            bucket = filling[alike] = Bucket(tuple(first_units))
+        if len(first_units) > 1:
+            # pipelines with other cuts hold other parts of the model, so these weights never share a bucket
+            alike = tuple(first_units), tuple(sorted({bisect_right(bounds, unit) for unit in units}))
+            found.append((alike, num_bytes, first_units))
+            totals[alike] += num_bytes
+    filling: dict[object, Bucket] = {}
+    buckets: list[Bucket] = []
+    for group, weight_bytes, first in found:
+        bucket = filling.get(group)
+        if bucket is None or bucket.num_bytes + weight_bytes > bucket_limit(totals[group]):
+            bucket = filling[group] = Bucket(tuple(first))
             buckets.append(bucket)
-        bucket.num_bytes += num_bytes
-        for device, unit in first_units.items():
+        bucket.num_bytes += weight_bytes
+        for device, unit in first.items():
             bucket.first_units[device] = min(unit, bucket.first_units.get(device, unit))
     return buckets
 

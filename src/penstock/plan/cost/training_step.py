@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
-from penstock.plan.cost.all_reduces import Bucket, LastBackward, all_reduced_s, make_buckets
+from penstock.plan.cost.all_reduces import Bucket, LastBackward, all_reduced_s, make_buckets, messages_s
 from penstock.plan.cost.pipeline_cost import latency_s
 from penstock.plan.cost.problem import Division, Problem
 from penstock.plan.schedule.actions import BACKWARD_PARTS, Action
@@ -103,8 +103,9 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
             after_s[device] += _update_s(problem, device, stage.start, stage.end) + load_s
     buckets = make_buckets(problem, divisions)
     done_s = all_reduced_s(problem, buckets, last)
-    # every process tells the first one how its part went, which tells all
-    told_s = 2 * max(problem.latency_s(next(iter(last)), device) for device in last)
+    # every process tells all others how its part went
+    told_s = max((problem.latency_s(one, other) for one, other in combinations(last, 2)), default=0.0)
+    told_s += max(messages_s(problem, device, len(last) - 1) for device in last)
     return Step(
         replicas=replicas, buckets=tuple(buckets), computed_s=max(played.makespan_s for played in replicas),
         all_reduced_s=done_s, step_s=done_s + told_s + max(after_s.values()),

@@ -22,6 +22,9 @@ KINDS: tuple[str, ...] = get_args(Kind)
 NUM_BUFFERS = 4
 # gradients that are added up as one: large enough for the network, small enough that the first is on its way early
 BUCKET_BYTES = 8 * 2**20
+_LEAST_BUCKET_BYTES, _BUCKETS = 2**19, 4
+# all that ranks give and take of a bucket that is added up at once rather than around a ring
+_AT_ONCE_BYTES = 2**18
 # buckets under way at a time: while one waits for the network, another is added up
 NUM_ALL_REDUCES = 2
 # the parts of a split backward are taken as equal
@@ -44,6 +47,28 @@ class Action:
 
 # what each device does, in order
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
+
+
+def bucket_limit(num_bytes: float) -> float:
+    """Return the most bytes of a bucket where the weights that the same devices hold have `num_bytes`.
+
+    A small model has several buckets too, or none would be on its way before the last backward ends.
+
+    >>> [bucket_limit(num_bytes) / 2**20 for num_bytes in (2**20, 8 * 2**20, 2**30)]
+    [0.5, 2.0, 8.0]
+    """
+    return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, num_bytes / _BUCKETS))
+
+
+def adds_up_at_once(num_ranks: int, num_bytes: float) -> bool:
+    """Return whether ranks send a bucket whole to each other, rather than parts of it around a ring.
+
+    Around a ring fewer bytes go, by more messages one after the other.
+
+    >>> adds_up_at_once(4, 2_000), adds_up_at_once(4, 2_000_000), adds_up_at_once(2, 2_000_000)
+    (True, False, True)
+    """
+    return num_ranks <= 2 or num_ranks * num_bytes <= _AT_ONCE_BYTES
 
 
 def forward_only(stages: Sequence[int], num_microbatches: int | None = None) -> Iterator[Action]:

@@ -5,35 +5,25 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from penstock.elastic.arranging import arrangement_of, near, plan_of, same_places
-from penstock.elastic.cache.frozen_cache import (
-    CachePlace,
-    Filling,
-    FrozenCache,
-    changes,
-    default_folder,
-    sizes_of_layers,
-)
-from penstock.elastic.cache.speed import copy_s_per_byte
+from penstock.elastic.caching import Caching
 from penstock.elastic.costs import Costs, find_costs
-from penstock.elastic.decide import CacheCosts, Decision, Situation, decide
+from penstock.elastic.decide import Decision, Situation, decide
 from penstock.elastic.freezing.by_hand import ByHand
 from penstock.elastic.freezing.guard import Guarded
 from penstock.elastic.freezing.history import EpochRecord, FreezePolicy, next_frozen
 from penstock.elastic.freezing.never import Never
 from penstock.elastic.norms import LayerNorms, layer_of
 from penstock.elastic.options import ElasticOptions
-from penstock.errors import CacheError, UsageError
+from penstock.errors import UsageError
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.spec.plan import Plan, decode_plan, encode_plan
-from penstock.terminal.notes import note
 from penstock.train.captured import Captured
 from penstock.train.loader import Loader
 from penstock.train.migration import fix_microbatches, migrate
@@ -91,13 +81,12 @@ class ElasticTraining:
         self._norms = LayerNorms(layer_of(self._whole.graph, self._whole.layers), self._num_layers)
         self.history: list[EpochRecord] = []
         self.changes: list[PlanChange] = []
-        self._cache: FrozenCache | None = None
+        self._caching = Caching(trainer, self._whole, loader, options)
         self._costs: Costs | None = None
         self._plan: Plan | None = None  # on the first process
         self._started = self._over = False
         self._decided: int | None = None  # the epoch that the last decision was for
         self._begun: int | None = None  # the epoch that has begun and is not in the history
-        self._can_cache = options.cache
         self._migrate_s = 0.0
         self._moves_measured = False
         trainer.follower = loader.follower = self
@@ -195,52 +184,37 @@ class ElasticTraining:
         self._started = True
         fix_microbatches(trainer)
         self._costs = find_costs(trainer, self._whole, self._options, self._rows())
-        if self._can_cache and self._options.cache_views == 1 and changes(self._loader, trainer.world.transport):
-            self._can_cache = False
-            self._note(
-                "samples are drawn anew each time, as by random augmentation, so what frozen layers put out is not "
-                "cached; cache_views=3 (--cache-views 3) keeps three variants of each"
-            )
-        if self._can_cache and self._cached_bytes() == [None] * self._num_layers:
-            self._can_cache = False
-            self._note("rows differ in length or are cast, so what frozen layers put out is not cached")
+        self._caching.look()
 
     def _rows(self) -> int:
         """Return the rows of a microbatch of a whole batch."""
         total = sum(replica.num_microbatches or 1 for replica in self._trainer.grid.replicas)
         return max(1, self._loader.batch_size // total)
 
-    def _cached_bytes(self) -> list[int | None]:
-        return sizes_of_layers(self._whole, self._options.stored(), self._trainer.now.how.autocast)
-
     def _go_on(self, frozen: int, *, first: bool) -> None:
         """Take the training to where it is best with so many layers frozen, and say so."""
-        before, before_cached = self.frozen_layers, self._cache.layers if self._cache is not None else 0
+        before, before_cached = self.frozen_layers, self._caching.layers
         captured = self._frozen(frozen)  # what cannot be frozen is said on every process, before anything is decided
         document = self._decision(frozen, first=first)
         cached = document["cached_layers"]
         fill_s = 0.0
-        if cached and (self._cache is None or self._cache.layers != cached):
+        if cached and cached != before_cached:
             begin = time.monotonic()
-            if not self._fill(self._frozen(cached)):
+            if not self._caching.fill(self._frozen(cached)):
                 document = self._decision(frozen, first=first)  # without
                 cached = document["cached_layers"]
             fill_s = time.monotonic() - begin
         self._plan = plan = decode_plan(document["plan"].encode())
         if frozen == before and cached == before_cached and not document["moves"]:
-            if self._trainer.now.features is not None and self._cache is not None:
-                self._cache.show(self._trainer.now.features, self._loader.epoch)
+            self._caching.begin_epoch()
             self._tell(document, migrate_s=0.0, moved_bytes=0, fill_s=fill_s)
             return
         if not cached:
-            self._drop_cache()
+            self._caching.drop()
         if self._costs is not None:  # devices that are alike have changed parts
             self._costs = dataclasses.replace(self._costs, ranks=document["ranks"])
         placed = arrangement_of(self._trainer.placed, captured, plan, document["ranks"], cached_layers=cached)
-        features = None
-        if cached and self._cache is not None:
-            features = self._cache.features(self._trainer, placed, self._loader.epoch)
-        moved = migrate(self._trainer, placed, captured, features)
+        moved = migrate(self._trainer, placed, captured, self._caching.features(placed))
         if moved.moved_bytes:
             self._migrate_s, self._moves_measured = moved.seconds, True
         self._tell(document, migrate_s=moved.seconds, moved_bytes=moved.moved_bytes, fill_s=fill_s)
@@ -276,22 +250,14 @@ class ElasticTraining:
         epochs = (options.epochs or self._loader.epoch + 1) - self._loader.epoch
         done = self._loader.position * self._loader.batch_size
         remaining = max(1.0, float(epochs * self._loader.num_samples - done))
-        caching = None
-        if self._can_cache and frozen and trainer.input_places is not None:
-            profile = costs.profile
-            size = trainer.world.transport.size
-            remote = (size - 1) / size * (profile.send_s_per_byte + profile.receive_s_per_byte)
-            caching = CacheCosts(
-                bytes_per_row=self._cached_bytes(), num_samples=self._loader.num_samples * options.cache_views,
-                read_s_per_byte=copy_s_per_byte() + remote, write_s_per_byte=copy_s_per_byte(),
-            )  # fmt: skip
         # what the caller has arranged stays until something is frozen
         pack = options.pack and not (first and trainer.is_arranged and not frozen)
         return decide(Situation(
             profile=costs.profile, cluster=costs.cluster, plan=plan,
             layers=[cut.name for cut in self._whole.layers], frozen_layers=frozen,
-            cached_layers=self._cache.layers if self._cache is not None else 0, remaining_rows=remaining,
-            migrate_s=self._cost_of_moving(costs, plan), pack=pack, replicate=options.replicate, caching=caching,
+            cached_layers=self._caching.layers, remaining_rows=remaining,
+            migrate_s=self._cost_of_moving(costs, plan), pack=pack, replicate=options.replicate,
+            caching=self._caching.costs(costs.profile) if frozen else None,
         ))  # fmt: skip
 
     def _cost_of_moving(self, costs: Costs, plan: Plan) -> float:
@@ -315,33 +281,6 @@ class ElasticTraining:
         # before its first step an optimizer keeps nothing: few keep more than AdamW
         return kept / total if kept else ADAMW_STATE
 
-    def _fill(self, captured: Captured) -> bool:
-        """Fill the cache of a model's frozen layers, all processes at once; returns whether it is there."""
-        options = self._options
-        if self._cache is not None and self._cache.layers > captured.frozen_layers:
-            self._drop_cache()  # freezing was taken back: there is nothing to go on from
-        place = CachePlace(
-            folder=Path(options.cache_dir) if options.cache_dir is not None else default_folder(),
-            limit_bytes=options.limit_bytes(), stored=options.stored(), num_views=options.cache_views,
-        )  # fmt: skip
-        try:
-            cache = Filling(self._trainer, captured, self._loader, place, before=self._cache).run()
-        except CacheError as error:
-            self._can_cache = False
-            self._note(f"{error}; the training goes on without a deeper cache")
-            return False
-        self._drop_cache()
-        self._cache = cache
-        return True
-
-    def _drop_cache(self) -> None:
-        """Let go of a cache that another one takes the place of; steps no longer read it after the next migration."""
-        if self._cache is not None:
-            if self._trainer.now.features is not None:
-                self._trainer.now.features.close()
-            self._cache.close(keep=self._options.keep_cache)
-            self._cache = None
-
     def _tell(self, document: Mapping[str, Any], *, migrate_s: float, moved_bytes: int, fill_s: float) -> None:
         trainer = self._trainer
         placed = trainer.placed
@@ -354,10 +293,6 @@ class ElasticTraining:
         self.changes.append(change)
         if self._told is not None:
             self._told(change)
-
-    def _note(self, text: str) -> None:
-        if self._trainer.world.rank == FEEDER:
-            note(text)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the same on every process."""
@@ -379,7 +314,7 @@ class ElasticTraining:
         fix_microbatches(trainer)
         if captured.frozen_layers != self.frozen_layers or trainer.placed.skipped:
             migrate(trainer, same_places(trainer, captured), captured)
-        self._drop_cache()  # of a training that had gone on already
+        self._caching.drop()  # of a training that had gone on already
         trainer.known_groups[:] = [dict(groups) for groups in state["groups"]]
 
     def close(self, *, finished: bool = True) -> None:
@@ -387,11 +322,7 @@ class ElasticTraining:
         if self._over:
             return
         self._over = True
-        if self._cache is not None:
-            if self._trainer.now.features is not None:
-                self._trainer.now.features.close()
-            self._cache.close(keep=self._options.keep_cache or not finished)
-            self._cache = None
+        self._caching.drop(keep=not finished)
 
 
 def _said_before(policy: FreezePolicy) -> set[int]:

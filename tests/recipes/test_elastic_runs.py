@@ -64,6 +64,7 @@ sklearn.datasets.load_digits()
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
+import penstock.train.migration as Migrating
 from penstock.elastic.cache.shard import Shard
 from penstock.errors import PenstockError
 from penstock.recipes.loop import _Fit, fit_here
@@ -77,14 +78,16 @@ def due(step):
 
 def before(kind, name, step_of):
     real = getattr(kind, name)
-    def call(self, *arguments):
-        if due(step_of(self)):
+    def call(*arguments):
+        if due(step_of(arguments[0])):
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, *arguments)
+        return real(*arguments)
     setattr(kind, name, call)
 
 if moment == "fill":
     before(Shard, "append", lambda shard: calls.append(1) or len(calls))
+elif moment == "move":
+    before(Migrating, "_move", lambda *_: calls.append(1) or len(calls))
 elif moment == "step":
     before(_Fit, "_note", lambda run: run._trainer.step)
 elif moment == "validation":
@@ -100,6 +103,7 @@ except PenstockError as error:
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs: Path, tmp_path: Path) -> None:
     moments = [
         ("fill", 2, "1", STEPS),  # the first cache: one process has written half of its rows
+        ("move", 2, "1", STEPS),  # tensors have come to where they are used next, and the optimizer's have not
         ("step", 17, "all", 16),  # within an epoch that reads the cache
         ("validation", 12, "0", 8),  # the last batch of an epoch has been trained on, but nobody has said how good
     ]
@@ -114,7 +118,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs:
         write_settings(given, folder / "settings.json")
         write_settings(given.replace(resume=True), folder / "resume.json")
         groups[0].append((2, [str(folder / "settings.json"), moment, str(at), who]))
-        if moment in {"fill", "step"}:
+        if moment != "validation":
             groups[1].append((2, [str(folder / "resume.json"), "", "0", ""]))
     killed = run_forked(script, groups[0], deadline_s=90.0, warm=WARM)
     for (_, _, who, _), ended in zip(moments, killed, strict=True):
@@ -123,7 +127,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs:
     assert all(len(found) < len(expected) for found in before)
     for ended in run_forked(script, groups[1], deadline_s=90.0, warm=WARM):
         assert [end.status for end in ended] == [0, 0]
-    for folder in folders[2:]:  # which one process takes over
+    for folder in folders[3:]:  # which one process takes over
         fit(read_settings(folder / "resume.json").replace(devices=None))
     for folder, (moment, at, _, resumed) in zip(folders, moments, strict=True):
         assert losses(folder) == pytest.approx(expected, rel=1e-4), moment

@@ -21,6 +21,7 @@ from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
+from penstock.runtime.registry import parse_runtime
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
@@ -77,6 +78,8 @@ class Pipeline:
         depth: microbatches that may wait at a cut.
         device: what stages compute on, `cpu` or `cuda`: then each process takes the GPU of its number on its machine,
             and shares it where there are fewer. Outputs come to the CPU. A list of modules computes where they lie.
+        runtime: what computes the stages of a stream: `eager`, `onnxruntime`, or `onnxruntime:int8`, linear layers in
+            8 bits. A plan says it itself, stage by stage.
         between_gpus: how tensors get from one GPU to the next: `gloo`, by way of the hosts; `nccl`, which needs a GPU
             for each process; or `auto`, the second where it can be. NCCL is unverified, as it has never run on two
             GPUs, so it has to be asked for.
@@ -119,6 +122,7 @@ class Pipeline:
         threads: int | None = None,
         depth: int = DEPTH,
         device: str | torch.device = "cpu",
+        runtime: str = "eager",
         between_gpus: str = "gloo",
         stall_s: float = STALL_S,
         world: World | None = None,
@@ -138,6 +142,7 @@ class Pipeline:
         run = RunOptions(
             threads=threads, depth=depth, device=str(device), between_gpus=between_gpus, stall_s=stall_s,
             trace=Path(trace) if trace is not None else None, trace_units=trace_units, trace_profile=trace_profile,
+            runtime=parse_runtime(runtime),
         )  # fmt: skip
         if world is None and not under_torchrun():
             find_device(device)  # before anything is started

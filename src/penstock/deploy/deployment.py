@@ -57,9 +57,10 @@ class Deployment:
             each if isinstance(each, RoundRobin) else RoundRobin([each])
             for each in ranks or check_world(world, len(programs))
         ]
+        runtimes = tuple(runtimes) or (run.runtime,) * len(programs)
         self.job = StagesJob(
             number=number, ranks=tuple(places), sizes=dict(sizes), depth=run.depth, threads=run.threads or 1,
-            device_names=tuple(world.names), computes_on=run.device, runtimes=tuple(runtimes),
+            device_names=tuple(world.names), computes_on=run.device, runtimes=runtimes,
             trace=tracer is not None, trace_units=tracer is not None and tracer.units,
             trace_profile=tracer is not None and tracer.profile,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from penstock.engine.stall import STALL_S
 from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.group.direct import check_way
+from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.spec.plan import Plan
 from penstock.zoo.weights.weights import Weights
 
@@ -54,6 +55,7 @@ class RunOptions:
     trace: Path | None = None
     trace_units: bool = False
     trace_profile: bool = False
+    runtime: RuntimeChoice = EAGER  # of every stage, where no plan says more
 
     def __post_init__(self) -> None:
         if self.trace is None and (self.trace_units or self.trace_profile):

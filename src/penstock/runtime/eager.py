@@ -137,6 +137,27 @@ class Runtime:
         self._seen(bound, sizes)
         return [registers[index] for index in self._outputs], seconds
 
+    def likes(
+        self, sizes: Mapping[str, int], inputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor | list[Tensor]]]:
+        """Run on one microbatch; returns the outputs, and on the meta device the inputs and what operations made."""
+        bound = self.bind(sizes)
+        registers = bound.registers.copy()
+        found: dict[str, Tensor | list[Tensor]] = {}
+        for index, value, tensor in zip(self._inputs, self.program.inputs, inputs, strict=True):
+            registers[index], found[value.name] = tensor, _like(tensor)
+        for op, step in zip(self.program.ops, bound.steps, strict=True):
+            self._check_result(op, sizes, registers)
+            made = _run(step, registers)
+            found[op.name] = _like(made) if isinstance(made, Tensor) else [_like(each) for each in made]
+        return [registers[index] for index in self._outputs], found
+
+    def constants(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return its tensors, and what its prelude gives at these sizes, by name."""
+        names = [state.value.name for state in self.program.states] + [op.name for op in self.program.prelude]
+        values = self.bind(sizes).registers
+        return {name: value for name, value in zip(names, values, strict=False) if isinstance(value, Tensor)}
+
     def bind(self, sizes: Mapping[str, int]) -> _Bound:
         """Decide everything that depends on sizes alone; kept for the next microbatch of the same size."""
         key = tuple(sizes[symbol] for symbol in self.program.symbols)
@@ -262,17 +283,22 @@ def _positional(
     return call, [*arguments, *(keywords[name] for name in names)], rest
 
 
-def _run(step: _Step, registers: list[Any]) -> None:
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _run(step: _Step, registers: list[Any]) -> Any:
     arguments = step.arguments.copy()
     for position, register in step.slots:
         arguments[position] = registers[register]
     for position, items in step.lists:
         arguments[position] = [registers[x.index] if isinstance(x, _Register) else x for x in items]
     try:
-        registers[step.result] = step.function(*arguments, **step.keywords)
+        made = registers[step.result] = step.function(*arguments, **step.keywords)
     # whatever an operator raises, the reader needs to know which one it was
     except Exception as error:
         kind = OutOfMemory if is_out_of_memory(error) else RunError
         raise kind(f"operation {step.name} failed: {first_line(error)}") from error
     for register in step.ends:
         registers[register] = None
+    return made

@@ -42,18 +42,37 @@ class StageRuntime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RuntimeKind:
-    """How a runtime is made of a program and its tensors by name, and what it computes in.
+    """How a runtime is made of a program and its tensors by name, and what it computes in, usually the first.
 
     `load_training` makes one that gradients flow back through, where the kind can.
     """
 
-    load: Callable[[StageProgram, Mapping[str, Tensor], torch.device], StageRuntime]
+    load: Callable[[StageProgram, Mapping[str, Tensor], torch.device, str], StageRuntime]
     load_training: Callable[[TrainingPart, Mapping[str, Tensor], torch.device], TrainingRuntime] | None
     precisions: tuple[str, ...]
 
 
+def _eager(
+    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, _precision: str
+) -> StageRuntime:  # fmt: skip
+    return Runtime(program, tensors, device)
+
+
+def _onnxruntime(
+    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, precision: str
+) -> StageRuntime:  # fmt: skip
+    try:
+        from penstock.runtime.onnx.session import OnnxRuntime
+    except ImportError as error:
+        raise PlanError(
+            f"the runtime onnxruntime needs the packages onnx and onnxruntime; install penstock[onnx] ({error})"
+        ) from error
+    return OnnxRuntime(program, tensors, device, precision)
+
+
 RUNTIMES: dict[str, RuntimeKind] = {
-    "eager": RuntimeKind(load=Runtime, load_training=TrainingRuntime, precisions=("float32",)),
+    "eager": RuntimeKind(load=_eager, load_training=TrainingRuntime, precisions=("float32",)),
+    "onnxruntime": RuntimeKind(load=_onnxruntime, load_training=None, precisions=("float32", "int8")),
 }
 
 
@@ -81,7 +100,7 @@ class RuntimeChoice:
 
     def load(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> StageRuntime:
         """Make a runtime of a program."""
-        return RUNTIMES[self.name].load(program, tensors, device)
+        return RUNTIMES[self.name].load(program, tensors, device, self.precision)
 
     def load_training(
         self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST
@@ -94,3 +113,15 @@ class RuntimeChoice:
 
 
 EAGER = RuntimeChoice()
+
+
+def parse_runtime(text: str) -> RuntimeChoice:
+    """Read a runtime with its precision, as a person writes it.
+
+    >>> parse_runtime("onnxruntime:int8")
+    RuntimeChoice(name='onnxruntime', precision='int8')
+
+    Raises `PlanError` as `RuntimeChoice` does.
+    """
+    name, colon, precision = text.partition(":")
+    return RuntimeChoice(name, precision) if colon else RuntimeChoice(name)

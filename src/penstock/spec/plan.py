@@ -9,7 +9,7 @@ from penstock.errors import PlanError
 from penstock.spec.fields import decode_json, write_json
 
 Schedule = Literal["forward-only", "gpipe", "1f1b", "interleaved", "zero-bubble"]
-Precision = Literal["float32", "float16", "bfloat16"]
+Precision = Literal["float32", "float16", "bfloat16", "int8"]
 
 
 class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,6 +26,7 @@ from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.runtime.registry import EAGER
 from penstock.transport.messages import CLOSE
 from penstock.zoo.weights.weights import ModuleWeights
 
@@ -61,6 +62,8 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
         graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic)
     load = partial(load_state, graph, weights=call.weights or ModuleWeights(call.model))
     if (plan := cut.plan) is not None:
+        if run.runtime != EAGER:
+            raise UsageError("a plan says what its stages are run by; leave runtime out")
         cuts = tuple(Cuts(graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
 
         def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Replicas:
@@ -77,6 +80,8 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
 
 def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run: RunOptions) -> Division:
     """Take modules as the stages that they are, each called with what the one before returned."""
+    if run.runtime != EAGER:
+        raise UsageError("a list of modules is run as it is; leave runtime out")
     if run.device != "cpu":
         raise UsageError("a list of modules computes where they lie; move them, and leave device out")
     if cut.cuts is not None or cut.stages not in {None, len(modules)}:

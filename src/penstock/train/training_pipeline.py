@@ -15,6 +15,7 @@ from penstock.errors import UsageError
 from penstock.graph.call import CallInputs
 from penstock.group.entry import join_torchrun, thread_worlds, under_torchrun
 from penstock.group.world import World
+from penstock.runtime.registry import EAGER
 from penstock.tensors import find_device
 from penstock.terminal.notes import note
 from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
@@ -114,6 +115,8 @@ class TrainingPipeline:
         if self._run.threads:
             torch.set_num_threads(self._run.threads)
         try:
+            if self._run.runtime != EAGER:
+                raise UsageError(f"the runtime {self._run.runtime.name} does not train; leave runtime out")
             return Trainer(self._captured, world, self._cut, self._run, self._options, self._device)
         except BaseException as error:
             world.health.report(error)

@@ -1,0 +1,163 @@
+"""Write a stage program as an ONNX model for one microbatch size."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor
+
+from penstock.errors import PlanError, ProgramError
+from penstock.graph.encoding import StageDevice
+from penstock.graph.expressions import Size
+from penstock.graph.ops import GETITEM, Op, Ref, effect, resolve_operator
+from penstock.graph.program import StageProgram
+from penstock.runtime.onnx.nodes import ELEMENTS, Made, Nodes
+from penstock.runtime.onnx.operators import OPERATORS, Call, slice_axis
+
+# these give several tensors, each of which is a part of one
+_PARTED = {"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"}
+# arguments that ONNX has no word for, and what they are where nothing is lost
+_PLAIN: Mapping[str, Mapping[str, Any]] = {
+    "aten.batch_norm.default": {"training": False},
+    "aten.dropout.default": {"train": False},
+    "aten.scaled_dot_product_attention.default": {"dropout_p": 0.0, "enable_gqa": False},
+    "aten.adaptive_avg_pool2d.default": {"output_size": [1, 1]},
+}
+
+
+def unsupported(program: StageProgram) -> list[str]:
+    """Name the operators of a program that cannot be written, each once and in order.
+
+    Example:
+        unsupported(program)    # ['aten.cumsum.default']
+    """
+    known = {*OPERATORS, *_PARTED, GETITEM}
+    return list(dict.fromkeys(op.target for op in program.ops if op.target not in known or not _is_plain(op)))
+
+
+def _is_plain(op: Op) -> bool:
+    if op.target not in _PLAIN:
+        return True
+    given = _bound(op)
+    return all(given[name] == value for name, value in _PLAIN[op.target].items())
+
+
+def _bound(op: Op) -> dict[str, Any]:
+    """Return an operation's arguments by their names in its schema, those that are not given too."""
+    parameters = resolve_operator(op.target)._schema.arguments
+    given = {parameter.name: parameter.default_value for parameter in parameters}
+    given |= {parameter.name: argument for parameter, argument in zip(parameters, op.arguments, strict=False)}
+    return given | dict(op.keywords)
+
+
+def check_supported(program: StageProgram) -> None:
+    """Raise `PlanError` for a program that cannot be written, with the operators that it cannot be for."""
+    refused = unsupported(program)
+    if refused:
+        raise PlanError(
+            f"the runtime onnxruntime cannot run {', '.join(refused)}; plan this stage with the runtime eager"
+        )
+    _check_writes(program)
+
+
+def write_model(
+    program: StageProgram, known: Mapping[str, Tensor], seen: Mapping[str, Tensor | Sequence[Tensor]],
+    sizes: Mapping[str, int],
+) -> onnx.ModelProto:  # fmt: skip
+    """Write a program as an ONNX model.
+
+    `known` are its states and what its prelude gives, `seen` what its inputs and every operation were like at
+    `sizes`, on the meta device for all that matters. Inputs are named as the program's, outputs by their places.
+
+    Raises `PlanError` for a dtype that ONNX Runtime does not have; see `check_supported` for the rest.
+    """
+    return _Writer(program, known, seen, sizes).model()
+
+
+def _check_writes(program: StageProgram) -> None:
+    """Raise `PlanError` where an operation writes into memory that another value, which is read later, is a view of."""
+    group: dict[str, set[str]] = defaultdict(set)
+    last = {name: index for index, op in enumerate(program.ops) for name in op.uses()}
+    last |= {value.name: len(program.ops) for value in program.outputs}
+    for index, op in enumerate(program.ops):
+        changes = effect(op)
+        shared = {op.name}.union(*(group[name] | {name} for name in changes.shares))
+        for name in changes.writes:
+            others = {other for other in group[name] | shared if other not in {name, op.name}}
+            if any(last.get(other, -1) > index for other in others):
+                raise PlanError(
+                    f"the runtime onnxruntime cannot run {op.target} ({op.name}), which writes into memory that others "
+                    "read; plan this stage with the runtime eager"
+                )
+        for name in shared:
+            group[name] |= shared
+
+
+class _Writer:
+    def __init__(
+        self, program: StageProgram, known: Mapping[str, Tensor], seen: Mapping[str, Tensor | Sequence[Tensor]],
+        sizes: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        self._program, self._seen, self._sizes = program, seen, sizes
+        self._nodes = Nodes()
+        self._values: dict[str, Made] = {
+            name: Made(self._nodes, tensor.dtype, tuple(tensor.shape), value=tensor) for name, tensor in known.items()
+        }
+        self._parts: dict[str, list[Made]] = {}
+        self._inputs = [self._like(seen[value.name], value.name) for value in program.inputs]
+        self._values |= {value.name: made for value, made in zip(program.inputs, self._inputs, strict=True)}
+
+    def _like(self, seen: Any, name: str | None = None) -> Made:
+        if seen.dtype not in ELEMENTS:
+            raise PlanError(f"the runtime onnxruntime has no {seen.dtype}; plan this stage with the runtime eager")
+        return Made(self._nodes, seen.dtype, tuple(seen.shape), known_as=name)
+
+    def model(self) -> onnx.ModelProto:
+        for op in self._program.ops:
+            self._write(op)
+        return self._nodes.model(self._inputs, [self._values[value.name] for value in self._program.outputs])
+
+    def _write(self, op: Op) -> None:
+        if op.target == GETITEM:
+            source, index = op.arguments
+            self._values[op.name] = self._parts[source.name][index]
+            return
+        given = {name: self._settled(argument) for name, argument in _bound(op).items()}
+        if op.target in _PARTED:
+            self._parts[op.name] = list(self._parted(op, given))
+            return
+        if op.name not in self._seen:
+            return  # nobody reads it, and it writes nothing
+        made = self._like(self._seen[op.name])
+        made.known_as = OPERATORS[op.target](Call(self._nodes, made, given))
+        self._values[op.name] = made
+        for name in effect(op).writes:
+            self._values[name] = made
+
+    def _parted(self, op: Op, given: Mapping[str, Any]) -> Iterator[Made]:
+        source: Made = given["self"]
+        axis = given["dim"] % len(source.shape)
+        begin = 0
+        for tensor in self._seen[op.name]:
+            made = self._like(tensor)
+            size = 1 if op.target == "aten.unbind.int" else made.shape[axis]
+            made.known_as = slice_axis(self._nodes, source, axis, begin, begin + size)
+            if op.target == "aten.unbind.int":
+                made.known_as = self._nodes.add("Squeeze", [made.known_as, self._nodes.numbers([axis])])
+            begin += size
+            yield made
+
+    def _settled(self, argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            if argument.name not in self._values:
+                raise ProgramError(f"{argument.name} is read before it is there; write the program again")
+            return self._values[argument.name]
+        if isinstance(argument, Size):
+            return argument.evaluate(self._sizes)
+        if isinstance(argument, StageDevice):
+            return torch.device("cpu")
+        if isinstance(argument, (list, tuple)):
+            return [self._settled(item) for item in argument]
+        return argument

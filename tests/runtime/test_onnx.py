@@ -1,0 +1,199 @@
+"""ONNX Runtime computes what eager does: operators, models, sizes, writes in place; and says what it cannot run."""
+
+import sys
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from penstock.deploy.state import load_state
+from penstock.errors import PlanError, RunError
+from penstock.graph.capture import capture
+from penstock.graph.program import StageProgram
+from penstock.graph.stages import divide
+from penstock.runtime.eager import Runtime
+from penstock.runtime.onnx.session import OnnxRuntime
+from penstock.runtime.onnx.writer import check_supported, unsupported
+from penstock.runtime.registry import RuntimeChoice
+from penstock.zoo.weights.weights import ModuleWeights
+from tests.models import bert, deit, gpt2, seeded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Does(nn.Module):
+    """A module of one function."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return self._function(*given)
+
+
+def parts(model: nn.Module, *args: Tensor) -> tuple[StageProgram, dict[str, Tensor]]:
+    graph = capture(model.eval(), args)
+    (program,) = divide(graph, [])
+    weights = ModuleWeights(model)
+    return program, {state.value.name: load_state(graph, state, weights) for state in program.states}
+
+
+def both(model: nn.Module, *args: Tensor, precision: str = "float32") -> tuple[list[Tensor], list[Tensor]]:
+    program, tensors = parts(model, *args)
+    sizes = dict.fromkeys(program.symbols, len(args[0]))
+    runtime = OnnxRuntime(program, tensors, precision=precision)
+    runtime(sizes, [x.clone() for x in args])
+    return Runtime(program, tensors)(sizes, [x.clone() for x in args]), runtime(sizes, [x.clone() for x in args])
+
+
+def assert_close(model: nn.Module, *args: Tensor) -> None:
+    for wanted, found in zip(*both(model, *args), strict=True):
+        assert (wanted.dtype, wanted.shape) == (found.dtype, found.shape)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _in_place(x: Tensor) -> Tensor:
+    hidden = x * 2
+    hidden.relu_()
+    hidden.add_(x)
+    return hidden.tanh()
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "parts": lambda x: torch.cat([x.split([1, 3, 4], 1)[2], x.unbind(1)[3][:, None], x.chunk(2, 1)[1]], 1),
+    "slices": lambda x: x[:, -3:-1, ::2] + x[:, 2:4, 1::2] * x[:, -1, :1, None],
+    "views": lambda x: x.permute(-1, 0, 1).flatten(1).unflatten(1, (-1, 4)).unsqueeze(0).squeeze(0).mT,
+    "stacks": lambda x: torch.stack([x, x.expand(3, -1, -1, -1)[1]], -2),
+    "promotion": lambda x: (x.long() + 0.5) / 3 + (x > 0) - (2 * x.int()).sum(1, keepdim=True),
+    "comparisons": lambda x: torch.where(x >= x.mean(-1, keepdim=True), x, -x).masked_fill(x == 0, 7.0),
+    "reductions": lambda x: x.mean((-1, 1)) + x.sum(dtype=torch.float32) + x.abs().sqrt().pow(3).rsqrt().mean(),
+    "activations": lambda x: (
+        nn.functional.silu(x) + nn.functional.gelu(x, approximate="tanh") + x.sigmoid().exp().erf()
+    ),
+    "clipped": lambda x: nn.functional.relu6(3 * x) * nn.functional.hardswish(x),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "masked attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=(x @ x.mT) > -9),
+    "products": lambda x: x.bmm(x.mT).matmul(x) - x,
+    "in place": _in_place,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operators(name: str) -> None:
+    x = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0))
+    assert_close(Does(OPERATIONS[name]), x)
+
+
+class Convolutions(nn.Module):
+    """What convolutional models are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, (3, 1), padding=(1, 0), groups=4, dilation=(1, 1))
+        self.pool, self.drop = nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.norm(self.first(x)).relu_())
+        result: Tensor = nn.functional.adaptive_avg_pool2d(self.drop(self.pool(hidden)), 1).flatten(1)
+        return result
+
+
+def test_convolutions() -> None:
+    model = seeded(Convolutions)
+    model(torch.randn(4, 3, 9, 9))  # statistics that are not 0 and 1
+    assert_close(model.eval(), torch.randn(2, 3, 9, 9))
+
+
+@cache
+def _models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 50, (3, 9))
+    resnet = timm.create_model("resnet18", num_classes=5)
+    return {
+        "deit": (deit(2), (torch.randn(3, 3, 32, 32),)), "resnet": (resnet, (torch.randn(2, 3, 40, 40),)),
+        "bert": (bert(), (ids,)), "gpt2": (gpt2(), (ids,)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["deit", "resnet", "bert", "gpt2"])
+def test_models(name: str) -> None:
+    model, args = _models()[name]
+    assert_close(model, *args)
+
+
+def test_other_sizes_have_sessions_of_their_own() -> None:
+    model, (images,) = _models()["deit"]
+    program, tensors = parts(model, images)
+    runtime = OnnxRuntime(program, tensors)
+    for count in (3, 1, 2, 3, 1):
+        (found,) = runtime({"batch": count}, [images[:count]])
+        torch.testing.assert_close(found, model(images[:count]), rtol=1e-4, atol=1e-5)
+        found.zero_()  # its own: the next one is not
+
+
+def test_inputs_of_any_strides() -> None:
+    model, (images,) = _models()["deit"]
+    program, tensors = parts(model, images)
+    runtime = OnnxRuntime(program, tensors)
+    last = images.contiguous(memory_format=torch.channels_last).requires_grad_()
+    torch.testing.assert_close(runtime({"batch": 3}, [last])[0], model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_eight_bits_are_near_and_smaller() -> None:
+    model, (images,) = _models()["deit"]
+    (wanted,), (found,) = both(model, images, precision="int8")
+    assert not torch.equal(found, wanted)
+    assert torch.linalg.vector_norm(found - wanted) < 0.1 * torch.linalg.vector_norm(wanted)
+
+
+def test_what_it_cannot_run_is_said_before_anything_runs() -> None:
+    program, tensors = parts(Does(lambda x: x.cumsum(0).cummax(0)[0] + x.cumsum(1)), torch.randn(2, 3))
+    assert unsupported(program) == ["aten.cumsum.default", "aten.cummax.default"]
+    with pytest.raises(PlanError, match=r"cannot run aten\.cumsum\.default, aten\.cummax\.default; plan this stage"):
+        OnnxRuntime(program, tensors)
+    pool, none = parts(Does(lambda x: nn.functional.adaptive_avg_pool2d(x, 2)), torch.randn(2, 3, 4, 4))
+    with pytest.raises(PlanError, match="adaptive_avg_pool2d"):
+        OnnxRuntime(pool, none)
+
+
+def test_a_write_that_others_see_is_refused() -> None:
+    def seen_elsewhere(x: Tensor) -> Tensor:
+        hidden = x * 2
+        view = hidden[:, :1]
+        hidden.add_(1)
+        return view + hidden
+
+    program, _ = parts(Does(seen_elsewhere), torch.randn(2, 3))
+    with pytest.raises(
+        PlanError, match=r"cannot run aten\.add_\.Tensor \(.*\), which writes into memory that others read"
+    ):
+        check_supported(program)
+
+
+def test_other_outputs_than_eager_s_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.runtime.onnx import operators
+
+    monkeypatch.setitem(operators.OPERATORS, "aten.tanh.default", operators.OPERATORS["aten.sigmoid.default"])
+    program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))
+    with pytest.raises(RunError, match="the runtime onnxruntime gives another tanh than eager, by"):
+        OnnxRuntime(program, tensors)({"batch": 2}, [torch.randn(2, 3)])
+
+
+def test_elsewhere_than_on_the_cpu() -> None:
+    program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))
+    with pytest.raises(PlanError, match="computes on the CPU, not on cuda"):
+        OnnxRuntime(program, tensors, torch.device("cuda"))
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("penstock.runtime.onnx")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))
+    with pytest.raises(PlanError, match=r"needs the packages onnx and onnxruntime; install penstock\[onnx\]"):
+        RuntimeChoice("onnxruntime").load(program, tensors)

@@ -1,0 +1,79 @@
+"""Streams on another runtime than eager: the same outputs through any number of stages."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import PlanError, RunError, UsageError
+from penstock.group.entry import start_local
+from penstock.group.world import World
+from tests.models import deit
+
+RUNTIMES = ["onnxruntime", "onnxruntime:int8"]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Three worker processes for many pipelines, one after the other."""
+    made = start_local(3)
+    yield made
+    made.close(0.0)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return deit(3)
+
+
+def images() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(batch, 3, 32, 32, generator=generator) for batch in (2, 2, 1, 2)]
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_any_number_of_stages(world: World, model: nn.Module, runtime: str) -> None:
+    found = []
+    for stages in (1, 2, 3):
+        with penstock.Pipeline(model, (images()[0],), stages=stages, world=world, runtime=runtime) as pipe:
+            found.append(list(pipe.stream(images())))
+    for outputs in zip(*found, strict=True):
+        for other in outputs[1:]:
+            torch.testing.assert_close(other, outputs[0], rtol=1e-5, atol=1e-6)
+    wanted = [model(x) for x in images()]
+    limit = 1e-5 if runtime == "onnxruntime" else 0.1
+    for x, y in zip(found[0], wanted, strict=True):
+        assert torch.linalg.vector_norm(x - y) < limit * torch.linalg.vector_norm(y)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "message"),
+    [("abacus", "the runtime 'abacus' is not known; use one of eager, onnxruntime"),
+     ("onnxruntime:int3", "computes in float32, int8, not in int3"), ("eager:", "not in ;")],
+)  # fmt: skip
+def test_names_of_runtimes(model: nn.Module, runtime: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        penstock.Pipeline(model, (images()[0],), runtime=runtime)
+
+
+def test_where_it_does_not_go() -> None:
+    with pytest.raises(UsageError, match="a list of modules is run as it is"):
+        penstock.Pipeline([nn.Linear(2, 2)], (torch.zeros(1, 2),), runtime="onnxruntime")
+    pipe = penstock.Pipeline(nn.Linear(2, 2).train(), (torch.zeros(1, 2),), runtime="onnxruntime")
+    with pytest.raises(UsageError, match="the runtime onnxruntime does not train; leave runtime out"):
+        pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+def test_an_operator_that_it_has_not() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.tanh().cumsum(1)
+
+    with (
+        start_local(1) as world,
+        pytest.raises((PlanError, RunError), match=r"cannot run aten\.cumsum\.default; plan this stage"),
+        penstock.Pipeline(Sums().eval(), (torch.randn(2, 3),), stages=1, world=world, runtime="onnxruntime") as pipe,
+    ):
+        list(pipe.stream([torch.randn(2, 3)]))

@@ -28,3 +28,12 @@ def test_a_result_that_is_off_by_one_place_is_seen() -> None:
     difference.add(0, [torch.tensor([1.0, 2.25])])
     assert not difference.equal
     assert difference.largest == 0.25
+
+
+def test_agreement_is_of_rows_of_scores() -> None:
+    expected = [[torch.tensor([[1.0, 2.0], [4.0, 3.0]])], [torch.tensor([5, 6])]]
+    difference = Difference(expected)
+    difference.add(1, [torch.tensor([5, 6])])
+    assert difference.top1_agreement is None
+    difference.add(0, [torch.tensor([[1.0, 1.5], [2.0, 3.0]])])
+    assert difference.top1_agreement == 0.5

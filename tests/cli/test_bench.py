@@ -46,6 +46,20 @@ def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> 
     assert "2 stages, cut by hand at blocks.0.attn:after, splits at" in words
 
 
+def test_another_runtime_beside_eager_in_one_process(penstock: Run, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    given = ["--stages", "1,2", "--num-images", 8, "--runtime", "onnxruntime:int8", "--json", file]
+    status, out, _ = penstock("bench", SMALL, *given)
+    assert status == 0
+    found = json.loads(file.read_text())
+    assert found["settings"]["runtime"] == "onnxruntime:int8"
+    _, *rows = found["rows"]
+    for row in rows:
+        assert 0 < row["max_abs_difference"] < 0.1
+        assert row["top1_agreement"] >= 0.5
+    assert "top-1" in out
+
+
 def test_the_peer_runs_beside_it(penstock: Run, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     assert penstock("bench", SMALL, "--stages", 2, "--num-images", 8, "--peer", "--json", file)[0] == 0
@@ -55,7 +69,8 @@ def test_the_peer_runs_beside_it(penstock: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--stages 1,two", "--stages 0", "--policy fair", "--device tpu", "--device cuda --peer"]
+    "arguments",
+    ["--stages 1,two", "--stages 0", "--policy fair", "--runtime abacus", "--device tpu", "--device cuda --peer"],
 )
 def test_bad_options(arguments: str, penstock: Run) -> None:
     assert penstock("bench", SMALL, *arguments.split())[0] == 2

@@ -47,6 +47,17 @@ def test_predictions_equal_the_model_s_own(penstock: Run, photos: Path, tmp_path
     assert "7 images at" in out
 
 
+def test_predictions_on_another_runtime(penstock: Run, photos: Path, tmp_path: Path) -> None:
+    given = ["infer", SMALL, "--images", photos, "--stages", 2, "--microbatch-size", 3]
+    for name in ("eager", "onnxruntime"):
+        assert penstock(*given, "--runtime", name, "-o", tmp_path / f"{name}.csv")[0] == 0
+    eager, other = (rows_of(tmp_path / f"{name}.csv") for name in ("eager", "onnxruntime"))
+    assert [row["prediction"] for row in other] == [row["prediction"] for row in eager]
+    status, _, err = penstock(*given, "--runtime", "abacus", "-o", tmp_path / "none.csv")
+    assert status == 2
+    assert "the runtime 'abacus' is not known; use one of eager, onnxruntime" in err
+
+
 def test_an_unreadable_image_is_named_and_the_rest_is_done(penstock: Run, photos: Path, tmp_path: Path) -> None:
     (photos / "cats" / "broken.png").write_bytes(b"\x89PNG no more")
     output = tmp_path / "out.jsonl"

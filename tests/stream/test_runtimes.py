@@ -54,7 +54,7 @@ def test_any_number_of_stages(world: World, model: nn.Module, runtime: str) -> N
      ("onnxruntime:int3", "computes in float32, int8, not in int3"), ("eager:", "not in ;")],
 )  # fmt: skip
 def test_names_of_runtimes(model: nn.Module, runtime: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(UsageError, match=message):
         penstock.Pipeline(model, (images()[0],), runtime=runtime)
 
 

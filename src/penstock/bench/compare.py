@@ -32,6 +32,7 @@ from penstock.graph.work import count_work
 from penstock.group.launcher import available_cores
 from penstock.group.world import World, check_world
 from penstock.plan.search.partition import stage_sums
+from penstock.runtime.registry import parse_runtime
 from penstock.spec.plan import Plan
 from penstock.stream.streaming_pipeline import stream_facts
 from penstock.tracing.trace import Run
@@ -52,6 +53,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     threads: int | None = None
     device: str = "cpu"
+    runtime: str = "eager"
     trace: bool = False
 
 
@@ -70,7 +72,9 @@ class Comparison:
         self._sizes = self.graph.sizes(self._rows)
         self._num_microbatches = max(1, options.num_images // self._rows)
         threads = self._threads = options.threads or world.cores or max(1, available_cores() // max_stages)
-        self._run = RunOptions(threads=threads, depth=options.depth, device=options.device)
+        self._run = RunOptions(
+            threads=threads, depth=options.depth, device=options.device, runtime=parse_runtime(options.runtime)
+        )  # fmt: skip
         self._samples = Samples(zoo, self.graph, self._sizes)
         self._whole = WholeModel(
             world, divide(self.graph, [])[0], self._load, inputs=self._samples.inputs, sizes=self._sizes,
@@ -99,7 +103,7 @@ class Comparison:
         return {
             "num_images": self._num_microbatches * self._rows, "passes": self._options.passes,
             "microbatch_size": self._rows, "threads": self._threads, "depth": self._options.depth,
-            "computes_on": self._options.device,
+            "computes_on": self._options.device, "runtime": self._options.runtime,
             "devices": [self._world.names[rank] for rank in self._world.devices], "torch": torch.__version__,
         }  # fmt: skip
 

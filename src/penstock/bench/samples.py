@@ -53,12 +53,13 @@ class Samples:
 
 
 class Difference:
-    """How far results are from the expected ones: whether they are equal, and the largest distance."""
+    """How far results are from the expected ones: equal or not, the largest distance, how often the top is the same."""
 
     def __init__(self, expected: Sequence[Sequence[Tensor]]) -> None:
         self._expected = expected
         self.equal = True
         self.largest = 0.0
+        self._alike = self._rows = 0
 
     def add(self, index: int, outputs: Sequence[Tensor]) -> None:
         """Compare the result of one microbatch."""
@@ -66,6 +67,14 @@ class Difference:
             if not torch.equal(expected, given):
                 self.equal = False
                 self.largest = max(self.largest, float((expected - given).abs().max()))
+            if given.dim() == 2 and given.is_floating_point():
+                self._alike += int((expected.argmax(1) == given.argmax(1)).sum())
+                self._rows += len(given)
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """The part of the rows whose largest output is at the same place; None where outputs are no scores of rows."""
+        return self._alike / self._rows if self._rows else None
 
 
 def _example_input(
@@ -109,7 +118,7 @@ class Measured:
             "mode": mode, "stages": stages, "policy": policy, "cuts": cuts,
             "images_per_second": rate, "steady_images_per_second": steady,
             "speedup": rate / self.serial_images_per_s, "bit_equal": difference.equal,
-            "max_abs_difference": difference.largest,
+            "max_abs_difference": difference.largest, "top1_agreement": difference.top1_agreement,
             "fill_s": sum(report.fill_s for report in reports) / len(reports),
             "efficiency": steady / ceiling, "ceiling_images_per_second": ceiling,
             "alone_images_per_second": self.baseline_rows_per_s,

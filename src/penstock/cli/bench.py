@@ -19,6 +19,7 @@ from penstock.deploy.worker import follow
 from penstock.errors import UsageError
 from penstock.group.entry import join_torchrun, start_local, under_torchrun
 from penstock.report.comparison import write_comparison
+from penstock.runtime.registry import parse_runtime
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.tensors import find_device
@@ -28,7 +29,8 @@ from penstock.tracing.trace import Run
 from penstock.transport.base import FEEDER
 from penstock.zoo.models.models import load_model
 
-_SHARED = {"microbatch_size": opt.MicrobatchSize, "seed": opt.Seed, "threads": opt.Threads, "device": opt.ComputesOn}
+_SHARED = {"microbatch_size": opt.MicrobatchSize, "seed": opt.Seed, "threads": opt.Threads, "device": opt.ComputesOn,
+           "runtime": opt.Runtime}  # fmt: skip
 
 
 @takes_settings(BenchOptions, _SHARED)
@@ -60,6 +62,7 @@ def bench(
     plans = [_read_plan(file, options.microbatch_size) for file in plan or []]
     wanted = _Rows(opt.parse_numbers(stages, "--stages"), policy.split(","), cut or [], plans, peer)
     wanted.check(options.device)
+    parse_runtime(options.runtime)  # before the model is loaded
     world = join_torchrun(followed=True) if under_torchrun() else None
     if world is None:
         find_device(options.device)  # before anything is started
@@ -180,4 +183,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 def _equality(row: dict[str, Any]) -> str:
     if row["bit_equal"] is None:
         return ""
-    return "yes" if row["bit_equal"] else f"no ({row['max_abs_difference']:.1e})"
+    if row["bit_equal"]:
+        return "yes"
+    agreement = row.get("top1_agreement")
+    alike = "" if agreement is None else f", top-1 alike {agreement:.1%}"
+    return f"no ({row['max_abs_difference']:.1e}{alike})"

@@ -16,6 +16,7 @@ from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.pipeline import Pipeline
 from penstock.recipes.classify import Prediction, classify, labels_comparable
 from penstock.recipes.predictions import PredictionFile
+from penstock.runtime.registry import parse_runtime
 from penstock.spec.check import read_plan
 from penstock.terminal.console import PlainConsole
 from penstock.terminal.live import LiveView
@@ -50,6 +51,7 @@ def infer(
     seed: opt.Seed = 0,
     threads: opt.Threads = None,
     device: opt.ComputesOn = "cpu",
+    runtime: opt.Runtime = "eager",
     bind: opt.Bind = None,
     cluster: Cluster = None,
     json: opt.JsonFile = None,
@@ -57,6 +59,7 @@ def infer(
     """Classify images through a pipeline: predictions in order, throughput, and accuracy where there are labels."""
     opt.check_profiled(profile=profile, trace=trace)
     opt.bind_to(bind, cluster)
+    parse_runtime(runtime)  # before the model is loaded
     world = join_torchrun(followed=True) if under_torchrun() else None
     if world is not None and world.rank != FEEDER:
         follow(world)
@@ -79,7 +82,7 @@ def infer(
                     zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
                     stages=stages or (len(world.devices) if world else 2),
                     policy=policy, cuts=cut, plan=chosen_plan, weights=zoo.weights, threads=threads, world=world,
-                    device=device, trace=trace, trace_profile=profile,
+                    device=device, runtime=runtime, trace=trace, trace_profile=profile,
                 )  # fmt: skip
             pipe.model_name = zoo.name
             failed = _run(pipe, zoo, chosen, file, microbatch_size, json, live=live)

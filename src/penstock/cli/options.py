@@ -25,6 +25,9 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads per stage.")]
 ComputesOn = Annotated[
     str, typer.Option("--device", metavar="cpu|cuda", help="What stages compute on: cpu, or a GPU for each process.")
 ]
+Runtime = Annotated[
+    str, typer.Option(metavar="NAME", help="What computes the stages: eager, onnxruntime or onnxruntime:int8.")
+]
 Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="DIR", help="Record what happens when, for `penstock report DIR`.")
 ]

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, UsageError
 from penstock.graph.program import StageProgram
 from penstock.graph.training_parts import TrainingPart
 from penstock.runtime.eager import Runtime
@@ -121,7 +121,10 @@ def parse_runtime(text: str) -> RuntimeChoice:
     >>> parse_runtime("onnxruntime:int8")
     RuntimeChoice(name='onnxruntime', precision='int8')
 
-    Raises `PlanError` as `RuntimeChoice` does.
+    Raises `UsageError` for what `RuntimeChoice` does not know.
     """
     name, colon, precision = text.partition(":")
-    return RuntimeChoice(name, precision) if colon else RuntimeChoice(name)
+    try:
+        return RuntimeChoice(name, precision) if colon else RuntimeChoice(name)
+    except PlanError as error:
+        raise UsageError(str(error)) from None

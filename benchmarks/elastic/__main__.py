@@ -116,7 +116,7 @@ def prepare(data: Path, folder: Path, *, quick: bool) -> dict[str, dict[str, Any
     if not weights.exists():
         rows = prepare_images(data / "cifar10-train.tar", folder, first, 25_000, "pretrain")
         torch.set_num_threads(2)
-        pretrain(rows, weights, 2 if quick else 10)
+        pretrain(rows, weights, 2 if quick else 40)
     shared = {"epochs": epochs, "batch_size": BATCH, "lr": LEARNING_RATE, "seed": 0, "validate": "never",
               "cluster": lab_text(LAB, [CPU] * HOSTS)}  # fmt: skip
     vit = shared | {

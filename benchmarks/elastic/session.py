@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -40,6 +41,10 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     ) as pipe:  # fmt: skip
         optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=given["lr"]))
         loader = pipe.loader(training, batch_size=given["batch_size"], shuffle=True)
+        num_steps = given["epochs"] * len(loader)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: (1 + math.cos(math.pi * min(step, num_steps) / num_steps)) / 2
+        )
         kept = pipe.loader(validation, batch_size=given["batch_size"])
         elastic = None
         if given.get("elastic") is not None:
@@ -58,6 +63,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
                     spent[name] += getattr(pipe.last_step, name)
                 optimizer.step()
                 optimizer.zero_grad()
+                schedule.step()
             seconds.append(time.perf_counter() - begin)
             if given["validate"] == "always" or (given["validate"] == "end" and epoch + 1 == given["epochs"]):
                 totals = [pipe.trainer.evaluation.totals(inputs, labels, [right])[0] for inputs, labels in kept]

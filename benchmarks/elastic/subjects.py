@@ -1,6 +1,8 @@
 """What is fine-tuned: a ViT on half of CIFAR-10's classes after the other half, a BERT on SST-2; as plain tensors."""
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,28 @@ LENGTH, VOCABULARY = 32, 4096
 _MEAN, _DEVIATION = 120.0, 64.0
 
 
+class Stem(nn.Module):
+    """Convolutions of stride 2 in place of one per patch: a small ViT learns sooner."""
+
+    def __init__(self, img_size: int, patch_size: int, in_chans: int, embed_dim: int, **_: Any) -> None:
+        super().__init__()
+        count = int(math.log2(patch_size))
+        widths = [in_chans, *(embed_dim >> (count - 1 - number) for number in range(count))]
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths):
+            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GELU()]
+        self.layers = nn.Sequential(*layers[:-1])
+        self.num_patches = (img_size // patch_size) ** 2
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens: Tensor = self.layers(images).flatten(2).transpose(1, 2)
+        return tokens
+
+
 def make_vit(weights: Path | None = None) -> nn.Module:
     """Make the ViT of 12 blocks, with the weights of another task but for the head where they are given."""
     torch.manual_seed(0)
-    model: nn.Module = VisionTransformer(**VIT)
+    model: nn.Module = VisionTransformer(**VIT, embed_layer=Stem)
     if weights is not None:
         state: dict[str, Tensor] = torch.load(weights, weights_only=True)
         model.load_state_dict({name: t for name, t in state.items() if not name.startswith("head.")}, strict=False)

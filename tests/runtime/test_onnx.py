@@ -77,6 +77,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "clipped": lambda x: nn.functional.relu6(3 * x) * nn.functional.hardswish(x),
     "attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True),
     "masked attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=(x @ x.mT) > -9),
+    "attention to nothing": lambda x: nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=x @ x.mT > 99),
     "products": lambda x: x.bmm(x.mT).matmul(x) - x,
     "in place": _in_place,
 }

@@ -225,7 +225,10 @@ def _attention(call: Call) -> str:
             scores = call.add("Add", [scores, call.add("Where", [mask.name, zero, never])])
         else:
             scores = call.add("Add", [scores, call.cast(mask)])
-    return call.add("MatMul", [call.add("Softmax", [scores], axis=-1), value.name])
+    weights = call.add("Softmax", [scores], axis=-1)
+    if mask is not None:  # what may look at nothing gets 0, as in torch
+        weights = call.add("Where", [call.add("IsNaN", [weights]), call.number(0.0), weights])
+    return call.add("MatMul", [weights, value.name])
 
 
 @_operator("softmax.int", "_softmax.default")
@@ -292,13 +295,7 @@ def _reduction(kind: str) -> Write:
 def _arithmetic(kind: str) -> Write:
     def write(call: Call) -> str:
         second = call.either(call["other"])
-        return call.add(
-            kind,
-            [
-                call.either(call["self"]),
-                call.scaled(second, call.given.get("alpha", 1)),
-            ],
-        )
+        return call.add(kind, [call.either(call["self"]), call.scaled(second, call.given.get("alpha", 1))])
 
     return write
 
@@ -339,10 +336,7 @@ def _where(call: Call) -> str:
 
 @_operator("masked_fill.Scalar")
 def _masked_fill(call: Call) -> str:
-    return call.add(
-        "Where",
-        [call["mask"].name, call.number(call["value"]), call["self"].name],
-    )
+    return call.add("Where", [call["mask"].name, call.number(call["value"]), call["self"].name])
 
 
 @_operator("adaptive_avg_pool2d.default")

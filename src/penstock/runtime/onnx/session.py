@@ -76,10 +76,12 @@ class OnnxRuntime:
             if not wanted.is_floating_point() or not wanted.numel():
                 continue
             finite = wanted.isfinite()
-            error = (found - wanted)[finite].abs().max() if finite.any() else torch.zeros(())
-            if error > _FURTHEST * max(1e-6, float(wanted[finite].abs().max()) if finite.any() else 0.0):
+            largest = float(wanted[finite].abs().max()) if finite.any() else 0.0
+            error = float((found - wanted)[finite].abs().max()) if finite.any() else 0.0
+            # a NaN is no number that is small enough
+            if not error <= _FURTHEST * max(1e-6, largest) or not torch.equal(found.isfinite(), finite):
                 raise RunError(
-                    f"the runtime onnxruntime gives another {value.name} than eager, by {float(error):.3g}; plan this "
+                    f"the runtime onnxruntime gives another {value.name} than eager, by {error:.3g}; plan this "
                     "stage with the runtime eager"
                 )
 

@@ -460,8 +460,14 @@ def test_a_program_keeps_its_own_signals() -> None:
             asked_to_end()
         assert left.value.code == 143
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with pytest.raises(SystemExit, match="143"):  # whoever goes on can still be asked to end
+            signal.raise_signal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with ended_by_signals():
+            pass
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, before)
 
 

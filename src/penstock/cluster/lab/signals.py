@@ -13,9 +13,9 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 def ended_by_signals() -> Iterator[None]:
     """Let a polite signal leave the block by `SystemExit` with the status of a process that it ended, as 143.
 
-    A second one does not cut short the cleaning up that the first one began; a closing terminal sends several. Signals
-    that the program handles itself, or that it was told to ignore as by `nohup`, stay as they are; and only a main
-    thread receives any.
+    A second one does not cut short the cleaning up that the first one began, nor change the status on the way out;
+    a closing terminal sends several. Signals that the program handles itself, or that it was told to ignore as by
+    `nohup`, stay as they are; and only a main thread receives any.
 
     Example:
         with ended_by_signals():
@@ -39,7 +39,11 @@ def ended_by_signals() -> Iterator[None]:
         yield
     finally:
         for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, _end if ending else signal.SIG_DFL)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def ignore_late_signals(end: SystemExit) -> None:

@@ -5,13 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from penstock.cluster.lab import Lab, LabSpec, lab_session, processes
+from penstock.cluster.lab import Lab, LabSpec, lab_session, processes, signals
 from penstock.cluster.lab import run as run_module
 from penstock.cluster.lab.cgroups import CgroupsV1, CgroupsV2, MemoryUse, quota
 from penstock.cluster.lab.machine import Machine, find_cgroups, this_machine
@@ -453,13 +454,16 @@ def asked_to_end() -> None:
         signal.raise_signal(number)
 
 
-def test_a_program_keeps_its_own_signals() -> None:
+def test_a_program_keeps_its_own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_WAY_OUT_S", 0.2)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
         with pytest.raises(SystemExit) as left, ended_by_signals():
             asked_to_end()
         assert left.value.code == 143
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGTERM)  # on the way out
+        time.sleep(0.25)
         with pytest.raises(SystemExit, match="143"):  # whoever goes on can still be asked to end
             signal.raise_signal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -234,7 +234,8 @@ class LabRun:
                 self._look_at_memory()
             for member in self._members:
                 for pump in member.pumps:
-                    pump.join(timeout=_DRAIN_S)
+                    if pump.ident is not None:  # a signal may come before one is started
+                        pump.join(timeout=_DRAIN_S)
             if stuck:
                 named = ", ".join(f"{member.process.pid} of {member.target.host}" for member in stuck)
                 raise RunError(

@@ -3,10 +3,12 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+_WAY_OUT_S = 2.0  # for which signals after the block change nothing
 
 
 @contextlib.contextmanager
@@ -38,12 +40,19 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, end)
         yield
     finally:
+        late = _end_later(time.monotonic() + _WAY_OUT_S)
         for number in taken:
-            signal.signal(number, _end if ending else signal.SIG_DFL)
+            signal.signal(number, late if ending else signal.SIG_DFL)
 
 
-def _end(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+def _end_later(begin_s: float) -> Callable[[int, FrameType | None], None]:
+    """Return a handler that ends the program from a time on: before that the program is on its way out."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        if time.monotonic() > begin_s:
+            raise SystemExit(128 + number)
+
+    return end
 
 
 def ignore_late_signals(end: SystemExit) -> None:

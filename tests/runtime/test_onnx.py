@@ -177,7 +177,7 @@ def test_a_write_that_others_see_is_refused() -> None:
 
 
 def test_other_outputs_than_eager_s_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.runtime.onnx import operators
+    from penstock.runtime.onnx import onnx_operators as operators
 
     monkeypatch.setitem(operators.OPERATORS, "aten.tanh.default", operators.OPERATORS["aten.sigmoid.default"])
     program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))

@@ -29,14 +29,6 @@ WIDTH = 16
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """Three worker processes for many pipelines, one after the other."""
-    made = start_local(3)
-    yield made
-    made.close(0.0)
-
-
-@pytest.fixture(scope="module")
 def vit() -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=3, num_classes=10)

@@ -1,7 +1,5 @@
 """Streams on another runtime than eager: the same outputs through any number of stages."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,14 +11,6 @@ from penstock.group.world import World
 from tests.models import deit
 
 RUNTIMES = ["onnxruntime", "onnxruntime:int8"]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """Three worker processes for many pipelines, one after the other."""
-    made = start_local(3)
-    yield made
-    made.close(0.0)
 
 
 @pytest.fixture(scope="module")

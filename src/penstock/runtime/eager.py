@@ -1,7 +1,7 @@
 """Run a stage program eagerly, one operator after the other: the reference runtime."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,8 @@ class Runtime:
         for index, tensor in zip(self._inputs, inputs, strict=True):
             registers[index] = tensor
         if not bound.watched:
-            self._run_first(bound, sizes, registers)
+            for _ in self._run_each(bound, sizes, registers):
+                pass
             return [registers[index] for index in self._outputs]
         for step in bound.steps:
             _run(step, registers)
@@ -127,14 +128,10 @@ class Runtime:
             registers[index] = tensor
         seconds = []
         before = clock()
-        for op, step in zip(self.program.ops, bound.steps, strict=True):
-            if not bound.watched:
-                self._check_result(op, sizes, registers)
-            _run(step, registers)
+        for _ in self._run_each(bound, sizes, registers):
             after = clock()
             seconds.append(after - before)
             before = after
-        self._seen(bound, sizes)
         return [registers[index] for index in self._outputs], seconds
 
     def likes(
@@ -146,9 +143,7 @@ class Runtime:
         found: dict[str, Tensor | list[Tensor]] = {}
         for index, value, tensor in zip(self._inputs, self.program.inputs, inputs, strict=True):
             registers[index], found[value.name] = tensor, _like(tensor)
-        for op, step in zip(self.program.ops, bound.steps, strict=True):
-            self._check_result(op, sizes, registers)
-            made = _run(step, registers)
+        for op, made in self._run_each(bound, sizes, registers):
             found[op.name] = _like(made) if isinstance(made, Tensor) else [_like(each) for each in made]
         return [registers[index] for index in self._outputs], found
 
@@ -225,11 +220,17 @@ class Runtime:
         )
         return _Step(op.name, function, arguments, slots, lists, keywords, self._indices[op.name], ends)
 
-    def _run_first(self, bound: _Bound, sizes: Mapping[str, int], registers: list[Any]) -> None:
-        """Run, and hold what every operation makes against the memory that is left, before it is made."""
+    def _run_each(
+        self, bound: _Bound, sizes: Mapping[str, int], registers: list[Any]
+    ) -> Iterator[tuple[Op, Any]]:  # fmt: skip
+        """Run, and yield each operation with what it made.
+
+        The first time at these sizes, what it makes is held against the memory that is left, before it is made.
+        """
         for op, step in zip(self.program.ops, bound.steps, strict=True):
-            self._check_result(op, sizes, registers)
-            _run(step, registers)
+            if not bound.watched:
+                self._check_result(op, sizes, registers)
+            yield op, _run(step, registers)
         self._seen(bound, sizes)
 
     def _seen(self, bound: _Bound, sizes: Mapping[str, int]) -> None:

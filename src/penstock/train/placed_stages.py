@@ -132,7 +132,8 @@ class PlacedStages:
         tensors = self.tensors.of_program(part.program, leaves)
         recompute = None
         if how.checkpointing:
-            written = {s.value.name for s in part.program.states if s.source in written_buffers(part)}
+            sources = set(written_buffers(part))
+            written = {s.value.name for s in part.program.states if s.source in sources}
             spare = {name: tensor.clone() if name in written else tensor for name, tensor in tensors.items()}
             recompute = EAGER.load_training(part, spare, how.device)
         stage = TrainingStage(

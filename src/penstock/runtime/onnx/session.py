@@ -109,7 +109,7 @@ class OnnxRuntime:
         return list(outputs)
 
     def copied(self) -> None:
-        """Tell that it is not copied."""
+        """Return None: it cannot be copied."""
         return
 
     @property

@@ -13,8 +13,8 @@ from penstock.graph.encoding import StageDevice
 from penstock.graph.expressions import Size
 from penstock.graph.ops import GETITEM, Op, Ref, effect, resolve_operator
 from penstock.graph.program import StageProgram
-from penstock.runtime.onnx.nodes import ELEMENTS, Made, Nodes
-from penstock.runtime.onnx.operators import OPERATORS, Call, slice_axis
+from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
+from penstock.runtime.onnx.onnx_operators import OPERATORS, Call, slice_axis
 
 # these give several tensors, each of which is a part of one
 _PARTED = {"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"}

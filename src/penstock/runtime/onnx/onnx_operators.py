@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.runtime.onnx.nodes import ELEMENTS, Made, Nodes
+from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,14 +52,9 @@ class Nodes:
 
     def add(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
         """Add a node with one output; returns the output's name."""
-        (name,) = self.add_many(kind, inputs, 1, **attributes)
+        name = f"{kind}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, list(inputs), [name], name=name, **attributes))
         return name
-
-    def add_many(self, kind: str, inputs: Sequence[str], count: int, **attributes: Any) -> list[str]:
-        """Add a node with several outputs; returns their names."""
-        names = [f"{kind}_{len(self.nodes)}_{index}" for index in range(count)]
-        self.nodes.append(helper.make_node(kind, list(inputs), names, name=f"{kind}_{len(self.nodes)}", **attributes))
-        return names
 
     def constant(self, value: Tensor | np.ndarray[Any, Any]) -> str:
         """Add a constant; returns its name."""

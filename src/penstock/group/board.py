@@ -19,7 +19,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError
 from penstock.group.addresses import listen
-from penstock.transport.watched import StoreSilent
+from penstock.transport.watched import StoreSilent, run_watched
 
 # of torch's own waits, which end only where the other side answers at all
 _TIMEOUT = datetime.timedelta(seconds=60)
@@ -27,6 +27,7 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 # 5 s of each connection, and 10 where it is asked again.
 CONNECT_S = 15.0
 _POLL_S = 0.1
+_KNOCK_S = 0.5
 
 T = TypeVar("T")
 
@@ -43,13 +44,22 @@ def connect_store(address: str, port: int, timeout: datetime.timedelta = _TIMEOU
     return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
 
 
-def connect_board(address: str, port: int) -> TCPStore:
-    """Connect to a store that listens already: where nobody does, its process is gone, and this says so at once."""
-    try:
-        socket.create_connection((address, port), timeout=5.0).close()
-    except OSError as error:
-        raise RuntimeError(str(error)) from None
-    return connect_store(address, port)
+def connect_board(address: str, port: int, timeout: datetime.timedelta = _TIMEOUT) -> TCPStore:
+    """Connect to a store that listens already: where nobody does, its process is gone, and this says so at once.
+
+    Torch alone would try again for its whole timeout, also where a process ends while it is connected to.
+    """
+
+    def knock() -> None:
+        try:
+            socket.create_connection((address, port), timeout=5.0).close()
+        except OSError as error:
+            raise RuntimeError(str(error)) from None
+
+    knock()
+    return run_watched(
+        lambda: connect_store(address, port, timeout), knock, timeout.total_seconds() + CONNECT_S, poll_s=_KNOCK_S
+    )
 
 
 def lookup_s(address: str) -> float:

@@ -17,7 +17,9 @@ class StoreSilent(RuntimeError):  # noqa: N818 -- what happened is that it is si
     """A store has not answered in time."""
 
 
-def run_watched(function: Callable[[], T], watch: Callable[[], None], deadline_s: float) -> T:
+def run_watched(
+    function: Callable[[], T], watch: Callable[[], None], deadline_s: float, *, poll_s: float = _POLL_S
+) -> T:
     """Call a function that may wait for long on a thread of its own, and `watch` meanwhile, which may raise sooner.
 
     Raises what the function raises, unless `watch` knows a better reason, and `StoreSilent` where it has not ended by
@@ -35,7 +37,7 @@ def run_watched(function: Callable[[], T], watch: Callable[[], None], deadline_s
     threading.Thread(target=run, name="penstock-connect", daemon=True).start()
     while True:
         try:
-            result, error = ended.get(timeout=_POLL_S)
+            result, error = ended.get(timeout=poll_s)
         except queue.Empty:
             watch()
             if time.monotonic() > ends_s:
@@ -45,7 +47,7 @@ def run_watched(function: Callable[[], T], watch: Callable[[], None], deadline_s
             deadline = time.monotonic() + _REASON_S
             while isinstance(error, RuntimeError) and time.monotonic() < deadline:
                 watch()
-                time.sleep(_POLL_S)
+                time.sleep(poll_s)
             raise error
         found: T = result
         return found

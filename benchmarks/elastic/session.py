@@ -39,7 +39,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         model, (example,), stages=given.get("stages"), replicas=given.get("replicas"),
         microbatches=given.get("microbatches"), seed=given["seed"], threads=given.get("threads", 1),
     ) as pipe:  # fmt: skip
-        optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=given["lr"]))
+        optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=given["lr"], fused=True))
         loader = pipe.loader(training, batch_size=given["batch_size"], shuffle=True)
         num_steps = given["epochs"] * len(loader)
         schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -54,8 +54,9 @@ def test_one_process_under_torchrun(bind: tuple[str, ...], address: str, photos:
         assert addresses_while(running, 1) == {address}
 
 
-@pytest.mark.parametrize(("bind", "address"), [((), "127.0.0.1"), (("--bind", "127.0.0.2"), "127.0.0.2")])
-@pytest.mark.parametrize("verb", ["infer", "train"])
+@pytest.mark.parametrize(
+    ("verb", "bind", "address"), [("infer", (), "127.0.0.1"), ("train", ("--bind", "127.0.0.2"), "127.0.0.2")]
+)
 def test_several_processes_of_one_machine(verb: str, bind: tuple[str, ...], address: str, tmp_path: Path) -> None:
     arguments: dict[str, list[object]] = {
         "infer": [SMALL.replace("=4", "=10"), "--images", "digits", "--num-images", 300, "-o", tmp_path / "out.csv"],

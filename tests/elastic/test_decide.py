@@ -122,7 +122,7 @@ def test_it_stays_where_moving_does_not_pay_and_says_so() -> None:
     assert moves.why.startswith("moves; ")
     stays = decide(situation(migrate_s=1e6))
     assert stays.plan.pipelines == begun(TWO).pipelines
-    assert stays.why.startswith("stays: nothing else is faster by what moving takes (")
+    assert stays.why.startswith("stays: nothing else is foreseen faster by 10% and what moving takes (")
     assert stays.remaining_s < 1e6, "what stays does not take what moving takes"
     gained = 100 / stays.plan.prediction.rows_per_s - 100 / moves.plan.prediction.rows_per_s
     for cost, pays in ((0.9 * gained, True), (1.1 * gained, False)):

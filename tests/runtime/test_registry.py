@@ -33,13 +33,13 @@ def test_a_runtime_that_is_not_known_is_refused_by_name() -> None:
 
 
 def test_a_precision_that_a_runtime_has_not_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"the runtime eager computes in float32, not in int8"):
+    with pytest.raises(PlanError, match=r"the runtime eager computes in float32, bfloat16, not in int8"):
         RuntimeChoice("eager", "int8")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"runtime": "abacus"}, "the runtime 'abacus' is not known"), ({"precision": "bfloat16"}, "not in bfloat16")],
+    [({"runtime": "abacus"}, "the runtime 'abacus' is not known"), ({"precision": "float16"}, "not in float16")],
 )
 def test_a_plan_s_runtime_is_read(change: dict[str, str], message: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()

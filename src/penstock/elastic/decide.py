@@ -11,6 +11,8 @@ from penstock.spec.profile import Profile, interpolate
 from penstock.units import format_seconds
 
 _NEVER = 1e9  # as much must a plan be faster by where plans may not change
+# and where they may: by more than predictions of two plans are off against each other (benchmarks/training, elastic)
+_WORTH = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ def _with_cache(now: Situation, cached: int, fill_s: float) -> Decision:
     if cached:
         profile = cache(profile, now.layers[cached - 1], read_s(now, cached))
     plan = plan_again(
-        now.plan, profile, now.cluster, worth=0.0 if now.pack else _NEVER,
+        now.plan, profile, now.cluster, worth=_WORTH if now.pack else _NEVER,
         moving=Moving(cost_s=now.migrate_s, remaining_rows=now.remaining_rows), replicas=now.replicate,
     )  # fmt: skip
     stays = [p.stages for p in plan.pipelines] == [p.stages for p in now.plan.pipelines]
@@ -96,8 +98,9 @@ def _with_cache(now: Situation, cached: int, fill_s: float) -> Decision:
 
 def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool) -> str:
     rate = plan.prediction.rows_per_s
-    parts = [f"stays: nothing else is faster by what moving takes ({format_seconds(now.migrate_s)})"
-             if stays else "moves"]  # fmt: skip
+    moving = format_seconds(now.migrate_s)
+    parts = [f"stays: nothing else is foreseen faster by {_WORTH:.0%} and what moving takes ({moving})" if stays
+             else "moves"]  # fmt: skip
     if cached and cached != now.cached_layers:
         parts.append(f"caches {cached} layers, {format_seconds(fill_s)} to fill")
     elif cached:

@@ -204,10 +204,7 @@ class Runtime:
 
     def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> _Step:
         arguments = [self._settle(argument, sizes) for argument in op.arguments]
-        if op.target == GETITEM:
-            function: Callable[..., Any] = operator.getitem
-        else:
-            function = _FILLED.get(op.target) or resolve_operator(op.target)
+        function = self._function(op)
         keywords = {key: self._settle(argument, sizes) for key, argument in op.keywords.items()}
         if self.device != HOST and keywords.get("device") is None and is_factory(op):
             keywords["device"] = self.device  # what an operator makes of nothing is made on the CPU otherwise
@@ -219,6 +216,11 @@ class Runtime:
             (i, a) for i, a in enumerate(arguments) if isinstance(a, list) and any(isinstance(x, _Register) for x in a)
         )
         return _Step(op.name, function, arguments, slots, lists, keywords, self._indices[op.name], ends)
+
+    def _function(self, op: Op) -> Callable[..., Any]:
+        if op.target == GETITEM:
+            return operator.getitem
+        return _FILLED.get(op.target) or resolve_operator(op.target)
 
     def _run_each(
         self, bound: _Bound, sizes: Mapping[str, int], registers: list[Any]

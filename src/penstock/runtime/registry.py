@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.errors import PlanError, UsageError
 from penstock.graph.program import StageProgram
 from penstock.graph.training_parts import TrainingPart
+from penstock.runtime.bfloat16 import Bfloat16Runtime
 from penstock.runtime.eager import Runtime
 from penstock.runtime.training import TrainingRuntime
 from penstock.tensors import HOST
@@ -53,9 +54,9 @@ class RuntimeKind:
 
 
 def _eager(
-    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, _precision: str
+    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, precision: str
 ) -> StageRuntime:  # fmt: skip
-    return Runtime(program, tensors, device)
+    return Bfloat16Runtime(program, tensors, device) if precision == "bfloat16" else Runtime(program, tensors, device)
 
 
 def _onnxruntime(
@@ -71,7 +72,7 @@ def _onnxruntime(
 
 
 RUNTIMES: dict[str, RuntimeKind] = {
-    "eager": RuntimeKind(load=_eager, load_training=TrainingRuntime, precisions=("float32",)),
+    "eager": RuntimeKind(load=_eager, load_training=TrainingRuntime, precisions=("float32", "bfloat16")),
     "onnxruntime": RuntimeKind(load=_onnxruntime, load_training=None, precisions=("float32", "int8")),
 }
 
@@ -98,6 +99,9 @@ class RuntimeChoice:
                 f"{self.precision}; plan with one of these"
             )
 
+    def __str__(self) -> str:
+        return self.name if self.precision == RUNTIMES[self.name].precisions[0] else f"{self.name}:{self.precision}"
+
     def load(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> StageRuntime:
         """Make a runtime of a program."""
         return RUNTIMES[self.name].load(program, tensors, device, self.precision)
@@ -107,8 +111,8 @@ class RuntimeChoice:
     ) -> TrainingRuntime:
         """Make a runtime that is trained."""
         load = RUNTIMES[self.name].load_training
-        if load is None:
-            raise PlanError(f"the runtime {self.name} does not train; use eager")
+        if load is None or self.precision != "float32":
+            raise PlanError(f"the runtime {self} does not train; use eager")
         return load(part, tensors, device)
 
 

@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
-_BYTES = 16 * 2**20
+_BYTES = 8 * 2**20
 _ROW_BYTES = 64 * 2**10
-_ROUNDS = 5
+_ROUNDS = 3
 
 
 @cache

@@ -1,0 +1,109 @@
+"""The precision bfloat16 of the eager runtime: products in 16 bits, everything else as it is."""
+
+import operator
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PlanError
+from penstock.graph.ops import Op, Ref
+from penstock.graph.program import StageProgram
+from penstock.runtime.eager import Runtime
+from penstock.tensors import HOST
+
+# most of what a model computes, and what processors have instructions for
+_PRODUCTS = frozenset({
+    "aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default",
+    "aten.baddbmm.default", "aten.conv1d.default", "aten.conv2d.default", "aten.conv2d.padding",
+    "aten.convolution.default",
+})  # fmt: skip
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}  # the last is ARM's
+
+
+class Bfloat16Runtime(Runtime):
+    """A stage program whose products are computed in bfloat16 and give float32, so cuts do not change what comes out.
+
+    Weights that only products read are kept in 16 bits.
+
+    Example:
+        outputs = Bfloat16Runtime(program, {"head.weight": weight, ...})({"batch": 1}, [image])
+
+    Raises `PlanError` where the processor has no instructions for it; see `Runtime` for the rest.
+    """
+
+    def __init__(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
+        if device == HOST and not has_bfloat16():
+            raise PlanError(
+                "the precision bfloat16 needs a processor with instructions for it (avx512_bf16, amx_bf16, or bf16 on "
+                f"ARM), which this {platform.machine()} does not have; plan with float32 or onnxruntime:int8"
+            )
+        super().__init__(program, tensors, device)
+        halved = read_by_products(program)
+        self._state = [
+            tensor.to(torch.bfloat16) if state.value.name in halved and tensor.dtype == torch.float32 else tensor
+            for state, tensor in zip(program.states, self._state, strict=True)
+        ]
+
+    def copied(self) -> "Bfloat16Runtime":
+        """Make the same again, with tensors of its own."""
+        pairs = zip(self.program.states, self._state, strict=True)
+        tensors = {state.value.name: tensor.to(state.value.dtype, copy=True) for state, tensor in pairs}
+        return Bfloat16Runtime(self.program, tensors, self.device)
+
+    def _function(self, op: Op) -> Callable[..., Any]:
+        function = super()._function(op)
+        return _in_bfloat16(function) if is_product(op) else function
+
+
+def is_product(op: Op) -> bool:
+    """Return whether an operation is computed in bfloat16.
+
+    Attention with a mask is not: masks hold numbers that bfloat16 rounds to infinity.
+    """
+    if op.target != _ATTENTION:
+        return op.target in _PRODUCTS
+    masks = [*op.arguments[3:4], op.keywords.get("attn_mask")]
+    return not any(isinstance(mask, Ref) for mask in masks)
+
+
+def has_bfloat16() -> bool:
+    """Return whether this machine's processor multiplies in bfloat16; what does not say so is taken to."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return True
+    flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
+    return not flags or bool(flags & _FLAGS)
+
+
+def read_by_products(program: StageProgram) -> set[str]:
+    """Return the names of the states that products read, and nothing else does.
+
+    Example:
+        read_by_products(program)       # {'blocks.0.mlp.fc1.weight', ...}
+    """
+    others = {value.name for value in program.outputs}
+    products: set[str] = set()
+    for op in (*program.prelude, *program.ops):
+        (products if is_product(op) else others).update(op.uses())
+    return {state.value.name for state in program.states} & products - others
+
+
+def _in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        given = [_rounded(argument) for argument in arguments]
+        result = function(*given, **keywords)
+        return result if all(map(operator.is_, given, arguments)) else result.float()
+
+    return call
+
+
+def _rounded(argument: Any) -> Any:
+    if isinstance(argument, Tensor) and argument.dtype == torch.float32:
+        return argument.to(torch.bfloat16)
+    return argument

@@ -1,4 +1,4 @@
-"""ONNX Runtime computes what eager does: operators, models, sizes, writes in place; and says what it cannot run."""
+"""ONNX Runtime and OpenVINO compute what eager does: operators, models, sizes; what they cannot run is named."""
 
 import sys
 from collections.abc import Callable
@@ -14,8 +14,12 @@ from penstock.errors import PlanError, RunError
 from penstock.graph.capture import capture
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
+from penstock.runtime import bfloat16
+from penstock.runtime.bfloat16 import has_bfloat16
 from penstock.runtime.eager import Runtime
-from penstock.runtime.onnx.session import OnnxRuntime
+from penstock.runtime.onnx.exported import ExportedRuntime
+from penstock.runtime.onnx.onnx_runtime import OnnxRuntime
+from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime
 from penstock.runtime.onnx.writer import check_supported, unsupported
 from penstock.runtime.registry import RuntimeChoice
 from penstock.zoo.weights.weights import ModuleWeights
@@ -42,18 +46,21 @@ def parts(model: nn.Module, *args: Tensor) -> tuple[StageProgram, dict[str, Tens
     return program, {state.value.name: load_state(graph, state, weights) for state in program.states}
 
 
-def both(model: nn.Module, *args: Tensor, precision: str = "float32") -> tuple[list[Tensor], list[Tensor]]:
+def both(
+    model: nn.Module, *args: Tensor, precision: str = "float32", engine: type[ExportedRuntime] = OnnxRuntime
+) -> tuple[list[Tensor], list[Tensor]]:
     program, tensors = parts(model, *args)
     sizes = dict.fromkeys(program.symbols, len(args[0]))
-    runtime = OnnxRuntime(program, tensors, precision=precision)
+    runtime = engine(program, tensors, precision=precision)
     runtime(sizes, [x.clone() for x in args])
     return Runtime(program, tensors)(sizes, [x.clone() for x in args]), runtime(sizes, [x.clone() for x in args])
 
 
 def assert_close(model: nn.Module, *args: Tensor) -> None:
-    for wanted, found in zip(*both(model, *args), strict=True):
-        assert (wanted.dtype, wanted.shape) == (found.dtype, found.shape)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for engine in (OnnxRuntime, OpenVinoRuntime):
+        for wanted, found in zip(*both(model, *args, engine=engine), strict=True):
+            assert (wanted.dtype, wanted.shape) == (found.dtype, found.shape)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def _in_place(x: Tensor) -> Tensor:
@@ -191,10 +198,28 @@ def test_elsewhere_than_on_the_cpu() -> None:
         OnnxRuntime(program, tensors, torch.device("cuda"))
 
 
-def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("runtime", "extra"), [("onnxruntime", "onnx"), ("openvino", "openvino")])
+def test_a_package_that_is_not_installed(runtime: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("penstock.runtime.onnx")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setitem(sys.modules, runtime, None)
     program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))
-    with pytest.raises(PlanError, match=r"needs the packages onnx and onnxruntime; install penstock\[onnx\]"):
-        RuntimeChoice("onnxruntime").load(program, tensors)
+    message = rf"the runtime {runtime} is not installed on this machine; install penstock\[{extra}\]"
+    with pytest.raises(PlanError, match=message):
+        RuntimeChoice(runtime).load(program, tensors)
+
+
+@pytest.mark.skipif(not has_bfloat16(), reason="this processor has no bfloat16")
+def test_openvino_in_bfloat16() -> None:
+    model, args = _models()["deit"]
+    (wanted,), (found,) = both(model, *args, precision="bfloat16", engine=OpenVinoRuntime)
+    assert found.dtype == wanted.dtype
+    error = torch.linalg.vector_norm(found - wanted) / torch.linalg.vector_norm(wanted)
+    assert 1e-5 < error < 0.03
+
+
+def test_openvino_on_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bfloat16, "has_bfloat16", lambda: False)
+    program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))
+    with pytest.raises(PlanError, match="needs a processor with instructions for it"):
+        OpenVinoRuntime(program, tensors, precision="bfloat16")

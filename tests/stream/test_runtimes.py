@@ -12,7 +12,8 @@ from penstock.runtime.bfloat16 import has_bfloat16
 from tests.models import deit
 
 # how far from eager float32, as a part of the outputs' length
-LIMITS = {"eager:bfloat16": 0.03, "onnxruntime": 1e-5, "onnxruntime:int8": 0.1}
+LIMITS = {"eager:bfloat16": 0.03, "onnxruntime": 1e-5, "onnxruntime:int8": 0.1,
+          "openvino": 1e-5, "openvino:bfloat16": 0.03}  # fmt: skip
 RUNTIMES = [
     pytest.param(name, marks=pytest.mark.skipif(
         "bfloat16" in name and not has_bfloat16(), reason="this processor has no bfloat16"
@@ -41,17 +42,19 @@ def test_any_number_of_stages(world: World, model: nn.Module, runtime: str) -> N
         for other in outputs[1:]:
             if runtime.startswith("eager"):
                 assert torch.equal(other, outputs[0])
-            torch.testing.assert_close(other, outputs[0], rtol=1e-5, atol=1e-6)
+            # OpenVINO keeps what lies between operations in 16 bits too, and what crosses a cut in 32
+            near = 0.02 if runtime == "openvino:bfloat16" else 1e-5
+            torch.testing.assert_close(other, outputs[0], rtol=near, atol=near * float(outputs[0].abs().max()))
     wanted = [model(x) for x in images()]
     for x, y in zip(found[0], wanted, strict=True):
         assert x.dtype == y.dtype
         assert torch.linalg.vector_norm(x - y) < LIMITS[runtime] * torch.linalg.vector_norm(y)
-        assert runtime == "onnxruntime" or not torch.equal(x, y)
+        assert ":" not in runtime or not torch.equal(x, y)
 
 
 @pytest.mark.parametrize(
     ("runtime", "message"),
-    [("abacus", "the runtime 'abacus' is not known; use one of eager, onnxruntime"),
+    [("abacus", "the runtime 'abacus' is not known; use one of eager, onnxruntime, openvino"),
      ("onnxruntime:int3", "computes in float32, int8, not in int3"), ("eager:", "not in ;")],
 )  # fmt: skip
 def test_names_of_runtimes(model: nn.Module, runtime: str, message: str) -> None:

@@ -26,7 +26,11 @@ ComputesOn = Annotated[
     str, typer.Option("--device", metavar="cpu|cuda", help="What stages compute on: cpu, or a GPU for each process.")
 ]
 Runtime = Annotated[
-    str, typer.Option(metavar="NAME", help="What computes the stages: eager, onnxruntime or onnxruntime:int8.")
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="What computes the stages: eager, onnxruntime or openvino, with a precision as in onnxruntime:int8.",
+    ),
 ]
 Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="DIR", help="Record what happens when, for `penstock report DIR`.")

@@ -37,11 +37,8 @@ class Bfloat16Runtime(Runtime):
     """
 
     def __init__(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
-        if device == HOST and not has_bfloat16():
-            raise PlanError(
-                "the precision bfloat16 needs a processor with instructions for it (avx512_bf16, amx_bf16, or bf16 on "
-                f"ARM), which this {platform.machine()} does not have; plan with float32 or onnxruntime:int8"
-            )
+        if device == HOST:
+            check_bfloat16()
         super().__init__(program, tensors, device)
         halved = read_by_products(program)
         self._state = [
@@ -69,6 +66,15 @@ def is_product(op: Op) -> bool:
         return op.target in _PRODUCTS
     masks = [*op.arguments[3:4], op.keywords.get("attn_mask")]
     return not any(isinstance(mask, Ref) for mask in masks)
+
+
+def check_bfloat16() -> None:
+    """Raise `PlanError` where the processor has no instructions for bfloat16."""
+    if not has_bfloat16():
+        raise PlanError(
+            "the precision bfloat16 needs a processor with instructions for it (avx512_bf16, amx_bf16, or bf16 on "
+            f"ARM), which this {platform.machine()} does not have; plan with float32 or onnxruntime:int8"
+        )
 
 
 def has_bfloat16() -> bool:

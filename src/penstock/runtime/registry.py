@@ -63,17 +63,30 @@ def _onnxruntime(
     program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, precision: str
 ) -> StageRuntime:  # fmt: skip
     try:
-        from penstock.runtime.onnx.session import OnnxRuntime
+        from penstock.runtime.onnx.onnx_runtime import OnnxRuntime
     except ImportError as error:
-        raise PlanError(
-            f"the runtime onnxruntime needs the packages onnx and onnxruntime; install penstock[onnx] ({error})"
-        ) from error
+        raise _missing("onnxruntime", "onnx", error) from error
     return OnnxRuntime(program, tensors, device, precision)
+
+
+def _openvino(
+    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, precision: str
+) -> StageRuntime:  # fmt: skip
+    try:
+        from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime
+    except ImportError as error:
+        raise _missing("openvino", "openvino", error) from error
+    return OpenVinoRuntime(program, tensors, device, precision)
+
+
+def _missing(runtime: str, extra: str, error: ImportError) -> PlanError:
+    return PlanError(f"the runtime {runtime} is not installed on this machine; install penstock[{extra}] ({error})")
 
 
 RUNTIMES: dict[str, RuntimeKind] = {
     "eager": RuntimeKind(load=_eager, load_training=TrainingRuntime, precisions=("float32", "bfloat16")),
     "onnxruntime": RuntimeKind(load=_onnxruntime, load_training=None, precisions=("float32", "int8")),
+    "openvino": RuntimeKind(load=_openvino, load_training=None, precisions=("float32", "bfloat16")),
 }
 
 

@@ -57,7 +57,7 @@ def check_supported(program: StageProgram) -> None:
     refused = unsupported(program)
     if refused:
         raise PlanError(
-            f"the runtime onnxruntime cannot run {', '.join(refused)}; plan this stage with the runtime eager"
+            f"runtimes that take ONNX cannot run {', '.join(refused)}; plan this stage with the runtime eager"
         )
     _check_writes(program)
 
@@ -88,7 +88,7 @@ def _check_writes(program: StageProgram) -> None:
             others = {other for other in group[name] | shared if other not in {name, op.name}}
             if any(last.get(other, -1) > index for other in others):
                 raise PlanError(
-                    f"the runtime onnxruntime cannot run {op.target} ({op.name}), which writes into memory that others "
+                    f"runtimes that take ONNX cannot run {op.target} ({op.name}), which writes into memory that others "
                     "read; plan this stage with the runtime eager"
                 )
         for name in shared:
@@ -111,7 +111,7 @@ class _Writer:
 
     def _like(self, seen: Any, name: str | None = None) -> Made:
         if seen.dtype not in ELEMENTS:
-            raise PlanError(f"the runtime onnxruntime has no {seen.dtype}; plan this stage with the runtime eager")
+            raise PlanError(f"runtimes that take ONNX have no {seen.dtype}; plan this stage with the runtime eager")
         return Made(self._nodes, seen.dtype, tuple(seen.shape), known_as=name)
 
     def model(self) -> onnx.ModelProto:

@@ -1,17 +1,17 @@
-"""The runtime `onnxruntime`: a stage program as an ONNX model for each microbatch size, run by ONNX Runtime."""
+"""Stage programs as ONNX models, one for each microbatch size, for an engine to run."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
-import onnxruntime
 import torch
 from torch import Tensor
 
 from penstock.errors import PlanError, RunError
 from penstock.graph.program import StageProgram
 from penstock.runtime.eager import Runtime
-from penstock.runtime.onnx.quantize import quantize
 from penstock.runtime.onnx.writer import check_supported, write_model
 from penstock.tensors import HOST
 from penstock.text import first_line
@@ -21,55 +21,60 @@ _FURTHEST = 1e-3  # from what eager gives, of its largest number
 _MOST_BYTES = 2**31 - 2**20  # of a model, as protobuf has it
 
 
-class OnnxRuntime:
-    """A stage program with its weights, run by ONNX Runtime on the CPU; outputs are contiguous.
+Engine = Callable[[Mapping[str, np.ndarray[Any, Any]]], Sequence[np.ndarray[Any, Any]]]
 
-    The first microbatch of a size is run eagerly too: that shows every shape, and that the outputs are the same. The
-    precision `int8` has weights of linear layers in 8 bits, a scale for each output channel, and quantizes what they
-    are multiplied with as it comes.
 
-    Example:
-        runtime = OnnxRuntime(program, {"head.weight": weight, ...})
-        outputs = runtime({"batch": 1}, [image])
+class ExportedRuntime(ABC):
+    """A stage program with its weights, as ONNX models that an engine runs on the CPU; outputs are contiguous.
 
-    Raises `PlanError` for an operator that it has no ONNX for, and elsewhere than on the CPU.
+    The first microbatch of a size is run eagerly too: that shows every shape, and that the outputs are the same.
+
+    Raises `PlanError` for an operator that there is no ONNX for, and elsewhere than on the CPU.
     """
+
+    name = ""
 
     def __init__(
         self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST,
         precision: str = "float32",
     ) -> None:  # fmt: skip
         if device != HOST:
-            raise PlanError(f"the runtime onnxruntime computes on the CPU, not on {device}; plan with eager")
+            raise PlanError(f"the runtime {self.name} computes on the CPU, not on {device}; plan with eager")
         check_supported(program)
         self.program, self.device = program, device
-        self._precision = precision
+        self.precision = precision
         self._eager = Runtime(program, tensors, device)
-        self._sessions: dict[tuple[int, ...], Any] = {}
+        self._engines: dict[tuple[int, ...], Engine] = {}
+
+    @abstractmethod
+    def _compile(self, model: onnx.ModelProto) -> Engine:
+        """Make what runs a model: arrays by the names of the model's inputs, to its outputs in order."""
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run on one microbatch; `sizes` gives every symbol of the program its value."""
         key = tuple(sizes[symbol] for symbol in self.program.symbols)
-        session = self._sessions.get(key)
-        if session is None:
-            if len(self._sessions) >= _KEPT_SIZES:
-                self._sessions.pop(next(iter(self._sessions)))
-            session = self._sessions[key] = self._open(sizes, inputs)
-        return self._run(session, inputs)
+        engine = self._engines.get(key)
+        if engine is None:
+            if len(self._engines) >= _KEPT_SIZES:
+                self._engines.pop(next(iter(self._engines)))
+            engine = self._engines[key] = self._open(sizes, inputs)
+        return self._run(engine, inputs)
 
     @torch.no_grad()
-    def _open(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> Any:
+    def _open(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> Engine:
         # a program may write into its inputs
         expected, seen = self._eager.likes(sizes, [tensor.detach().clone() for tensor in inputs])
         model = write_model(self.program, self._eager.constants(sizes), seen, sizes)
-        if self._precision == "int8":
-            model = quantize(model)
         if model.ByteSize() > _MOST_BYTES:
-            raise PlanError("a stage of the runtime onnxruntime has at most 2 GiB; plan with more stages, or eager")
-        session = _make_session(model)
-        if self._precision == "float32":
-            self._compare(expected, self._run(session, inputs))
-        return session
+            raise PlanError(f"a stage of the runtime {self.name} has at most 2 GiB; plan with more stages, or eager")
+        try:
+            engine = self._compile(model)
+        # the packages' errors have no class of their own above Exception
+        except Exception as error:
+            raise RunError(f"the runtime {self.name} refuses the stage: {first_line(error)}") from error
+        if self.precision == "float32":
+            self._compare(expected, self._run(engine, inputs))
+        return engine
 
     def _compare(self, expected: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         for value, wanted, found in zip(self.program.outputs, expected, outputs, strict=True):
@@ -81,22 +86,19 @@ class OnnxRuntime:
             # a NaN is no number that is small enough
             if not error <= _FURTHEST * max(1e-6, largest) or not torch.equal(found.isfinite(), finite):
                 raise RunError(
-                    f"the runtime onnxruntime gives another {value.name} than eager, by {error:.3g}; plan this "
+                    f"the runtime {self.name} gives another {value.name} than eager, by {error:.3g}; plan this "
                     "stage with the runtime eager"
                 )
 
-    def _run(self, session: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _run(self, engine: Engine, inputs: Sequence[Tensor]) -> list[Tensor]:
         given = {
             value.name: tensor.detach().contiguous().numpy()
             for value, tensor in zip(self.program.inputs, inputs, strict=True)
         }
-        used = {each.name for each in session.get_inputs()}
         try:
-            outputs = session.run(None, {name: array for name, array in given.items() if name in used})
-        # the package's errors have no class of their own above Exception
+            return [torch.from_numpy(array) for array in engine(given)]
         except Exception as error:
-            raise RunError(f"the runtime onnxruntime failed: {first_line(error)}") from error
-        return [torch.from_numpy(array) for array in outputs]
+            raise RunError(f"the runtime {self.name} failed: {first_line(error)}") from error
 
     def watched(
         self, sizes: Mapping[str, int], inputs: Sequence[Tensor], _clock: Callable[[], float]
@@ -116,15 +118,3 @@ class OnnxRuntime:
     def weight_bytes(self) -> int:
         """Return the bytes of its tensors."""
         return self._eager.weight_bytes
-
-
-def _make_session(model: onnx.ModelProto) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
-    # threads that wait by spinning take what a small host computes with
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 3
-    try:
-        return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise RunError(f"the runtime onnxruntime refuses the stage: {first_line(error)}") from error

@@ -1,0 +1,47 @@
+"""The runtime `onnxruntime`: a stage program as an ONNX model for each microbatch size, run by ONNX Runtime."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+
+from penstock.runtime.onnx.exported import Engine, ExportedRuntime
+from penstock.runtime.onnx.quantize import quantize
+
+
+class OnnxRuntime(ExportedRuntime):
+    """A stage program run by ONNX Runtime.
+
+    The precision `int8` has weights of linear layers in 8 bits, a scale for each output channel, and quantizes what
+    they are multiplied with as it comes.
+
+    Example:
+        runtime = OnnxRuntime(program, {"head.weight": weight, ...})
+        outputs = runtime({"batch": 1}, [image])
+    """
+
+    name = "onnxruntime"
+
+    def _compile(self, model: onnx.ModelProto) -> Engine:
+        if self.precision == "int8":
+            model = quantize(model)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
+        # threads that wait by spinning take what a small host computes with
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )  # fmt: skip
+        used = {each.name for each in session.get_inputs()}
+
+        def run(given: Mapping[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
+            outputs: Sequence[np.ndarray[Any, Any]] = session.run(
+                None, {name: array for name, array in given.items() if name in used}
+            )
+            return outputs
+
+        return run

@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from benchmarks.elastic.subjects import prepare_images
 
+NAME = "timm:penstock_cifar_vit"
 CLASSES = 10
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 
@@ -31,13 +33,25 @@ class Stem(nn.Module):
         return tokens
 
 
+@register_model  # type: ignore[untyped-decorator]
+def penstock_cifar_vit(pretrained: bool = False, **options: Any) -> nn.Module:
+    """Make the model by its name in timm, `penstock_cifar_vit`: 8 x 8 tokens, 4 blocks of width 128."""
+    del pretrained  # there is no published checkpoint
+    model: nn.Module = VisionTransformer(**{
+        "img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 4, "num_heads": 4, "mlp_ratio": 3.0,
+        "num_classes": CLASSES, "class_token": False, "global_pool": "avg", "embed_layer": Stem, **options,
+    })  # fmt: skip
+    model.pretrained_cfg = {  # type: ignore[assignment]
+        "input_size": (3, 32, 32), "mean": MEAN, "std": DEVIATION, "crop_pct": 1.0, "interpolation": "bicubic",
+        "num_classes": CLASSES,
+    }  # fmt: skip
+    return model
+
+
 def make() -> nn.Module:
-    """Make the model with random weights: 8 x 8 tokens, 4 blocks of width 128."""
+    """Make the model with random weights."""
     torch.manual_seed(0)
-    model: nn.Module = VisionTransformer(
-        img_size=32, patch_size=4, embed_dim=128, depth=4, num_heads=4, mlp_ratio=3.0, num_classes=CLASSES,
-        class_token=False, global_pool="avg", embed_layer=Stem,
-    )  # fmt: skip
+    model: nn.Module = penstock_cifar_vit()
     return model
 
 

@@ -23,6 +23,7 @@ from benchmarks.training.__main__ import environment
 from penstock.cluster.lab import take_down
 from penstock.deploy.state import load_state
 from penstock.engine.reference import calibrate
+from penstock.errors import OutOfMemory
 from penstock.graph.ops import State
 from penstock.measure.profiler import profile_graph
 from penstock.spec.profile import write_profile
@@ -181,7 +182,7 @@ def largest(base: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
             settings = base | ways()[name] | {"batch_size": batch, "rows": 2 * batch, "epochs": 1}
             try:
                 row = in_lab(f"{name}, batch {batch}", settings, memory=SMALL)
-            except SystemExit as end:
+            except (SystemExit, OutOfMemory) as end:
                 tries.append({"batch": batch, "failed": str(end)})
                 print(f"{name}, batch {batch}: {end}", file=sys.stderr)
                 break

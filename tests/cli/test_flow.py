@@ -93,6 +93,22 @@ def test_a_profile_of_training_with_its_images(penstock: Run, photos: Path, tmp_
     assert penstock("profile", SMALL, "-o", profile, "--images", tmp_path / "none", *few)[0] == 2
 
 
+def test_a_profile_with_runtimes_gives_a_plan_on_one(penstock: Run, tmp_path: Path) -> None:
+    profile, cluster, plan = (tmp_path / name for name in ("profile.json", "cluster.toml", "plan.json"))
+    cluster.write_text(CLUSTER.replace("2 GiB", "24 GiB"))
+    few = ["--rows", 2, "--repeats", 3, "--runtime", "onnxruntime"]
+    status, out, err = penstock("profile", SMALL, "-o", profile, *few)
+    assert status == 0, err
+    assert "on onnxruntime in float32, off by 0.00%" in out
+    assert penstock("plan", profile, cluster, "-o", plan, "--max-error", 0.01)[0] == 0
+    (column,) = read_profile(profile).runtimes
+    faster = column.forward_s[0] < column.eager_s[0]
+    assert read_plan(plan).pipelines[0].stages[0].runtime == ("onnxruntime" if faster else "eager")
+    status, _, err = penstock("profile", SMALL, "-o", profile, "--training", *few)
+    assert status == 2
+    assert "other runtimes than eager do not train" in err
+
+
 def test_a_plan_is_a_row_of_the_bench(penstock: Run, planned: Path, tmp_path: Path) -> None:
     plan, file = planned / "plan.json", tmp_path / "bench.json"
     few = ["--stages", 1, "--num-images", 8, "--plan", plan]

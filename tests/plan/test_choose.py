@@ -1,5 +1,6 @@
 """Plans as a whole: what is chosen, what it is predicted to do, and what is said where nothing fits."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -7,7 +8,7 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.plan.candidates import Request
-from penstock.plan.choose import choose, make_plan, memory_that_would_do
+from penstock.plan.choose import choose, make_plan, memory_that_would_do, plan_again
 from penstock.plan.cost.pipeline_cost import bottleneck_bound_s
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Placed, Problem
@@ -16,7 +17,7 @@ from penstock.plan.search.replicas import rates_of
 from penstock.spec.check import check_made_from, check_plan
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import decode_plan, encode_plan
-from penstock.spec.profile import Unit
+from penstock.spec.profile import RuntimeColumn, Unit
 from tests.plan.instances import random_problem
 from tests.spec.samples import make_cluster, make_profile
 
@@ -213,3 +214,36 @@ def test_what_the_feeder_keeps_crosses_no_link() -> None:
         pytest.approx(0.5),
         pytest.approx(0.1),
     ]
+
+
+def columns() -> tuple[RuntimeColumn, ...]:
+    """Near and twice as fast, further off and four times as fast, and one that is slower than eager."""
+    return (
+        RuntimeColumn(runtime="onnxruntime", precision="float32", forward_s=(1.0,), eager_s=(2.0,), error=1e-6),
+        RuntimeColumn(runtime="openvino", precision="bfloat16", forward_s=(0.5,), eager_s=(2.0,), error=0.01),
+        RuntimeColumn(runtime="eager", precision="bfloat16", forward_s=(3.0,), eager_s=(2.0,), error=0.005),
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_error", "runtime", "times"),
+    [(0.0, ("eager", "float32"), 1.0), (1e-3, ("onnxruntime", "float32"), 2.0),
+     (0.007, ("onnxruntime", "float32"), 2.0), (0.02, ("openvino", "bfloat16"), 4.0)],
+)  # fmt: skip
+def test_the_fastest_runtime_that_is_near_enough(max_error: float, runtime: tuple[str, str], times: float) -> None:
+    profile = msgspec.structs.replace(make_profile([1.0] * 8), runtimes=columns())
+    cluster = make_cluster(1, 1, 1, 1)
+    plain, plan = (make_plan(profile, cluster, replace(PLAIN, max_error=error)) for error in (None, max_error))
+    assert {(stage.runtime, stage.precision) for stage in plan.pipelines[0].stages} == {runtime}
+    assert plan.prediction.rows_per_s == pytest.approx(times * plain.prediction.rows_per_s)
+    assert predict(plan, profile, cluster).prediction.rows_per_s == pytest.approx(plan.prediction.rows_per_s)
+    assert decode_plan(encode_plan(plan)) == plan
+    fewer = plan_again(plan, profile, cluster, missing={"d"})
+    assert {(stage.runtime, stage.precision) for stage in fewer.pipelines[0].stages} == {runtime}
+
+
+def test_where_other_runtimes_are_not_known_or_do_not_train() -> None:
+    with pytest.raises(PlanError, match="the profile has no other runtime than eager; profile again with --runtime"):
+        make_plan(make_profile([1.0] * 4), make_cluster(1, 1), replace(PLAIN, max_error=0.1))
+    with pytest.raises(PlanError, match="other runtimes than eager do not train; leave --max-error out"):
+        Request(schedule="1f1b", num_microbatches=4, max_error=0.1)

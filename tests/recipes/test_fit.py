@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
 
+from penstock.compress.prune import Pruning, prune, save_pruned
 from penstock.errors import DataError, OutOfMemory, PlanError, RunError, UsageError
 from penstock.files import LineFile
 from penstock.group.launcher import WorkerExit
@@ -22,6 +26,7 @@ from penstock.recipes.launch import explain_exit, fit, fit_apart
 from penstock.recipes.metrics import EpochResult, FitResult, drop_old_checkpoints, newest_checkpoint
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row, draw_comparison, find_largest_batch, mode_runs, read_sweep, run_row
+from penstock.recipes.teaching import taught_loss
 from penstock.spec.check import read_plan
 from penstock.spec.plan import write_plan
 from penstock.train.captured import Captured
@@ -264,3 +269,60 @@ def test_training_goes_on_where_metrics_do_not_fit(
     assert len(said) == 1
     assert said[0].startswith("note: metrics of rank 0 cannot be written to ")
     assert "(No space left on device); training goes on" in said[0]
+
+
+def test_the_best_epoch_is_kept_and_stays_the_best_when_a_run_goes_on(tmp_path: Path) -> None:
+    given = settings(tmp_path / "run", keep_best=True, epochs=3, lr=0.01)
+    result = fit(given)
+    accuracies = [epoch.accuracy for epoch in result.epochs]
+    with safe_open(tmp_path / "run" / "best.safetensors", framework="pt") as kept:
+        assert float(kept.metadata()["penstock.accuracy"]) == max(a for a in accuracies if a is not None)
+    before = (tmp_path / "run" / "best.safetensors").read_bytes()
+    more = fit(given.replace(epochs=4, resume=True, lr=100.0))
+    assert more.epochs[0].accuracy is not None
+    if more.epochs[0].accuracy <= max(a for a in accuracies if a is not None):
+        assert (tmp_path / "run" / "best.safetensors").read_bytes() == before
+
+
+def test_a_teacher_changes_what_is_learned_and_not_how_accuracy_is_counted(tmp_path: Path) -> None:
+    fit(settings(tmp_path / "teacher", epochs=2, lr=0.01))
+    teacher = str(tmp_path / "teacher" / "model.safetensors")
+    alone, taught = fit(settings(tmp_path / "a")), fit(settings(tmp_path / "b", teacher=teacher))
+    assert alone.epochs[0].train_loss != taught.epochs[0].train_loss
+    same: dict[str, Any] = {"model": f"{VIT},num_classes=10", "weights": teacher, "lr": 0.0}
+    copied = fit(settings(tmp_path / "c", teacher=teacher, **same))
+    assert copied.epochs[0].accuracy == fit(settings(tmp_path / "d", **same)).epochs[0].accuracy
+
+
+def test_rows_that_are_held_out_are_in_neither_part(tmp_path: Path) -> None:
+    task = make_task(settings(tmp_path, hold_out=5, num_rows=100))
+    assert (len(task.training), len(task.validation)) == (72, 8)  # type: ignore[arg-type]
+
+
+def test_a_narrowed_model_is_trained_and_saved_as_one(tmp_path: Path) -> None:
+    name = f"{VIT},num_classes=10"
+    whole = load_model(name, whole=True)
+    file = tmp_path / "pruned.safetensors"
+    how = Pruning(ratio=0.5, importance="magnitude", everywhere=False)
+    save_pruned(prune(whole.module, whole.example_args[0], how), whole.module, file)
+    fit(settings(tmp_path / "run", weights=str(file), keep_best=True))
+    for saved in ("model", "best"):
+        trained = load_model(name, weights=tmp_path / "run" / f"{saved}.safetensors").module
+        narrowed = load_model(name, weights=file).module
+        assert {n: p.shape for n, p in trained.named_parameters()} == {
+            n: p.shape for n, p in narrowed.named_parameters()
+        }
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([1, 0]), torch.tensor([[1.0, 0.0, 3.0], [0.0, 2.0, -1.0]])])
+def test_what_a_teacher_adds_to_the_loss(labels: Tensor) -> None:
+    logits = torch.tensor([[0.5, -0.5], [1.0, 2.0]])
+    loss, count = taught_loss(logits, labels)
+    own = functional.cross_entropy(logits, torch.tensor([1, 0]), reduction="sum")
+    if labels.dim() > 1:
+        p, q = (labels[:, 1:] / 2).softmax(-1), (logits / 2).softmax(-1)
+        own = 0.5 * own + 0.5 * 4 * (p * (p.log() - q.log())).sum()
+    assert count == 2
+    torch.testing.assert_close(loss, own)
+    with pytest.raises(UsageError, match="the teacher tells 3 classes apart and the model 2"):
+        taught_loss(logits, torch.zeros(2, 4))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.state import load_state
-from penstock.errors import PlanError, RunError
+from penstock.errors import PlanError, RunError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide
@@ -21,7 +21,7 @@ from penstock.runtime.onnx.exported import ExportedRuntime
 from penstock.runtime.onnx.onnx_runtime import OnnxRuntime
 from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime
 from penstock.runtime.onnx.writer import check_supported, unsupported
-from penstock.runtime.registry import RuntimeChoice
+from penstock.runtime.registry import RuntimeChoice, parse_runtime
 from penstock.zoo.weights.weights import ModuleWeights
 from tests.models import bert, deit, gpt2, seeded
 
@@ -223,3 +223,23 @@ def test_openvino_on_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatc
     program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))
     with pytest.raises(PlanError, match="needs a processor with instructions for it"):
         OpenVinoRuntime(program, tensors, precision="bfloat16")
+
+
+def test_layers_that_stay_in_float32() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)).eval()
+    x = torch.randn(4, 32)
+    program, tensors = parts(model, x)
+
+    def outputs(name: str) -> Tensor:
+        return parse_runtime(name).load(program, tensors)({"batch": 4}, [x])[0]
+
+    wanted = model(x).detach()
+    errors = {name: float((outputs(name) - wanted).norm()) for name in
+              ("onnxruntime:int8", "onnxruntime:int8+0", "onnxruntime:int8+2", "onnxruntime:int8+0+2")}  # fmt: skip
+    assert errors["onnxruntime:int8+0+2"] < 1e-5 < min(errors["onnxruntime:int8+0"], errors["onnxruntime:int8+2"])
+    assert len(set(errors.values())) == 4
+    assert str(parse_runtime("onnxruntime:int8+0+2")) == "onnxruntime:int8+0+2"
+    assert str(parse_runtime("openvino")) == "openvino"
+    with pytest.raises(UsageError, match="layers stay in float32 beside int8, not beside float32; leave 0"):
+        parse_runtime("onnxruntime+0")

@@ -5,7 +5,22 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import bench, bundle, convert, demo, hosts, infer, lab, plan, profile, report, schedule, split, train
+from penstock.cli import (
+    bench,
+    bundle,
+    compress,
+    convert,
+    demo,
+    hosts,
+    infer,
+    lab,
+    plan,
+    profile,
+    report,
+    schedule,
+    split,
+    train,
+)
 from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.cluster.lab.signals import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
@@ -29,6 +44,7 @@ app.command("infer")(infer.infer)
 app.command("train")(train.train)
 app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
+app.command("compress")(compress.compress)
 app.add_typer(hosts.app, name="hosts")
 app.command("report")(report.report)
 app.command("schedule")(schedule.schedule)

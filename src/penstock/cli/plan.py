@@ -47,6 +47,13 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     alternate: Annotated[bool, Meta(description="Rotate microbatches over several cut sets.", extra=_BOTH)] = True
     replicas: Annotated[bool, Meta(description="Also consider whole pipelines side by side.", extra=_BOTH)] = True
     shared: Annotated[bool, Meta(description="Also consider stages that several devices share.", extra=_BOTH)] = False
+    max_error: Annotated[
+        float | None,
+        Meta(
+            description="Compute on the profile's fastest runtime whose outputs differ by at most this part.",
+            extra={"min": 0},
+        ),
+    ] = None
     trace: Annotated[
         bool,
         Meta(description=f"Keep {format_bytes(RECORDING_BYTES)} free on every device, for --trace.", extra=_BOTH),
@@ -68,7 +75,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
             rows=tuple(parse_numbers(self.rows, "--rows")) if self.rows else (),
             schedule=cast(Schedule, self.schedule), num_microbatches=self.microbatches, batch_rows=self.batch_size,
             optimizer_state_factor=state, alternate=self.alternate, replicas=self.replicas, shared=self.shared,
-            recording_bytes=float(RECORDING_BYTES) if self.trace else 0.0,
+            recording_bytes=float(RECORDING_BYTES) if self.trace else 0.0, max_error=self.max_error,
         )  # fmt: skip
 
 

@@ -13,10 +13,13 @@ from penstock.deploy.state import load_state
 from penstock.engine.reference import calibrate
 from penstock.errors import UsageError
 from penstock.graph.capture import capture
+from penstock.measure.costs import Timing
 from penstock.measure.hosts import measure_messages
 from penstock.measure.profiler import measure_loader, profile_graph, script_bytes, worker_bytes
+from penstock.measure.runtime_columns import measure_runtimes
 from penstock.recipes.profiled import profile_task
 from penstock.recipes.settings import make_settings
+from penstock.runtime.registry import parse_runtime
 from penstock.spec.profile import Profile, write_profile
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds
@@ -38,6 +41,9 @@ def profile(
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row of text.")] = 128,
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
     repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size; more where they differ.")] = 7,
+    runtime: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Also measure it on this runtime; may be repeated.")
+    ] = None,
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     seed: opt.Seed = 0,
@@ -45,6 +51,9 @@ def profile(
 ) -> None:
     """Time every part of a model between two possible cuts, and what messages cost; write it for `penstock plan`."""
     sizes = opt.parse_numbers(rows, "--rows")
+    choices = [parse_runtime(name) for name in runtime or ()]
+    if choices and (training or data is not None):
+        raise UsageError("other runtimes than eager do not train; leave --runtime out, or --training and --data")
     console = opt.make_console()
     if data is not None:
         if images is not None:
@@ -72,9 +81,12 @@ def profile(
             graph, lambda state: load_state(graph, state, zoo.weights), rows=sizes, threads=threads, repeats=repeats,
             training=training, messages=messages,
         )  # fmt: skip
+        columns = measure_runtimes(
+            graph, lambda state: load_state(graph, state, zoo.weights), choices, Timing(made.rows, threads, repeats)
+        )  # fmt: skip
     made = msgspec.structs.replace(
         made, model=model, loader_s_per_row=loader_s_per_row, calibration_s=calibration_s, base_bytes=base_bytes,
-        script_bytes=more_bytes,
+        script_bytes=more_bytes, runtimes=columns,
     )  # fmt: skip
     _show(console, made, output, json)
 
@@ -103,4 +115,8 @@ def _table(profile: Profile) -> Table:
             seconds += sum(backward)
             spread += sum(unit.backward_spread_s[index] for unit in profile.units)
         table.add_row(str(rows), said, f"{rows / seconds:.2f}", f"{spread / seconds:.1%}")
+        for column in profile.runtimes:
+            fast, eager = column.forward_s[index], column.eager_s[index]
+            said = f"{format_seconds(fast)} on {column.runtime} in {column.precision}, off by {column.error:.2%}"
+            table.add_row("", said, f"{rows / fast:.2f}", f"{eager / fast:.2f} times eager")
     return table

@@ -72,7 +72,7 @@ def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0
 
 
 def _runtimes(pipeline: Pipeline) -> list[RuntimeChoice]:
-    return [RuntimeChoice(stage.runtime, stage.precision) for stage in pipeline.stages]
+    return [RuntimeChoice(stage.runtime, stage.precision, stage.keep) for stage in pipeline.stages]
 
 
 def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[RoundRobin[int]]:

@@ -29,7 +29,8 @@ class Request:
     to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
     `replicas` allows whole pipelines side by side, `shared` stages that devices share round-robin. A training step has
     `num_microbatches`, or as many as make up `batch_rows`, over all replicas. `recording_bytes` stay free on every
-    device for a trace.
+    device for a trace. With `max_error` stages compute on the fastest runtime of the profile whose outputs are at most
+    so far from eager's, as a part of their length.
 
     >>> Request(aim="latency").depth
     2
@@ -48,8 +49,11 @@ class Request:
     replicas: bool = True
     shared: bool = False
     recording_bytes: float = 0.0
+    max_error: float | None = None
 
     def __post_init__(self) -> None:
+        if self.max_error is not None and self.schedule != "forward-only":
+            raise PlanError("other runtimes than eager do not train; leave --max-error out")
         if self.aim == "devices" and not (self.target_rows_per_s and self.target_rows_per_s > 0):
             raise PlanError("the aim devices needs the throughput to reach; give --target in rows per second")
         if self.schedule == "forward-only":

@@ -63,6 +63,9 @@ def summary(plan: Plan) -> str:
     prediction = plan.prediction
     stages = " + ".join(_stage_count(len(pipeline.stages)) for pipeline in plan.pipelines)
     what = f"{plan.model}: {stages} on {len(plan.devices)} devices, {plan.microbatch_rows} rows per microbatch"
+    runtimes = dict.fromkeys(f"{s.runtime} in {s.precision}" for p in plan.pipelines for s in p.stages)
+    if list(runtimes) != ["eager in float32"]:
+        what += f", {' and '.join(runtimes)}"
     if plan.trains:
         counts = " + ".join(map(str, plan.microbatches))
         step_s = plan.batch_rows / prediction.rows_per_s

@@ -17,11 +17,14 @@ from penstock.recipes.tasks import (
     Task,
     class_accuracy,
     class_loss,
+    held_out,
     keep_some,
     load_for,
     logits_of,
+    metadata_of,
     spread,
 )
+from penstock.recipes.teaching import taught
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.preprocess import Transform
@@ -55,7 +58,7 @@ def image_task(settings: FitSettings) -> Task:
         raise UsageError(f"{settings.model} takes no images but {settings.data} holds images; name a model that does")
     key = next(iter(zoo.example_kwargs), None)
     make = _Reader(images, zoo.transform, key, None)
-    chosen = spread(len(images), settings.num_rows)
+    chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
     if settings.validation:
         other = open_images(settings.validation)
         check_labelled(other, settings.validation)
@@ -63,10 +66,12 @@ def image_task(settings: FitSettings) -> Task:
         validation = Rows(range(len(other)), _Reader(other, zoo.transform, key, images.classes))
     else:
         training, validation = (Rows([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
-    return Task(
+    task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
+        metadata=metadata_of(settings),
     )  # fmt: skip
+    return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
 
 
 def with_classes(name: str, num_classes: int) -> str:

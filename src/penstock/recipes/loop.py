@@ -19,9 +19,12 @@ from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
 from penstock.recipes.data_tasks import make_task
 from penstock.recipes.metrics import (
+    ACCURACY,
     EpochResult,
     FitResult,
     RunFolder,
+    best_accuracy,
+    best_model,
     check_new,
     checkpoint_folder,
     drop_old_checkpoints,
@@ -109,6 +112,7 @@ class _Fit:
             if settings.lr_schedule == "cosine"
             else None
         )
+        self._best: float | None = None
         self._resume()
         self._first = self._trainer.step
         self._saved = self._trainer.step if settings.resume else -1
@@ -146,7 +150,11 @@ class _Fit:
         found = newest_checkpoint(self._settings) if self._world.rank == FEEDER else None
         for line in found.passed_over if found is not None else ():
             note(line)
-        gathered = all_gather(self._world.transport, {"name": found.name if found is not None else None})
+        best = best_accuracy(self._settings) if self._world.rank == FEEDER else None
+        gathered = all_gather(
+            self._world.transport, {"name": found.name if found is not None else None, "best": best}
+        )  # fmt: skip
+        self._best = gathered[FEEDER]["best"]
         if gathered[FEEDER]["name"] is None:
             raise UsageError(f"{self._settings.folder} holds no whole checkpoint any more; leave --resume out to start")
         folder = self._settings.folder / "checkpoints" / gathered[FEEDER]["name"]
@@ -163,7 +171,7 @@ class _Fit:
                     epochs.append(self._epoch(progress))
             if self._settings.save:
                 self._checkpoint()
-                self._pipe.save(self._settings.folder / "model.safetensors")
+                self._pipe.save(self._settings.folder / "model.safetensors", self._task.metadata)
         finally:
             self._folder.close()
         return FitResult(
@@ -240,6 +248,9 @@ class _Fit:
         self._folder.write("epoch", **msgspec.structs.asdict(result))
         if self._settings.save or self._is_checkpoint_due():
             self._checkpoint()
+        if self._settings.keep_best and accuracy is not None and (self._best is None or accuracy > self._best):
+            self._best = accuracy
+            self._pipe.save(best_model(self._settings), {**self._task.metadata, ACCURACY: repr(accuracy)})
         return result
 
     def _is_checkpoint_due(self) -> bool:

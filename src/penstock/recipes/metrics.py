@@ -5,6 +5,7 @@ runs/NAME/
     metrics.jsonl            of the first process; every other one has metrics-rank1.jsonl and so on
     checkpoints/step-000100/
     model.safetensors
+    best.safetensors         of the most accurate epoch, with --keep-best
     result.json
 """
 
@@ -25,9 +26,24 @@ from penstock.recipes.settings import FitSettings, write_settings
 from penstock.terminal.notes import note
 from penstock.train.checkpoint_folder import INDEX, check_whole, read_index
 from penstock.zoo.optional import optional_import
+from penstock.zoo.weights.weight_files import FileWeights
 
 _KEPT = 2  # checkpoints
 _STEP = re.compile(r"step-\d{1,18}", re.ASCII)
+
+
+ACCURACY = "penstock.accuracy"  # of the best model, in its file's metadata
+
+
+def best_model(settings: FitSettings) -> Path:
+    """Return where the model of the most accurate epoch is kept."""
+    return settings.folder / "best.safetensors"
+
+
+def best_accuracy(settings: FitSettings) -> float | None:
+    """Return the accuracy of the best epoch so far, or None where no model was kept."""
+    path = best_model(settings)
+    return float(FileWeights(path).metadata.get(ACCURACY, "-inf")) if path.exists() else None
 
 
 class EpochResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,6 +85,18 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = None
     resume: Annotated[bool, Meta(description="Go on from the last whole checkpoint.")] = False
+    keep_best: Annotated[bool, Meta(description="Keep the model of the most accurate epoch as best.safetensors.")] = (
+        False
+    )
+    teacher: Annotated[
+        PathText | None,
+        Meta(
+            description="Weights of the model whose outputs are learned beside the labels.", extra={"metavar": "FILE"}
+        ),
+    ] = None
+    hold_out: Annotated[
+        Annotated[int, Meta(ge=2)] | None, Meta(description="Leave every so many-th row out, for a test afterwards.")
+    ] = None
     save: bool = True
     validate: bool = True
     track: Annotated[

@@ -14,6 +14,8 @@ from penstock.recipes.settings import FitSettings
 from penstock.train.batches import LossFunction
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.fit import check_weights
+from penstock.zoo.weights.shapes import KEY
+from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import JoinedWeights, RandomWeights, TensorWeights, Weights
 
 SHARE_KEPT = 10  # every tenth row is for validation
@@ -52,6 +54,7 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     batches: Callable[[Dataset[Any], int, bool], Batches] | None = None
     new_tensors: Sequence[str] = field(default_factory=tuple)  # not in the weights that were given
+    metadata: Mapping[str, str] = field(default_factory=dict)  # what the weights' file says of the model
 
 
 def logits_of(output: Any) -> Tensor:
@@ -76,12 +79,16 @@ def class_accuracy(output: Any, labels: Tensor) -> tuple[Tensor, int]:
 def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooModel, Weights, list[str]]:
     """Load a model with the head that the data asks for; returns it, its weights, and the tensors that are new.
 
-    Given weights may be of a model with another head: tensors of another shape, or not there, start anew.
+    Given weights may be of a model with another head: tensors of another shape, or not there, start anew. Those of a
+    narrowed model are taken as they are.
     """
+    path = Path(settings.weights) if settings.weights else None
+    if metadata_of(settings):
+        zoo = load_model(name, weights=path, seed=settings.seed, head=head)
+        return zoo, zoo.weights, []
     zoo = load_model(name, seed=settings.seed, head=head)
     if settings.weights is None and not settings.pretrained:
         return zoo, zoo.weights, []
-    path = Path(settings.weights) if settings.weights else None
     given = load_model(settings.model, weights=path, pretrained=settings.pretrained, seed=settings.seed).weights
     known = given.names()
     shapes = {n: (tuple(p.shape), p.dtype) for n, p in zoo.module.named_parameters(remove_duplicate=False)}
@@ -92,6 +99,23 @@ def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooMod
     kept = [n for n in known if (n in shapes and n not in new) or n in buffers]
     fitting = check_weights(given, {n: (given.shape(n), given.dtype(n)) for n in kept})
     return zoo, JoinedWeights(fitting, RandomWeights(shapes, settings.seed), TensorWeights(buffers)), new
+
+
+def metadata_of(settings: FitSettings) -> dict[str, str]:
+    """Return what the weights' file says of a narrowed model, which what is trained of it says too."""
+    found = FileWeights(Path(settings.weights)).metadata if settings.weights else {}
+    return {KEY: found[KEY]} if KEY in found else {}
+
+
+def held_out(rows: Sequence[int], every: int | None) -> tuple[list[int], list[int]]:
+    """Divide rows into those to use and every so many-th, which is left out.
+
+    >>> held_out(range(6), 3)
+    ([0, 1, 3, 4], [2, 5])
+    """
+    out = [row for place, row in enumerate(rows) if every is not None and place % every == every - 1]
+    left = set(out)
+    return [row for row in rows if row not in left], out
 
 
 class Rows(Dataset[Any]):

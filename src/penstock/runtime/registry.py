@@ -48,35 +48,36 @@ class RuntimeKind:
     `load_training` makes one that gradients flow back through, where the kind can.
     """
 
-    load: Callable[[StageProgram, Mapping[str, Tensor], torch.device, str], StageRuntime]
+    load: Callable[[StageProgram, Mapping[str, Tensor], torch.device, "RuntimeChoice"], StageRuntime]
     load_training: Callable[[TrainingPart, Mapping[str, Tensor], torch.device], TrainingRuntime] | None
     precisions: tuple[str, ...]
 
 
 def _eager(
-    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, precision: str
+    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
-    return Bfloat16Runtime(program, tensors, device) if precision == "bfloat16" else Runtime(program, tensors, device)
+    kind = Bfloat16Runtime if choice.precision == "bfloat16" else Runtime
+    return kind(program, tensors, device)
 
 
 def _onnxruntime(
-    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, precision: str
+    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
     try:
         from penstock.runtime.onnx.onnx_runtime import OnnxRuntime
     except ImportError as error:
         raise _missing("onnxruntime", "onnx", error) from error
-    return OnnxRuntime(program, tensors, device, precision)
+    return OnnxRuntime(program, tensors, device, choice.precision, choice.keep)
 
 
 def _openvino(
-    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, precision: str
+    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
     try:
         from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime
     except ImportError as error:
         raise _missing("openvino", "openvino", error) from error
-    return OpenVinoRuntime(program, tensors, device, precision)
+    return OpenVinoRuntime(program, tensors, device, choice.precision, choice.keep)
 
 
 def _missing(runtime: str, extra: str, error: ImportError) -> PlanError:
@@ -92,7 +93,7 @@ RUNTIMES: dict[str, RuntimeKind] = {
 
 @dataclass(frozen=True, slots=True)
 class RuntimeChoice:
-    """What a plan says of a stage's runtime.
+    """What a plan says of a stage's runtime; of a model in 8 bits the layers in `keep` stay in float32.
 
     Example:
         runtime = RuntimeChoice("eager").load(program, tensors)
@@ -102,6 +103,7 @@ class RuntimeChoice:
 
     name: str = "eager"
     precision: str = "float32"
+    keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.name not in RUNTIMES:
@@ -111,13 +113,18 @@ class RuntimeChoice:
                 f"the runtime {self.name} computes in {', '.join(RUNTIMES[self.name].precisions)}, not in "
                 f"{self.precision}; plan with one of these"
             )
+        if self.keep and self.precision != "int8":
+            raise PlanError(
+                f"layers stay in float32 beside int8, not beside {self.precision}; leave {self.keep[0]} out"
+            )
 
     def __str__(self) -> str:
-        return self.name if self.precision == RUNTIMES[self.name].precisions[0] else f"{self.name}:{self.precision}"
+        name = self.name if self.precision == RUNTIMES[self.name].precisions[0] else f"{self.name}:{self.precision}"
+        return "+".join((name, *self.keep))
 
     def load(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> StageRuntime:
         """Make a runtime of a program."""
-        return RUNTIMES[self.name].load(program, tensors, device, self.precision)
+        return RUNTIMES[self.name].load(program, tensors, device, self)
 
     def load_training(
         self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST
@@ -135,13 +142,14 @@ EAGER = RuntimeChoice()
 def parse_runtime(text: str) -> RuntimeChoice:
     """Read a runtime with its precision, as a person writes it.
 
-    >>> parse_runtime("onnxruntime:int8")
-    RuntimeChoice(name='onnxruntime', precision='int8')
+    >>> parse_runtime("onnxruntime:int8+blocks.0+head")
+    RuntimeChoice(name='onnxruntime', precision='int8', keep=('blocks.0', 'head'))
 
     Raises `UsageError` for what `RuntimeChoice` does not know.
     """
+    text, *keep = text.split("+")
     name, colon, precision = text.partition(":")
     try:
-        return RuntimeChoice(name, precision) if colon else RuntimeChoice(name)
+        return RuntimeChoice(name, precision if colon else "float32", tuple(keep))
     except PlanError as error:
         raise UsageError(str(error)) from None

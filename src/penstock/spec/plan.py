@@ -22,13 +22,15 @@ class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage: the devices that share its microbatches round-robin, and what part each of them takes.
 
-    With the schedule `interleaved` a device holds several stages of a pipeline, far apart in the model.
+    With the schedule `interleaved` a device holds several stages of a pipeline, far apart in the model. In 8 bits the
+    layers in `keep`, modules by their paths, stay in float32.
     """
 
     devices: tuple[str, ...]
     shares: tuple[float, ...] = (1.0,)
     precision: Precision = "float32"
     runtime: str = "eager"
+    keep: tuple[str, ...] = ()
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

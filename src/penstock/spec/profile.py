@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.errors import ProfileError
 from penstock.spec.fields import decode_json, read_bytes, write_json
+from penstock.spec.plan import Precision
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +53,20 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     working_bytes: float = 0.0
 
 
+class RuntimeColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the whole model takes on another runtime than eager, and how far from eager's its outputs are.
+
+    - `forward_s[i]`: median seconds for `profile.rows[i]` rows, beside `eager_s[i]` of the same minute;
+    - `error`: the length of the difference of outputs, as a part of the length of eager's.
+    """
+
+    runtime: str
+    precision: Precision
+    forward_s: tuple[float, ...]
+    eager_s: tuple[float, ...]
+    error: float
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a model costs on one kind of device: `boundaries[u]` and `boundaries[u + 1]` enclose `units[u]`.
 
@@ -69,6 +84,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     - `base_bytes`: what a process takes before it holds a stage;
     - `script_bytes`: what one takes beside that which has the model's library and graph: it feeds, or trains;
     - `calibration_s`: a round of reference work, by which other devices' speed is compared; 0 where not measured.
+
+    `runtimes` has a column for each other runtime that was measured.
 
     Example:
         profile = read_profile("profile.json")
@@ -97,6 +114,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sum_s_per_byte: float = 0.0
     update_s_per_byte: float = 0.0
     calibration_s: float = 0.0
+    runtimes: tuple[RuntimeColumn, ...] = ()
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -134,6 +152,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 "own_input_s and own_output_s are at most stage_overhead_s, feed_s and result_s together, not "
                 f"{spared_s} of {most_s}; profile again"
             )
+        for column in self.runtimes:
+            where = f"the runtime {column.runtime}:{column.precision}"
+            _check_number(f"{where}.error", column.error)
+            for name in ("forward_s", "eager_s"):
+                table = getattr(column, name)
+                _check_length(f"{where}.{name}", table, len(self.rows))
+                for value in table:
+                    _check_number(f"{where}.{name}", value)
+            if not all(column.eager_s):
+                raise ProfileError(f"{where}.eager_s is above 0; profile again")
         sizes: dict[str, int] = {}
         for index, unit in enumerate(self.units):
             _check_unit(f"units[{index}]", unit, len(self.rows))
@@ -143,6 +171,19 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                         f"a tensor has one size, but {name} has {sizes[name]} and {num_bytes} bytes in "
                         f"units[{index}].parameters; profile again"
                     )
+
+
+def on_runtime(profile: Profile, column: RuntimeColumn) -> Profile:
+    """Return what the model costs on another runtime: every unit's forward is faster as the whole model is.
+
+    What a unit alone takes there is not known: such runtimes join operations beyond the edges of units.
+    """
+    factors = [fast / eager for fast, eager in zip(column.forward_s, column.eager_s, strict=True)]
+    units = (
+        msgspec.structs.replace(unit, forward_s=tuple(s * f for s, f in zip(unit.forward_s, factors, strict=True)))
+        for unit in profile.units
+    )
+    return msgspec.structs.replace(profile, units=tuple(units))
 
 
 def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: int) -> float:
@@ -189,17 +230,20 @@ def _check_unit(where: str, unit: Unit, num_rows: int) -> None:
         table = getattr(unit, name)
         if table is None or (not table and "spread" in name):
             continue
-        if len(table) != num_rows:
-            raise ProfileError(
-                f"{where}.{name} has one number for each of the profile's {num_rows} batch sizes, not {len(table)}; "
-                "profile again"
-            )
+        _check_length(f"{where}.{name}", table, num_rows)
         for value in table:
             _check_number(f"{where}.{name}", value)
     for name in ("fixed_bytes", "kept_bytes_per_row", "working_bytes_per_row", "working_bytes"):
         _check_number(f"{where}.{name}", getattr(unit, name))
     for name, num_bytes in unit.parameters:
         _check_number(f"{where}.parameters {name}", num_bytes)
+
+
+def _check_length(where: str, table: Sequence[float], num_rows: int) -> None:
+    if len(table) != num_rows:
+        raise ProfileError(
+            f"{where} has one number for each of the profile's {num_rows} batch sizes, not {len(table)}; profile again"
+        )
 
 
 def _check_number(where: str, value: float) -> None:

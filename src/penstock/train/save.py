@@ -1,6 +1,6 @@
 """The whole model as one safetensors file, gathered tensor by tensor from the processes that hold it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -73,8 +73,10 @@ class GatheredWeights:
         return self._trainer.captured.weights.load(source)
 
 
-def save_model(trainer: Trainer, path: Path) -> None:
+def save_model(trainer: Trainer, path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write the whole model to a safetensors file; every process calls this, the first one writes.
+
+    `metadata` goes into the file's header.
 
     Raises `ModelError` on every process where the file cannot be written.
     """
@@ -84,7 +86,7 @@ def save_model(trainer: Trainer, path: Path) -> None:
         weights = GatheredWeights(trainer)
         if transport.rank == FEEDER:
             try:
-                save_weights(weights, path)
+                save_weights(weights, path, metadata=metadata)
             except ModelError as error:
                 message = str(error)
         weights.finish()

@@ -1,7 +1,7 @@
 """A model in training mode as a pipeline: the methods of a user's own loop, which all processes run."""
 
 import atexit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeGuard
@@ -241,15 +241,17 @@ class TrainingPipeline:
         """Return the parameters that this process holds, by their names in the model."""
         return self.trainer.named_parameters()
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
         """Write the whole model to one safetensors file, under the names of the model's `state_dict`.
+
+        `metadata` goes into the file's header.
 
         Example:
             pipe.save("model.safetensors")
 
         Raises `ModelError` where the file cannot be written.
         """
-        save_model(self.trainer, Path(path))
+        save_model(self.trainer, Path(path), metadata)
 
     def save_checkpoint(
         self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None

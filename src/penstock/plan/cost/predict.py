@@ -15,6 +15,7 @@ from itertools import cycle, islice, pairwise
 
 import msgspec
 
+from penstock.plan.cost.fastest_runtime import column_of
 from penstock.plan.cost.pipeline_cost import bottleneck_s, latency_s
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
@@ -24,7 +25,7 @@ from penstock.plan.schedule.simulate import Channel, Job, Line, play
 from penstock.spec.check import check_cuts, check_devices
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import DeviceLoad, Pipeline, Plan, Prediction
-from penstock.spec.profile import Profile
+from penstock.spec.profile import Profile, on_runtime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,8 @@ def problem_of(plan: Plan, profile: Profile, cluster: Cluster) -> Problem:
         rows=plan.microbatch_rows, depth=plan.depth, schedule=plan.schedule,
         num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,
     )  # fmt: skip
-    return Problem(profile, cluster, setting)
+    column = column_of(plan, profile)
+    return Problem(profile if column is None else on_runtime(profile, column), cluster, setting)
 
 
 def predict(plan: Plan, profile: Profile, cluster: Cluster, *, num_rows: int | None = None) -> Plan:

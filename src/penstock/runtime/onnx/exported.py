@@ -21,6 +21,19 @@ _FURTHEST = 1e-3  # from what eager gives, of its largest number
 _MOST_BYTES = 2**31 - 2**20  # of a model, as protobuf has it
 
 
+def operations_of(program: StageProgram, layers: Sequence[str]) -> set[str]:
+    """Return the names of the operations that read weights of these layers, which are modules by their paths.
+
+    Example:
+        operations_of(program, ["blocks.3.mlp.fc2", "head"])
+    """
+    read = {
+        state.value.name for state in program.states
+        if any(state.source == layer or state.source.startswith(f"{layer}.") for layer in layers)
+    }  # fmt: skip
+    return {op.name for op in program.ops if read & set(op.uses())}
+
+
 Engine = Callable[[Mapping[str, np.ndarray[Any, Any]]], Sequence[np.ndarray[Any, Any]]]
 
 
@@ -36,13 +49,14 @@ class ExportedRuntime(ABC):
 
     def __init__(
         self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST,
-        precision: str = "float32",
+        precision: str = "float32", keep: Sequence[str] = (),
     ) -> None:  # fmt: skip
         if device != HOST:
             raise PlanError(f"the runtime {self.name} computes on the CPU, not on {device}; plan with eager")
         check_supported(program)
         self.program, self.device = program, device
         self.precision = precision
+        self.kept = operations_of(program, keep)
         self._eager = Runtime(program, tensors, device)
         self._engines: dict[tuple[int, ...], Engine] = {}
 

@@ -49,10 +49,11 @@ class Nodes:
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     constants: list[onnx.TensorProto] = field(default_factory=list)
+    operation: str = ""  # that is written; its nodes are named after it
 
     def add(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
         """Add a node with one output; returns the output's name."""
-        name = f"{kind}_{len(self.nodes)}"
+        name = f"{self.operation}/{kind}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, list(inputs), [name], name=name, **attributes))
         return name
 

@@ -16,7 +16,7 @@ class OnnxRuntime(ExportedRuntime):
     """A stage program run by ONNX Runtime.
 
     The precision `int8` has weights of linear layers in 8 bits, a scale for each output channel, and quantizes what
-    they are multiplied with as it comes.
+    they are multiplied with as it comes; layers in `keep` stay as they are.
 
     Example:
         runtime = OnnxRuntime(program, {"head.weight": weight, ...})
@@ -27,7 +27,7 @@ class OnnxRuntime(ExportedRuntime):
 
     def _compile(self, model: onnx.ModelProto) -> Engine:
         if self.precision == "int8":
-            model = quantize(model)
+            model = quantize(model, self.kept)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
         # threads that wait by spinning take what a small host computes with

@@ -31,11 +31,11 @@ class OpenVinoRuntime(ExportedRuntime):
 
     def __init__(
         self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST,
-        precision: str = "float32",
+        precision: str = "float32", keep: Sequence[str] = (),
     ) -> None:  # fmt: skip
         if precision == "bfloat16":
             check_bfloat16()  # without instructions for it OpenVINO computes in float32 and says nothing
-        super().__init__(program, tensors, device, precision)
+        super().__init__(program, tensors, device, precision, keep)
 
     def _compile(self, model: onnx.ModelProto) -> Engine:
         core = openvino.Core()

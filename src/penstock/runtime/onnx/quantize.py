@@ -3,23 +3,24 @@
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import onnx
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 
-def quantize(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with constant matrices in 8 bits, a scale for each output channel.
+def quantize(model: onnx.ModelProto, operations: Collection[str] = ()) -> onnx.ModelProto:
+    """Return the model with constant matrices in 8 bits, a scale for each output channel; not those of `operations`.
 
     The method is ONNX Runtime's dynamic quantization.
     """
+    kept = [node.name for node in model.graph.node if node.name.partition("/")[0] in operations]
     with tempfile.TemporaryDirectory(prefix="penstock-int8-") as folder, _without_advice():
         path = Path(folder) / "int8.onnx"
         quantize_dynamic(
             model, path, op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QInt8,
-            extra_options={"MatMulConstBOnly": True},
+            nodes_to_exclude=kept, extra_options={"MatMulConstBOnly": True},
         )  # fmt: skip
         return onnx.load(path)
 

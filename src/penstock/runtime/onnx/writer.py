@@ -120,6 +120,7 @@ class _Writer:
         return self._nodes.model(self._inputs, [self._values[value.name] for value in self._program.outputs])
 
     def _write(self, op: Op) -> None:
+        self._nodes.operation = op.name
         if op.target == GETITEM:
             source, index = op.arguments
             self._values[op.name] = self._parts[source.name][index]

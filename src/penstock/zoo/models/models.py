@@ -15,6 +15,7 @@ from penstock.zoo.models import timm_models as timm
 from penstock.zoo.models.functions import call_function, find_function
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.hf_weights import hf_weights
+from penstock.zoo.weights.shapes import KEY, narrow, read_sizes
 from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import JoinedWeights, ModuleWeights, RandomWeights, TensorWeights, Weights
 
@@ -95,7 +96,11 @@ def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head:
     module = hf.build_hf(base, config, seed, head)
     if weights is None and directory is not None and _has_weights(directory):
         weights = directory
-    found = _fitted(module, hf_weights(module, weights)) if weights else None
+    found = None
+    if weights is not None:
+        # of a narrowed model there is no checkpoint that needs to be mapped
+        narrowed = KEY in FileWeights(weights).metadata
+        found = _fitted(module, FileWeights(weights) if narrowed else hf_weights(module, weights))
     example, task = hf.hf_example(base, config, module, seed)
     return ZooModel(
         name=name, module=module, example_args=(), example_kwargs=dict(example),
@@ -132,7 +137,13 @@ def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int)
 
 
 def _fitted(module: nn.Module, source: Weights) -> Weights:
-    """Return a checkpoint under the module's names, and put its buffers into the module."""
+    """Return a checkpoint under the module's names, and put its buffers into the module.
+
+    A checkpoint that says so in its header is of a narrowed model: the module is cut down like it.
+    """
+    sizes = read_sizes(source.metadata) if isinstance(source, FileWeights) else None
+    if sizes is not None:
+        narrow(module, sizes, {name: source.shape(name) for name in source.names()})
     buffers = {path: owner._buffers[leaf] for path, (owner, leaf) in meta.persistent_buffers(module).items()}
     shapes = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items() if buffer is not None}
     # positions and counters are computed by the module itself, so many checkpoints leave them out

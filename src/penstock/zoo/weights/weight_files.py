@@ -54,6 +54,14 @@ class FileWeights(ByName[str]):
         if absent:
             raise ModelError(f"{path} has no tensor {absent[0]}{nearest(absent[0], self._shards)}")
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the files' headers say beside the tensors."""
+        found: dict[str, str] = {}
+        for shard in dict.fromkeys(self._shards.values()):
+            found |= self._open(shard).metadata() or {}
+        return found
+
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape without loading it."""
         return tuple(self._slice(name).get_shape())
@@ -139,10 +147,12 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def save_weights(weights: Weights, target: Path, names: Iterable[str] | None = None) -> int:
+def save_weights(
+    weights: Weights, target: Path, names: Iterable[str] | None = None, metadata: Mapping[str, str] | None = None
+) -> int:
     """Write tensors to a safetensors file and return how many bytes they take.
 
-    One tensor is loaded at a time, and the target appears only once it is whole.
+    One tensor is loaded at a time, and the target appears only once it is whole. `metadata` goes into its header.
 
     >>> save_weights(TensorWeights({"w": torch.ones(4, 4)}), Path("w.safetensors"))  # doctest: +SKIP
     64
@@ -151,7 +161,7 @@ def save_weights(weights: Weights, target: Path, names: Iterable[str] | None = N
     target cannot be written.
     """
     order = file_order(weights, names)
-    header, num_bytes = _header(weights, order)
+    header, num_bytes = _header(weights, order, metadata or {})
     try:
         with written_whole(target) as file:
             _write(weights, order, header, file)
@@ -166,8 +176,10 @@ def file_order(weights: Weights, names: Iterable[str] | None = None) -> list[str
     return sorted(weights.names() if names is None else names, key=lambda name: (-weights.dtype(name).itemsize, name))
 
 
-def _header(weights: Weights, order: list[str]) -> tuple[Mapping[str, object], int]:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(
+    weights: Weights, order: list[str], metadata: Mapping[str, str]
+) -> tuple[Mapping[str, object], int]:  # fmt: skip
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for name in order:
         shape, dtype = weights.shape(name), weights.dtype(name)

@@ -1,0 +1,49 @@
+"""A picture of what a search has found: accuracy against throughput."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.compress.search import Found, Outcome, baseline, floor_of, frontier
+from penstock.zoo.optional import optional_import
+
+
+def draw_frontier(outcome: Outcome, path: Path) -> None:
+    """Draw everything that was found, the frontier as a line, the floor and what was chosen.
+
+    Example:
+        draw_frontier(outcome, Path("frontier.png"))
+    """
+    optional_import("matplotlib", "plot")
+    from matplotlib.figure import Figure
+
+    found, base = outcome.found, baseline(outcome.found)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for runtime in dict.fromkeys(each.runtime for each in found):
+        own = [each for each in found if each.runtime == runtime]
+        axes.plot(_speedups(own, base), _percents(own), "o", ms=5, label=runtime)
+    best = frontier(found)
+    axes.plot(_speedups(best, base), _percents(best), "-", color="#888888", lw=1, zorder=0, label="frontier")
+    for each in best:
+        axes.annotate(
+            f"{each.ratio:.0%}", (each.rows_per_s / base.rows_per_s, 100 * each.accuracy), fontsize=7,
+            textcoords="offset points", xytext=(4, 4),
+        )  # fmt: skip
+    chosen = outcome.best
+    axes.plot(_speedups([chosen], base), _percents([chosen]), "o", ms=13, mfc="none", color="black", label="chosen")
+    if floor_of(outcome.settings, found) > 0:
+        axes.axhline(100 * floor_of(outcome.settings, found), color="#c0392b", lw=0.8, ls="--", label="floor")
+    axes.set_xlabel("times the throughput of the whole model on eager, one process; at the points: part pruned")
+    axes.set_ylabel("accuracy on held-out images, %")
+    axes.legend(fontsize=8, frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def _speedups(found: Sequence[Found], base: Found) -> list[float]:
+    return [each.rows_per_s / base.rows_per_s for each in found]
+
+
+def _percents(found: Sequence[Found]) -> list[float]:
+    return [100 * each.accuracy for each in found]

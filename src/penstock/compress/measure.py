@@ -1,0 +1,91 @@
+"""How accurate a model is on images, and how fast, on a runtime in this process."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.deploy.state import load_state
+from penstock.errors import PlanError
+from penstock.graph.capture import capture
+from penstock.graph.stages import divide
+from penstock.runtime.registry import RUNTIMES, StageRuntime, parse_runtime
+from penstock.zoo.weights.weights import ModuleWeights
+
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Images as a model takes them, and their classes."""
+
+    inputs: Sequence[Tensor]
+    labels: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Performance:
+    """What a model does on a runtime: the part of images classified rightly, and rows per second of one process."""
+
+    accuracy: float
+    rows_per_s: float
+
+
+def names_of_runtimes() -> list[str]:
+    """Return every runtime with each of its precisions, as people write them."""
+    return [f"{name}:{precision}" if precision != "float32" else name
+            for name, kind in RUNTIMES.items() for precision in kind.precisions]  # fmt: skip
+
+
+class OnRuntimes:
+    """A model for one row at a time, on any runtime.
+
+    Example:
+        OnRuntimes(model, (image,)).measure("openvino:bfloat16", examples)
+
+    Raises `CaptureError` for a model that cannot be captured.
+    """
+
+    def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
+        graph = capture(module, tuple(args), dict(kwargs or {}))
+        (self._program,) = divide(graph, [])
+        weights = ModuleWeights(module)
+        self._tensors = {state.value.name: load_state(graph, state, weights) for state in graph.states}
+        self.sizes = graph.sizes(1)
+
+    def load(self, runtime: str) -> StageRuntime:
+        """Make the model on a runtime; raises `PlanError` where that cannot run it, or is not installed."""
+        return parse_runtime(runtime).load(self._program, self._tensors)
+
+    def linear_layers(self) -> list[str]:
+        """Return the paths of the modules whose weights linear operations multiply with, in order."""
+        sources = {state.value.name: state.source for state in self._program.states}
+        found = (
+            sources[name] for op in self._program.ops if op.target == "aten.linear.default"
+            for name in op.uses() if name in sources
+        )  # fmt: skip
+        return list(dict.fromkeys(source.rpartition(".")[0] for source in found))
+
+    def measure(self, runtime: str, examples: Examples) -> Performance | None:
+        """Measure one image at a time; None where the runtime cannot run the model on this machine.
+
+        The rate is that of the median row, so what else the machine did for a moment does not count.
+        """
+        try:
+            loaded = self.load(runtime)
+            for image in examples.inputs[:_WARM_UP]:
+                loaded(self.sizes, [image[None].clone()])
+        except PlanError:
+            return None
+        right, seconds = 0, []
+        with torch.no_grad():
+            for image, label in zip(examples.inputs, examples.labels, strict=True):
+                begin = time.perf_counter()
+                scores = loaded(self.sizes, [image[None].clone()])[0]
+                seconds.append(time.perf_counter() - begin)
+                right += int(scores.argmax(-1)) == label
+        return Performance(right / len(examples.labels), 1.0 / statistics.median(seconds))

@@ -1,0 +1,188 @@
+"""Prune a model structurally: whole channels and widths of heads go, what is left is an ordinary, smaller module."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.errors import ModelError, UsageError
+from penstock.recipes.tasks import logits_of
+from penstock.text import first_line
+from penstock.zoo.optional import optional_import
+from penstock.zoo.weights.shapes import changed_sizes, write_sizes
+from penstock.zoo.weights.weight_files import save_weights
+from penstock.zoo.weights.weights import TensorWeights
+
+Importance = Literal["magnitude", "taylor", "hessian"]
+Batch = tuple[Tensor, Tensor]
+
+# what timm and transformers call the parts of attention: projections of queries, keys and values
+_PROJECTIONS = (("qkv",), ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
+_HARDLY = 1e-9  # with a ratio of 0 Torch-Pruning leaves heads alone too
+_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_HEAD_DIM = ("head_dim", "attention_head_size")
+_WIDTH = ("attn_dim", "all_head_size", "dim")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruning:
+    """How to prune.
+
+    - `ratio`: the part of channels that goes, from 0 to 1, excluded;
+    - `importance`: by which the least are found: of weights alone, or of gradients too, which need batches;
+    - `everywhere`: compare channels of the whole model (global pruning), or take the same part of each layer;
+    - `round_to`: widths stay multiples of this;
+    - `heads`: the part of each attention's heads that goes as a whole, rounded up, beside the channels.
+    """
+
+    ratio: float
+    importance: Importance = "hessian"
+    everywhere: bool = True
+    round_to: int = 8
+    heads: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("ratio", self.ratio), ("heads", self.heads)):
+            if not 0 <= value < 1:
+                raise UsageError(f"a {name} to prune is a part from 0 to under 1, not {value:g}")
+        if self.round_to < 1:
+            raise UsageError(f"widths are rounded to a multiple of 1 or more, not {self.round_to}")
+
+
+def prune(
+    module: nn.Module, example: Tensor | Mapping[str, Tensor], how: Pruning, batches: Iterable[Batch] = ()
+) -> nn.Module:  # fmt: skip
+    """Return a narrower copy of a model that classifies, in eval mode; the model itself stays as it is.
+
+    `example` is its input, by its name where the model takes it so; `batches` of such inputs and labels are what
+    importances by gradients are found with. The last linear layer keeps its outputs. Attention of timm and of
+    transformers keeps fitting its heads.
+
+    Example:
+        smaller = prune(model, images, Pruning(ratio=0.15), batches)
+
+    The method is that of Torch-Pruning (Fang et al., DepGraph, CVPR 2023), importances those of Taylor expansions
+    (Molchanov et al., CVPR 2019) and of Hessians (LeCun et al., Optimal Brain Damage, 1989).
+
+    Raises `ModelError` for a model that cannot be traced, with the layer that it stopped in, and `UsageError` for an
+    importance by gradients without batches.
+    """
+    pruning = optional_import("torch_pruning", "compress")
+    smaller = copy.deepcopy(module).eval()
+    for parameter in smaller.parameters():
+        parameter.requires_grad_(True)
+    attentions = [(path, each) for path, each in smaller.named_modules() if _projections(each)]
+    heads = {part: _attribute(each, _HEADS)[1] for _, each in attentions for part in _projections(each)}
+    key = None if isinstance(example, Tensor) else next(iter(example))
+    importance = _importance(pruning, lambda inputs: _scores(smaller, key, inputs), smaller, how, list(batches))
+    ratio = how.ratio or (_HARDLY if how.heads else 0.0)
+    with _naming_layers(smaller, module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pruner = pruning.pruner.BasePruner(
+            smaller, example, importance, output_transform=logits_of, global_pruning=how.everywhere,
+            pruning_ratio=ratio, round_to=how.round_to, ignored_layers=_outputs(smaller), num_heads=heads,
+            prune_head_dims=True, prune_num_heads=how.heads > 0, head_pruning_ratio=how.heads,
+        )  # fmt: skip
+        pruner.step()
+    for _, each in attentions:
+        _fit_heads(each, pruner.num_heads[_projections(each)[0]])
+    smaller.zero_grad()
+    with _naming_layers(smaller, module), torch.no_grad():
+        _scores(smaller, key, example if isinstance(example, Tensor) else example[next(iter(example))])
+    return smaller
+
+
+def save_pruned(pruned: nn.Module, original: nn.Module, target: Path) -> None:
+    """Write a pruned model's weights, with the sizes that differ from those of the model that it was made of.
+
+    `penstock infer MODEL --weights FILE` and everything else that takes `--weights` reads it. Raises `ModelError`
+    where it cannot be written.
+
+    Example:
+        save_pruned(smaller, model, Path("deit_small_pruned.safetensors"))
+    """
+    weights = TensorWeights(pruned.state_dict())
+    save_weights(weights, target, metadata=write_sizes(changed_sizes(original, pruned)))
+
+
+def _projections(module: nn.Module) -> list[nn.Linear]:
+    for names in _PROJECTIONS:
+        parts = [getattr(module, name, None) for name in names]
+        if all(isinstance(part, nn.Linear) for part in parts) and any(hasattr(module, name) for name in _HEADS):
+            return [part for part in parts if isinstance(part, nn.Linear)]
+    return []
+
+
+def _attribute(module: nn.Module, names: Sequence[str]) -> tuple[str, int]:
+    return next((name, int(getattr(module, name))) for name in names if hasattr(module, name))
+
+
+def _fit_heads(module: nn.Module, num_heads: int) -> None:
+    parts = _projections(module)
+    width = parts[0].out_features // (3 if len(parts) == 1 else 1)
+    setattr(module, _attribute(module, _HEADS)[0], num_heads)
+    for names, value in ((_HEAD_DIM, width // num_heads), (_WIDTH, width)):
+        for name in names:
+            if isinstance(getattr(module, name, None), int):
+                setattr(module, name, value)
+
+
+def _outputs(module: nn.Module) -> list[nn.Module]:
+    """Return the layer that the model ends with, whose outputs are the answer."""
+    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    return list(linears[-1:])
+
+
+def _scores(module: nn.Module, key: str | None, inputs: Tensor) -> Tensor:
+    return logits_of(module(inputs) if key is None else module(**{key: inputs}))
+
+
+def _importance(
+    pruning: Any, scores: Callable[[Tensor], Tensor], module: nn.Module, how: Pruning, batches: Sequence[Batch]
+) -> Any:
+    if how.importance == "magnitude":
+        return pruning.importance.GroupMagnitudeImportance()
+    if not batches:
+        raise UsageError(f"the importance {how.importance} is found from gradients; give batches with labels")
+    if how.importance == "taylor":
+        for inputs, labels in batches:
+            functional.cross_entropy(scores(inputs), labels).backward()
+        return pruning.importance.GroupTaylorImportance()
+    importance = pruning.importance.GroupHessianImportance()
+    importance.zero_grad()
+    for inputs, labels in batches:
+        losses = functional.cross_entropy(scores(inputs), labels, reduction="none")
+        for number, loss in enumerate(losses):
+            module.zero_grad()
+            loss.backward(retain_graph=number + 1 < len(losses))
+            importance.accumulate_grad(module)
+    return importance
+
+
+@contextmanager
+def _naming_layers(module: nn.Module, original: nn.Module) -> Iterator[None]:
+    """Say in which layer it stopped, where something cannot be traced."""
+    entered = [type(original).__name__]
+    handles = [
+        each.register_forward_pre_hook(lambda _module, _given, path=path: entered.append(path))
+        for path, each in module.named_modules()
+        if path
+    ]
+    try:
+        yield
+    # whatever its tracing or the narrowed model raises
+    except Exception as error:
+        raise ModelError(
+            f"the model cannot be pruned: it stopped in {entered[-1]} ({first_line(error)}); prune it with another "
+            "ratio, or leave --prune out"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()

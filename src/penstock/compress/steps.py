@@ -1,0 +1,178 @@
+"""Look for the fastest model that stays accurate: prune step by step, train on, and try every runtime.
+
+ratio 0      ──▶ eager, eager:bfloat16, onnxruntime:int8, ...    accuracy and rate of each
+ratio 0.15   prune ──▶ train on, taught by the whole model ──▶ the same runtimes
+ratio 0.30   ...       until no runtime holds the floor any more
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.compress.measure import Examples, OnRuntimes, names_of_runtimes
+from penstock.compress.prune import Pruning, prune, save_pruned
+from penstock.compress.quantize import INT8, keeping, layer_losses
+from penstock.compress.search import (
+    BASELINE,
+    CompressSettings,
+    Found,
+    Outcome,
+    check_asked,
+    choose,
+    is_enough,
+    read_search,
+    write_losses,
+    write_search,
+)
+from penstock.errors import DataError, UsageError
+from penstock.recipes.data_tasks import check_labelled, with_classes
+from penstock.recipes.launch import fit
+from penstock.recipes.metrics import best_model, newest_checkpoint
+from penstock.recipes.settings import FitSettings
+from penstock.recipes.tasks import held_out, spread
+from penstock.zoo.data.image_names import open_images
+from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.models.models import ZooModel, load_model
+from penstock.zoo.weights.weight_files import save_weights
+
+HOLD_OUT = 5  # every so many-th image is looked at only to measure
+_BATCHES, _BATCH = 10, 16  # of images, that importances are found with
+_LOSS_IMAGES = 32  # that show what single layers lose
+
+
+def compress(settings: CompressSettings, tell: Callable[[Found], None] = lambda _found: None) -> Outcome:
+    """Search, and write what was found into the output folder as it comes; a search that was cut short goes on.
+
+    Example:
+        compress(CompressSettings(model="timm:vit_tiny_patch16_224", data="photos", max_drop=0.01)).best.runtime
+
+    Raises `UsageError` for settings that do not go together, `DataError` for images without labels, `ModelError` for a
+    model that cannot be pruned, and what `fit` raises.
+    """
+    check_asked(settings)
+    folder = Path(settings.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(settings.threads)
+    known = read_search(folder / "search.json", settings)
+    search = _Search(settings, folder, known)
+    for ratio in sorted({0.0, *settings.ratios}):
+        for found in search.step(ratio):
+            tell(found)
+        write_search(folder / "search.json", settings, search.found)
+        if is_enough(settings, search.found, ratio):
+            break
+    best, met = choose(settings, search.found)
+    return Outcome(settings=settings, found=tuple(search.found), best=best, met=met)
+
+
+class _Search:
+    """The steps of a search; what was found is kept."""
+
+    def __init__(self, settings: CompressSettings, folder: Path, known: list[Found]) -> None:
+        self._settings, self._folder = settings, folder
+        self.found = known
+        images = open_images(settings.data)
+        check_labelled(images, settings.data)
+        self._name = with_classes(settings.model, len(images.classes))
+        self._zoo = self._load(None)
+        if self._zoo.transform is None or self._zoo.task != "image":
+            raise UsageError(f"{settings.model} does not classify images; name an image classification model")
+        self._transform = self._zoo.transform
+        learned, out = held_out(spread(len(images), settings.num_rows), None if settings.test else HOLD_OUT)
+        tested = open_images(settings.test) if settings.test else images
+        check_labelled(tested, settings.test or settings.data)
+        strange = sorted(set(tested.classes) - set(images.classes))
+        if strange:
+            raise DataError(f"the class {strange[0]} is in the test images but not in {settings.data}; give the same")
+        rows = range(len(tested)) if settings.test else out
+        if not rows:
+            raise DataError(
+                f"every {HOLD_OUT}th image is kept to measure with, and there are only {len(learned)}; give more "
+                "images, or others with --test"
+            )
+        chosen = [rows[place] for place in spread(len(rows), settings.num_test_rows)]
+        self._tested, self._rows = tested, chosen
+        self._images, self._learned = images, learned
+        self._examples: Examples | None = None
+
+    def step(self, ratio: float) -> list[Found]:
+        """Prune and train on, unless that was done, and measure on every runtime."""
+        done = [each for each in self.found if each.ratio == ratio]
+        if done:
+            return []
+        weights = self._pruned(ratio) if ratio else self._original()
+        zoo = self._load(weights)
+        count = sum(parameter.numel() for parameter in zoo.module.parameters())
+        model = OnRuntimes(zoo.module, zoo.example_args, zoo.example_kwargs)
+        runtimes = list(dict.fromkeys((BASELINE, *(self._settings.runtimes or names_of_runtimes()))))
+        if str(INT8) in runtimes and self._settings.keep:
+            losses = layer_losses(model, self._held_out().inputs[:_LOSS_IMAGES])
+            write_losses(self._folder / f"layers-{100 * ratio:g}.json", losses)
+            runtimes += [keeping(losses, count) for count in self._settings.keep]
+        new: list[Found] = []
+        for runtime in runtimes:
+            measured = model.measure(runtime, self._held_out())
+            if measured is None:
+                continue
+            new.append(Found(
+                ratio=ratio, runtime=runtime, accuracy=measured.accuracy, rows_per_s=measured.rows_per_s,
+                num_parameters=count, weights=str(weights),
+            ))  # fmt: skip
+        self.found += new
+        return new
+
+    def _load(self, weights: Path | None) -> ZooModel:
+        given = self._settings
+        path = weights or (Path(given.weights) if given.weights else None)
+        pretrained = given.pretrained and path is None
+        return load_model(self._name, weights=path, pretrained=pretrained, seed=given.seed, whole=weights is not None)
+
+    def _original(self) -> Path:
+        path = self._folder / "original.safetensors"
+        if not path.exists():
+            names = [name for name in self._zoo.module.state_dict() if name in set(self._zoo.weights.names())]
+            save_weights(self._zoo.weights, path, names)
+        return path
+
+    def _pruned(self, ratio: float) -> Path:
+        given, original = self._settings, self._original()
+        name = f"pruned-{100 * ratio:g}"
+        path = self._folder / f"{name}.safetensors"
+        if not path.exists():
+            zoo = self._load(original)
+            example = zoo.example_args[0] if zoo.example_args else zoo.example_kwargs
+            how = Pruning(
+                ratio=ratio, importance=given.importance, everywhere=given.everywhere, round_to=given.round_to
+            )  # fmt: skip
+            save_pruned(prune(zoo.module, example, how, self._batches()), zoo.module, path)
+        if not given.epochs:
+            return path
+        settings = FitSettings(
+            model=self._name, data=given.data, output=str(self._folder / name), weights=str(path),
+            teacher=str(original), hold_out=None if given.test else HOLD_OUT, keep_best=True, epochs=given.epochs,
+            lr=given.lr, lr_schedule="cosine", batch_size=given.batch_size, weight_decay=given.weight_decay,
+            optimizer=given.optimizer, num_rows=given.num_rows, threads=given.threads,
+            seed=given.seed,
+        )  # fmt: skip
+        if not best_model(settings).exists() or not (settings.folder / "model.safetensors").exists():
+            resume = newest_checkpoint(settings) is not None
+            fit(settings.replace(resume=resume))
+        return best_model(settings)
+
+    def _batches(self) -> list[tuple[Tensor, Tensor]]:
+        rows = [self._learned[place] for place in spread(len(self._learned), _BATCHES * _BATCH)]
+        inputs, labels = self._read(self._images, rows)
+        return list(zip(torch.stack(inputs).split(_BATCH), torch.tensor(labels).split(_BATCH), strict=True))
+
+    def _held_out(self) -> Examples:
+        if self._examples is None:
+            self._examples = Examples(*self._read(self._tested, self._rows))
+        return self._examples
+
+    def _read(self, images: ImageSet, rows: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+        transform, labels = self._transform, [images.label(row) for row in rows]
+        # a set of its own may have its classes in another order
+        place = {number: self._images.classes.index(name) for number, name in enumerate(images.classes)}
+        return [transform(images.read(row)) for row in rows], [place[label or 0] for label in labels]

@@ -1,0 +1,83 @@
+"""What a whole model takes on other runtimes than eager, and how far their outputs are from eager's."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PlanError
+from penstock.graph.graph import Graph
+from penstock.graph.ops import State
+from penstock.graph.stages import divide
+from penstock.measure.costs import Timing, random_input
+from penstock.runtime.registry import EAGER, RuntimeChoice, StageRuntime
+from penstock.spec.plan import Precision
+from penstock.spec.profile import RuntimeColumn
+from penstock.terminal.notes import note
+
+_INPUTS = 3
+
+
+def measure_runtimes(
+    graph: Graph, load: Callable[[State], Tensor], choices: Sequence[RuntimeChoice], timing: Timing
+) -> tuple[RuntimeColumn, ...]:  # fmt: skip
+    """Return a column for each runtime, measured at every batch size in turns with eager, on random inputs.
+
+    Example:
+        measure_runtimes(graph, load, [RuntimeChoice("openvino", "bfloat16")], Timing((1, 4)))
+
+    Needs the whole model in memory. What cannot run the model, or is not installed, is left out with a note.
+    """
+    torch.set_num_threads(timing.threads)
+    program = divide(graph, [])[0]
+    tensors = {state.value.name: load(state) for state in program.states}
+    eager = EAGER.load(program, tensors)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for choice in choices:
+        try:
+            other = choice.load(program, tensors)
+            rows = [_compare(graph, eager, other, count, timing, generator) for count in timing.rows]
+        except PlanError as error:
+            note(f"{choice} is left out: {error}")
+            continue
+        found.append(RuntimeColumn(
+            runtime=choice.name, precision=cast(Precision, choice.precision), forward_s=tuple(row[0] for row in rows),
+            eager_s=tuple(row[1] for row in rows), error=max(row[2] for row in rows),
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def _compare(
+    graph: Graph, eager: StageRuntime, other: StageRuntime, rows: int, timing: Timing, generator: torch.Generator
+) -> tuple[float, float, float]:
+    sizes = graph.sizes(rows)
+    errors = []
+    for _ in range(_INPUTS):
+        inputs = [random_input(value, sizes, generator) for value in graph.tensor_inputs()]
+        wanted, outputs = _run(eager, sizes, inputs), _run(other, sizes, inputs)
+        errors += [_error(x, y) for x, y in zip(wanted, outputs, strict=True) if x.is_floating_point()]
+    # a runtime's own threads work for this one
+    clock = time.process_time if timing.threads == 1 else time.perf_counter
+    seconds: list[tuple[float, float]] = []
+    for _ in range(timing.repeats_for(rows)):
+        begin = clock()
+        _run(other, sizes, inputs)
+        middle = clock()
+        _run(eager, sizes, inputs)
+        seconds.append((middle - begin, clock() - middle))
+    fast, slow = (statistics.median(column) for column in zip(*seconds, strict=True))
+    return fast, slow, max(errors, default=0.0)
+
+
+def _run(runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
+    with torch.inference_mode():
+        return runtime(sizes, [tensor.clone() for tensor in inputs])
+
+
+def _error(wanted: Tensor, found: Tensor) -> float:
+    length = float(torch.linalg.vector_norm(wanted.double()))
+    return float(torch.linalg.vector_norm((found - wanted).double())) / length if length else 0.0

@@ -1,0 +1,74 @@
+"""Learn from a model's outputs beside the labels (distillation)."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from penstock.errors import UsageError
+from penstock.recipes.tasks import Task, class_accuracy, logits_of
+from penstock.terminal.progress import working
+from penstock.zoo.models.models import load_model
+
+TEMPERATURE = 2.0
+_PART = 0.5  # of the loss, that is learned from the teacher
+_BATCH = 64
+
+
+def taught(task: Task, name: str, teacher: Path) -> Task:
+    """Return a task to classify whose training rows have a teacher's logits after their labels.
+
+    The loss is half that of the labels, half the Kullback-Leibler divergence from the teacher's classes at a
+    temperature of 2, times its square (Hinton et al., Distilling the Knowledge in a Neural Network, 2015).
+
+    Raises `ModelError` for weights that do not fit, `UsageError` for a teacher of other classes.
+    """
+    model = load_model(name, weights=teacher, whole=True).module.eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    training = _Taught(task.training, model)
+    return replace(task, training=training, loss_fn=taught_loss, accuracy=taught_accuracy)
+
+
+class _Taught(Dataset[Any]):
+    """Rows whose label is a vector: the class, then the teacher's logits, which are found for all rows at once."""
+
+    def __init__(self, rows: Any, teacher: torch.nn.Module) -> None:
+        self._rows = rows
+        found: list[Tensor] = []
+        with working("asking the teacher"), torch.no_grad():
+            for inputs, _ in DataLoader(rows, batch_size=_BATCH):
+                outputs = teacher(**inputs) if isinstance(inputs, dict) else teacher(inputs)
+                found.append(logits_of(outputs).float())
+        self._logits = torch.cat(found)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, label = self._rows[index]
+        return inputs, torch.cat([torch.tensor([float(label)]), self._logits[index]])
+
+
+def taught_loss(output: Any, targets: Tensor) -> tuple[Tensor, int]:
+    """Return what is learned from labels and teacher, as a sum; of labels alone where there is no teacher."""
+    logits = logits_of(output).float()
+    if targets.dim() == 1:
+        return functional.cross_entropy(logits, targets, reduction="sum"), len(targets)
+    labels, wanted = targets[:, 0].long(), targets[:, 1:]
+    if wanted.shape != logits.shape:
+        raise UsageError(f"the teacher tells {wanted.shape[1]} classes apart and the model {logits.shape[1]}")
+    own = functional.cross_entropy(logits, labels, reduction="sum")
+    told = functional.kl_div(
+        (logits / TEMPERATURE).log_softmax(-1), (wanted / TEMPERATURE).softmax(-1), reduction="sum"
+    )  # fmt: skip
+    return (1 - _PART) * own + _PART * TEMPERATURE**2 * told, len(targets)
+
+
+def taught_accuracy(output: Any, targets: Tensor) -> tuple[Tensor, int]:
+    """Count the rows that are classified rightly."""
+    return class_accuracy(output, targets if targets.dim() == 1 else targets[:, 0].long())

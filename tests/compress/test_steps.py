@@ -1,0 +1,74 @@
+"""A whole search on small images: it measures, prunes, trains on, goes on and says what it found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.compress import steps
+from penstock.compress.search import CompressSettings
+from penstock.compress.steps import compress
+from penstock.errors import DataError, UsageError
+from penstock.zoo.models.models import load_model
+
+MODEL = "timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=48,num_heads=3"
+RUNTIMES = ("eager", "onnxruntime:int8")
+
+
+def settings(folder: Path, **fields: Any) -> CompressSettings:
+    asked: dict[str, Any] = {
+        "model": MODEL, "data": "digits", "output": str(folder), "max_drop": 0.5, "ratios": (0.4,), "epochs": 1,
+        "num_rows": 200, "num_test_rows": 20, "runtimes": RUNTIMES, "importance": "taylor", "keep": (1,),
+    }  # fmt: skip
+    return CompressSettings(**asked | fields)
+
+
+def test_a_search_and_one_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    outcome = compress(settings(tmp_path), lambda found: told.append(found.name))
+    kept = json.loads((tmp_path / "layers-0.json").read_text())[0]["layer"]
+    assert told[:4] == ["eager", "onnxruntime:int8", f"onnxruntime:int8+{kept}", "eager, 40% pruned"]
+    assert len(told) == 6
+    whole, pruned = outcome.found[0], outcome.found[3]
+    assert pruned.num_parameters < 0.8 * whole.num_parameters
+    assert outcome.met
+    assert all(0 <= each.accuracy <= 1 and each.rows_per_s > 0 for each in outcome.found)
+    smaller = load_model(f"{MODEL},num_classes=10", weights=Path(pruned.weights), whole=True).module
+    assert sum(p.numel() for p in smaller.parameters()) == pruned.num_parameters
+    monkeypatch.setattr(steps, "prune", None)  # nothing is done twice
+    monkeypatch.setattr(steps, "fit", None)
+    again = compress(settings(tmp_path, max_drop=None, target_speedup=1e6), lambda found: told.append(found.name))
+    assert len(told) == 6
+    assert again.found == outcome.found
+    assert not again.met
+
+
+def test_what_is_measured_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searching = steps._Search(settings(tmp_path), tmp_path, [])
+    assert not set(searching._rows) & set(searching._learned)
+    asked: list[Any] = []
+    monkeypatch.setattr(steps, "fit", asked.append)
+    searching._original()
+    searching._pruned(0.4)
+    assert asked[0].hold_out == steps.HOLD_OUT
+    assert asked[0].num_rows == 200
+
+
+def test_images_that_do_not_do(tmp_path: Path, photos_without_labels: str) -> None:
+    with pytest.raises(DataError, match="images without a label"):
+        compress(settings(tmp_path, data=photos_without_labels))
+    with pytest.raises(DataError, match="every 5th image is kept to measure with, and there are only 3"):
+        compress(settings(tmp_path / "few", num_rows=3))
+    with pytest.raises(UsageError, match="a search has one aim"):
+        compress(settings(tmp_path, max_drop=None))
+
+
+@pytest.fixture
+def photos_without_labels(tmp_path: Path) -> str:
+    from PIL import Image
+
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "one.png")
+    return str(folder)

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from penstock import __version__
+from penstock.cli import main as main_module
 from penstock.cli.main import main
+from tests.processes import run_python
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -19,6 +21,22 @@ def test_help_names_every_verb(penstock: Run) -> None:
     assert status == 0
     for verb in ("demo", "split", "convert", "infer", "bench", "lab"):
         assert f"\n  {verb} " in out
+
+
+def test_the_list_of_verbs_comes_without_torch() -> None:
+    for arguments, status in ((["--help"], 0), (["no-such-verb"], 2)):
+        code = (
+            f"import sys; from penstock.cli.main import main; s = main({arguments}); print(s, 'torch' in sys.modules)"
+        )
+        found = run_python("-c", code, deadline_s=60.0)
+        assert found.stdout.splitlines()[-1] == f"{status} False"
+
+
+@pytest.mark.parametrize("verb", main_module._HELP)
+def test_each_verb_has_its_own_help(verb: str, penstock: Run) -> None:
+    status, out, _ = penstock(verb, "--help")
+    assert status == 0
+    assert f"Usage: penstock {verb} " in out
 
 
 @pytest.mark.parametrize(

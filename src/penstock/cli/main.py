@@ -1,26 +1,12 @@
 """The `penstock` command: verbs, and how errors reach people."""
 
+import importlib
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from penstock.cli import (
-    bench,
-    bundle,
-    compress,
-    convert,
-    demo,
-    hosts,
-    infer,
-    lab,
-    plan,
-    profile,
-    report,
-    schedule,
-    split,
-    train,
-)
 from penstock.cli.cluster import run_on_cluster, take_cluster
 from penstock.cluster.lab.signals import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
@@ -28,28 +14,51 @@ from penstock.terminal.notes import say
 from penstock.text import plain
 from penstock.version import __version__
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Run one PyTorch model across the machines you have.",
-)
-app.command("demo")(demo.demo)
-app.command("split")(split.split)
-app.command("convert")(convert.convert)
-app.command("profile")(profile.profile)
-app.command("bundle")(bundle.bundle)
-app.command("infer")(infer.infer)
-app.command("train")(train.train)
-app.command("bench")(bench.bench)
-app.command("plan")(plan.plan)
-app.command("compress")(compress.compress)
-app.add_typer(hosts.app, name="hosts")
-app.command("report")(report.report)
-app.command("schedule")(schedule.schedule)
-app.add_typer(lab.app, name="lab")
+# verbs import torch and more when they run: the list of them, and wrong usage, come at once
+_HELP = {
+    "demo": "The whole flow on this machine, nothing downloaded.",
+    "split": "The cuts of a model, and how policies compare.",
+    "convert": "A checkpoint to safetensors.",
+    "profile": "Measure what every part of a model costs.",
+    "bundle": "Write each device's programs and weights.",
+    "infer": "Classify images through a pipeline.",
+    "train": "Train or fine-tune: stages, replicas, both.",
+    "bench": "Measure a model serially and as pipelines.",
+    "plan": "Choose how to run a model on a cluster.",
+    "compress": "Make a trained model faster: prune, fewer bits.",
+    "report": "Write a run's page: where the time went.",
+    "schedule": "Draw a training schedule and its bubble.",
+    "hosts": "Measure the machines of a cluster.",
+    "lab": "An emulated cluster on this machine (root).",
+}
 
+
+class _Verbs(TyperGroup):
+    """The verbs, each in a module of its name, which is imported when the verb runs."""
+
+    def list_commands(self, _ctx: Any) -> list[str]:
+        return list(_HELP)
+
+    def get_command(self, _ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _HELP:
+            return None
+        module = importlib.import_module(f"penstock.cli.{cmd_name}")
+        verb = typer.Typer(**_PLAIN)
+        if hasattr(module, "app"):
+            verb.add_typer(module.app, name=cmd_name)
+            return typer.main.get_group(verb).commands[cmd_name]
+        verb.command(cmd_name)(getattr(module, cmd_name))
+        return typer.main.get_command(verb)
+
+    def format_commands(self, _ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_HELP.items()))
+
+
+_PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+app = typer.Typer(
+    cls=_Verbs, no_args_is_help=True, help="Run one PyTorch model across the machines you have.", **_PLAIN
+)
 _ON_CLUSTERS = {"bench", "infer"}
 
 

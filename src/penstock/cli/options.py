@@ -10,8 +10,7 @@ import msgspec
 import typer
 
 from penstock.errors import UsageError
-from penstock.group.addresses import is_everywhere, listen
-from penstock.group.entry import BIND
+from penstock.group.addresses import BIND, is_everywhere, listen
 from penstock.terminal.console import PlainConsole
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.state import load_state
-from penstock.errors import PlanError
 from penstock.graph.capture import capture
 from penstock.graph.stages import divide
 from penstock.runtime.registry import RUNTIMES, StageRuntime, parse_runtime
@@ -70,17 +69,14 @@ class OnRuntimes:
         )  # fmt: skip
         return list(dict.fromkeys(source.rpartition(".")[0] for source in found))
 
-    def measure(self, runtime: str, examples: Examples) -> Performance | None:
-        """Measure one image at a time; None where the runtime cannot run the model on this machine.
+    def measure(self, runtime: str, examples: Examples) -> Performance:
+        """Measure one image at a time; raises what `load` raises.
 
         The rate is that of the median row, so what else the machine did for a moment does not count.
         """
-        try:
-            loaded = self.load(runtime)
-            for image in examples.inputs[:_WARM_UP]:
-                loaded(self.sizes, [image[None].clone()])
-        except PlanError:
-            return None
+        loaded = self.load(runtime)
+        for image in examples.inputs[:_WARM_UP]:
+            loaded(self.sizes, [image[None].clone()])
         right, seconds = 0, []
         with torch.no_grad():
             for image, label in zip(examples.inputs, examples.labels, strict=True):

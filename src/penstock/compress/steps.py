@@ -26,12 +26,13 @@ from penstock.compress.search import (
     write_losses,
     write_search,
 )
-from penstock.errors import DataError, UsageError
+from penstock.errors import DataError, PlanError, UsageError
 from penstock.recipes.data_tasks import check_labelled, with_classes
 from penstock.recipes.launch import fit
 from penstock.recipes.metrics import best_model, newest_checkpoint
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import held_out, spread
+from penstock.terminal.notes import note
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.models.models import ZooModel, load_model
@@ -113,8 +114,12 @@ class _Search:
             runtimes += [keeping(losses, count) for count in self._settings.keep]
         new: list[Found] = []
         for runtime in runtimes:
-            measured = model.measure(runtime, self._held_out())
-            if measured is None:
+            try:
+                measured = model.measure(runtime, self._held_out())
+            except PlanError as error:
+                if runtime in self._settings.runtimes:
+                    raise
+                note(f"{runtime} is left out: {error}")
                 continue
             new.append(Found(
                 ratio=ratio, runtime=runtime, accuracy=measured.accuracy, rows_per_s=measured.rows_per_s,
@@ -130,6 +135,8 @@ class _Search:
         return load_model(self._name, weights=path, pretrained=pretrained, seed=given.seed, whole=weights is not None)
 
     def _original(self) -> Path:
+        if self._settings.weights:
+            return Path(self._settings.weights)
         path = self._folder / "original.safetensors"
         if not path.exists():
             names = [name for name in self._zoo.module.state_dict() if name in set(self._zoo.weights.names())]

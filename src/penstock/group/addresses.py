@@ -6,6 +6,7 @@ import socket
 from penstock.errors import RunError
 
 LOOPBACK = "127.0.0.1"
+BIND = "PENSTOCK_BIND"  # the address that this process and those that it starts listen on
 # an address for documentation (RFC 5737), which nobody has: the way to it is the way out
 _ANYWHERE = "192.0.2.1"
 

@@ -10,7 +10,7 @@ from functools import partial
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError, UsageError
-from penstock.group.addresses import LOOPBACK, first_address, is_everywhere, local_address
+from penstock.group.addresses import BIND, LOOPBACK, first_address, is_everywhere, local_address
 from penstock.group.board import connect_store, serve_store, wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
 from penstock.group.launcher import LocalWorkers, available_cores
@@ -27,7 +27,6 @@ _joins = itertools.count()
 # where they meet if torchrun gives no place: kept, since others may join again before this process does
 _serving: dict[tuple[str, int], TCPStore] = {}
 WORKER = "penstock.deploy.worker"
-BIND = "PENSTOCK_BIND"  # the address that this process and those that it starts listen on
 # what gloo waits for while it connects
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 

@@ -150,6 +150,8 @@ def device_kind() -> str:
 _MEASURE_BASE = """
 import torch
 import penstock.cli.main
+import penstock.cli.bench
+import penstock.cli.infer
 import penstock.memory
 torch.set_num_threads(1)
 torch.nn.functional.linear(torch.randn(8, 64), torch.randn(64, 64))

@@ -26,10 +26,10 @@ def changed_sizes(original: nn.Module, narrowed: nn.Module) -> Sizes:
     for path, module in original.named_modules():
         if path not in modules:
             raise ModelError(f"a narrowed model has the modules of the whole one, but lacks {path}; narrow it alone")
-        now: Mapping[str, Any] = vars(modules[path])
-        for name, before in vars(module).items():
-            value: Any = now.get(name)
-            if _is_size(before) and _is_size(value) and type(value) is type(before) and value != before:
+        now = _sizes_of(modules[path])
+        for name, before in _sizes_of(module).items():
+            value = now.get(name, before)
+            if type(value) is type(before) and value != before:
                 found.setdefault(path, {})[name] = value if isinstance(value, int) else list(value)
     return found
 
@@ -64,10 +64,11 @@ def narrow(module: nn.Module, sizes: Sizes, shapes: Mapping[str, Shape]) -> None
     for path, attributes in sizes.items():
         if path not in modules:
             raise ModelError(f"the weights were narrowed at {path!r}, which the model does not have; {_OTHER}")
+        known = _sizes_of(modules[path])
         for name, value in attributes.items():
-            before = vars(modules[path]).get(name)
+            before = known.get(name)
             given = value if isinstance(value, int) else tuple(value)
-            if not _is_size(before) or type(given) is not type(before) or not _at_most(given, before):
+            if before is None or type(given) is not type(before) or not _at_most(given, before):
                 raise ModelError(f"the weights narrow {path}.{name} from {before!r} to {value!r}; {_OTHER}")
             setattr(modules[path], name, given)
     made: dict[int, Any] = {}  # of tied parameters there is one
@@ -91,6 +92,11 @@ def _cut(path: str, kept: dict[str, Any], shapes: Mapping[str, Shape], made: dic
             new = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
             made[id(tensor)] = made[id(new)] = new
         kept[leaf] = made[id(tensor)]
+
+
+def _sizes_of(module: nn.Module) -> dict[str, int | tuple[int, ...]]:
+    """Return a module's own attributes that are whole numbers, or several of them."""
+    return {name: value for name, value in vars(module).items() if not name.startswith("_") and _is_size(value)}
 
 
 def _is_size(value: object) -> bool:

@@ -36,7 +36,7 @@ def test_the_list_of_verbs_comes_without_torch() -> None:
 def test_each_verb_has_its_own_help(verb: str, penstock: Run) -> None:
     status, out, _ = penstock(verb, "--help")
     assert status == 0
-    assert f"Usage: penstock {verb} " in out
+    assert f" {verb} [OPTIONS]" in next(line for line in out.splitlines() if line.startswith("Usage: "))
 
 
 @pytest.mark.parametrize(

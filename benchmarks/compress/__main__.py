@@ -61,7 +61,7 @@ def main() -> None:
         draw_frontier(msgspec.convert(result["search"], Outcome), given.figure)
     if "serial" in wanted:
         rows = [msgspec.convert(row, Found) for row in result["search"]["found"]]
-        result["serial"] = serial_beside_pipeline(rows, given.data, 200 if given.quick else 2000)
+        result["serial"] = serial_beside_pipeline(rows, given.data, 200 if given.quick else 1000)
         keep(given.json, result)
     show(result)
 
@@ -98,8 +98,8 @@ def search(weights: Path, data: Path, folder: Path, *, quick: bool) -> Outcome:
     settings = CompressSettings(
         model=NAME, weights=str(weights.resolve()), data=str(data / "cifar10-train.tar"),
         test=str(data / "cifar10-test.tar"), max_drop=MAX_DROP, output=str(folder / ("quick" if quick else "search")),
-        ratios=(0.3,) if quick else (0.15, 0.3, 0.45), epochs=1 if quick else 3, num_rows=2000 if quick else 12_000,
-        num_test_rows=500 if quick else 5000, batch_size=64, lr=1e-3, optimizer="adamw",
+        ratios=(0.3,) if quick else (0.15, 0.3, 0.45), epochs=1 if quick else 2, num_rows=2000 if quick else 8000,
+        num_test_rows=500 if quick else 2000, batch_size=64, lr=1e-3, optimizer="adamw",
     )  # fmt: skip
     return compress(settings, lambda found: print(
         f"{found.name}: {found.accuracy:.2%} right, {found.rows_per_s:.0f} images/s", file=sys.stderr

@@ -61,7 +61,7 @@ def main() -> None:
         draw_frontier(msgspec.convert(result["search"], Outcome), given.figure)
     if "serial" in wanted:
         rows = [msgspec.convert(row, Found) for row in result["search"]["found"]]
-        result["serial"] = serial_beside_pipeline(rows, given.data, 200 if given.quick else 1000)
+        result["serial"] = serial_beside_pipeline(rows, given.data, 200 if given.quick else 500)
         keep(given.json, result)
     show(result)
 

@@ -37,6 +37,8 @@ class Stem(nn.Module):
 def penstock_cifar_vit(pretrained: bool = False, **options: Any) -> nn.Module:
     """Make the model by its name in timm, `penstock_cifar_vit`: 8 x 8 tokens, 4 blocks of width 128."""
     del pretrained  # there is no published checkpoint
+    for name in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
+        options.pop(name, None)
     model: nn.Module = VisionTransformer(**{
         "img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 4, "num_heads": 4, "mlp_ratio": 3.0,
         "num_classes": CLASSES, "class_token": False, "global_pool": "avg", "embed_layer": Stem, **options,

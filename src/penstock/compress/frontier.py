@@ -19,9 +19,9 @@ def draw_frontier(outcome: Outcome, path: Path) -> None:
     found, base = outcome.found, baseline(outcome.found)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for runtime in dict.fromkeys(each.runtime for each in found):
-        own = [each for each in found if each.runtime == runtime]
-        axes.plot(_speedups(own, base), _percents(own), "o", ms=5, label=runtime)
+    for kind in dict.fromkeys(_kind(each) for each in found):
+        own = [each for each in found if _kind(each) == kind]
+        axes.plot(_speedups(own, base), _percents(own), "o", ms=5, label=kind)
     best = frontier(found)
     axes.plot(_speedups(best, base), _percents(best), "-", color="#888888", lw=1, zorder=0, label="frontier")
     for each in best:
@@ -35,10 +35,15 @@ def draw_frontier(outcome: Outcome, path: Path) -> None:
         axes.axhline(100 * floor_of(outcome.settings, found), color="#c0392b", lw=0.8, ls="--", label="floor")
     axes.set_xlabel("times the throughput of the whole model on eager, one process; at the points: part pruned")
     axes.set_ylabel("accuracy on held-out images, %")
-    axes.legend(fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=120)
+
+
+def _kind(found: Found) -> str:
+    runtime, *kept = found.runtime.split("+")
+    return f"{runtime}, {len(kept)} layers in float32" if kept else runtime
 
 
 def _speedups(found: Sequence[Found], base: Found) -> list[float]:

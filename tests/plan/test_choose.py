@@ -247,3 +247,15 @@ def test_where_other_runtimes_are_not_known_or_do_not_train() -> None:
         make_plan(make_profile([1.0] * 4), make_cluster(1, 1), replace(PLAIN, max_error=0.1))
     with pytest.raises(PlanError, match="other runtimes than eager do not train; leave --max-error out"):
         Request(schedule="1f1b", num_microbatches=4, max_error=0.1)
+
+
+def test_layers_that_stay_in_float32_stay_so_in_a_plan() -> None:
+    kept = RuntimeColumn(
+        runtime="onnxruntime", precision="int8", keep=("head",), forward_s=(0.5,), eager_s=(2.0,), error=0.01
+    )
+    alone = RuntimeColumn(runtime="onnxruntime", precision="int8", forward_s=(0.4,), eager_s=(2.0,), error=0.1)
+    profile = msgspec.structs.replace(make_profile([1.0] * 8), runtimes=(alone, kept))
+    plan = make_plan(profile, make_cluster(1, 1), replace(PLAIN, max_error=0.02))
+    assert {(stage.precision, stage.keep) for stage in plan.pipelines[0].stages} == {("int8", ("head",))}
+    again = predict(plan, profile, make_cluster(1, 1))
+    assert again.prediction.rows_per_s == pytest.approx(plan.prediction.rows_per_s)

@@ -326,3 +326,12 @@ def test_what_a_teacher_adds_to_the_loss(labels: Tensor) -> None:
     torch.testing.assert_close(loss, own)
     with pytest.raises(UsageError, match="the teacher tells 3 classes apart and the model 2"):
         taught_loss(logits, torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize(("option", "value"), [("teacher", "w.safetensors"), ("hold_out", 5)])
+def test_what_is_for_images_is_refused_for_text(option: str, value: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 50)
+    given = settings(tmp_path / "run", model="hf:gpt2", data=str(text), **{option: value})
+    with pytest.raises(UsageError, match=rf"--{option.replace('_', '-')} is for images"):
+        make_task(given)

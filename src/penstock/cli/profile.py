@@ -1,5 +1,6 @@
 """`penstock profile`: measure what a model costs on this kind of device."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -77,13 +78,12 @@ def profile(
         loader_s_per_row = 0.0 if found is None else measure_loader(zoo, found)
         say(f"measuring the model at {rows} rows")
         calibration_s = calibrate(threads=threads)
+        load = partial(load_state, graph, weights=zoo.weights)
         made = profile_graph(
-            graph, lambda state: load_state(graph, state, zoo.weights), rows=sizes, threads=threads, repeats=repeats,
+            graph, load, rows=sizes, threads=threads, repeats=repeats,
             training=training, messages=messages,
         )  # fmt: skip
-        columns = measure_runtimes(
-            graph, lambda state: load_state(graph, state, zoo.weights), choices, Timing(made.rows, threads, repeats)
-        )  # fmt: skip
+        columns = measure_runtimes(graph, load, choices, Timing(made.rows, threads, repeats))
     made = msgspec.structs.replace(
         made, model=model, loader_s_per_row=loader_s_per_row, calibration_s=calibration_s, base_bytes=base_bytes,
         script_bytes=more_bytes, runtimes=columns,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.graph.stages import divide
-from penstock.runtime.registry import RUNTIMES, StageRuntime, parse_runtime
+from penstock.runtime.registry import RUNTIMES, RuntimeChoice, StageRuntime, parse_runtime
 from penstock.zoo.weights.weights import ModuleWeights
 
 _WARM_UP = 3
@@ -36,8 +36,7 @@ class Performance:
 
 def names_of_runtimes() -> list[str]:
     """Return every runtime with each of its precisions, as people write them."""
-    return [f"{name}:{precision}" if precision != "float32" else name
-            for name, kind in RUNTIMES.items() for precision in kind.precisions]  # fmt: skip
+    return [str(RuntimeChoice(name, precision)) for name, kind in RUNTIMES.items() for precision in kind.precisions]
 
 
 class OnRuntimes:

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import ModelError, UsageError
-from penstock.recipes.tasks import logits_of
+from penstock.recipes.tasks import logits_of, scores_of
 from penstock.text import first_line
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.shapes import changed_sizes, write_sizes
@@ -81,7 +81,8 @@ def prune(
     attentions = [(path, each) for path, each in smaller.named_modules() if _projections(each)]
     heads = {part: _attribute(each, _HEADS)[1] for _, each in attentions for part in _projections(each)}
     key = None if isinstance(example, Tensor) else next(iter(example))
-    importance = _importance(pruning, lambda inputs: _scores(smaller, key, inputs), smaller, how, list(batches))
+    named = [(inputs if key is None else {key: inputs}, labels) for inputs, labels in batches]
+    importance = _importance(pruning, smaller, how, named)
     ratio = how.ratio or (_HARDLY if how.heads else 0.0)
     with _naming_layers(smaller, module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -95,7 +96,7 @@ def prune(
         _fit_heads(each, pruner.num_heads[_projections(each)[0]])
     smaller.zero_grad()
     with _naming_layers(smaller, module), torch.no_grad():
-        _scores(smaller, key, example if isinstance(example, Tensor) else example[next(iter(example))])
+        scores_of(smaller, example)
     return smaller
 
 
@@ -140,25 +141,19 @@ def _outputs(module: nn.Module) -> list[nn.Module]:
     return list(linears[-1:])
 
 
-def _scores(module: nn.Module, key: str | None, inputs: Tensor) -> Tensor:
-    return logits_of(module(inputs) if key is None else module(**{key: inputs}))
-
-
-def _importance(
-    pruning: Any, scores: Callable[[Tensor], Tensor], module: nn.Module, how: Pruning, batches: Sequence[Batch]
-) -> Any:
+def _importance(pruning: Any, module: nn.Module, how: Pruning, batches: Sequence[tuple[Any, Tensor]]) -> Any:
     if how.importance == "magnitude":
         return pruning.importance.GroupMagnitudeImportance()
     if not batches:
         raise UsageError(f"the importance {how.importance} is found from gradients; give batches with labels")
     if how.importance == "taylor":
         for inputs, labels in batches:
-            functional.cross_entropy(scores(inputs), labels).backward()
+            functional.cross_entropy(scores_of(module, inputs), labels).backward()
         return pruning.importance.GroupTaylorImportance()
     importance = pruning.importance.GroupHessianImportance()
     importance.zero_grad()
     for inputs, labels in batches:
-        losses = functional.cross_entropy(scores(inputs), labels, reduction="none")
+        losses = functional.cross_entropy(scores_of(module, inputs), labels, reduction="none")
         for number, loss in enumerate(losses):
             module.zero_grad()
             loss.backward(retain_graph=number + 1 < len(losses))
@@ -180,8 +175,8 @@ def _naming_layers(module: nn.Module, original: nn.Module) -> Iterator[None]:
     # whatever its tracing or the narrowed model raises
     except Exception as error:
         raise ModelError(
-            f"the model cannot be pruned: it stopped in {entered[-1]} ({first_line(error)}); prune it with another "
-            "ratio, or leave --prune out"
+            f"the model cannot be pruned: it stopped in {entered[-1]} ({first_line(error)}); try another ratio, or "
+            "compress it without pruning, --ratio 0"
         ) from error
     finally:
         for handle in handles:

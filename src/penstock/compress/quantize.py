@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.compress.measure import OnRuntimes
+from penstock.measure.runtime_columns import relative_error
 from penstock.runtime.registry import RuntimeChoice, StageRuntime
 
 INT8 = RuntimeChoice("onnxruntime", "int8")
@@ -42,8 +43,7 @@ def layer_losses(model: OnRuntimes, inputs: Sequence[Tensor]) -> list[LayerLoss]
     for layer in layers:
         keep = tuple(other for other in layers if other != layer)
         outputs, seconds = _run(model, model.load(str(RuntimeChoice(INT8.name, INT8.precision, keep))), inputs)
-        error = torch.linalg.vector_norm(outputs - wanted) / torch.linalg.vector_norm(wanted)
-        found.append(LayerLoss(layer=layer, error=float(error), saved_s=exact_s - seconds))
+        found.append(LayerLoss(layer=layer, error=relative_error(wanted, outputs), saved_s=exact_s - seconds))
     return sorted(found, key=lambda loss: -loss.error)
 
 

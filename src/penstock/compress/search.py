@@ -13,7 +13,7 @@ from penstock.compress.prune import Importance
 from penstock.compress.quantize import LayerLoss
 from penstock.errors import UsageError
 from penstock.files import written_whole
-from penstock.recipes.settings import WholePath
+from penstock.recipes.settings import PathText, Positive, WholePath
 
 BASELINE = "eager"
 
@@ -25,31 +25,47 @@ class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     One of `accuracy_floor`, `max_drop` and `target_speedup` is given. `runtimes` are all that there are where none is
     named. In 8 bits models are also tried with as many of the layers that lose most in float32 as `keep` says. Nothing
-    is learned from the images of `test`, or from every fifth of `data` where none are given.
+    is learned from the images of `test`, or from every fifth of `data` where none are given. A field with a description
+    is an option of `penstock compress`.
     """
 
     model: str
-    data: str
-    test: str | None = None
+    data: Annotated[str, Meta(description="Labelled images: a folder, a tar, CIFAR, or 'digits'.")]
+    test: Annotated[
+        str | None, Meta(description="Images to measure with alone; every fifth of --data if not given.")
+    ] = None
     weights: WholePath | None = None
     pretrained: bool = False
-    output: str = "runs/compress"
-    accuracy_floor: Ratio | None = None
-    max_drop: Ratio | None = None
-    target_speedup: float | None = None
+    output: Annotated[
+        PathText,
+        Meta(description="The search's folder; a second run goes on.", extra={"flags": ["--output", "-o"]}),
+    ] = "runs/compress"
+    accuracy_floor: Annotated[Ratio | None, Meta(description="Keep this part of the test images right.")] = None
+    max_drop: Annotated[Ratio | None, Meta(description="Lose at most this part, as in 0.01 for a point.")] = None
+    target_speedup: Annotated[
+        float | None, Meta(description="Be this many times as fast as eager, as accurately as can be.")
+    ] = None
     ratios: tuple[Ratio, ...] = (0.0, 0.15, 0.3, 0.45, 0.6)
     runtimes: tuple[str, ...] = ()
-    importance: Importance = "hessian"
-    everywhere: bool = True
-    round_to: int = 8
-    epochs: int = 3
-    lr: float = 5e-4
-    batch_size: int = 16
+    importance: Annotated[Importance, Meta(description="By which channels go: magnitude, taylor or hessian.")] = (
+        "hessian"
+    )
+    everywhere: Annotated[
+        bool,
+        Meta(
+            description="Compare channels of the whole model, or prune the same part of every layer.",
+            extra={"flags": ["--everywhere/--per-layer"]},
+        ),
+    ] = True
+    round_to: Annotated[Positive, Meta(description="Keep widths multiples of this.")] = 8
+    epochs: Annotated[int, Meta(ge=0, description="To train on after pruning.")] = 3
+    lr: Annotated[float, Meta(description="Learning rate of that.")] = 5e-4
+    batch_size: Annotated[Positive, Meta(description="Rows of a step of that.")] = 16
     weight_decay: float = 1e-4
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Annotated[Literal["sgd", "adamw"], Meta(description="sgd or adamw.")] = "sgd"
     keep: tuple[Annotated[int, Meta(ge=1)], ...] = (2, 4)
-    num_rows: int | None = None
-    num_test_rows: int = 1000
+    num_rows: Annotated[Positive | None, Meta(description="Use only this many images of --data.")] = None
+    num_test_rows: Annotated[Positive, Meta(description="Measure with at most this many images.")] = 1000
     threads: int = 1
     seed: int = 0
 

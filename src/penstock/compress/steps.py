@@ -5,7 +5,7 @@ ratio 0.15   prune ──▶ train on, taught by the whole model ──▶ the s
 ratio 0.30   ...       until no runtime holds the floor any more
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,14 +27,13 @@ from penstock.compress.search import (
     write_search,
 )
 from penstock.errors import DataError, PlanError, UsageError
-from penstock.recipes.data_tasks import check_labelled, with_classes
+from penstock.recipes.data_tasks import ImageReader, check_labelled, with_classes
 from penstock.recipes.launch import fit
 from penstock.recipes.metrics import best_model, newest_checkpoint
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import held_out, spread
 from penstock.terminal.notes import note
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.weight_files import save_weights
 
@@ -80,13 +79,9 @@ class _Search:
         self._zoo = self._load(None)
         if self._zoo.transform is None or self._zoo.task != "image":
             raise UsageError(f"{settings.model} does not classify images; name an image classification model")
-        self._transform = self._zoo.transform
         learned, out = held_out(spread(len(images), settings.num_rows), None if settings.test else HOLD_OUT)
         tested = open_images(settings.test) if settings.test else images
         check_labelled(tested, settings.test or settings.data)
-        strange = sorted(set(tested.classes) - set(images.classes))
-        if strange:
-            raise DataError(f"the class {strange[0]} is in the test images but not in {settings.data}; give the same")
         rows = range(len(tested)) if settings.test else out
         if not rows:
             raise DataError(
@@ -94,8 +89,9 @@ class _Search:
                 "images, or others with --test"
             )
         chosen = [rows[place] for place in spread(len(rows), settings.num_test_rows)]
-        self._tested, self._rows = tested, chosen
-        self._images, self._learned = images, learned
+        self._rows, self._learned = chosen, learned
+        self._test_image = ImageReader(tested, self._zoo.transform, None, images.classes)
+        self._image = ImageReader(images, self._zoo.transform, None, None)
         self._examples: Examples | None = None
 
     def step(self, ratio: float) -> list[Found]:
@@ -170,16 +166,10 @@ class _Search:
 
     def _batches(self) -> list[tuple[Tensor, Tensor]]:
         rows = [self._learned[place] for place in spread(len(self._learned), _BATCHES * _BATCH)]
-        inputs, labels = self._read(self._images, rows)
+        inputs, labels = zip(*map(self._image, rows), strict=True)
         return list(zip(torch.stack(inputs).split(_BATCH), torch.tensor(labels).split(_BATCH), strict=True))
 
     def _held_out(self) -> Examples:
         if self._examples is None:
-            self._examples = Examples(*self._read(self._tested, self._rows))
+            self._examples = Examples(*zip(*map(self._test_image, self._rows), strict=True))
         return self._examples
-
-    def _read(self, images: ImageSet, rows: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-        transform, labels = self._transform, [images.label(row) for row in rows]
-        # a set of its own may have its classes in another order
-        place = {number: self._images.classes.index(name) for number, name in enumerate(images.classes)}
-        return [transform(images.read(row)) for row in rows], [place[label or 0] for label in labels]

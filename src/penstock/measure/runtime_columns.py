@@ -31,6 +31,8 @@ def measure_runtimes(
 
     Needs the whole model in memory. What cannot run the model, or is not installed, is left out with a note.
     """
+    if not choices:
+        return ()
     torch.set_num_threads(timing.threads)
     program = divide(graph, [])[0]
     tensors = {state.value.name: load(state) for state in program.states}
@@ -45,8 +47,9 @@ def measure_runtimes(
             note(f"{choice} is left out: {error}")
             continue
         found.append(RuntimeColumn(
-            runtime=choice.name, precision=cast(Precision, choice.precision), forward_s=tuple(row[0] for row in rows),
-            eager_s=tuple(row[1] for row in rows), error=max(row[2] for row in rows),
+            runtime=choice.name, precision=cast(Precision, choice.precision), keep=choice.keep,
+            forward_s=tuple(row[0] for row in rows), eager_s=tuple(row[1] for row in rows),
+            error=max(row[2] for row in rows),
         ))  # fmt: skip
     return tuple(found)
 
@@ -59,7 +62,7 @@ def _compare(
     for _ in range(_INPUTS):
         inputs = [random_input(value, sizes, generator) for value in graph.tensor_inputs()]
         wanted, outputs = _run(eager, sizes, inputs), _run(other, sizes, inputs)
-        errors += [_error(x, y) for x, y in zip(wanted, outputs, strict=True) if x.is_floating_point()]
+        errors += [relative_error(x, y) for x, y in zip(wanted, outputs, strict=True) if x.is_floating_point()]
     # a runtime's own threads work for this one
     clock = time.process_time if timing.threads == 1 else time.perf_counter
     seconds: list[tuple[float, float]] = []
@@ -78,6 +81,11 @@ def _run(runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Tenso
         return runtime(sizes, [tensor.clone() for tensor in inputs])
 
 
-def _error(wanted: Tensor, found: Tensor) -> float:
+def relative_error(wanted: Tensor, found: Tensor) -> float:
+    """Return the length of a difference, as a part of the length of what is wanted.
+
+    >>> relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+    0.1
+    """
     length = float(torch.linalg.vector_norm(wanted.double()))
     return float(torch.linalg.vector_norm((found - wanted).double())) / length if length else 0.0

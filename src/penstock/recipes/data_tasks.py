@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,15 @@ def make_task(settings: FitSettings) -> Task:
     """
     path = Path(settings.data)
     if is_trees(path) or is_trees(path / "train.txt"):
-        return sentence_task(settings)
-    if path.suffix == ".txt" and path.is_file():
-        return language_task(settings)
-    return image_task(settings)
+        task = sentence_task
+    elif path.suffix == ".txt" and path.is_file():
+        task = language_task
+    else:
+        task = image_task
+    for option in ("teacher", "hold_out"):
+        if task != image_task and getattr(settings, option) is not None:
+            raise UsageError(f"--{option.replace('_', '-')} is for images, not for {settings.data}; leave it out")
+    return replace(task(settings), metadata=metadata_of(settings))
 
 
 def image_task(settings: FitSettings) -> Task:
@@ -57,19 +63,18 @@ def image_task(settings: FitSettings) -> Task:
     if zoo.transform is None or zoo.task != "image":
         raise UsageError(f"{settings.model} takes no images but {settings.data} holds images; name a model that does")
     key = next(iter(zoo.example_kwargs), None)
-    make = _Reader(images, zoo.transform, key, None)
+    make = ImageReader(images, zoo.transform, key, None)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
     if settings.validation:
         other = open_images(settings.validation)
         check_labelled(other, settings.validation)
         training = Rows(chosen, make)
-        validation = Rows(range(len(other)), _Reader(other, zoo.transform, key, images.classes))
+        validation = Rows(range(len(other)), ImageReader(other, zoo.transform, key, images.classes))
     else:
         training, validation = (Rows([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
-        metadata=metadata_of(settings),
     )  # fmt: skip
     return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
 
@@ -91,14 +96,16 @@ def check_labelled(images: ImageSet, path: str) -> None:
         raise DataError(f"{path} has images without a label, first {unlabelled}; put each class into a folder")
 
 
-class _Reader:
+class ImageReader:
     """Reads an image as the model's input, and its label; of another set by the name of its class."""
 
     def __init__(self, images: ImageSet, transform: Transform, key: str | None, classes: Sequence[str] | None) -> None:
         self._images, self._transform, self._key = images, transform, key
         unknown = sorted(set(images.classes) - set(classes or images.classes))
         if unknown:
-            raise DataError(f"the class {unknown[0]} is in the validation images but not in the training images")
+            raise DataError(
+                f"the class {unknown[0]} is in the validation or test images but not in the training images"
+            )
         self._label = [list(classes or images.classes).index(name) for name in images.classes]
 
     def __call__(self, index: int) -> tuple[Any, int]:

@@ -65,6 +65,11 @@ def logits_of(output: Any) -> Tensor:
     return logits
 
 
+def scores_of(module: nn.Module, inputs: Any) -> Tensor:
+    """Return the logits of a model for inputs, which may be given by name."""
+    return logits_of(module(**inputs) if isinstance(inputs, Mapping) else module(inputs))
+
+
 def class_loss(output: Any, labels: Tensor) -> tuple[Tensor, int]:
     """Cross entropy of classes, as a sum over rows."""
     logits = logits_of(output)
@@ -113,9 +118,9 @@ def held_out(rows: Sequence[int], every: int | None) -> tuple[list[int], list[in
     >>> held_out(range(6), 3)
     ([0, 1, 3, 4], [2, 5])
     """
-    out = [row for place, row in enumerate(rows) if every is not None and place % every == every - 1]
-    left = set(out)
-    return [row for row in rows if row not in left], out
+    if every is None:
+        return list(rows), []
+    return [row for place, row in enumerate(rows) if (place + 1) % every], list(rows[every - 1 :: every])
 
 
 class Rows(Dataset[Any]):
@@ -155,5 +160,4 @@ def keep_some(num_rows: int) -> tuple[list[int], list[int]]:
             f"every {SHARE_KEPT}th row is kept for validation, and there are only {num_rows}; give more rows, or "
             "validation data with --validation"
         )
-    kept = range(SHARE_KEPT - 1, num_rows, SHARE_KEPT)
-    return [row for row in range(num_rows) if row % SHARE_KEPT != SHARE_KEPT - 1], list(kept)
+    return held_out(range(num_rows), SHARE_KEPT)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from penstock.errors import UsageError
-from penstock.recipes.tasks import Task, class_accuracy, logits_of
+from penstock.recipes.tasks import Task, class_accuracy, class_loss, logits_of, scores_of
 from penstock.terminal.progress import working
 from penstock.zoo.models.models import load_model
 
@@ -42,8 +42,7 @@ class _Taught(Dataset[Any]):
         found: list[Tensor] = []
         with working("asking the teacher"), torch.no_grad():
             for inputs, _ in DataLoader(rows, batch_size=_BATCH):
-                outputs = teacher(**inputs) if isinstance(inputs, dict) else teacher(inputs)
-                found.append(logits_of(outputs).float())
+                found.append(scores_of(teacher, inputs).float())
         self._logits = torch.cat(found)
 
     def __len__(self) -> int:
@@ -56,13 +55,13 @@ class _Taught(Dataset[Any]):
 
 def taught_loss(output: Any, targets: Tensor) -> tuple[Tensor, int]:
     """Return what is learned from labels and teacher, as a sum; of labels alone where there is no teacher."""
-    logits = logits_of(output).float()
     if targets.dim() == 1:
-        return functional.cross_entropy(logits, targets, reduction="sum"), len(targets)
+        return class_loss(output, targets)
+    logits = logits_of(output).float()
     labels, wanted = targets[:, 0].long(), targets[:, 1:]
     if wanted.shape != logits.shape:
         raise UsageError(f"the teacher tells {wanted.shape[1]} classes apart and the model {logits.shape[1]}")
-    own = functional.cross_entropy(logits, labels, reduction="sum")
+    own, _ = class_loss(logits, labels)
     told = functional.kl_div(
         (logits / TEMPERATURE).log_softmax(-1), (wanted / TEMPERATURE).softmax(-1), reduction="sum"
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Registry of runtimes, by the names that plans use."""
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -60,34 +61,29 @@ def _eager(
     return kind(program, tensors, device)
 
 
-def _onnxruntime(
+def _exported(
     program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
+    module, kind, extra = _EXPORTED[choice.name]
     try:
-        from penstock.runtime.onnx.onnx_runtime import OnnxRuntime
+        found = getattr(importlib.import_module(f"penstock.runtime.onnx.{module}"), kind)
     except ImportError as error:
-        raise _missing("onnxruntime", "onnx", error) from error
-    return OnnxRuntime(program, tensors, device, choice.precision, choice.keep)
+        raise PlanError(
+            f"the runtime {choice.name} is not installed on this machine; install penstock[{extra}] ({error})"
+        ) from error
+    made: StageRuntime = found(program, tensors, device, choice.precision, choice.keep)
+    return made
 
 
-def _openvino(
-    program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, choice: "RuntimeChoice"
-) -> StageRuntime:  # fmt: skip
-    try:
-        from penstock.runtime.onnx.openvino_runtime import OpenVinoRuntime
-    except ImportError as error:
-        raise _missing("openvino", "openvino", error) from error
-    return OpenVinoRuntime(program, tensors, device, choice.precision, choice.keep)
-
-
-def _missing(runtime: str, extra: str, error: ImportError) -> PlanError:
-    return PlanError(f"the runtime {runtime} is not installed on this machine; install penstock[{extra}] ({error})")
-
-
+# by the runtime's name: its module and class, which need packages of an extra
+_EXPORTED = {
+    "onnxruntime": ("onnx_runtime", "OnnxRuntime", "onnx"),
+    "openvino": ("openvino_runtime", "OpenVinoRuntime", "openvino"),
+}
 RUNTIMES: dict[str, RuntimeKind] = {
     "eager": RuntimeKind(load=_eager, load_training=TrainingRuntime, precisions=("float32", "bfloat16")),
-    "onnxruntime": RuntimeKind(load=_onnxruntime, load_training=None, precisions=("float32", "int8")),
-    "openvino": RuntimeKind(load=_openvino, load_training=None, precisions=("float32", "bfloat16")),
+    "onnxruntime": RuntimeKind(load=_exported, load_training=None, precisions=("float32", "int8")),
+    "openvino": RuntimeKind(load=_exported, load_training=None, precisions=("float32", "bfloat16")),
 }
 
 

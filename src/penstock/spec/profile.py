@@ -62,6 +62,7 @@ class RuntimeColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     runtime: str
     precision: Precision
+    keep: tuple[str, ...] = ()
     forward_s: tuple[float, ...]
     eager_s: tuple[float, ...]
     error: float

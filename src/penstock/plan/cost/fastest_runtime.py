@@ -8,8 +8,6 @@ from penstock.errors import PlanError
 from penstock.spec.plan import Pipeline, Plan
 from penstock.spec.profile import Profile, RuntimeColumn
 
-_EAGER = ("eager", "float32")
-
 
 def fastest_within(profile: Profile, max_error: float) -> RuntimeColumn | None:
     """Return the fastest runtime of a profile that is at most so far from eager's outputs; None where eager is.
@@ -27,9 +25,9 @@ def fastest_within(profile: Profile, max_error: float) -> RuntimeColumn | None:
 
 def column_of(plan: Plan, profile: Profile) -> RuntimeColumn | None:
     """Return what a profile knows of a plan's runtime; None where it is eager, unknown, or differs between stages."""
-    used = {(stage.runtime, stage.precision) for pipeline in plan.pipelines for stage in pipeline.stages}
-    columns = [column for column in profile.runtimes if {(column.runtime, column.precision)} == used]
-    return columns[0] if columns and used != {_EAGER} else None
+    used = {(stage.runtime, stage.precision, stage.keep) for pipeline in plan.pipelines for stage in pipeline.stages}
+    columns = (column for column in profile.runtimes if {(column.runtime, column.precision, column.keep)} == used)
+    return next(columns, None)
 
 
 def computed_on(pipelines: Sequence[Pipeline], column: RuntimeColumn | None) -> tuple[Pipeline, ...]:
@@ -40,7 +38,7 @@ def computed_on(pipelines: Sequence[Pipeline], column: RuntimeColumn | None) -> 
         msgspec.structs.replace(
             pipeline,
             stages=tuple(
-                msgspec.structs.replace(stage, runtime=column.runtime, precision=column.precision)
+                msgspec.structs.replace(stage, runtime=column.runtime, precision=column.precision, keep=column.keep)
                 for stage in pipeline.stages
             ),
         )

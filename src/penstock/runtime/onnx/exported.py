@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.errors import PlanError, RunError
 from penstock.graph.program import StageProgram
+from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
 from penstock.runtime.onnx.writer import check_supported, write_model
 from penstock.tensors import HOST
@@ -53,6 +54,8 @@ class ExportedRuntime(ABC):
     ) -> None:  # fmt: skip
         if device != HOST:
             raise PlanError(f"the runtime {self.name} computes on the CPU, not on {device}; plan with eager")
+        if precision == "bfloat16":
+            check_bfloat16()  # without instructions for it engines compute in float32 and say nothing
         check_supported(program)
         self.program, self.device = program, device
         self.precision = precision

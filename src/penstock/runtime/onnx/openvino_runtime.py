@@ -7,12 +7,8 @@ import numpy as np
 import onnx
 import openvino
 import torch
-from torch import Tensor
 
-from penstock.graph.program import StageProgram
-from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.onnx.exported import Engine, ExportedRuntime
-from penstock.tensors import HOST
 
 _HINTS = {"float32": "f32", "bfloat16": "bf16"}
 
@@ -28,14 +24,6 @@ class OpenVinoRuntime(ExportedRuntime):
     """
 
     name = "openvino"
-
-    def __init__(
-        self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST,
-        precision: str = "float32", keep: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        if precision == "bfloat16":
-            check_bfloat16()  # without instructions for it OpenVINO computes in float32 and says nothing
-        super().__init__(program, tensors, device, precision, keep)
 
     def _compile(self, model: onnx.ModelProto) -> Engine:
         core = openvino.Core()

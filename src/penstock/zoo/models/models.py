@@ -99,8 +99,8 @@ def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head:
     found = None
     if weights is not None:
         # of a narrowed model there is no checkpoint that needs to be mapped
-        narrowed = KEY in FileWeights(weights).metadata
-        found = _fitted(module, FileWeights(weights) if narrowed else hf_weights(module, weights))
+        source = FileWeights(weights)
+        found = _fitted(module, source if KEY in source.metadata else hf_weights(module, weights))
     example, task = hf.hf_example(base, config, module, seed)
     return ZooModel(
         name=name, module=module, example_args=(), example_kwargs=dict(example),

@@ -60,7 +60,7 @@ def _with_messages(profile: Profile) -> Profile:
     """Measure on the last host what messages cost; every host knows."""
     with _join(followed=True) as world:
         if world.rank != FEEDER:
-            return msgspec.json.decode(work(world), type=Profile)
+            return msgspec.json.decode(work(world).message, type=Profile)
         found = msgspec.structs.replace(profile, **asdict(measure_messages(world, num_microbatches=40)))
         world.last_word = msgspec.json.encode(found).decode()
         return found

@@ -12,6 +12,8 @@ def run() -> int:
     here, source = os.path.realpath(os.getcwd()), os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     if not getattr(sys.flags, "safe_path", False) and os.path.realpath(sys.path[0]) == here != source:
         del sys.path[0]
+    if "--debug" not in sys.argv:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
     from penstock.cli.main import main
 
     return main()

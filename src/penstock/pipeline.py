@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
-from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
 from penstock.elastic.elastic_training import ElasticTraining
 from penstock.elastic.freezing.history import FreezePolicy
 from penstock.elastic.options import ElasticOptions, Stored
@@ -26,6 +26,7 @@ from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
 from penstock.stream.streaming_pipeline import StreamingPipeline
+from penstock.stream.survival import StreamChange
 from penstock.tensors import find_device
 from penstock.terminal.live import StageState
 from penstock.train.arrangement import TrainOptions
@@ -88,6 +89,13 @@ class Pipeline:
         trace_units: also record every operation, which costs a few percent.
         trace_profile: also run torch.profiler for a few microbatches, in training for one step: operators with their
             shapes and memory.
+        on_loss: what a stream does when a device is lost: `stop` raises `DeviceLost`; `continue` plans again for the
+            devices that are left, puts the stages in place there and goes on, with the same results; `wait` first waits
+            `wait_s` for another device to join (`penstock worker --join`). With the latter two, devices that come are
+            taken in, and one that has become slower does less. Not for lists of modules, traces, or under
+            torchrun's agents, which end all processes. The first process itself cannot be lost.
+        profile, cluster: what the plan was made from, to plan again; without them what parts cost is counted from
+            shapes, and devices are taken for equal until they are seen at work.
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
             counts as lost; longer than the slowest link takes for one message. In training, while all wait.
 
@@ -125,6 +133,10 @@ class Pipeline:
         runtime: str = "eager",
         between_gpus: str = "gloo",
         stall_s: float = STALL_S,
+        on_loss: str = "stop",
+        wait_s: float = 300.0,
+        profile: Profile | None = None,
+        cluster: Cluster | None = None,
         world: World | None = None,
         replicas: int | None = None,
         schedule: str = "1f1b",
@@ -143,6 +155,7 @@ class Pipeline:
             threads=threads, depth=depth, device=str(device), between_gpus=between_gpus, stall_s=stall_s,
             trace=Path(trace) if trace is not None else None, trace_units=trace_units, trace_profile=trace_profile,
             runtime=parse_runtime(runtime),
+            survival=SurvivalOptions(on_loss=on_loss, wait_s=wait_s, profile=profile, cluster=cluster),
         )  # fmt: skip
         if world is None and not under_torchrun():
             find_device(device)  # before anything is started
@@ -223,6 +236,16 @@ class Pipeline:
     def last_report(self) -> StreamReport:
         """The times of the last stream, on the process that feeds."""
         return self._streaming.deployment.last_report
+
+    @property
+    def changes(self) -> Sequence[StreamChange]:
+        """What changed during the last stream: devices lost, taken in or slower; empty with `on_loss="stop"`."""
+        return self._streaming.changes
+
+    @property
+    def joins_at(self) -> str | None:
+        """Where a device joins this run with `penstock worker --join`; None where the run takes nobody in."""
+        return self._streaming.joins_at
 
     def stage_states(self) -> list[StageState]:
         """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""

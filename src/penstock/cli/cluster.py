@@ -9,9 +9,9 @@ import typer
 
 from penstock.cli.options import bind_to
 from penstock.cluster.lab import lab_session, read_lab
-from penstock.cluster.lab.run import OutputLine, print_line
+from penstock.cluster.lab.run import EndTogether, OutputLine, print_line
 from penstock.errors import UsageError
-from penstock.group.launcher import module_command, module_path
+from penstock.group.launcher import QUIET, module_command, module_path
 from penstock.terminal.notes import say
 
 Cluster = Annotated[
@@ -49,6 +49,7 @@ def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
     bind_to(bind, path)
     spec = read_lab(path)
     first = spec.hosts[0].name
+    survives = _option(arguments, "--on-loss") in {"continue", "wait"}
 
     def show(line: OutputLine) -> None:
         if line.stream == "stdout" and line.host == first:
@@ -59,7 +60,22 @@ def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
     command = module_command("penstock", *arguments)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(lab_session(spec))
-        run = stack.enter_context(lab.start(command, env={"PYTHONPATH": module_path()}, output=show))
+        env = {**QUIET, "PYTHONPATH": module_path()}
+        ends: EndTogether = "first" if survives else True
+        run = stack.enter_context(lab.start(command, env=env, output=show, end_together=ends))
         run.wait()
-    codes = [code for code in run.exit_codes.values() if code]
+    codes = [code for host, code in run.exit_codes.items() if code and (host == first or not survives)]
     return 0 if not codes else (2 if codes[0] == 2 else 1)
+
+
+def _option(arguments: Sequence[str], option: str) -> str | None:
+    """Return what a command line gives for an option; None without it.
+
+    >>> _option(["infer", "--on-loss", "wait"], "--on-loss"), _option(["infer", "--on-loss=wait"], "--on-loss")
+    ('wait', 'wait')
+    """
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        if name == option:
+            return value if equals else following
+    return None

@@ -1,6 +1,7 @@
 """`penstock infer`: predictions for a set of images, written as they come."""
 
 import contextlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,11 @@ from penstock.recipes.classify import Prediction, classify, labels_comparable
 from penstock.recipes.predictions import PredictionFile
 from penstock.runtime.registry import parse_runtime
 from penstock.spec.check import read_plan
+from penstock.spec.cluster import read_cluster
+from penstock.spec.profile import read_profile
 from penstock.terminal.console import PlainConsole
 from penstock.terminal.live import LiveView
-from penstock.terminal.notes import say
+from penstock.terminal.notes import note, say
 from penstock.terminal.progress import working
 from penstock.transport.base import FEEDER
 from penstock.zoo.data.image_names import open_images
@@ -52,6 +55,14 @@ def infer(
     threads: opt.Threads = None,
     device: opt.ComputesOn = "cpu",
     runtime: opt.Runtime = "eager",
+    on_loss: opt.OnLoss = None,
+    wait_for: opt.WaitFor = 300.0,
+    profiled: Annotated[
+        Path | None, typer.Option("--from-profile", metavar="profile.json", help="What --plan was made from.")
+    ] = None,
+    planned_for: Annotated[
+        Path | None, typer.Option("--from-cluster", metavar="cluster.toml", help="What --plan was made for.")
+    ] = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,
     json: opt.JsonFile = None,
@@ -60,7 +71,12 @@ def infer(
     opt.check_profiled(profile=profile, trace=trace)
     opt.bind_to(bind, cluster)
     parse_runtime(runtime)  # before the model is loaded
-    world = join_torchrun(followed=True) if under_torchrun() else None
+    asked, on_loss = on_loss, opt.choose_on_loss(on_loss, trace=trace)
+    known = read_profile(profiled) if profiled else None
+    machines = read_cluster(planned_for) if planned_for else None
+    world = join_torchrun(followed=True, again=on_loss != "stop") if under_torchrun() else None
+    if world is not None and world.membership is None and asked is None:
+        on_loss = "stop"  # torchrun's agents end all processes
     if world is not None and world.rank != FEEDER:
         follow(world)
         return
@@ -82,9 +98,12 @@ def infer(
                     zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
                     stages=stages or (len(world.devices) if world else 2),
                     policy=policy, cuts=cut, plan=chosen_plan, weights=zoo.weights, threads=threads, world=world,
-                    device=device, runtime=runtime, trace=trace, trace_profile=profile,
+                    device=device, runtime=runtime, trace=trace, trace_profile=profile, on_loss=on_loss,
+                    wait_s=wait_for, profile=known, cluster=machines,
                 )  # fmt: skip
             pipe.model_name = zoo.name
+            if world is not None and (place := pipe.joins_at) is not None:
+                note(f"another device joins with: penstock worker --join {place}")
             failed = _run(pipe, zoo, chosen, file, microbatch_size, json, live=live)
     if failed:
         raise RunError(f"{len(failed)} of {len(chosen)} images failed, the first one: {failed[0].error}")
@@ -172,6 +191,7 @@ class _Tally:
             "images_per_second": report.rows_per_s, "fill_s": report.fill_s,
             "stages": [{name: getattr(stage, name) for name in shown} for stage in report.stages],
             "cuts": [cut.name for cut in pipe.cuts],
+            "changes": [asdict(change) for change in pipe.changes],
         }  # fmt: skip
 
 

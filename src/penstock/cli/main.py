@@ -29,6 +29,7 @@ _HELP = {
     "report": "Write a run's page: where the time went.",
     "schedule": "Draw a training schedule and its bubble.",
     "hosts": "Measure the machines of a cluster.",
+    "worker": "Join a run that is under way.",
     "lab": "An emulated cluster on this machine (root).",
 }
 

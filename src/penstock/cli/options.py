@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from penstock.deploy.run_options import ON_LOSS
 from penstock.errors import UsageError
 from penstock.group.addresses import BIND, is_everywhere, listen
 from penstock.terminal.console import PlainConsole
@@ -31,6 +32,14 @@ Runtime = Annotated[
         help="What computes the stages: eager, onnxruntime or openvino, with a precision as in onnxruntime:int8.",
     ),
 ]
+OnLoss = Annotated[
+    str | None,
+    typer.Option(
+        metavar="stop|continue|wait",
+        help="When a device is lost: stop, go on with the others (the default unless --trace is given), or wait.",
+    ),
+]
+WaitFor = Annotated[float, typer.Option("--wait-for", min=1.0, help="Seconds that --on-loss wait waits for another.")]
 Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="DIR", help="Record what happens when, for `penstock report DIR`.")
 ]
@@ -67,6 +76,15 @@ def check_profiled(*, profile: bool, trace: Path | str | None) -> None:
     """Check that the profiler has a trace to write into; raises `UsageError` without one."""
     if profile and trace is None:
         raise UsageError("--profile writes into the run's trace; give --trace DIR too")
+
+
+def choose_on_loss(on_loss: str | None, *, trace: Path | None) -> str:
+    """Return what a stream does when a device is lost; raises `UsageError` for anything else than it can."""
+    if on_loss is not None and on_loss not in ON_LOSS:
+        raise UsageError(f"--on-loss takes {', '.join(ON_LOSS)}, not {on_loss!r}")
+    if on_loss not in {None, "stop"} and trace is not None:
+        raise UsageError("a run whose devices may change is not recorded; leave --trace or --on-loss out")
+    return on_loss or ("stop" if trace is not None else "continue")
 
 
 def bind_to(address: str | None, cluster: Path | None = None) -> None:

@@ -68,7 +68,7 @@ class Deployment:
         self.tracer = tracer
         self._executor: threading.Thread | None = None
         try:
-            send_stages(world.transport, self.job, programs, source)
+            send_stages(world.transport, self.job, programs, source, compare=world.membership is not None)
             own = find_device(run.device, world.position) if FEEDER in self.job.holders else HOST
             if run.device != HOST.type and not isinstance(source, FromModules):
                 self.job = replace(self.job, direct=go_direct(world, self.job.holders, own))

@@ -53,6 +53,7 @@ class ServeStages(
     trace: bool = False
     trace_units: bool = False
     trace_profile: bool = False
+    compare: bool = False  # say first which tensors are here from before
 
 
 class RunBaseline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="alone", forbid_unknown_fields=True):

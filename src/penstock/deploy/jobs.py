@@ -4,15 +4,17 @@ A job is a document (`deploy/documents.py`) followed by tensors, one message eac
 programs list their state. Workers know no model: this is all they get.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from penstock.deploy.bundle import LoadState, read_part
 from penstock.deploy.documents import Document, Rotation, ServeStages, read_document, write_document
+from penstock.deploy.holdings import Holdings, compare_holdings
 from penstock.deploy.state import receive_state, send_state
 from penstock.engine.placement import StagesJob
 from penstock.errors import ProgramError, UsageError
@@ -101,10 +103,15 @@ def load_programs(
 
 
 def send_stages(
-    transport: Transport, job: StagesJob, programs: Sequence[RoundRobin[StageProgram]], source: Source
-) -> None:
-    """Send every other rank the stages that it holds, reading one weight at a time."""
-    for rank in sorted(job.holders - {transport.rank}):
+    transport: Transport, job: StagesJob, programs: Sequence[RoundRobin[StageProgram]], source: Source, *,
+    compare: bool = False,
+) -> None:  # fmt: skip
+    """Send every other rank the stages that it holds, reading one weight at a time.
+
+    With `compare` only what a rank does not have from before.
+    """
+    others = sorted(job.holders - {transport.rank})
+    for rank in others:
         indices = job.stages_of(rank)
         texts = {index: [write_program(program) for program in programs[index].items] for index in indices}
         part = source if isinstance(source, FromBundle) else None
@@ -115,11 +122,18 @@ def send_stages(
             order=tuple(part.order if part else programs[0].order), plan=part.plan if part else "",
             device=part.devices[rank] if part else "", computes_on=job.computes_on,
             runtimes=job.runtimes, trace=job.trace, trace_units=job.trace_units, trace_profile=job.trace_profile,
+            compare=compare and isinstance(source, FromWeights),
         )  # fmt: skip
         send_bytes(transport, write_document(document), rank)
-        if isinstance(source, FromWeights):
-            for index in indices:
-                send_state(transport, states_of(programs[index].items), source.load, rank)
+    if not isinstance(source, FromWeights):
+        return
+    for rank in others:
+        states = [states_of(programs[index].items) for index in job.stages_of(rank)]
+        there: Collection[str] = ()
+        if compare:
+            there = compare_holdings(transport, rank, [state for own in states for state in own], source.load)
+        for own in states:
+            send_state(transport, [state for state in own if state.value.name not in there], source.load, rank)
 
 
 def receive_job(transport: Transport) -> Document:
@@ -138,9 +152,12 @@ def receive_stages(transport: Transport) -> ServeStages:
 
 
 def read_stages(
-    world: World, document: ServeStages, make: MakeRuntime | None = None, bundle: Path | None = None
-) -> tuple[StagesJob, dict[int, RoundRobin[StageRuntime]]]:
+    world: World, document: ServeStages, make: MakeRuntime | None = None, bundle: Path | None = None,
+    holdings: Holdings | None = None,
+) -> tuple[StagesJob, dict[int, RoundRobin[StageRuntime]]]:  # fmt: skip
     """Receive the weights of a job's stages, make its stages where they are modules, or read them from a bundle.
+
+    What is among `holdings` need not be sent, and what is received is from then on.
 
     Raises `UsageError` for a job of modules or parts in a process that has none, and as `find_device` does.
     """
@@ -154,6 +171,13 @@ def read_stages(
         raise ProgramError(f"a job has a program for each stage of a process, not for {sorted(document.programs)}")
     device = find_device(job.computes_on, world.position)
     runtimes: dict[int, RoundRobin[StageRuntime]] = {}
+    holdings = holdings or Holdings()
+    read: dict[int, list[StageProgram]] = {}
+    there: dict[str, Tensor] = {}
+    if document.source == "weights":
+        read = {index: [read_program(text) for text in texts] for index, texts in document.programs.items()}
+        if document.compare:
+            there = holdings.claim(world.transport, [s for programs in read.values() for s in states_of(programs)])
     for index, texts in document.programs.items():
         if document.source == "bundle":
             if bundle is None:
@@ -161,8 +185,11 @@ def read_stages(
             folder, runtime = bundle / document.device, job.runtime_of(index)
             runtimes[index] = load_part(folder, document.plan, document.order, device, runtime)
         elif document.source == "weights":
-            programs = [read_program(text) for text in texts]
-            tensors = receive_state(world.transport, states_of(programs), device)
+            programs, states = read[index], states_of(read[index])
+            missing = [state for state in states if state.value.name not in there]
+            tensors = {state.value.name: there[state.value.name] for state in states if state.value.name in there}
+            tensors |= receive_state(world.transport, missing, device)
+            holdings.keep(states, tensors)
             made = [job.runtime_of(index).load(program, tensors, device) for program in programs]
             runtimes[index] = RoundRobin(made, document.order)
         elif make is None:

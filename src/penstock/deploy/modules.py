@@ -208,9 +208,9 @@ class ThreadWorkers:
         """No process of their own."""
         return []
 
-    def exited(self) -> WorkerExit | None:
+    def exits(self) -> list[WorkerExit]:
         """A thread that fails has told the others why."""
-        return None
+        return []
 
     def stop(self, grace_s: float) -> None:
         """Wait for the threads; those that are still waiting for a message give up."""

@@ -23,11 +23,12 @@ from penstock.spec.plan import Pipeline, Plan
 
 def place(
     world: World, graph: Graph, plan: Plan, load: LoadState, run: RunOptions, *, number: int = 0,
-    tracer: FeederTracer | None = None,
+    tracer: FeederTracer | None = None, ranks: Mapping[str, int] | None = None,
 ) -> Replicas:  # fmt: skip
     """Send every device its stages and return what streams through them.
 
-    Pipelines take jobs from `number` on. Raises `PlanError` where the plan is of another model or names a device
+    `ranks` are those of the devices where they are known. Pipelines take jobs from `number` on. Raises `PlanError`
+    where the plan is of another model or names a device
     that is not there, and where stages that devices share would be recorded.
     """
     shared = [stage for pipeline in plan.pipelines for stage in pipeline.stages if len(stage.devices) > 1]
@@ -36,7 +37,7 @@ def place(
             f"a run is recorded with one device a stage, but {', '.join(shared[0].devices)} share one in this plan; "
             "plan without --shared, or run it without a trace"
         )
-    ranks = ranks_of(world, plan.devices)
+    ranks = ranks if ranks is not None else ranks_of(world, plan.devices)
     sizes = graph.sizes(plan.microbatch_rows)
     run = replace(run, depth=plan.depth)
     deployments = [
@@ -85,6 +86,20 @@ def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[RoundRobin[int
     return places
 
 
+def name_devices(world: World) -> dict[str, int]:
+    """Name every device of a world by its host, and return its rank.
+
+    Further processes of the same host are `name:1`, `name:2` and so on.
+    """
+    places: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    for rank in world.devices:
+        host = world.hosts[rank]
+        places[f"{host}:{seen[host]}" if seen[host] else host] = rank
+        seen[host] += 1
+    return places
+
+
 def ranks_of(world: World, devices: Sequence[str]) -> dict[str, int]:
     """Find the rank of every device of a plan: the process on the host of that name.
 
@@ -98,12 +113,7 @@ def ranks_of(world: World, devices: Sequence[str]) -> dict[str, int]:
                 "each of them"
             )
         return dict(zip(devices, world.devices, strict=False))
-    places: dict[str, int] = {}
-    seen: Counter[str] = Counter()
-    for rank in world.devices:
-        host = world.hosts[rank]
-        places[f"{host}:{seen[host]}" if seen[host] else host] = rank
-        seen[host] += 1
+    places = name_devices(world)
     missing = [name for name in devices if name not in places]
     if missing:
         raise PlanError(

@@ -1,9 +1,10 @@
 """What a caller asks of a pipeline: a few values, built once where the options are given and passed on whole."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -12,7 +13,9 @@ from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.group.direct import check_way
 from penstock.runtime.registry import EAGER, RuntimeChoice
+from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
+from penstock.spec.profile import Profile
 from penstock.zoo.weights.weights import Weights
 
 
@@ -40,6 +43,35 @@ class CutOptions:
     plan: Plan | None = None
 
 
+OnLoss = Literal["stop", "continue", "wait"]
+ON_LOSS: tuple[str, ...] = get_args(OnLoss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivalOptions:
+    """What a stream does when a device is lost: it stops, goes on with the others, or waits until another joins.
+
+    `profile` and `cluster` are what its plan was made from; without them the parts' cost is counted from shapes, and
+    devices of which nothing is known are equal. Raises `UsageError` for what does not go together.
+    """
+
+    on_loss: str = "stop"
+    wait_s: float = 300.0
+    profile: Profile | None = None
+    cluster: Cluster | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_loss not in ON_LOSS:
+            raise UsageError(f"on a loss a stream can {', '.join(ON_LOSS)}, not {self.on_loss!r}; give one of these")
+        if not 0 < self.wait_s < math.inf:
+            raise UsageError(f"waiting takes some seconds, not {self.wait_s}; write it like wait_s=300")
+
+    @property
+    def survives(self) -> bool:
+        """Whether the stream outlives the loss of a device."""
+        return self.on_loss != "stop"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """How processes compute their stages, and what they record of it.
@@ -56,8 +88,11 @@ class RunOptions:
     trace_units: bool = False
     trace_profile: bool = False
     runtime: RuntimeChoice = EAGER  # of every stage, where no plan says more
+    survival: SurvivalOptions = SurvivalOptions()
 
     def __post_init__(self) -> None:
         if self.trace is None and (self.trace_units or self.trace_profile):
             raise UsageError("what is recorded of each operation goes into the trace; give trace= a folder")
+        if self.trace is not None and self.survival.survives:
+            raise UsageError("a stream whose devices may change is not recorded; leave trace or on_loss out")
         check_way(self.between_gpus, self.device)

@@ -6,18 +6,20 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.baseline import serve_baseline
 from penstock.deploy.documents import DoMore, RunBaseline, ServeStages
+from penstock.deploy.holdings import Holdings
 from penstock.deploy.jobs import MakeRuntime, read_stages, receive_job
 from penstock.engine.executor import OwnStages
 from penstock.engine.tracers import follow_stages
 from penstock.errors import PenstockError, ProgramError, TransportError
 from penstock.group.entry import join_local
 from penstock.group.launcher import leave_with_parent
+from penstock.group.regroup import next_group
 from penstock.group.world import Leave, World
 from penstock.transport.base import FEEDER, send_bytes
 
@@ -30,9 +32,10 @@ Prepare = Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], Map
 
 
 def work(
-    world: World, make: MakeRuntime | None = None, bundle: Path | None = None, more: Mapping[str, Job] | None = None
-) -> str:
-    """Do jobs until told to leave; gives the last word. What goes wrong is reported to the whole world, then raised.
+    world: World, make: MakeRuntime | None = None, bundle: Path | None = None, more: Mapping[str, Job] | None = None,
+    holdings: Holdings | None = None,
+) -> Leave:  # fmt: skip
+    """Do jobs until told to leave; returns the last word. What goes wrong is reported to the whole world, then raised.
 
     `more` are jobs by name that whoever started this process lets it do beside serving stages.
     """
@@ -42,19 +45,37 @@ def work(
                 answer = _find_job(more or {}, document.name)(world, document.settings)
                 send_bytes(world.transport, json.dumps(answer).encode(), FEEDER)
             else:
-                do_job(world, document, make, bundle)
+                do_job(world, document, make, bundle, holdings)
         with contextlib.suppress(TransportError):  # the work is done, whatever has become of who asked for it
             send_bytes(world.transport, b"left", FEEDER)
         world.health.close()  # from here on nobody's end is a failure
-        return document.message
+        return document
 
 
 def follow(
     world: World, more: Mapping[str, Job] | None = None, make: MakeRuntime | None = None, bundle: Path | None = None
 ) -> str:
-    """Do jobs until told to leave, and let go of the world; returns the last word."""
-    with world:
-        return work(world, make, bundle, more)
+    """Do jobs until told to leave, in one group after the other; returns the last word.
+
+    A group that ends with another one's loss may be followed by one without it: see `group/regroup.py`.
+    """
+    holdings = Holdings()
+    while True:
+        try:
+            with world:
+                leave = work(world, make, bundle, more, holdings)
+        except PenstockError:
+            if _failed_itself(world) or not next_group(world):
+                raise
+        else:
+            if not leave.again or not next_group(world):
+                return leave.message
+
+
+def _failed_itself(world: World) -> bool:
+    """Return whether it was this process that could not go on: no other group could do more with it."""
+    failure = world.health.failure
+    return failure is not None and failure.rank == world.rank and not failure.lost
 
 
 def _find_job(more: Mapping[str, Job], name: str) -> Job:
@@ -67,13 +88,14 @@ def _find_job(more: Mapping[str, Job], name: str) -> Job:
 
 
 def do_job(
-    world: World, document: ServeStages | RunBaseline, make: MakeRuntime | None = None, bundle: Path | None = None
-) -> None:
+    world: World, document: ServeStages | RunBaseline, make: MakeRuntime | None = None, bundle: Path | None = None,
+    holdings: Holdings | None = None,
+) -> None:  # fmt: skip
     """Do one job: run a model alone, or serve stages until they are closed."""
     if isinstance(document, RunBaseline):
         serve_baseline(world, document)
         return
-    job, runtimes = read_stages(world, document, make, bundle)
+    job, runtimes = read_stages(world, document, make, bundle, holdings)
     own = OwnStages(world, job, runtimes)
     own.serve(follow_stages(own))
 
@@ -97,16 +119,11 @@ def main(prepare: Prepare = _nothing) -> int:
     leave_with_parent(grace_s=3.0)
     folder = os.environ.get(BUNDLE)
     try:
-        for world in _groups(given):
-            follow(world, more(given), bundle=Path(folder) if folder else None)
+        world = join_local(given.port, given.rank, given.size)
+        follow(world, more(given), bundle=Path(folder) if folder else None)
     except PenstockError:
         return 1  # the feeding process has been told and prints it
     return 0
-
-
-def _groups(given: argparse.Namespace) -> Iterator[World]:
-    """Join one group after the other: so far the one whose process started this one."""
-    yield join_local(given.port, given.rank, given.size)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,17 @@ def lookup_s(address: str) -> float:
     return time.monotonic() - begin_s
 
 
+def nobody_listens(address: str, port: int) -> bool:
+    """Return whether a machine says that nothing listens there; one that does not answer says nothing."""
+    try:
+        socket.create_connection((address, port), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
     """Wait until something listens there, as the first host does once it was started; raises `RunError`."""
     deadline = time.monotonic() + timeout_s
@@ -81,6 +92,11 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
             if time.monotonic() > deadline:
                 raise RunError(f"the first host {address}:{port} cannot be reached: {error}; start it first") from None
             time.sleep(_POLL_S)
+
+
+def read_if_there(store: Store, key: str) -> bytes | None:
+    """Return what stands there, if anything does: reading alone would wait for it."""
+    return store.get(key) if store.check([key]) else None
 
 
 class PatientStore:

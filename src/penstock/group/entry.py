@@ -5,16 +5,18 @@ import errno
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError, UsageError
 from penstock.group.addresses import BIND, LOOPBACK, first_address, is_everywhere, local_address
-from penstock.group.board import connect_store, serve_store, wait_for_server
+from penstock.group.board import connect_board, serve_store, wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
 from penstock.group.launcher import LocalWorkers, available_cores
 from penstock.group.liveness import Boards, Health
+from penstock.group.roll_call import Membership, Rendezvous, RollCall
 from penstock.group.world import World
 from penstock.transport.base import FEEDER
 from penstock.transport.faulty import wrap_if_faulty
@@ -49,8 +51,11 @@ def _chosen_address() -> str | None:
     return chosen
 
 
-def join_torchrun(*, followed: bool = False) -> World:
+def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
     """Join the processes that torchrun started; `followed` says that the others follow the first.
+
+    With `again` in the first process, the run goes on in another group where one of this is lost (`group/regroup.py`),
+    unless torchrun's agents serve the store: they end all processes then.
 
     Raises `RunError` when they do not all come.
     """
@@ -69,10 +74,9 @@ def join_torchrun(*, followed: bool = False) -> World:
     else:
         wait_for_server(first, port, JOIN_S)
     prefix = f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joins)}"
-    world = _join(
-        lambda: connect_store(first, port, _STORE_TIMEOUT), rank, size, address, prefix,
-        f"rank {rank} on {host_name()}", list(range(size)),
-    )  # fmt: skip
+    connect = partial(connect_board, first, port)
+    rendezvous = Rendezvous(connect, first, port, address, f"rank {rank} on {host_name()}")
+    world = join_group(rendezvous, rank, size, prefix, range(size), again=again and not hosted)
     world.cores = cores
     world.followed = followed
     world.position = int(os.environ.get("LOCAL_RANK", rank))
@@ -80,11 +84,17 @@ def join_torchrun(*, followed: bool = False) -> World:
 
 
 def start_local(
-    num_workers: int, env: dict[str, str] | None = None, module: str = WORKER, arguments: Sequence[str] = ()
+    num_workers: int,
+    env: dict[str, str] | None = None,
+    module: str = WORKER,
+    arguments: Sequence[str] = (),
+    *,
+    again: bool = False,
 ) -> World:
     """Start fresh workers on this machine, with this process as the one that feeds them.
 
     `module` is the program that they run, which ends as `penstock.deploy.worker` does, with `arguments` of its own.
+    With `again` the run goes on in another group where one of this is lost.
     """
     address = own_address()
     store = serve_store(address)
@@ -98,24 +108,22 @@ def start_local(
             raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
 
     try:
-        world = _join(
-            lambda: store, FEEDER, size, address, "run", "the feeding process", list(range(1, size)), watch_workers
-        )
+        rendezvous = Rendezvous(lambda: store, address, port, address, "the feeding process")
+        world = join_group(rendezvous, FEEDER, size, "run", range(1, size), watch_workers, again=again)
     except BaseException:
         workers.stop(0.0)
         raise
     world.workers = workers
     world.followed = True
-    world.health.why_ended = partial(_why_ended, workers)
+    world.health.why_ended = partial(why_ended, world)
     return world
 
 
 def join_local(port: int, rank: int, size: int) -> World:
     """Join, as a worker, the process that started this one."""
     address = own_address()
-    world = _join(
-        lambda: connect_store(address, port), rank, size, address, "run", f"worker {rank}", list(range(1, size))
-    )
+    rendezvous = Rendezvous(partial(connect_board, address, port), address, port, address, f"worker {rank}")
+    world = join_group(rendezvous, rank, size, "run", range(1, size))
     world.position = rank - 1  # the feeding process computes nothing
     return world
 
@@ -136,11 +144,21 @@ def thread_worlds(names: Sequence[str]) -> list[World]:
     ]  # fmt: skip
 
 
-def _join(
-    connect: Callable[[], Store], rank: int, size: int, address: str, prefix: str, name: str,
-    devices: Sequence[int], watch_others: Callable[[], None] = lambda: None,
+def join_group(
+    rendezvous: Rendezvous, rank: int, size: int, prefix: str, devices: Sequence[int],
+    watch_others: Callable[[], None] = lambda: None, *, again: bool = False, join_s: float = JOIN_S,
+    before: Membership | None = None,
 ) -> World:  # fmt: skip
-    meeting = Meeting(connect, rank, size, address=address, prefix=prefix, name=name, watch=watch_others)
+    """Meet the other processes of a group and connect to them; `before` is what this one was in, where it was in one.
+
+    Raises `RunError` where they do not all come, and `DeviceLost` where one is lost meanwhile.
+    """
+    connect, address = rendezvous.connect, rendezvous.address
+    own = before.own if before is not None else None
+    meeting = Meeting(
+        connect, rank, size, address=address, prefix=prefix, name=rendezvous.name, watch=watch_others, join_s=join_s,
+        again=again, own=own,
+    )  # fmt: skip
     names = [hello.name for hello in meeting.hellos]
     health = Health(meeting.boards, rank, names, lambda: None)
 
@@ -149,8 +167,8 @@ def _join(
         health.check()
 
     try:
-        store = PrefixStore(f"penstock/{meeting.name}", run_watched(connect, watch, JOIN_S))
-        transport = wrap_if_faulty(GlooTransport(store, rank, size, address, watch=watch))
+        store = PrefixStore(f"penstock/{meeting.name}", run_watched(connect, watch, join_s))
+        transport = wrap_if_faulty(GlooTransport(store, rank, size, address, join_s=join_s / 2, watch=watch))
     except BaseException as error:
         health.report(error)  # who leaves without a word seems to leave in order
         health.close()
@@ -159,13 +177,26 @@ def _join(
     return World(
         transport=transport, health=health, names=names, devices=list(devices), store=store,
         bandwidths=[hello.bandwidth_bytes_per_s for hello in meeting.hellos],
-        hosts=[hello.host for hello in meeting.hellos],
+        hosts=[hello.host for hello in meeting.hellos], membership=_membership(meeting, rendezvous, before),
     )  # fmt: skip
 
 
-def _why_ended(workers: LocalWorkers, rank: int) -> str | None:
+def _membership(meeting: Meeting, rendezvous: Rendezvous, before: Membership | None) -> Membership | None:
+    """Return what this process needs to be in a further group; None where the first one calls none."""
+    if not meeting.hellos[FEEDER].again:
+        return None
+    members = tuple(hello.nonce for hello in meeting.hellos)
+    if before is not None:
+        return replace(before, members=members, generation=before.generation + 1)
+    run = members[FEEDER]
+    roll = RollCall(rendezvous.connect(), run) if meeting.own == run else None
+    return Membership(rendezvous=rendezvous, run=run, own=meeting.own, members=members, roll=roll)
+
+
+def why_ended(world: World, rank: int) -> str | None:
     """Return how the process of a rank has ended, where this one started it."""
-    return next((str(gone) for gone in workers.exits() if gone.index + 1 == rank), None)
+    exits = world.workers.exits() if world.workers is not None else []
+    return next((str(gone) for gone in exits if world.rank_of_worker(gone.index) == rank), None)
 
 
 def _serve(address: str, host: str, port: int) -> TCPStore:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, RunError
-from penstock.group.board import PatientStore, connect_board, serve_store
+from penstock.group.board import PatientStore, connect_board, read_if_there, serve_store
 from penstock.group.liveness import Boards
 from penstock.group.verdict import prepare_board
 from penstock.text import first_line
@@ -39,7 +39,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rank: int
     size: int
     run: str  # the name of the run, where torchrun gives it one
-    nonce: str  # of this process; the first one's is that of the group
+    nonce: str  # of this process, the same in each group of its run; the first one's is in the group's name
     penstock: str
     torch: str
     name: str  # for people
@@ -47,6 +47,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     address: str
     board_port: int
     bandwidth_bytes_per_s: float | None = None
+    again: bool = False  # of the first one: whether it calls another group where one of this is lost
 
 
 class Meeting:
@@ -60,14 +61,15 @@ class Meeting:
 
     def __init__(
         self, connect: Callable[[], Store], rank: int, size: int, *, address: str, prefix: str, name: str,
-        watch: Callable[[], None] = lambda: None, join_s: float = JOIN_S,
+        watch: Callable[[], None] = lambda: None, join_s: float = JOIN_S, again: bool = False,
+        own: str | None = None,
     ) -> None:  # fmt: skip
         self._rank, self._size, self._prefix = rank, size, prefix
         self.board = _serve_board(address, rank)
         self._own = Hello(
-            rank=rank, size=size, run=os.environ.get("TORCHELASTIC_RUN_ID", ""), nonce=uuid.uuid4().hex,
+            rank=rank, size=size, run=os.environ.get("TORCHELASTIC_RUN_ID", ""), nonce=own or uuid.uuid4().hex,
             penstock=__version__, torch=str(torch.__version__).partition("+")[0], name=name, host=host_name(),
-            address=address, board_port=self.board.port, bandwidth_bytes_per_s=_bandwidth(),
+            address=address, board_port=self.board.port, bandwidth_bytes_per_s=_bandwidth(), again=again,
         )  # fmt: skip
         store = PatientStore(connect, STORE_S)
         try:
@@ -83,6 +85,11 @@ class Meeting:
             ) from error
         finally:
             store.close()
+
+    @property
+    def own(self) -> str:
+        """The name of this process, which no other has."""
+        return self._own.nonce
 
     @property
     def name(self) -> str:
@@ -107,7 +114,7 @@ class Meeting:
         store.call(lambda s: s.set(key, text))
         while True:
             for rank in set(range(self._size)) - found.keys():
-                data = store.call(partial(_read, key=self._key(rank)))
+                data = store.call(partial(read_if_there, key=self._key(rank)))
                 if data is not None:
                     found[rank] = check_hello(data, self._own, rank)
             if len(found) == self._size:
@@ -156,11 +163,6 @@ def check_hello(data: bytes, own: Hello, rank: int) -> Hello:
                 f"{own.rank} on {own.host} {ours!s}; {mend}"
             )
     return hello
-
-
-def _read(store: Store, key: str) -> bytes | None:
-    """Read what stands there, if anything does: reading alone would wait for it."""
-    return store.get(key) if store.check([key]) else None
 
 
 def host_name() -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from penstock.errors import UsageError
 
+# torch's own lines about broken connections, with C++ frames: what they mean is said by whoever explains the loss
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _KILLED_S = 10.0  # in which a process that was killed ends
 # the folder that the package lies in
 _SOURCE = Path(__file__).resolve().parents[2]
@@ -103,7 +105,7 @@ class LocalWorkers:
     """
 
     def __init__(self, module: str, arguments: Sequence[Sequence[str]], env: Mapping[str, str] | None = None) -> None:
-        environment = {**os.environ, **(env or {}), "PYTHONPATH": module_path(module)}
+        environment = {**QUIET, **os.environ, **(env or {}), "PYTHONPATH": module_path(module)}
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for extra in arguments:

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from penstock.errors import ConnectionBroken, PenstockError, TransportError, UsageError
 from penstock.group.launcher import WorkerExit
 from penstock.group.liveness import Health
+from penstock.group.roll_call import Membership
 from penstock.group.verdict import Verdict
 from penstock.tracing.record import Clock
 from penstock.transport.base import FEEDER, WORD_BYTES, Transport, receive_bytes, send_bytes
@@ -31,6 +32,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="le
     """There is no more to do; `message` is for people at that machine."""
 
     message: str = ""
+    again: bool = False  # another group follows this one
 
 
 class Workers(Protocol):
@@ -40,8 +42,8 @@ class Workers(Protocol):
     def pids(self) -> list[int]:
         """The ids of the processes; none where they are threads."""
 
-    def exited(self) -> WorkerExit | None:
-        """Return the first one that has ended by itself, or None."""
+    def exits(self) -> list[WorkerExit]:
+        """Return those that have ended by themselves."""
 
     def stop(self, grace_s: float) -> None:
         """Wait for their end, and bring it about where it does not come."""
@@ -75,20 +77,26 @@ class World:
     last_word: str = ""
     reason_s: float = _REASON_S
     clock: Clock = time.perf_counter  # of everything that is recorded in this process
+    worker_ranks: Mapping[int, int] | None = None  # of `workers`, by index; one more where all of them are here
+    membership: Membership | None = None  # where the run goes on in another group once one of this is lost
 
     @property
     def rank(self) -> int:
         """This process's number."""
         return self.transport.rank
 
+    def rank_of_worker(self, index: int) -> int | None:
+        """Return the rank of a worker that this process has started; None where it is not in this group any more."""
+        return index + 1 if self.worker_ranks is None else self.worker_ranks.get(index)
+
     def check(self) -> None:
         """Raise if any process of the world has failed; quick enough to be called while waiting."""
         if self.workers is not None and self.health.failure is None:
-            gone = self.workers.exited()
+            gone = next((each for each in self.workers.exits() if self.rank_of_worker(each.index) is not None), None)
             if gone is not None:
                 # its own report, if it could write one, says more than the exit status
                 self.health.wait_for_failure(1.0)
-                rank = gone.index + 1
+                rank = self.rank_of_worker(gone.index) or FEEDER
                 self.health.announce(Verdict(rank=rank, message=f"{self.names[rank]} {gone}", lost=True))
         self.health.check()
 
@@ -125,8 +133,8 @@ class World:
                 self.health.report(error)
             raise
 
-    def dismiss(self, message: str = "", deadline_s: float = DISMISS_S) -> None:
-        """Dismiss every other rank, with a last word to people at that machine.
+    def dismiss(self, message: str = "", deadline_s: float = DISMISS_S, *, again: bool = False) -> None:
+        """Dismiss every other rank, with a last word to people at that machine; with `again` for another group.
 
         Waits until all have heard it: this process may hold the store, whose end would look like a failure to a rank
         that is still on its way here. One that does not answer any more is not waited for, but named in a warning.
@@ -137,7 +145,7 @@ class World:
 
         def say() -> None:
             try:
-                _say_leave(self.transport, message)
+                _say_leave(self.transport, Leave(message=message, again=again))
             except TransportError as error:
                 problem.append(error)
 
@@ -169,18 +177,34 @@ class World:
         finally:
             self.close()
 
+    def become(self, following: "World") -> None:
+        """Be another group from now on, of the same run: whoever has this world has that one.
+
+        What is this process's own stays as it is.
+        """
+        for name in _OF_A_GROUP:
+            setattr(self, name, getattr(following, name))
+
     def close(self, grace_s: float = 5.0) -> None:
         """End the workers and let go of every connection."""
+        if self.membership is not None and self.membership.roll is not None:
+            self.membership.roll.end()
         self.health.close()
         if self.workers is not None:
             self.workers.stop(grace_s)
         self.transport.close()
 
 
-def _say_leave(transport: Transport, message: str) -> None:
+# what a world has of the group that it is
+_OF_A_GROUP = (
+    "transport", "health", "names", "devices", "store", "bandwidths", "workers", "hosts", "worker_ranks", "membership",
+)  # fmt: skip
+
+
+def _say_leave(transport: Transport, leave: Leave) -> None:
     others = [rank for rank in range(transport.size) if rank != transport.rank]
     for rank in others:
-        send_bytes(transport, msgspec.json.encode(Leave(message=message)), rank)
+        send_bytes(transport, msgspec.json.encode(leave), rank)
     for rank in others:
         receive_bytes(transport, rank, limit=WORD_BYTES)
 

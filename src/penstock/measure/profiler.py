@@ -65,7 +65,7 @@ def profile_graph(
     cuts = list(Cuts(graph) if cuts is None else cuts)
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
     timing = Timing(rows, threads, repeats)
-    boundaries = _boundaries(graph, cuts)
+    boundaries = boundaries_of(graph, cuts)
     units = _units(graph, load, cuts, timing, training=training)
     if training:
         found = zip(units, unit_bytes(graph, load, cuts), boundaries[1:], strict=True)
@@ -126,7 +126,8 @@ def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, after: Boundary | N
     return msgspec.structs.replace(unit, kept_bytes_per_row=unit.kept_bytes_per_row + needs.kept_per_row)
 
 
-def _boundaries(graph: Graph, cuts: Sequence[Cut]) -> tuple[Boundary, ...]:
+def boundaries_of(graph: Graph, cuts: Sequence[Cut]) -> tuple[Boundary, ...]:
+    """Return a graph's ends and cuts, with what crosses there."""
     results = [graph.values[output.name] for output in graph.outputs if hasattr(output, "name")]
     groups = [("input", graph.tensor_inputs()), *((cut.name, cut.crossing) for cut in cuts), ("output", results)]
     boundaries = []

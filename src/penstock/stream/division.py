@@ -1,16 +1,18 @@
 """A model as it will stream: cut, or given as modules; put in place, or served by a process that does not feed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 
+from penstock.deploy.bundle import LoadState
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.jobs import FromModules, FromWeights, MakeRuntime, Source, read_stages, receive_stages
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
-from penstock.deploy.placing import place
+from penstock.deploy.placing import name_devices, place
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
@@ -24,9 +26,14 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local
-from penstock.group.world import World
+from penstock.group.world import World, check_world
+from penstock.measure.counted import counted_profile
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import EAGER
+from penstock.spec.fields import as_name
+from penstock.spec.plan import Plan, Precision, Stage
+from penstock.stream.replanner import Replanner
+from penstock.stream.survival import SurvivingStages
 from penstock.transport.messages import CLOSE
 from penstock.zoo.weights.weights import ModuleWeights
 
@@ -45,7 +52,7 @@ class Division:
     graph: Graph
     cuts: tuple[Cut, ...]
     start_world: Callable[[], World]
-    deploy: Callable[[World, int, FeederTracer | None], Deployment | Replicas]
+    deploy: Callable[[World, int, FeederTracer | None], Deployment | Replicas | SurvivingStages]
 
 
 def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World | None) -> Division:
@@ -66,16 +73,70 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
             raise UsageError("a plan says what its stages are run by; leave runtime out")
         cuts = tuple(Cuts(graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
 
-        def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Replicas:
-            return place(world, graph, plan, load, replace(run, threads=threads), tracer=tracer)
-
-        return Division(graph, cuts, partial(start_local, len(plan.devices)), deploy)
-    stages = cut.stages or (len(world.devices) if world else _STAGES)
-    cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy))
-    programs = divide_in_turns(graph, [cuts])
+        num_devices, deploy = len(plan.devices), _planned(run, graph, plan, load)
+    else:
+        stages = cut.stages or (len(world.devices) if world else _STAGES)
+        cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy))
+        deploy = _line(call, run, graph, divide_in_turns(graph, [cuts]), FromWeights(load))
+        num_devices = len(cuts) + 1
+    survives = run.survival.survives
     return Division(
-        graph, cuts, partial(start_local, len(cuts) + 1), _line(call, run, graph, programs, FromWeights(load))
-    )
+        graph, cuts, partial(start_local, num_devices, again=survives),
+        _surviving(call, cut, run, graph, load, cuts, deploy) if survives else deploy,
+    )  # fmt: skip
+
+
+def _planned(
+    run: RunOptions, graph: Graph, plan: Plan, load: LoadState
+) -> Callable[[World, int, FeederTracer | None], Deployment | Replicas]:
+    """Return what deploys the stages of a plan."""
+
+    def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Replicas:
+        return place(world, graph, plan, load, replace(run, threads=threads), tracer=tracer)
+
+    return deploy
+
+
+def _surviving(
+    call: ModelCall, cut: CutOptions, run: RunOptions, graph: Graph, load: LoadState, cuts: Sequence[Cut],
+    deploy: Callable[[World, int, FeederTracer | None], Deployment | Replicas],
+) -> Callable[[World, int, FeederTracer | None], SurvivingStages]:  # fmt: skip
+    """Return what deploys stages that outlive the loss of devices."""
+    _, sizes = bind_inputs(graph, call.args, call.kwargs)
+    rows, options = sizes.get("batch", 1), run.survival
+    found = options.profile
+
+    def survive(world: World, threads: int, tracer: FeederTracer | None) -> SurvivingStages:
+        replanner = Replanner(
+            cut.plan, lambda: found if found is not None else counted_profile(graph, rows), options.cluster
+        )
+        ranks = name_devices(world)
+        if world.workers is not None:  # they stand for a plan's devices, in order
+            names = cut.plan.devices if cut.plan is not None else [as_name(world.names[rank]) for rank in world.devices]
+            ranks = dict(zip(names, world.devices, strict=True))
+        if cut.plan is None:
+            _describe(replanner, run, cuts, check_world(world, len(cuts) + 1), ranks, rows)
+
+        def put(world: World, plan: Plan, ranks: Mapping[str, int], number: int) -> Replicas:
+            asked = replace(run, threads=threads)
+            return place(world, graph, plan, load, asked, number=number, ranks=ranks)
+
+        return SurvivingStages(world, lambda: deploy(world, threads, tracer), ranks, replanner, put, options)
+
+    return survive
+
+
+def _describe(
+    replanner: Replanner, run: RunOptions, cuts: Sequence[Cut], places: Sequence[int], ranks: Mapping[str, int],
+    rows: int,
+) -> None:  # fmt: skip
+    """Tell a replanner what is put in place without a plan: of stages that one device holds, only their ends count."""
+    by_rank = {rank: name for name, rank in ranks.items()}
+    between = [cut.name for cut, before, after in zip(cuts, places, places[1:], strict=False) if before != after]
+    devices = [by_rank[rank] for rank in dict.fromkeys(places)]
+    runtime = run.runtime
+    stage = Stage(devices=(), runtime=runtime.name, precision=cast(Precision, runtime.precision), keep=runtime.keep)
+    replanner.begin(between, devices, rows, run.depth, stage)
 
 
 def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run: RunOptions) -> Division:
@@ -84,6 +145,8 @@ def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run
         raise UsageError("a list of modules is run as it is; leave runtime out")
     if run.device != "cpu":
         raise UsageError("a list of modules computes where they lie; move them, and leave device out")
+    if run.survival.survives:
+        raise UsageError("a list of modules lies where it is, so a lost stage cannot be moved; leave on_loss out")
     if cut.cuts is not None or cut.stages not in {None, len(modules)}:
         raise UsageError(f"a list of {len(modules)} modules is that many stages; leave stages and cuts out")
     graph, programs = chain(modules, call.args, call.kwargs)
@@ -94,7 +157,7 @@ def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run
 
 def _line(
     call: ModelCall, run: RunOptions, graph: Graph, programs: Sequence[RoundRobin[StageProgram]], source: Source
-) -> Callable[[World, int, FeederTracer | None], Deployment]:
+) -> Callable[[World, int, FeederTracer | None], Deployment | Replicas]:
     """Return what deploys stages one after the other, for microbatches up to the example's size."""
     _, sizes = bind_inputs(graph, call.args, call.kwargs)
 

@@ -32,6 +32,7 @@ from penstock.group.world import World, end_when_dropped, failed
 from penstock.spec.check import check_purpose
 from penstock.spec.plan import Plan
 from penstock.stream.division import ServedStages, divide_model
+from penstock.stream.survival import StreamChange, SurvivingStages
 from penstock.terminal.notes import note
 from penstock.tracing.trace import RunFacts, StageTotals, write_run
 from penstock.transport.base import FEEDER
@@ -49,7 +50,7 @@ class StreamingPipeline:
         self.model_name = type(call.model).__name__
         self.graph: Graph
         self.cuts: Sequence[Cut] = ()
-        self.deployment: Deployment | Replicas  # in the process that feeds
+        self.deployment: Deployment | Replicas | SurvivingStages  # in the process that feeds
         self._run, self._plan = run, cut.plan
         self._owns_world = owns_world
         self._dropped: weakref.finalize[..., object] | None = None
@@ -58,7 +59,7 @@ class StreamingPipeline:
         if cut.plan is not None:
             check_purpose(cut.plan, trains=False)
         if world is None and under_torchrun():
-            world = join_torchrun()
+            world = join_torchrun(again=run.survival.survives)
         if world is not None and world.rank != FEEDER:
             self.world = world
             make = runtime_maker(call.model, None) if isinstance(call.model, Sequence) else None
@@ -78,6 +79,11 @@ class StreamingPipeline:
             division = divide_model(call, cut, self._run, world)
             self.graph, self.cuts = division.graph, division.cuts
             world = self.world = world or division.start_world()
+            if self._run.survival.survives and world.membership is None:
+                raise UsageError(
+                    "a stream goes on after a loss only where its processes may form another group, but torchrun's "
+                    "agents end them all; start them with penstock hosts run or a lab, or leave on_loss out"
+                )
             world.between_gpus = self._run.between_gpus
             self.threads = self._run.threads or threads_per_stage(world)
             units, profile = self._run.trace_units, self._run.trace_profile
@@ -148,6 +154,19 @@ class StreamingPipeline:
         finally:
             if self.deployment.traces:
                 self._write_trace()
+
+    @property
+    def joins_at(self) -> str | None:
+        """Return where a device joins this run; None where the run takes nobody in."""
+        membership = self.world.membership
+        if membership is None or not self.world.followed:
+            return None
+        return f"{membership.rendezvous.address}:{membership.rendezvous.port}"
+
+    @property
+    def changes(self) -> Sequence[StreamChange]:
+        """Return what changed during the last stream: nothing unless it outlives a loss."""
+        return self.deployment.changes if isinstance(self.deployment, SurvivingStages) else ()
 
     def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
         """Run one batch of any size: cut into microbatches, streamed, and put together again."""
@@ -231,7 +250,8 @@ def threads_per_stage(world: World) -> int:
 
 
 def stream_facts(
-    deployment: Deployment | Replicas, report: StreamReport, *, model: str, cuts: Sequence[str], threads: int,
+    deployment: Deployment | Replicas | SurvivingStages, report: StreamReport, *, model: str, cuts: Sequence[str],
+    threads: int,
     plan: Plan | None = None, units: Sequence[tuple[str, float, float]] = (),
 ) -> RunFacts:  # fmt: skip
     """Describe a stream that has ended, for its run's folder."""

@@ -13,7 +13,7 @@ import msgspec
 from penstock.cluster.lab import network, presence
 from penstock.cluster.lab.machine import Machine, this_machine
 from penstock.cluster.lab.processes import Target, choose_cores
-from penstock.cluster.lab.run import GRACE_S, LabRun, Output, print_line
+from penstock.cluster.lab.run import GRACE_S, EndTogether, LabRun, Output, print_line
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.lab.spec import LabSpec, check_bandwidth, check_cpu, check_fit, read_lab
 from penstock.errors import ClusterError, PenstockError
@@ -124,14 +124,14 @@ class Lab:
 
     def start(
         self, command: Sequence[str], *, on: Sequence[str] | None = None, env: Mapping[str, str] | None = None,
-        nproc_per_host: int = 1, port: int = DEFAULT_PORT, output: Output = print_line, end_together: bool = True,
-        grace_s: float = GRACE_S,
+        nproc_per_host: int = 1, port: int = DEFAULT_PORT, output: Output = print_line,
+        end_together: EndTogether = True, grace_s: float = GRACE_S,
     ) -> LabRun:  # fmt: skip
         """Start a command on every host, or on those named by `on`, with torchrun's environment.
 
         With `end_together` the first process that fails ends the others: SIGTERM, and SIGKILL for what
-        is left after `grace_s`. Raises `ClusterError` when the lab is not up, a host is unknown or still
-        busy, or there is no command.
+        is left after `grace_s`. With "first" only the end of the first host's process does.
+        Raises `ClusterError` when the lab is not up, a host is unknown or still busy, or there is no command.
         """
         if not command:
             raise ClusterError("a run needs a command; write it after --, as in -- python train.py")

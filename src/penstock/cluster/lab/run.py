@@ -42,6 +42,8 @@ class OutputLine:
 
 
 Output = Callable[[OutputLine], None]
+# whether the first process that fails ends the others, or the end of the first host's, whatever becomes of the others
+EndTogether = bool | Literal["first"]
 
 
 def print_line(line: OutputLine) -> None:
@@ -73,7 +75,7 @@ class LabRun:
 
     def __init__(
         self, cgroups: Cgroups, targets: Sequence[Target], command: Sequence[str], *, env: Mapping[str, str],
-        nproc_per_host: int, port: int, output: Output, end_together: bool, grace_s: float,
+        nproc_per_host: int, port: int, output: Output, end_together: EndTogether, grace_s: float,
     ) -> None:  # fmt: skip
         self._cgroups, self._targets, self._output = cgroups, targets, output
         self._end_together, self._grace_s = end_together, grace_s
@@ -128,7 +130,7 @@ class LabRun:
             )
         if self._failure is not None:
             raise self._failure
-        if self._out_of_memory is not None:
+        if self._out_of_memory is not None and self._end_together != "first":
             raise OutOfMemory(self._out_of_memory)
         return {host: code if code is not None else 0 for host, code in self.exit_codes.items()}
 
@@ -199,7 +201,9 @@ class LabRun:
             running |= code is None
             if code and not self._ending.is_set() and self._first_failure is None:
                 self._first_failure = f"{member.target.host} ended with {processes.exit_name(code)}"
-        if self._end_together and (self._first_failure or self._out_of_memory):
+        if self._end_together is True and (self._first_failure or self._out_of_memory):
+            self._ending.set()
+        if self._end_together == "first" and self._members[0].process.returncode is not None:
             self._ending.set()
         return running
 

@@ -1,0 +1,40 @@
+"""`penstock worker`: a process that computes for a run which another one has begun."""
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli import options as opt
+from penstock.deploy.worker import follow
+from penstock.errors import RunError, UsageError
+from penstock.group.regroup import join_later
+from penstock.terminal.notes import say
+
+
+def worker(
+    join: Annotated[
+        str, typer.Option("--join", metavar="HOST:PORT", help="The run's first host, as it says when it begins.")
+    ],
+    patience: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the run to begin.")] = 120.0,
+    bind: opt.Bind = None,
+) -> None:
+    """Join a run that is under way, as a device that comes back or a new one; leave when it is over."""
+    host, port = _read_place(join)
+    opt.bind_to(bind)
+    world = join_later(host, port, patience)
+    if world is None:
+        raise RunError(f"the run at {join} ended before it took this process in; join the next one")
+    say(f"taken in by the run at {join}")
+    say(follow(world) or "the run is over")
+
+
+def _read_place(text: str) -> tuple[str, int]:
+    """Read HOST:PORT; raises `UsageError` for anything else.
+
+    >>> _read_place("192.168.1.10:29500")
+    ('192.168.1.10', 29500)
+    """
+    host, colon, port = text.rpartition(":")
+    if not host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"--join takes HOST:PORT, as in 192.168.1.10:29500, not {text!r}")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,78 @@
+"""What a process has of a model from the stages that it held before, so that only the rest is sent again."""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from penstock.errors import ProgramError
+from penstock.graph.ops import State
+from penstock.transport.base import DOCUMENT_BYTES, FEEDER, Transport, receive_bytes, send_bytes
+
+T = TypeVar("T")
+
+
+class Holdings:
+    """The tensors of a process's last stages, by their names in the model and by what is in them.
+
+    Example:
+        holdings = Holdings()
+        holdings.keep(states, tensors)                # of the stages that it serves
+        have = holdings.claim(transport, states)      # of those that it is to serve next; the others are sent
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def keep(self, states: Iterable[State], tensors: Mapping[str, Tensor]) -> None:
+        """Remember the tensors of stages, beside those that are known."""
+        for state in states:
+            if tensors[state.value.name].is_cpu:
+                self._tensors[_name(state)] = tensors[state.value.name]
+
+    def claim(self, transport: Transport, states: Sequence[State]) -> dict[str, Tensor]:
+        """Tell the first process what is here of these states, and return what it need not send, by values' names.
+
+        All else is forgotten, before anything more takes memory.
+        """
+        held = {name: self._tensors[name] for state in states if (name := _name(state)) in self._tensors}
+        self._tensors = {}
+        digests = {name: digest(tensor) for name, tensor in held.items()}
+        send_bytes(transport, msgspec.json.encode(digests), FEEDER)
+        right = _read(receive_bytes(transport, FEEDER, limit=DOCUMENT_BYTES), list[str])
+        self._tensors = {name: held[name] for name in right if name in held}
+        return {state.value.name: self._tensors[_name(state)] for state in states if _name(state) in self._tensors}
+
+
+def compare_holdings(
+    transport: Transport, rank: int, states: Sequence[State], load: Callable[[State], Tensor]
+) -> Collection[str]:
+    """Hear what a rank has of these states, tell it what of that is right, and return it, by values' names."""
+    held = _read(receive_bytes(transport, rank, limit=DOCUMENT_BYTES), dict[str, str])
+    right = {
+        _name(state): state.value.name
+        for state in states if _name(state) in held and held[_name(state)] == digest(load(state))
+    }  # fmt: skip
+    send_bytes(transport, msgspec.json.encode(list(right)), rank)
+    return {state.value.name for state in states if _name(state) in right}
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a hash of a tensor's elements, shape and type."""
+    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _name(state: State) -> str:
+    return f"{state.kind}/{state.source}"
+
+
+def _read(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeError):
+        raise ProgramError("what a process holds is told by names; start every process with the same command") from None

@@ -1,0 +1,168 @@
+"""A run that goes on: from one group of processes to the next, in the same processes.
+
+first process   regroup(world, lost={2})     the world becomes the next group: without who is lost, with who waited
+others          next_group(world)            likewise, or False where the run is over
+a newcomer      join_later(host, port)       a world
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+
+from penstock.errors import DeviceLost, PenstockError, RunError, UsageError
+from penstock.group.addresses import local_address
+from penstock.group.board import CONNECT_S, PatientStore, connect_board, nobody_listens, wait_for_server
+from penstock.group.entry import join_group, why_ended
+from penstock.group.join import STORE_S, host_name
+from penstock.group.liveness import Health
+from penstock.group.roll_call import Membership, Rendezvous, await_call, read_run, wait_to_be_taken_in
+from penstock.group.world import World
+from penstock.text import first_line
+from penstock.transport.base import FEEDER, Transport
+
+# in which those that have answered a call meet and connect: they are there, so that whoever is not is lost
+_MEET_S = 10.0
+_ATTEMPTS = 5
+_RETURN_S = 60.0  # in which a process that is cut off from the first one looks whether it still is
+
+
+def regroup(world: World, lost: Collection[int] = (), *, join_s: float = _MEET_S) -> None:
+    """Form another group of the processes that are left, and of those that wait to be taken in: the world becomes it.
+
+    The first process calls this, once no connection of the old group is needed any more. Raises `DeviceLost` where
+    nobody is left to compute.
+
+    Example:
+        regroup(world, lost={2})
+    """
+    membership = world.membership
+    if membership is None or membership.roll is None:
+        raise UsageError("only a run that was begun with again=True goes on in another group; begin it so")
+    closing = threading.Thread(target=_release, args=(world.transport, world.health), name="penstock-release")
+    closing.start()  # meanwhile, as whoever is lost may have to be waited for
+    feeds_only = FEEDER not in world.devices
+    expected = [name for rank, name in enumerate(membership.members) if rank not in {FEEDER, *lost}]
+    for _ in range(_ATTEMPTS):
+        answered = membership.roll.call(membership.generation + 1, expected)
+        if not answered and feeds_only:
+            raise DeviceLost("no device is left: all others were lost; start again, or have others join")
+        try:
+            world.become(_meet(world, membership, answered, join_s))
+        except RunError:  # one of them was lost since
+            membership, expected = replace(membership, generation=membership.generation + 1), answered
+            continue
+        return
+    raise DeviceLost(
+        f"the devices that are left did not form a group in {_ATTEMPTS} attempts; check the network and start again"
+    )
+
+
+def _meet(world: World, membership: Membership, answered: list[str], join_s: float) -> World:
+    """Meet those that have answered, as the first of them."""
+    old = {membership.members[rank]: index for index, rank in _worker_ranks(world).items()}
+    worker_ranks = {old[name]: rank for rank, name in enumerate(answered, start=1) if name in old}
+    workers = world.workers
+
+    def watch() -> None:
+        for gone in workers.exits() if workers is not None else []:
+            if gone.index in worker_ranks:
+                raise RunError(f"worker {gone.index + 1} {gone} before it had joined")
+
+    size = len(answered) + 1
+    devices = range(FEEDER if FEEDER in world.devices else 1, size)
+    following = join_group(
+        membership.rendezvous, FEEDER, size, _prefix(membership.generation + 1), devices, watch, again=True,
+        join_s=join_s, before=membership,
+    )  # fmt: skip
+    following.workers, following.worker_ranks = workers, worker_ranks
+    if workers is not None:
+        following.health.why_ended = partial(why_ended, following)
+    return following
+
+
+def _release(transport: Transport, health: Health) -> None:
+    """Let go of a group's connections; its processes stay, for another group."""
+    transport.abort()
+    health.close()
+    transport.close()
+
+
+def next_group(world: World) -> bool:
+    """Wait for the run's next group, which the world becomes; False where there is none for this process any more.
+
+    Every other process calls this, once it has let go of the group that it was in.
+    """
+    membership = world.membership
+    if membership is None:
+        return False
+    following = _await(membership, membership.generation)
+    if following is not None:
+        world.become(following)
+    return following is not None
+
+
+def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
+    """Ask a run that is under way to be taken in, and wait for it; None where it ends before.
+
+    Raises `RunError` where no run is there, or one that takes nobody in.
+
+    Example:
+        world = join_later("192.168.1.10", 29500)
+    """
+    wait_for_server(host, port, patience_s)
+    connect = partial(connect_board, host, port)
+    own = uuid.uuid4().hex
+    store = PatientStore(connect, STORE_S + CONNECT_S)
+    try:
+        run, generation = read_run(store, f"{host}:{port}")
+        wait_to_be_taken_in(store, run, own)
+    except RuntimeError as error:
+        raise RunError(
+            f"the run at {host}:{port} cannot be joined: {first_line(error)}; look whether it goes on"
+        ) from None
+    finally:
+        store.close()
+    rendezvous = Rendezvous(connect, host, port, local_address(host), f"a newcomer on {host_name()}")
+    membership = Membership(rendezvous=rendezvous, run=run, own=own, members=())
+    return _await(membership, generation)
+
+
+def _await(membership: Membership, after: int) -> World | None:
+    """Answer calls until this process is in a group that comes together; None once there can be none."""
+    deadline = time.monotonic() + _RETURN_S
+    while True:
+        store = PatientStore(membership.rendezvous.connect, STORE_S + CONNECT_S)
+        try:
+            found = await_call(store, membership.run, membership.own, after)
+        except RuntimeError:  # the first process is gone, or silent, as where this one is cut off
+            if nobody_listens(membership.rendezvous.host, membership.rendezvous.port) or time.monotonic() > deadline:
+                return None
+            continue
+        finally:
+            store.close()
+        if found is None:
+            return None
+        (after, members), deadline = found, time.monotonic() + _RETURN_S
+        size = len(members) + 1
+        try:
+            return join_group(
+                membership.rendezvous, members.index(membership.own) + 1, size, _prefix(after), range(size),
+                join_s=_MEET_S, before=replace(membership, generation=after - 1),
+            )  # fmt: skip
+        except PenstockError:  # the first process calls again, or is gone
+            continue
+
+
+def _worker_ranks(world: World) -> dict[int, int]:
+    """Return the ranks of the workers that this process has started, by index."""
+    if world.workers is None:
+        return {}
+    ranks = {index: world.rank_of_worker(index) for index in range(len(world.workers.pids))}
+    return {index: rank for index, rank in ranks.items() if rank is not None}
+
+
+def _prefix(generation: int) -> str:
+    return f"again{generation}"

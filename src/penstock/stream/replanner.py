@@ -1,0 +1,132 @@
+"""Which plan a stream has on the devices that there are now."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from penstock.errors import PlanError
+from penstock.plan.choose import plan_again
+from penstock.plan.cost.fastest_runtime import column_of
+from penstock.spec.cluster import Cluster, Device
+from penstock.spec.fields import fingerprint
+from penstock.spec.plan import CutSet, Pipeline, Plan, Prediction, Stage
+from penstock.spec.profile import Profile
+
+# a plan changes while nothing is lost only for more than this: changing drains the pipeline and moves weights
+WORTH = 0.1
+# of a device of which nothing is known: the planner may give it anything
+_ENOUGH_BYTES = 2**50
+
+
+class Replanner:
+    """Plans a stream again whenever its devices change; what is not known of them is taken for equal.
+
+    Without a plan that it began with, `begin` describes what was put in place. `profile` is measured, or counted from
+    shapes (`measure/counted.py`) and made when it is first needed.
+
+    Example:
+        replanner = Replanner(plan, lambda: profile, cluster)
+        plan = replanner.plan(["board0", "board2"], speeds={"board2": 0.3})
+    """
+
+    def __init__(self, plan: Plan | None, profile: Callable[[], Profile], cluster: Cluster | None) -> None:
+        self._plan, self._make_profile = plan, profile
+        self._profile: Profile | None = None
+        self._known = {device.name: device for device in cluster.devices} if cluster is not None else {}
+        self._cluster = cluster
+        self._replicas = cluster is not None or (plan is not None and len(plan.pipelines) > 1)
+
+    @property
+    def profile(self) -> Profile:
+        """Return what the model costs."""
+        if self._profile is None:
+            self._profile = self._make_profile()
+        return self._profile
+
+    def begin(self, cuts: Sequence[str], devices: Sequence[str], rows: int, depth: int, stage: Stage) -> None:
+        """Take note of stages that were put in place without a plan, one on each device, computed as `stage` is."""
+        stages = tuple(msgspec.structs.replace(stage, devices=(name,)) for name in devices)
+        self._plan = Plan(
+            model=self.profile.model, graph=self.profile.graph, profile=fingerprint(self.profile), cluster="",
+            microbatch_rows=rows, pipelines=(Pipeline(stages=stages, cut_sets=(CutSet(cuts=tuple(cuts)),)),),
+            loader=devices[0], writer=devices[0], depth=depth,
+            prediction=Prediction(
+                rows_per_s=0.0, bound_rows_per_s=0.0, latency_s=0.0, num_rows=500, total_s=0.0, limit="", devices=()
+            ),
+        )  # fmt: skip
+
+    @property
+    def current(self) -> Plan:
+        """Return the plan that is in place."""
+        if self._plan is None:
+            raise PlanError("nothing is in place yet; begin with a plan, or with what was put in place")
+        return self._plan
+
+    def plan(self, names: Sequence[str], speeds: Mapping[str, float]) -> Plan:
+        """Return the plan for devices of these names, at speeds as observed: the one in place if none is much better.
+
+        Raises `PlanError` where nothing fits any more.
+        """
+        old = self.current
+        cluster = self._cluster_of(names, [name for name in old.devices if name not in names], speeds)
+        missing = {device.name for device in cluster.devices} - set(names)
+        known = {name: speed for name, speed in speeds.items() if name in names}
+        fresh = plan_again(
+            old, self.profile, cluster, speeds=known, missing=missing, worth=WORTH, replicas=self._replicas
+        )
+        return fresh if column_of(old, self.profile) is not None else _computed_as(fresh, old)
+
+    def take(self, plan: Plan) -> None:
+        """Take note of a plan that is in place."""
+        self._plan = plan
+
+    def seconds(self) -> dict[str, float]:
+        """Return what a device of speed 1 needs for each microbatch that it gets, for every device of the plan."""
+        plan, profile = self.current, self.profile
+        place = profile.rows.index(plan.microbatch_rows) if plan.microbatch_rows in profile.rows else 0
+        taken = [unit.forward_s[place] for unit in profile.units]
+        names = [boundary.name for boundary in profile.boundaries]
+        found: dict[str, float] = {}
+        for pipeline in plan.pipelines:
+            total = sum(cut_set.weight for cut_set in pipeline.cut_sets)
+            for index, stage in enumerate(pipeline.stages):
+                seconds = 0.0
+                for cut_set in pipeline.cut_sets:
+                    ends = [0, *(names.index(cut) for cut in cut_set.cuts), len(taken)]
+                    start, stop = list(pairwise(ends))[index]
+                    seconds += cut_set.weight / total * sum(taken[start:stop])
+                for name in stage.devices:
+                    found[name] = found.get(name, 0.0) + seconds
+        return found
+
+    def _cluster_of(self, present: Sequence[str], gone: Sequence[str], speeds: Mapping[str, float]) -> Cluster:
+        """Return what is known of devices; the first one that is there feeds where the cluster's feeder is gone."""
+        names, first = [*present, *gone], present[0]
+        usual = sorted(speeds.values())[len(speeds) // 2] if speeds else 1.0
+        devices = tuple(
+            self._known.get(name) or Device(name=name, speed=usual, memory_bytes=_ENOUGH_BYTES) for name in names
+        )
+        if self._cluster is None:
+            return Cluster(devices=devices, feeder=first)
+        links = tuple(link for link in self._cluster.links if set(link.between) <= set(names))
+        feeder = self._cluster.feeding.name
+        return msgspec.structs.replace(
+            self._cluster, devices=devices, links=links, feeder=feeder if feeder in present else first
+        )
+
+
+def _computed_as(plan: Plan, old: Plan) -> Plan:
+    """Return a plan whose stages compute as all those of another do, of which the profile says nothing."""
+    like = old.pipelines[0].stages[0]
+    pipelines = tuple(
+        msgspec.structs.replace(
+            pipeline,
+            stages=tuple(
+                msgspec.structs.replace(stage, runtime=like.runtime, precision=like.precision, keep=like.keep)
+                for stage in pipeline.stages
+            ),
+        )
+        for pipeline in plan.pipelines
+    )
+    return msgspec.structs.replace(plan, pipelines=pipelines)

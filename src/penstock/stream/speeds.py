@@ -1,0 +1,82 @@
+"""How fast each device of a stream computes, from what its heartbeats count."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from penstock.errors import TransportError
+
+# how long a device is watched before its speed is known, and how many microbatches it must have done meanwhile
+WINDOW_S = 5.0
+MIN_MICROBATCHES = 4
+# what has changed by less is as it was: on shared cores speeds differ that much from one moment to the next
+CHANGE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """What a device has computed so far."""
+
+    busy_s: float
+    num_run: int
+
+
+class ObservedSpeeds:
+    """Watches the devices of stages in place, window by window.
+
+    `count` returns what each has counted, by name, `expected_s` what a device of speed 1 takes for each microbatch.
+
+    Example:
+        speeds = ObservedSpeeds(count, lambda: {"board0": 0.02, "board1": 0.02})
+        if speeds.changed():
+            plan = replanner.plan(names, speeds.now())
+    """
+
+    def __init__(
+        self, count: Callable[[], Mapping[str, Count]], expected_s: Callable[[], Mapping[str, float]], *,
+        clock: Callable[[], float] = time.monotonic, window_s: float = WINDOW_S,
+    ) -> None:  # fmt: skip
+        self._count, self._expected_s = count, expected_s
+        self._clock, self._window_s = clock, window_s
+        self._since_s: float | None = None
+        self._before: Mapping[str, Count] = {}
+        self._usual: dict[str, float] = {}  # speeds when they were last found good
+        self._speeds: dict[str, float] = {}  # of the last window
+
+    def changed(self) -> bool:
+        """Look, and tell whether a device has become slower or faster since its speed was last accepted."""
+        now_s = self._clock()
+        if self._since_s is not None and now_s - self._since_s < self._window_s:
+            return False
+        try:
+            counted = dict(self._count())
+        except TransportError:  # a heartbeat of before
+            return False
+        before, self._before, self._since_s = self._before, counted, now_s
+        expected_s = self._expected_s() if before else {}
+        for name, count in counted.items():
+            started = before.get(name)
+            num = count.num_run - started.num_run if started is not None else 0
+            busy_s = count.busy_s - started.busy_s if started is not None else 0.0
+            if num >= MIN_MICROBATCHES and busy_s > 0 and expected_s.get(name, 0.0) > 0:
+                self._speeds[name] = expected_s[name] * num / busy_s
+        for name, speed in self._speeds.items():
+            self._usual.setdefault(name, speed)
+        return any(abs(factor - 1) > CHANGE for factor in self._factors().values())
+
+    def now(self) -> dict[str, float]:
+        """Return the speed of each device in the last window; of those that were not seen at work, none."""
+        return dict(self._speeds)
+
+    def accept(self) -> None:
+        """Take these speeds for the usual ones from now on."""
+        self._usual = dict(self._speeds)
+
+    def most_changed(self) -> tuple[str, float]:
+        """Return the device whose speed has changed most, and what part of its usual speed it has."""
+        factors = self._factors()
+        name = max(factors, key=lambda each: max(factors[each], 1 / factors[each]))
+        return name, factors[name]
+
+    def _factors(self) -> dict[str, float]:
+        return {name: speed / self._usual[name] for name, speed in self._speeds.items()}

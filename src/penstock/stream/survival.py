@@ -1,0 +1,316 @@
+"""A stream that goes on without a device that was lost, and with one that comes: plan again, then migrate.
+
+    a device is lost ──▶ the others form a group ──▶ plan for them ──▶ stages in place ──▶ feed again what has no result
+    one has become slower, or comes ──▶ let what is under way end ──▶ plan ──▶ ...         ──▶ feed what comes next
+
+Forward stages keep nothing between microbatches, so a result has the same bits wherever it is computed. Results come
+once and in order, since the first process alone gives them, and only the next one.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.placing import name_devices
+from penstock.deploy.run_options import SurvivalOptions
+from penstock.engine.counters import by_stage, read_counters
+from penstock.engine.driver import Microbatch
+from penstock.engine.observer import StreamReport
+from penstock.errors import DeviceLost, OutOfMemory, PenstockError, RunError, TransportError
+from penstock.group.regroup import regroup
+from penstock.group.world import World
+from penstock.spec.plan import Plan
+from penstock.stream.replanner import Replanner
+from penstock.stream.speeds import Count, ObservedSpeeds
+from penstock.tensors import copy_exactly
+from penstock.terminal.live import StageState
+from penstock.terminal.notes import note
+from penstock.tracing.trace import StreamTrace
+from penstock.transport.base import FEEDER
+
+_LOOK_S = 1.0
+_ATTEMPTS = 8
+_POLL_S = 0.2
+
+# puts the stages of a plan in place: on these ranks by device, with jobs from a number on
+Place = Callable[[World, Plan, Mapping[str, int], int], Replicas]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamChange:
+    """What changed while a stream was under way: when, why, how long it took, what was fed again, and what goes on.
+
+    `at_s` counts from the stream's beginning until the stages were in place again, `took_s` from when it was noticed.
+    """
+
+    at_s: float
+    why: str
+    took_s: float
+    num_again: int
+    devices: tuple[str, ...]
+
+
+class SurvivingStages:
+    """Stages in place that outlive the loss of devices; used like a `Deployment`.
+
+    `ranks` are those of the devices by name. The world becomes another group where one forms.
+
+    Example:
+        stages = SurvivingStages(world, deploy, {"board0": 0, "board1": 1}, replanner, place, options)
+        for result in stages.stream(microbatches):
+            ...
+    """
+
+    def __init__(
+        self, world: World, deploy: Callable[[], Deployment | Replicas], ranks: Mapping[str, int],
+        replanner: Replanner, place: Place, options: SurvivalOptions,
+    ) -> None:  # fmt: skip
+        self.world = world
+        self.changes: list[StreamChange] = []  # of the last stream
+        self._replanner, self._put, self._options = replanner, place, options
+        self._report, self._begin_s = StreamReport(), time.perf_counter()
+        members = _members(world)
+        self._names = {members[rank]: name for name, rank in ranks.items()}  # also of those that were lost
+        self._next: tuple[str, Plan | None] = ("", None)  # why the stages change, and to what
+        self._number = 0
+        self.deployment: Deployment | Replicas = Replicas(())
+        self._speeds = self._watch_speeds()
+        try:
+            self.deployment = deploy()
+            self._number = len(self.deployments)
+        except (DeviceLost, OutOfMemory) as error:
+            self._recover(error, 0)
+
+    @property
+    def deployments(self) -> tuple[Deployment, ...]:
+        """The pipelines that are in place."""
+        return self.deployment.deployments
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Return the sizes of the largest microbatch."""
+        return self.deployment.sizes
+
+    @property
+    def traces(self) -> Sequence[StreamTrace]:
+        """Nothing is recorded of a stream whose devices may change."""
+        return ()
+
+    @property
+    def last_report(self) -> StreamReport:
+        """Return the times of the last stream, those of changes among them."""
+        return self._report
+
+    def stage_states(self) -> list[StageState]:
+        """Return how far each stage is, as `Deployment.stage_states`."""
+        return self.deployment.stage_states()
+
+    def abandon(self) -> None:
+        """End at once, whatever is under way; nothing more can be streamed."""
+        self.deployment.abandon()
+
+    def close(self) -> None:
+        """Close the stages; the world stays."""
+        self.deployment.close()
+
+    def leave(self) -> None:
+        """Do what `close` does when the program ends, as `Deployment.leave`."""
+        self.deployment.leave()
+
+    def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
+        """Feed microbatches and yield their results in order, as `Deployment.stream` does, whatever is lost.
+
+        Raises the loss itself where the stream cannot go on.
+        """
+        feed = _Feed(iter(microbatches))
+        report = self._report = StreamReport()
+        self.changes, self._begin_s = [], time.perf_counter()
+        looked_s = time.monotonic()
+        while True:
+            try:
+                with closing(self.deployment.stream(feed)) as results:
+                    for result in results:
+                        self._count(report, feed.done())
+                        yield result
+                        if not feed.paused and time.monotonic() - looked_s > _LOOK_S:
+                            looked_s = time.monotonic()
+                            feed.paused = self._worth_changing()
+                report.stages = self.deployment.last_report.stages
+                report.fed_s = feed.fed_s - self._begin_s
+                if not feed.paused:
+                    return
+                self._change()
+            except (DeviceLost, OutOfMemory) as error:
+                self._recover(error, feed.num_pending)
+            feed.paused = False
+
+    def _count(self, report: StreamReport, sizes: Mapping[str, int]) -> None:
+        report.num_microbatches += 1
+        report.num_rows += sizes.get("batch", 1)
+        report.total_s = time.perf_counter() - self._begin_s
+        report.results_s.append(report.total_s)
+        report.fill_s = report.results_s[0]
+
+    def _worth_changing(self) -> bool:
+        """Look whether a device waits to be taken in, or another is so much slower or faster that it should do less."""
+        if not self.world.followed:
+            return False
+        if self._num_waiting():
+            self._next = "a device has come", None
+            return True
+        if not self._speeds.changed():
+            return False
+        plan = self._replanner.plan(list(self._ranks()), self._speeds.now())
+        if plan.pipelines == self._replanner.current.pipelines:
+            self._speeds.accept()
+            return False
+        name, factor = self._speeds.most_changed()
+        self._next = f"{name} computes {factor:.2f} times as fast as before", plan
+        return True
+
+    def _change(self) -> None:
+        """Go over to other devices or another plan, while nothing is under way."""
+        began_s, (why, plan) = time.perf_counter(), self._next
+        speeds = self._speeds.now()
+        try:
+            self.deployment.close()
+            if plan is None:
+                self.world.dismiss(again=True)
+                self._regroup(set())
+            self._place(plan or self._replanner.plan(list(self._ranks()), speeds))
+        except (DeviceLost, OutOfMemory, TransportError) as error:
+            self._recover(error, 0)
+            return
+        self._tell(why, began_s, 0)
+
+    def _recover(self, error: PenstockError, num_again: int) -> None:
+        """Go on without what was lost; raises the loss where that cannot be."""
+        began_s, first = time.perf_counter(), error
+        speeds = self._speeds.now()
+        for _ in range(_ATTEMPTS):
+            lost = self._lost()
+            if not lost:
+                raise first
+            self.deployment.abandon()
+            self._wait_for_others(len(lost), first)
+            self._regroup(lost)
+            try:
+                ranks = self._ranks()
+                self._place(self._replanner.plan(list(ranks), speeds))
+            except (DeviceLost, OutOfMemory, TransportError):
+                continue
+            self._tell(_sentence(first), began_s, num_again)
+            return
+        raise first
+
+    def _lost(self) -> set[int]:
+        """Return the ranks without which the stream goes on; none where it cannot."""
+        failure = self.world.health.failure
+        if failure is None or failure.rank == FEEDER or not (failure.lost or failure.memory):
+            return set()
+        return {failure.rank}
+
+    def _wait_for_others(self, num_lost: int, error: PenstockError) -> None:
+        """Where that was asked for, wait until as many devices have come as were lost."""
+        if self._options.on_loss != "wait":
+            return
+        note(f"{_sentence(error)}; waiting up to {self._options.wait_s:g} s for another device to join")
+        deadline = time.monotonic() + self._options.wait_s
+        while self._num_waiting() < num_lost:
+            if time.monotonic() > deadline:
+                raise DeviceLost(f"{_sentence(error)}; no other joined within {self._options.wait_s:g} s; start again")
+            time.sleep(_POLL_S)
+
+    def _num_waiting(self) -> int:
+        membership = self.world.membership
+        return len(membership.roll.waiting()) if membership is not None and membership.roll is not None else 0
+
+    def _regroup(self, lost: set[int]) -> None:
+        """Form another group, in which devices that go on keep their names."""
+        regroup(self.world, lost)
+        members = _members(self.world)
+        taken = {self._names[members[rank]] for rank in self.world.devices if members[rank] in self._names}
+        for name, rank in name_devices(self.world).items():
+            if members[rank] not in self._names:
+                self._names[members[rank]] = name if name not in taken else f"{name}.{members[rank][:6]}"
+                taken.add(self._names[members[rank]])
+
+    def _ranks(self) -> dict[str, int]:
+        """Return the rank of every device, by its name."""
+        members = _members(self.world)
+        return {self._names[members[rank]]: rank for rank in self.world.devices}
+
+    def _place(self, plan: Plan) -> None:
+        """Put the stages of a plan in place."""
+        self.deployment = self._put(self.world, plan, self._ranks(), self._number)
+        self._number += len(plan.pipelines)
+        self._replanner.take(plan)
+        self._speeds = self._watch_speeds()
+
+    def _watch_speeds(self) -> ObservedSpeeds:
+        by_rank = {rank: name for name, rank in self._ranks().items()}
+
+        def count() -> dict[str, Count]:
+            found: dict[str, Count] = {}
+            for deployment in self.deployments:
+                heard = read_counters(deployment.job.number, self.world.health.statuses())
+                for (_stage, rank), counters in by_stage(heard).items():
+                    found[by_rank[rank]] = Count(counters.busy_s, counters.num_run)
+            return found
+
+        return ObservedSpeeds(count, self._replanner.seconds)
+
+    def _tell(self, why: str, began_s: float, num_again: int) -> None:
+        now_s = time.perf_counter()
+        devices = self._replanner.current.devices
+        change = StreamChange(
+            at_s=now_s - self._begin_s, why=why, took_s=now_s - began_s, num_again=num_again, devices=devices
+        )
+        self.changes.append(change)
+        note(f"{why}; goes on with {', '.join(devices)} after {change.took_s:.1f} s")
+
+
+class _Feed:
+    """The microbatches of a stream: those that have no result yet once more, then the others.
+
+    The caller's tensors are the caller's again once a microbatch was fed, so what may be fed again is copied.
+    """
+
+    def __init__(self, source: Iterator[Microbatch]) -> None:
+        self._source = source
+        self._pending: deque[Microbatch] = deque()
+        self.paused = False
+        self.fed_s = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        """Return how many were fed and have no result."""
+        return len(self._pending)
+
+    def done(self) -> Mapping[str, int]:
+        """Take note of a result; returns the sizes of its microbatch."""
+        return self._pending.popleft()[1]
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        yield from list(self._pending)
+        while not self.paused and (following := next(self._source, None)) is not None:
+            tensors, sizes = following
+            self._pending.append(([copy_exactly(tensor) for tensor in tensors], sizes))
+            self.fed_s = time.perf_counter()
+            yield following
+
+
+def _members(world: World) -> tuple[str, ...]:
+    if world.membership is None:
+        raise RunError("a stream that goes on after a loss needs a run that was begun with again=True; begin it so")
+    return world.membership.members
+
+
+def _sentence(error: PenstockError) -> str:
+    """Return what happened, without what to do about it."""
+    return str(error).partition(";")[0]

@@ -1,0 +1,190 @@
+"""Streams that go on without a device that was lost, and with one that comes: results once, in order, the same bits."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.deploy import jobs, state
+from penstock.errors import DeviceLost, RunError, UsageError
+from penstock.graph.ops import State
+from penstock.group.entry import start_local
+from penstock.group.world import World
+from penstock.pipeline import Pipeline
+from tests.processes import ROOT
+from tests.worlds import Tower, tower, tower_inputs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def world_of(pipe: Pipeline) -> World:
+    return pipe._streaming.world
+
+
+def pids_of(pipe: Pipeline) -> list[int]:
+    workers = world_of(pipe).workers
+    assert workers is not None
+    return workers.pids
+
+
+def feed(num: int, at: dict[int, Callable[[], None]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Microbatches in one buffer that is used again, with things that happen in between."""
+    x, rows = (tensor.clone() for tensor in tower_inputs(1)[0])
+    for index, (own_x, own_rows) in enumerate(tower_inputs(num)):
+        at.get(index, lambda: None)()
+        x.copy_(own_x)
+        rows.copy_(own_rows)
+        yield x, rows
+        time.sleep(0.002)
+
+
+def check(outputs: list[Tensor], model: Tower) -> None:
+    with torch.no_grad():
+        expected = [model(*each) for each in tower_inputs(len(outputs))]
+    assert all(torch.equal(found, wanted) for found, wanted in zip(outputs, expected, strict=True))
+
+
+def test_devices_that_are_lost_one_after_the_other(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sent = tower(), state.send_state
+    names: list[set[str]] = []
+
+    def sending(transport: object, states: list[State], *args: object) -> None:
+        names.append({each.source for each in states})
+        sent(transport, states, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(jobs, "send_state", sending)
+    with Pipeline(model, tower_inputs(1)[0], stages=3, threads=1, on_loss="continue") as pipe:
+        pids = pids_of(pipe)
+        killing = {30: lambda: os.kill(pids[1], signal.SIGKILL), 90: lambda: os.kill(pids[0], signal.SIGKILL)}
+        outputs = list(pipe.stream(feed(150, killing)))
+        check(outputs, model)
+        assert len(outputs) == 150 == pipe.last_report.num_microbatches
+        assert [change.devices for change in pipe.changes] == [("worker-1", "worker-3"), ("worker-3",)]
+        assert all("was killed by signal 9" in change.why for change in pipe.changes)
+        assert pipe.last_report.num_rows == 300
+        # a tensor that somebody who needs it holds already is not sent again
+        first, second, third, *again, last = names
+        assert sum(len(each) for each in again) == len(second) + len(first | third) - len(first) - len(third)
+        assert last == (first | second | third) - third - again[1]
+        # the next stream finds the stages where they are
+        check(list(pipe.stream(feed(5, {}))), model)
+        assert pipe.changes == []
+        # what fails in the model fails anywhere: nobody is lost, and nothing is tried again
+        x, rows = tower_inputs(1)[0]
+        with pytest.raises(RunError, match="stage 0, microbatch 3"):
+            list(pipe.stream([(x, rows)] * 3 + [(x, rows + 1000)]))
+        assert pipe.changes == []
+    assert "goes on with worker-1, worker-3" in capfd.readouterr().err
+
+
+def test_nobody_is_left() -> None:
+    with Pipeline(tower(), tower_inputs(1)[0], stages=1, threads=1, on_loss="continue") as pipe:
+        done: list[Tensor] = []
+        killing = {20: lambda: os.kill(pids_of(pipe)[0], signal.SIGKILL)}
+        with pytest.raises(DeviceLost, match="no device is left"):
+            done.extend(pipe.stream(feed(60, killing)))
+        assert 10 <= len(done) <= 20
+        check(done, tower())
+
+
+def test_one_that_stood_still_comes_back() -> None:
+    model = tower()
+    with Pipeline(model, tower_inputs(1)[0], stages=2, threads=1, on_loss="continue") as pipe:
+        pid = pids_of(pipe)[0]
+        outputs: list[Tensor] = []
+        started: list[float] = []
+
+        def stop() -> None:
+            os.kill(pid, signal.SIGSTOP)
+            timer = threading.Timer(7.0, os.kill, (pid, signal.SIGCONT))
+            timer.start()
+            started.append(time.monotonic())
+
+        def back() -> bool:
+            return len(pipe.changes) > 1 or time.monotonic() - started[0] > 40.0
+
+        def until_back() -> Iterator[tuple[Tensor, Tensor]]:
+            yield from feed(30, {20: stop})
+            index = 30
+            while not back():
+                time.sleep(0.02)
+                yield tower_inputs(index + 1)[index]
+                index += 1
+            yield from tower_inputs(index + 30)[index:]
+
+        outputs.extend(pipe.stream(until_back()))
+        check(outputs, model)
+        assert pipe.changes[0].devices == ("worker-2",)
+        assert set(pipe.changes[1].devices) == {"worker-1", "worker-2"}
+        assert pipe.changes[1].why == "a device has come"
+
+
+def test_a_new_device_is_waited_for() -> None:
+    model = tower()
+    with Pipeline(model, tower_inputs(1)[0], stages=2, threads=1, on_loss="wait", wait_s=60.0) as pipe:
+        joining: list[subprocess.Popen[str]] = []
+
+        def lose_one() -> None:
+            os.kill(pids_of(pipe)[1], signal.SIGKILL)
+            command = [sys.executable, "-m", "penstock", "worker", "--join", pipe.joins_at or ""]
+            env = {**os.environ, "PYTHONPATH": f"{ROOT}/src", "PENSTOCK_HOST": "board7"}
+            joining.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+
+        outputs = list(pipe.stream(feed(60, {20: lose_one})))
+        check(outputs, model)
+        assert [change.devices for change in pipe.changes] == [("worker-1", "board7")]
+        resent = world_of(pipe).names
+        assert resent[2] == "a newcomer on board7"
+    out, _ = joining[0].communicate(timeout=20)
+    assert joining[0].returncode == 0
+    assert re.match(r"taken in by the run at 127.0.0.1:\d+\nthe run is over", out)
+
+
+def test_one_that_is_lost_while_stages_are_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sent = tower(), state.send_state
+    worlds: list[World] = []
+
+    def sending(transport: object, *args: object) -> None:
+        if len(worlds) == 1:
+            worlds.append(worlds[0])
+            assert worlds[0].workers is not None
+            os.kill(worlds[0].workers.pids[2], signal.SIGKILL)
+        sent(transport, *args)  # type: ignore[arg-type]
+
+    def start(num_workers: int, *, again: bool) -> World:
+        worlds.append(start_local(num_workers, again=again))
+        return worlds[0]
+
+    monkeypatch.setattr("penstock.stream.division.start_local", start)
+    monkeypatch.setattr(jobs, "send_state", sending)
+    with Pipeline(model, tower_inputs(1)[0], stages=3, threads=1, on_loss="continue") as pipe:
+        check(list(pipe.stream(feed(20, {}))), model)
+        assert pipe._streaming.deployment.world.transport.size == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"on_loss": "hope"}, "stop, continue, wait, not 'hope'"),
+        ({"on_loss": "wait", "wait_s": 0.0}, "not 0.0"),
+        ({"on_loss": "continue", "trace": "somewhere"}, "is not recorded"),
+    ],
+)
+def test_options_that_do_not_fit(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Pipeline(tower(), tower_inputs(1)[0], stages=2, **asked)  # type: ignore[arg-type]
+
+
+def test_modules_cannot_be_moved() -> None:
+    with pytest.raises(UsageError, match="cannot be moved"):
+        Pipeline([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)], torch.ones(1, 8), on_loss="continue")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cluster.lab import lab_session, parse_lab
-from penstock.cluster.lab.run import OutputLine
+from penstock.cluster.output import OutputLine
 
 ROOT = Path(__file__).parents[1]
 

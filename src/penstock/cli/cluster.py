@@ -1,21 +1,27 @@
 """`--cluster FILE`: a verb that starts itself on the machines of a cluster."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from penstock.cli.options import bind_to
 from penstock.cluster.lab import lab_session, read_lab
-from penstock.cluster.lab.run import EndTogether, OutputLine, print_line
+from penstock.cluster.lab.signals import ended_by_signals
+from penstock.cluster.output import EndTogether, OutputLine, print_line
+from penstock.cluster.ssh.remote import Host, address_of, hosts_of
+from penstock.cluster.ssh.run import PORT, RemoteRun, environment, remote_command
 from penstock.errors import UsageError
 from penstock.group.launcher import QUIET, module_command, module_path
+from penstock.spec.cluster import Cluster as Spec
+from penstock.spec.cluster import read_cluster
 from penstock.terminal.notes import say
 
 Cluster = Annotated[
-    Path | None, typer.Option("--cluster", metavar="lab.toml", help="Run there: one process on each of its hosts.")
+    Path | None, typer.Option("--cluster", metavar="FILE", help="Run on a lab's or cluster's hosts, a process on each.")
 ]
 _OPTION = "--cluster"
 
@@ -41,31 +47,74 @@ def take_cluster(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
-    """Run `penstock` with these arguments on every host of a lab and return its exit status.
+    """Run `penstock` with these arguments on every host of a lab, or by ssh of a cluster; return its exit status.
 
     What the first host prints is printed as it is; everything on standard error has the host in front.
     """
+    return _run_in_lab(path, arguments) if is_lab(path) else run_by_ssh(read_cluster(path), arguments)
+
+
+def _run_in_lab(path: Path, arguments: Sequence[str]) -> int:
     bind = next((argument for argument in arguments if argument.partition("=")[0] == "--bind"), None)
     bind_to(bind, path)
     spec = read_lab(path)
-    first = spec.hosts[0].name
-    survives = _option(arguments, "--on-loss") in {"continue", "wait"}
+    first, ends = spec.hosts[0].name, _ends_with(arguments)
+    command = module_command("penstock", *arguments)
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(lab_session(spec))
+        env = {**QUIET, "PYTHONPATH": module_path()}
+        run = stack.enter_context(lab.start(command, env=env, output=_shown(first), end_together=ends))
+        run.wait()
+    return _status(run.exit_codes, first, ends)
 
+
+def run_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT) -> int:
+    """Run `penstock` with these arguments on every machine of a cluster; return its exit status."""
+    hosts, commands = commands_by_ssh(cluster, arguments, port)
+    ends = _ends_with(arguments)
+    with ended_by_signals(), RemoteRun(hosts, commands, output=_shown(hosts[0].name), end_together=ends) as run:
+        codes = run.wait()
+    status = _status(codes, hosts[0].name, ends)
+    if status and run.first_failure is not None:
+        say(f"error: {run.first_failure}; its own output above says why", err=True)
+    return status
+
+
+def commands_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT) -> tuple[list[Host], list[list[str]]]:
+    """Return the machines of a cluster and what is run on each, the one that feeds first."""
+    hosts = hosts_of(cluster)
+    addresses = [address_of(host, cluster.device(host.name)) for host in hosts]
+    threads = [cluster.device(host.name).threads for host in hosts]
+    variables = environment(hosts, addresses, threads, port)
+    return hosts, [remote_command(host, own, arguments) for host, own in zip(hosts, variables, strict=True)]
+
+
+def is_lab(path: Path) -> bool:
+    """Return whether a file describes a lab, rather than machines; raises `ClusterError` where it is neither."""
+    read_cluster(path)
+    with path.open("rb") as file:
+        return "hosts" in msgspec.toml.decode(file.read())
+
+
+def _ends_with(arguments: Sequence[str]) -> EndTogether:
+    """Return what ends a run: the first failure, or the first host's end where the loss of another is outlived."""
+    survives = arguments[:1] == ["infer"] and _option(arguments, "--on-loss") != "stop" and "--trace" not in arguments
+    return "first" if survives else True
+
+
+def _shown(first: str) -> Callable[[OutputLine], None]:
     def show(line: OutputLine) -> None:
         if line.stream == "stdout" and line.host == first:
             say(line.text)
         elif line.stream == "stderr" and "hostname of the client socket" not in line.text:
             print_line(line)
 
-    command = module_command("penstock", *arguments)
-    with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(lab_session(spec))
-        env = {**QUIET, "PYTHONPATH": module_path()}
-        ends: EndTogether = "first" if survives else True
-        run = stack.enter_context(lab.start(command, env=env, output=show, end_together=ends))
-        run.wait()
-    codes = [code for host, code in run.exit_codes.items() if code and (host == first or not survives)]
-    return 0 if not codes else (2 if codes[0] == 2 else 1)
+    return show
+
+
+def _status(codes: Mapping[str, int | None], first: str, ends: EndTogether) -> int:
+    failed = [code for host, code in codes.items() if code and (host == first or ends is True)]
+    return 0 if not failed else (2 if failed[0] == 2 else 1)
 
 
 def _option(arguments: Sequence[str], option: str) -> str | None:

@@ -1,6 +1,7 @@
 """`penstock hosts`: how fast the machines of a cluster are, and what lies between them."""
 
 import math
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +10,13 @@ import msgspec
 import typer
 from rich.table import Table
 
-from penstock.cli.cluster import run_on_cluster
+from penstock.cli.cluster import commands_by_ssh, is_lab, run_by_ssh, run_on_cluster
 from penstock.cli.options import JsonFile, make_console, write_json
+from penstock.cluster.ssh.check import check_hosts
+from penstock.cluster.ssh.push import FILES, bring, fetch, push
+from penstock.cluster.ssh.remote import hosts_of, on_all
+from penstock.cluster.ssh.run import PORT
+from penstock.cluster.ssh.schedulers import kubernetes_manifest, slurm_script
 from penstock.errors import ClusterError, UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World
@@ -18,15 +24,103 @@ from penstock.measure.hosts import MeasuredHosts, measure_hosts
 from penstock.spec.cluster import Cluster, Link, read_cluster, write_cluster
 from penstock.spec.fields import write_text
 from penstock.spec.profile import Profile, read_profile, write_profile
+from penstock.terminal.notes import say
 from penstock.terminal.progress import working
-from penstock.units import format_rate, format_seconds
+from penstock.units import format_bytes, format_rate, format_seconds
 
-app = typer.Typer(no_args_is_help=True, help="Measure the machines of a cluster.")
+app = typer.Typer(no_args_is_help=True, help="Reach, prepare and measure the machines of a cluster.")
+
+ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file, as penstock plan takes it.")]
 
 
 @app.callback()
 def _hosts() -> None:
-    """Measure the machines of a cluster."""
+    """Reach the machines of a cluster by ssh, bring them what a run needs, run there, and measure them."""
+
+
+@app.command()
+def check(cluster: ClusterFile, json: JsonFile = None) -> None:
+    """Show what every machine has, and the command that mends what is missing."""
+    spec = _machines(cluster)
+    with working("looking at all machines"):
+        found = check_hosts(spec, hosts_of(spec), str(cluster))
+    console = make_console()
+    table = Table("host", "ssh", "Python", "penstock", "torch", "cores", "memory", "disk", "clock", "plain Python")
+    for each in found:
+        if not each.reached:
+            table.add_row(each.name, each.target, "not reached")
+            continue
+        table.add_row(
+            each.name, each.target, each.python, each.penstock or "-", each.torch or "-", str(each.cores),
+            format_bytes(each.memory_bytes), format_bytes(each.free_bytes), f"{each.clock_s:+.1f} s",
+            format_seconds(each.loop_s),
+        )  # fmt: skip
+    console.print(table)
+    wrong = [each for each in found if each.problem]
+    for each in wrong:
+        say(f"{each.name}: {each.problem}; {each.mend}")
+    write_json(json, {"hosts": [asdict(each) for each in found]})
+    if wrong:
+        raise typer.Exit(1)
+    say("all of them are ready")
+
+
+@app.command(name="push")
+def push_(
+    cluster: ClusterFile,
+    bundle: Annotated[Path | None, typer.Option(metavar="DIR", help="Also each machine's part of this bundle.")] = None,
+    requirement: Annotated[
+        list[str] | None, typer.Option("-r", "--requirement", metavar="PACKAGE", help="Also this package.")
+    ] = None,
+    install: Annotated[bool, typer.Option(help="Make virtual environments and install packages.")] = True,
+) -> None:
+    """Bring every machine the source, the packages and its part of a bundle: only what has changed."""
+    spec = _machines(cluster)
+    sent = push(
+        hosts_of(spec), bundle=bundle, requirements=requirement or (), install=install,
+        tell=lambda name, what: say(f"{name}: {what}", err=True),
+    )  # fmt: skip
+    for name, num_bytes in sent.items():
+        say(f"{name}: {format_bytes(num_bytes)} sent" if num_bytes else f"{name}: nothing had changed")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    cluster: ClusterFile,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where the first machine is met.")] = PORT,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run nothing.")] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Print a batch script for Slurm instead.")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Print a manifest for Kubernetes instead.")] = False,
+    setup: Annotated[bool, typer.Option("--push", help="Push first.")] = False,
+) -> None:
+    """Run a verb on every machine: penstock hosts run cluster.toml -- infer MODEL --images photos/.
+
+    Paths are those of the machines, from each one's folder on. All processes end together, and nothing is left behind.
+    """
+    arguments = [word for index, word in enumerate(context.args) if index or word != "--"]
+    if not arguments:
+        raise UsageError("hosts run takes a verb after the file, as in: penstock hosts run cluster.toml -- bench MODEL")
+    spec = _machines(cluster)
+    threads = max(device.threads for device in spec.devices)
+    if slurm or kubernetes:
+        say((slurm_script if slurm else kubernetes_manifest)(arguments, len(spec.devices), threads=threads))
+        return
+    if dry_run:
+        hosts, commands = commands_by_ssh(spec, arguments, port)
+        for host, words in zip(hosts, commands, strict=True):
+            say(shlex.join(host.command(*words)))
+        return
+    if setup:
+        push(hosts_of(spec), tell=lambda name, what: say(f"{name}: {what}", err=True))
+    raise typer.Exit(run_by_ssh(spec, arguments, port))
+
+
+def _machines(path: Path) -> Cluster:
+    """Read a cluster file of machines; raises `ClusterError` for a lab, whose hosts are here."""
+    if is_lab(path):
+        raise ClusterError(f"{path} is a lab, whose hosts are on this machine; run in it with penstock lab run")
+    return read_cluster(path)
 
 
 @app.command()
@@ -43,6 +137,8 @@ def measure(
     json: JsonFile = None,
 ) -> None:
     """Measure all hosts at once and the links one by one; write a cluster file that `penstock plan` takes."""
+    if not under_torchrun() and not is_lab(cluster):
+        raise typer.Exit(_measure_by_ssh(cluster, output, profile, seconds, json, update=update))
     if not under_torchrun():
         arguments = ["hosts", "measure", str(cluster), "--seconds", str(seconds)]
         for option, path in (("--output", output), ("--profile", profile), ("--json", json)):
@@ -65,6 +161,26 @@ def measure(
     if update and compared is not None and profile is not None:
         write_profile(profile, msgspec.structs.replace(compared, **asdict(measured.messages)))
     write_json(json, {"hosts": world.hosts, "cluster": seen, **asdict(measured)})
+
+
+def _measure_by_ssh(
+    cluster: Path, output: Path | None, profile: Path | None, seconds: float, json: Path | None, *, update: bool
+) -> int:
+    """Measure machines that are reached by ssh: files go there and what was written comes back."""
+    spec = read_cluster(cluster)
+    hosts = hosts_of(spec)
+    given = {"cluster.toml": cluster.read_bytes()} | ({"profile.json": profile.read_bytes()} if profile else {})
+    arguments = ["hosts", "measure", f"{FILES}/cluster.toml", "--seconds", str(seconds)]
+    arguments += ["--output", f"{FILES}/measured.toml", "--json", f"{FILES}/measured.json"]
+    arguments += ["--profile", f"{FILES}/profile.json", *(["--update"] if update else [])] if profile else []
+    on_all(hosts, lambda host: bring(host, f"{host.folder}/{FILES}", given))
+    if status := run_by_ssh(spec, arguments):
+        return status
+    wanted = {"measured.toml": output, "measured.json": json, "profile.json": profile if update else None}
+    for name, path in wanted.items():
+        if path is not None:
+            write_text(path, fetch(hosts[0], f"{hosts[0].folder}/{FILES}/{name}").decode())
+    return 0
 
 
 def _as_measured(cluster: Cluster, world: World, measured: MeasuredHosts, profile: Profile | None) -> Cluster:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from penstock.cli.cluster import run_on_cluster, take_cluster
+from penstock.cli.cluster import is_lab, run_on_cluster, take_cluster
 from penstock.cluster.lab.signals import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
 from penstock.terminal.notes import say
@@ -28,7 +28,7 @@ _HELP = {
     "compress": "Make a trained model faster: prune, fewer bits.",
     "report": "Write a run's page: where the time went.",
     "schedule": "Draw a training schedule and its bubble.",
-    "hosts": "Measure the machines of a cluster.",
+    "hosts": "Reach, prepare and measure the machines of a cluster.",
     "worker": "Join a run that is under way.",
     "lab": "An emulated cluster on this machine (root).",
 }
@@ -60,7 +60,7 @@ _PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": F
 app = typer.Typer(
     cls=_Verbs, no_args_is_help=True, help="Run one PyTorch model across the machines you have.", **_PLAIN
 )
-_ON_CLUSTERS = {"bench", "infer"}
+_ON_CLUSTERS = {"bench", "infer", "train"}  # in a lab, `train` starts its processes itself
 
 
 def _print_version(wanted: bool) -> None:
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         cluster, rest = take_cluster(arguments) if arguments and arguments[0] in _ON_CLUSTERS else (None, arguments)
-        if cluster is not None:
+        if cluster is not None and (arguments[0] != "train" or not is_lab(cluster)):
             return run_on_cluster(cluster, rest)
         app(arguments, standalone_mode=True)
     except SystemExit as end:

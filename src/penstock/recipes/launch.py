@@ -9,7 +9,7 @@ import msgspec
 
 from penstock import errors
 from penstock.cluster.lab import Lab, lab_session, read_lab
-from penstock.cluster.lab.run import OutputLine, print_line
+from penstock.cluster.output import OutputLine, print_line
 from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
 from penstock.files import written_whole
 from penstock.group.addresses import listen

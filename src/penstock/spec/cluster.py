@@ -10,6 +10,10 @@ speed = 1.0                       # times the speed of the device that was profi
 memory = "8 GiB"                  # what penstock may use
 threads = 4                       # optional
 address = "192.168.1.10"          # optional
+ssh = "pi@board0"                 # optional: what `ssh` calls it, if not by its address or name
+folder = "penstock"               # optional: where things lie there, from the home folder on; people who share a board
+venv = "penstock/.venv"           #   give each their own; and the virtual environment
+python = "python3"                # optional: what makes the virtual environment
 bandwidth = "100 Mbit/s"          # optional, as is latency
 [[links]]                         # optional: what two devices have between them, if not what each has
 between = ["desk", "board"]
@@ -42,7 +46,8 @@ from penstock.spec.fields import (
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
-_DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency")
+_REACHED = ("ssh", "folder", "venv", "python")
+_DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency", *_REACHED)
 _HOST_FIELDS = ("name", "cpu", "memory", "bandwidth")
 _LINK_FIELDS = ("between", "bandwidth", "latency")
 
@@ -63,8 +68,17 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     address: str = ""
     bandwidth_bytes_per_s: float | None = None
     latency_s: float = 0.0
+    ssh: str = ""
+    folder: str = ""
+    venv: str = ""
+    python: str = ""
 
     def __post_init__(self) -> None:
+        for field in (*_REACHED, "address"):
+            if getattr(self, field).startswith("-"):
+                raise ClusterError(
+                    f"{field} of {self.name} would be read as an option: {getattr(self, field)!r}; leave the - out"
+                )
         check_name("a device's name", self.name, ClusterError)
         if not 0 < self.speed < math.inf:
             raise ClusterError(f"speed is above 0, but {self.name} has {self.speed:g}; write it like speed = 0.5")
@@ -219,6 +233,7 @@ def write_cluster(cluster: Cluster) -> str:
         lines += [f'memory = "{device.memory_bytes} B"', f"threads = {device.threads}"]
         if device.address:
             lines.append(f'address = "{device.address}"')
+        lines += [f'{field} = "{getattr(device, field)}"' for field in _REACHED if getattr(device, field)]
         lines += _link_lines(device.bandwidth_bytes_per_s, device.latency_s)
     for link in cluster.links:
         lines += ["", "[[links]]", f'between = ["{link.between[0]}", "{link.between[1]}"]']
@@ -241,6 +256,7 @@ def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: flo
         bandwidth_bytes_per_s=read_quantity(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
         latency_s=read_quantity(f"latency of {where}", table["latency"], parse_seconds) or 0.0
         if "latency" in table else latency_s,
+        **{field: read_text(f"{field} of {where}", table[field]) for field in _REACHED if field in table},
     )  # fmt: skip
 
 

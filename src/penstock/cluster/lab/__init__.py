@@ -2,8 +2,9 @@
 
 from penstock.cluster.lab.lab import DEFAULT_PORT, HostStatus, Lab, LabStatus, lab_session, take_down
 from penstock.cluster.lab.presets import PRESETS, preset
-from penstock.cluster.lab.run import LabRun, OutputLine, print_line
+from penstock.cluster.lab.run import LabRun
 from penstock.cluster.lab.spec import HostSpec, LabSpec, parse_lab, read_lab, write_lab
+from penstock.cluster.output import OutputLine, print_line
 
 __all__ = [
     "DEFAULT_PORT", "PRESETS", "HostSpec", "HostStatus", "Lab", "LabRun", "LabSpec", "LabStatus", "OutputLine",

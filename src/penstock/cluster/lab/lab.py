@@ -13,9 +13,10 @@ import msgspec
 from penstock.cluster.lab import network, presence
 from penstock.cluster.lab.machine import Machine, this_machine
 from penstock.cluster.lab.processes import Target, choose_cores
-from penstock.cluster.lab.run import GRACE_S, EndTogether, LabRun, Output, print_line
+from penstock.cluster.lab.run import GRACE_S, LabRun
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.lab.spec import LabSpec, check_bandwidth, check_cpu, check_fit, read_lab
+from penstock.cluster.output import EndTogether, Output, print_line
 from penstock.errors import ClusterError, PenstockError
 
 DEFAULT_PORT = 29500

@@ -164,17 +164,3 @@ class Awake:
         for process in self._processes:
             process.kill()
             process.wait()
-
-
-def exit_name(code: int) -> str:
-    """Return how a process ended, in words.
-
-    >>> exit_name(3), exit_name(-15)
-    ('status 3', 'SIGTERM')
-    """
-    if code >= 0:
-        return f"status {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

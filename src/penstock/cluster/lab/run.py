@@ -8,10 +8,9 @@ One thread does all the watching; on the way to done it ends whatever is left in
 
 import contextlib
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from subprocess import Popen, TimeoutExpired
 from typing import IO, Literal
@@ -20,8 +19,8 @@ from penstock.cluster.lab import processes
 from penstock.cluster.lab.cgroups import Cgroups, kill_processes, processes_in
 from penstock.cluster.lab.memory_watch import MemoryWatch, explain
 from penstock.cluster.lab.processes import Target
+from penstock.cluster.output import EndTogether, Output, OutputLine, exit_name
 from penstock.errors import ClusterError, OutOfMemory, RunError
-from penstock.text import plain
 
 _LOOK_EVERY_S = 0.05
 # less often, since it is what costs: the hosts should have the machine to themselves
@@ -29,30 +28,6 @@ _LOOK_AT_MEMORY_EVERY_S = 0.1
 GRACE_S = 5.0
 # how long pipes may stay open once every process that could write to them is gone
 _DRAIN_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputLine:
-    """A line that a process wrote."""
-
-    host: str
-    local_rank: int
-    stream: Literal["stdout", "stderr"]
-    text: str
-
-
-Output = Callable[[OutputLine], None]
-# whether the first process that fails ends the others, or the end of the first host's, whatever becomes of the others
-EndTogether = bool | Literal["first"]
-
-
-def print_line(line: OutputLine) -> None:
-    """Print a line with the host's name in front, to the stream that it was written to."""
-    file = sys.stdout if line.stream == "stdout" else sys.stderr
-    # one write, so that lines of two hosts do not mix
-    text = "\t".join(plain(part) for part in line.text.split("\t"))
-    file.write(f"{plain(line.host)} | {text}\n")
-    file.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +175,7 @@ class LabRun:
             code = member.process.poll()
             running |= code is None
             if code and not self._ending.is_set() and self._first_failure is None:
-                self._first_failure = f"{member.target.host} ended with {processes.exit_name(code)}"
+                self._first_failure = f"{member.target.host} ended with {exit_name(code)}"
         if self._end_together is True and (self._first_failure or self._out_of_memory):
             self._ending.set()
         if self._end_together == "first" and self._members[0].process.returncode is not None:

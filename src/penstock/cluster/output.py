@@ -1,0 +1,47 @@
+"""What processes on other hosts write, and how they end, as people read it."""
+
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.text import plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLine:
+    """A line that a process wrote."""
+
+    host: str
+    local_rank: int
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+Output = Callable[[OutputLine], None]
+# whether the first process that fails ends the others, or the end of the first host's, whatever becomes of the others
+EndTogether = bool | Literal["first"]
+
+
+def print_line(line: OutputLine) -> None:
+    """Print a line with the host's name in front, to the stream that it was written to."""
+    file = sys.stdout if line.stream == "stdout" else sys.stderr
+    # one write, so that lines of two hosts do not mix
+    text = "\t".join(plain(part) for part in line.text.split("\t"))
+    file.write(f"{plain(line.host)} | {text}\n")
+    file.flush()
+
+
+def exit_name(code: int) -> str:
+    """Return how a process ended, in words.
+
+    >>> exit_name(3), exit_name(-15)
+    ('status 3', 'SIGTERM')
+    """
+    if code >= 0:
+        return f"status {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,148 @@
+"""What each machine of a cluster has, and the command that mends what is missing."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+
+from penstock.cluster.ssh.remote import Host, on_all, run_on
+from penstock.spec.cluster import Cluster
+from penstock.units import format_bytes
+from penstock.version import __version__
+
+_CLOCK_S = 2.0
+_TORCH_BYTES = 7e9  # what PyTorch with its CUDA libraries and the model libraries take
+# run by the machine's Python, with its virtual environment's interpreter and folder as arguments; needs nothing
+_PROBE = r"""
+import json, os, platform, shutil, subprocess, sys, time
+venv, folder = (os.path.expanduser(os.path.join("~", path)) for path in sys.argv[1:3])
+found = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
+found["at_s"] = time.time()
+try:
+    found["cores"] = len(os.sched_getaffinity(0))
+except AttributeError:
+    pass
+try:
+    found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+except (ValueError, OSError):
+    found["memory_bytes"] = 0
+place = folder
+while not os.path.isdir(place):
+    place = os.path.dirname(place)
+found["free_bytes"] = shutil.disk_usage(place).free
+began = time.perf_counter()
+total = 0
+for number in range(300000):
+    total += number * number
+found["loop_s"] = time.perf_counter() - began
+ask = "import importlib.metadata as m, json, sys\nd = {}\n"
+ask += "for n in ('torch', 'timm', 'transformers'):\n try: d[n] = m.version(n)\n except m.PackageNotFoundError: pass\n"
+ask += "sys.path.insert(0, sys.argv[1])\n"
+ask += "try:\n from penstock.version import __version__ as v; d['penstock'] = v\nexcept ImportError: pass\n"
+ask += "print(json.dumps(d))"
+try:
+    out = subprocess.run([venv, "-c", ask, os.path.join(folder, "src")], capture_output=True, text=True, timeout=30)
+    found["packages"] = json.loads(out.stdout) if out.returncode == 0 else {}
+except (OSError, subprocess.TimeoutExpired):
+    found["packages"] = None
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCheck:
+    """What was found on one machine: `problem` in words and the command that mends it, both empty where all is well."""
+
+    name: str
+    target: str
+    reached: bool
+    python: str = ""
+    machine: str = ""
+    penstock: str = ""
+    torch: str = ""
+    cores: int = 0
+    memory_bytes: int = 0
+    free_bytes: int = 0
+    clock_s: float = 0.0  # ahead of this machine
+    loop_s: float = 0.0  # a fixed piece of plain Python
+    problem: str = ""
+    mend: str = ""
+
+
+def check_hosts(cluster: Cluster, hosts: Sequence[Host], file: str) -> list[HostCheck]:
+    """Look at all machines at once.
+
+    Example:
+        for found in check_hosts(cluster, hosts_of(cluster), "cluster.toml"):
+            print(found.name, found.problem, found.mend)
+    """
+    found = on_all(hosts, _probe)
+    return [_judge(host, cluster, found[host.name], file) for host in hosts]
+
+
+def _probe(host: Host) -> "Mapping[str, object] | str":
+    began_s = time.time()
+    done = run_on(host, [host.python, "-", host.interpreter, host.folder], data=_PROBE.encode())
+    if done.unreached is not None:
+        return done.unreached
+    if done.status:
+        return f"\n{(done.err.splitlines() or ['no reason'])[-1]}"
+    found: dict[str, object] = json.loads(done.out)
+    found["clock_s"] = float(str(found["at_s"])) - (began_s + time.time()) / 2
+    return found
+
+
+def _judge(host: Host, cluster: Cluster, found: "Mapping[str, object] | str", file: str) -> HostCheck:
+    """Say what is missing first, and what mends it."""
+    if isinstance(found, str):
+        if found.startswith("\n"):
+            return HostCheck(
+                name=host.name, target=host.target, reached=True, problem=f"no {host.python}: {found.strip()}",
+                mend=f"ssh {host.target} sudo apt-get install python3 python3-venv",
+            )  # fmt: skip
+        return HostCheck(name=host.name, target=host.target, reached=False, problem=found, mend=f"ssh {host.target}")
+    packages = found["packages"] if isinstance(found["packages"], Mapping) else None
+    base = HostCheck(
+        name=host.name, target=host.target, reached=True, python=str(found["python"]), machine=str(found["machine"]),
+        penstock=str((packages or {}).get("penstock", "")), torch=str((packages or {}).get("torch", "")),
+        cores=int(str(found["cores"])), memory_bytes=int(str(found["memory_bytes"])),
+        free_bytes=int(str(found["free_bytes"])), clock_s=float(str(found["clock_s"])),
+        loop_s=float(str(found["loop_s"])),
+    )  # fmt: skip
+    problem, mend = _missing(base, host, cluster.device(host.name).memory_bytes, packages, file)
+    return replace(base, problem=problem, mend=mend)
+
+
+def _missing(
+    found: HostCheck, host: Host, memory_bytes: int, packages: Mapping[str, object] | None, file: str
+) -> tuple[str, str]:
+    push = f"penstock hosts push {file}"
+    if tuple(map(int, found.python.split(".")[:2])) < (3, 10):
+        return f"Python {found.python}, and 3.10 is needed", f'another python = "..." for {host.name} in {file}'
+    if packages is None or not found.torch:
+        if found.free_bytes < _TORCH_BYTES:
+            free = format_bytes(found.free_bytes)
+            return (
+                f"no torch, and {free} of disk are not enough for it",
+                f'another folder = "..." for {host.name} in {file}',
+            )
+        return ("no virtual environment" if packages is None else "no torch"), push
+    if found.torch.partition("+")[0] != torch_version():
+        return f"torch {found.torch}, here {torch_version()}", push
+    if found.penstock != __version__:
+        return (f"penstock {found.penstock}, here {__version__}" if found.penstock else "no penstock"), push
+    if 0 < found.memory_bytes < memory_bytes:
+        has = format_bytes(found.memory_bytes)
+        return f"{has} of memory, {file} says {format_bytes(memory_bytes)}", f"correct memory in {file}"
+    if abs(found.clock_s) > _CLOCK_S:
+        return f"its clock is off by {found.clock_s:+.1f} s", f"ssh {host.target} sudo timedatectl set-ntp true"
+    return "", ""
+
+
+def torch_version() -> str:
+    """Return the version of torch here, without what it was built for."""
+    try:
+        return version("torch").partition("+")[0]
+    except PackageNotFoundError:
+        return ""

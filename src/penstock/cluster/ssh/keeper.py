@@ -1,0 +1,46 @@
+"""Run Penstock on this machine for as long as standard input stays open; what it started ends with it.
+
+    keeper.py GRACE_S FOLDER INTERPRETER [NAME=VALUE ...] -- ARGUMENTS
+
+Run by a machine's own Python before anything else is known of it: the standard library is all that it needs.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+
+def main(grace_s: float, folder: str, interpreter: str, rest: list[str]) -> int:
+    """Start Penstock in a session of its own and wait for its end; returns its status, 128 and more for a signal."""
+    home = os.path.expanduser("~")
+    folder, interpreter = os.path.join(home, folder), os.path.join(home, interpreter)
+    split = rest.index("--")
+    env = {**os.environ, "PYTHONPATH": os.path.join(folder, "src")}
+    env.update(dict(each.split("=", 1) for each in rest[:split]))
+    command = [interpreter, "-m", "penstock", *rest[split + 1 :]]
+    child = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def end(number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        end(signal.SIGTERM)
+        time.sleep(grace_s)
+        end(signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    status = child.wait()
+    end(signal.SIGKILL)
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    # the thread that watches may be reading: the interpreter's own end would wait for it
+    os._exit(main(float(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]))

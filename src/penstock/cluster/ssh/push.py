@@ -1,0 +1,150 @@
+"""Bring every machine what a run needs: the source, the requirements, its part of a bundle; only what has changed."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from penstock.cluster.ssh.check import torch_version
+from penstock.cluster.ssh.remote import Host, on_all, require, run_on
+from penstock.errors import ClusterError
+
+_INSTALL_S = 3600.0
+_COPY_S = 3600.0
+# prints what files there are below a folder, by their hashes
+_LIST = r"""
+import hashlib, json, os, sys
+top, found = os.path.expanduser(os.path.join("~", sys.argv[1])), {}
+for place, _, names in os.walk(top):
+    for name in names:
+        path = os.path.join(place, name)
+        if not name.endswith(".pyc"):
+            with open(path, "rb") as file:
+                found[os.path.relpath(path, top)] = hashlib.sha256(file.read()).hexdigest()
+print(json.dumps(found))
+"""
+# takes an archive of plain files from standard input, and removes what is named; a file is whole or the one before
+_TAKE = r"""
+import os, sys, tarfile
+top = os.path.expanduser(os.path.join("~", sys.argv[1]))
+os.makedirs(top, exist_ok=True)
+with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+    for member in archive:
+        path = os.path.join(top, member.name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path + ".part", "wb") as file:
+            file.write(archive.extractfile(member).read())
+        os.replace(path + ".part", path)
+for name in sys.argv[2:]:
+    os.remove(os.path.join(top, name))
+"""
+_READ = r"""
+import os, sys
+with open(os.path.expanduser(os.path.join("~", sys.argv[1])), "rb") as file:
+    sys.stdout.buffer.write(file.read())
+"""
+_MAKE = r"""
+import os, subprocess, sys
+venv = os.path.expanduser(os.path.join("~", sys.argv[1]))
+if not os.path.exists(os.path.join(venv, "bin", "python")):
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+subprocess.run([os.path.join(venv, "bin", "python"), "-m", "pip", "install", "--quiet", *sys.argv[2:]], check=True)
+"""
+FILES = "files"  # below a machine's folder: what a run takes and leaves there
+# what a process needs that holds a stage; the first machine needs the model's library too
+CORE = ("torch", "numpy", "safetensors", "msgspec", "typer", "rich")
+FIRST = ("timm", "transformers", "pillow")
+
+Progress = Callable[[str, str], None]
+
+
+def push(
+    hosts: Sequence[Host], *, bundle: Path | None = None, requirements: Sequence[str] = (), install: bool = True,
+    tell: Progress = lambda _host, _what: None,
+) -> dict[str, int]:  # fmt: skip
+    """Bring all machines at once what is missing there; returns how many bytes of files went to each.
+
+    `bundle` is a bundle's folder, of which each machine gets its own part; `requirements` are further packages. With
+    `install` a virtual environment is made where there is none, and packages are installed by pip, in the versions
+    that are here. `tell` is called with a machine's name and what is done there. Raises `ClusterError`.
+
+    Example:
+        push(hosts_of(cluster), tell=lambda name, what: print(name, what))
+    """
+    source = _source_files()
+
+    def prepare(host: Host) -> int:
+        tell(host.name, "comparing files")
+        sent = bring(host, f"{host.folder}/src", source)
+        if bundle is not None:
+            sent += bring(host, f"{host.folder}/bundle", _bundle_files(bundle, host.name))
+        if install:
+            wanted = _packages(requirements, first=host is hosts[0])
+            if _missing(host, wanted):
+                tell(host.name, "installing packages; the first time takes minutes")
+                words = [host.python, "-", host.environment, *wanted]
+                require(host, run_on(host, words, data=_MAKE.encode(), timeout_s=_INSTALL_S), "installing packages")
+        tell(host.name, "is ready")
+        return sent
+
+    return on_all(hosts, prepare)
+
+
+def bring(host: Host, folder: str, files: Mapping[str, bytes]) -> int:
+    """Make a folder there hold these files; returns the bytes that went."""
+    listed = json.loads(require(host, run_on(host, [host.python, "-", folder], data=_LIST.encode()), "listing files"))
+    changed = {name: data for name, data in files.items() if listed.get(name) != hashlib.sha256(data).hexdigest()}
+    gone = [name for name in listed if name not in files]
+    if not changed and not gone:
+        return 0
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, data in changed.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    words = [host.python, "-c", _TAKE, folder, *gone]
+    require(host, run_on(host, words, data=archive.getvalue(), timeout_s=_COPY_S), "copying files")
+    return sum(map(len, changed.values()))
+
+
+def fetch(host: Host, path: str) -> bytes:
+    """Return what a file on a machine holds; raises `ClusterError`."""
+    return require(host, run_on(host, [host.python, "-", path], data=_READ.encode()), f"reading {path}")
+
+
+def _missing(host: Host, wanted: Sequence[str]) -> bool:
+    """Whether a package of these, with their versions, is not in the machine's virtual environment."""
+    ask = (
+        "import importlib.metadata as m, sys\n"
+        "for name, _, want in (each.partition('==') for each in sys.argv[1:]):\n"
+        " have = m.version(name).partition('+')[0]\n"
+        " if want and have != want: sys.exit(1)\n"
+    )
+    return run_on(host, [host.interpreter, "-c", ask, *wanted]).status != 0
+
+
+def _packages(further: Sequence[str], *, first: bool) -> list[str]:
+    names = [*CORE, *(FIRST if first else ()), *further]
+    return [f"torch=={torch_version()}" if name == "torch" and torch_version() else name for name in names]
+
+
+def _source_files() -> dict[str, bytes]:
+    """Return the files of this package."""
+    top = Path(__file__).resolve().parents[2]
+    return {
+        f"penstock/{path.relative_to(top)}": path.read_bytes()
+        for path in sorted(top.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def _bundle_files(bundle: Path, name: str) -> dict[str, bytes]:
+    """Return what a machine needs of a bundle: the plan, what goes in and comes out, and its own part."""
+    if not (bundle / "plan.json").is_file():
+        raise ClusterError(f"{bundle} is no bundle: it has no plan.json; make one with penstock bundle")
+    own = bundle / name
+    chosen = [*(path for path in bundle.iterdir() if path.is_file()), *(own.rglob("*") if own.is_dir() else ())]
+    return {str(path.relative_to(bundle)): path.read_bytes() for path in sorted(chosen) if path.is_file()}

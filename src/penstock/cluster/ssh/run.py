@@ -1,0 +1,157 @@
+"""A command on all machines of a cluster by ssh: its output, how it ends, and that nothing is left behind.
+
+    here:  ssh board0 python3 keeper.py ...   its standard input stays open as long as the run lasts
+    there: the keeper starts the command in a session of its own, and ends that session when its input ends
+
+So the command ends when it is told to, when this process dies however it dies, and when the connection breaks.
+"""
+
+import contextlib
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Literal
+
+from penstock.cluster.output import EndTogether, Output, OutputLine, exit_name, print_line
+from penstock.cluster.ssh.remote import Host
+from penstock.errors import ClusterError, RunError
+
+PORT = 29500
+GRACE_S = 5.0
+_POLL_S = 0.05
+_SSH_FAILED = 255
+# its place below a machine's folder, where `push` brings it
+_KEEPER = "src/penstock/cluster/ssh/keeper.py"
+
+
+@dataclass(slots=True)
+class _Member:
+    host: Host
+    process: "subprocess.Popen[str]"
+    pumps: Sequence[threading.Thread]
+    ends_s: float | None = None
+
+
+def environment(
+    hosts: Sequence[Host], addresses: Sequence[str], threads: Sequence[int], port: int
+) -> list[dict[str, str]]:
+    """Return each machine's process the variables by which it finds the others, as torchrun would give them."""
+    return [
+        {
+            "RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": addresses[0], "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "PENSTOCK_HOST": host.name, "PENSTOCK_CPU": str(threads[rank]), "PYTHONUNBUFFERED": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        for rank, host in enumerate(hosts)
+    ]  # fmt: skip
+
+
+def remote_command(host: Host, env: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
+    """Return the words that run Penstock in a machine's folder, beneath a keeper."""
+    variables = [f"{name}={value}" for name, value in env.items()]
+    keeper = [host.python, "-I", f"{host.folder}/{_KEEPER}", f"{GRACE_S:g}", host.folder, host.interpreter]
+    return [*keeper, *variables, "--", *arguments]
+
+
+class RemoteRun:
+    """A command that runs on machines; leaving the `with` block ends what still runs.
+
+    with RemoteRun(hosts, commands) as run:
+        statuses = run.wait()
+    """
+
+    def __init__(
+        self, hosts: Sequence[Host], commands: Sequence[Sequence[str]], *, output: Output = print_line,
+        end_together: EndTogether = True,
+    ) -> None:  # fmt: skip
+        self._output, self._end_together = output, end_together
+        self._members: list[_Member] = []
+        self._failure: BaseException | None = None
+        try:
+            for host, words in zip(hosts, commands, strict=True):
+                self._members.append(self._start(host, words))
+        except BaseException:
+            self.end()
+            raise
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, int]:
+        """Wait until every process has ended; returns each machine's exit status.
+
+        The first that fails ends the others, or with `end_together="first"` the end of the first machine's process.
+        Raises `ClusterError` where a machine cannot be reached, and `RunError` when the time is over.
+        """
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        while None in (codes := [member.process.poll() for member in self._members]):
+            over = codes[0] is not None if self._end_together == "first" else any(codes)
+            if over and self._end_together:
+                self.end()
+            if self._failure is not None:
+                raise self._failure
+            if deadline is not None and time.monotonic() > deadline:
+                raise RunError(f"the run was given {timeout_s:g} s but still goes on; wait longer or end it")
+            time.sleep(_POLL_S)
+        self._join()
+        return {member.host.name: member.process.returncode for member in self._members}
+
+    @property
+    def first_failure(self) -> str | None:
+        """A machine whose process failed, as in `board1 ended with status 3`; None if none did."""
+        for member in self._members:
+            if code := member.process.returncode:
+                name = "a broken connection" if code == _SSH_FAILED else exit_name(code if code < 128 else 128 - code)
+                return f"{member.host.name} ended with {name}"
+        return None
+
+    def end(self) -> None:
+        """End every process, at first politely, and return when none is left; fine when all have ended."""
+        for member in self._members:
+            with contextlib.suppress(OSError):
+                if member.process.stdin is not None:
+                    member.process.stdin.close()
+        deadline = time.monotonic() + GRACE_S + 2.0
+        for member in self._members:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                member.process.wait(max(0.0, deadline - time.monotonic()))
+            if member.process.poll() is None:  # its machine does not answer: what runs there ends with the connection
+                member.process.send_signal(signal.SIGKILL)
+                member.process.wait()
+
+    def __enter__(self) -> "RemoteRun":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end()
+        self._join()
+
+    def _start(self, host: Host, words: Sequence[str]) -> _Member:
+        pipe = subprocess.PIPE
+        try:
+            process = subprocess.Popen(
+                host.command(*words), stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8",
+                errors="replace", start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise ClusterError(f"ssh could not be started ({error}); install openssh-client") from None
+        streams: list[tuple[Literal["stdout", "stderr"], IO[str] | None]] = [
+            ("stdout", process.stdout), ("stderr", process.stderr),
+        ]  # fmt: skip
+        pumps = [threading.Thread(target=self._pump, args=(host, name, each), daemon=True) for name, each in streams]
+        for pump in pumps:
+            pump.start()
+        return _Member(host, process, pumps)
+
+    def _pump(self, host: Host, stream: Literal["stdout", "stderr"], pipe: IO[str]) -> None:
+        try:
+            for text in pipe:
+                self._output(OutputLine(host=host.name, local_rank=0, stream=stream, text=text.rstrip("\n")))
+        except BaseException as error:  # nobody reads on: the run ends, and wait() says why
+            self._failure = error
+
+    def _join(self) -> None:
+        for member in self._members:
+            for pump in member.pumps:
+                pump.join(GRACE_S)

@@ -1,0 +1,165 @@
+"""What is said of machines, and what is run on them, without any."""
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.cluster.ssh import check as check_module
+from penstock.cluster.ssh.check import HostCheck, check_hosts
+from penstock.cluster.ssh.remote import Done, Host, hosts_of, require, run_on
+from penstock.cluster.ssh.run import environment, remote_command
+from penstock.cluster.ssh.schedulers import kubernetes_manifest, slurm_script
+from penstock.errors import ClusterError
+from penstock.spec.cluster import Cluster, parse_cluster, write_cluster
+from penstock.version import __version__
+
+FILE = """
+[[devices]]
+name = "desk"
+speed = 1.0
+memory = "4 GiB"
+[[devices]]
+name = "board"
+speed = 0.2
+memory = "1 GiB"
+threads = 4
+address = "192.168.1.11"
+ssh = "pi@board"
+folder = "ann/penstock"
+venv = "/opt/venv"
+"""
+
+
+def cluster() -> Cluster:
+    return parse_cluster(FILE)
+
+
+def test_a_machine_is_reached_as_its_file_says() -> None:
+    desk, board = hosts_of(cluster())
+    assert (desk.target, desk.folder, desk.interpreter) == ("desk", "penstock", "penstock/.venv/bin/python")
+    assert (board.target, board.folder, board.interpreter) == ("pi@board", "ann/penstock", "/opt/venv/bin/python")
+    assert parse_cluster(write_cluster(cluster())) == cluster()
+    assert [host.name for host in hosts_of(parse_cluster('feeder = "board"\n' + FILE))] == ["board", "desk"]
+
+
+@pytest.mark.parametrize("field", ["ssh", "address", "folder", "venv", "python"])
+def test_nothing_in_a_file_is_an_option_of_ssh(field: str) -> None:
+    line = f'{field} = "-oProxyCommand=touch /tmp/x"'
+    with pytest.raises(ClusterError, match=f"{field} of a would be read as an option"):
+        parse_cluster(f'[[devices]]\nname = "a"\nspeed = 1\nmemory = "1 GiB"\n{line}')
+
+
+def test_words_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_SSH", "ssh -F 'my config'")
+    command = Host("board", "pi@board").command("echo", "a b; rm -rf $HOME")
+    assert command[:3] == ["ssh", "-F", "my config"]
+    assert command[-2] == "pi@board"
+    assert shlex.split(command[-1]) == ["echo", "a b; rm -rf $HOME"]
+
+
+def test_each_process_is_told_who_it_is() -> None:
+    hosts = hosts_of(cluster())
+    first, second = environment(hosts, ["10.0.0.1", "10.0.0.2"], [1, 4], 29500)
+    assert (first["RANK"], second["RANK"], second["WORLD_SIZE"]) == ("0", "1", "2")
+    assert first["MASTER_ADDR"] == second["MASTER_ADDR"] == "10.0.0.1"
+    assert (second["PENSTOCK_HOST"], second["PENSTOCK_CPU"]) == ("board", "4")
+    words = remote_command(hosts[1], {"RANK": "1"}, ["bench", "timm:x", "--", "y"])
+    assert words[3:] == ["5", "ann/penstock", "/opt/venv/bin/python", "RANK=1", "--", "bench", "timm:x", "--", "y"]
+
+
+def test_without_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_SSH", "no-such-program")
+    with pytest.raises(ClusterError, match="no-such-program is not here; install openssh-client"):
+        run_on(Host("a", "a"), ["true"])
+
+
+def test_what_fails_names_the_machine() -> None:
+    host = Host("board", "pi@board")
+    assert require(host, Done(0, b"fine", ""), "reading") == b"fine"
+    with pytest.raises(ClusterError, match="board cannot be reached: ssh: refused; try ssh pi@board"):
+        require(host, Done(255, b"", "Warning\nssh: refused\n"), "reading")
+    with pytest.raises(ClusterError, match="reading failed on board: no space"):
+        require(host, Done(1, b"", "Traceback\nno space\n"), "reading")
+
+
+FINE = {
+    "python": "3.11.2", "machine": "aarch64", "cores": 4, "memory_bytes": 8 * 2**30, "free_bytes": 20e9, "clock_s": 0.1,
+    "at_s": 0.0, "loop_s": 0.05, "packages": {"torch": "9.9.0+cpu", "penstock": __version__},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "mend"),
+    [
+        ({}, "", ""),
+        ({"python": "3.9.1"}, "Python 3.9.1, and 3.10 is needed", 'another python = "..." for board in c.toml'),
+        ({"packages": None}, "no virtual environment", "penstock hosts push c.toml"),
+        ({"packages": {}}, "no torch", "penstock hosts push c.toml"),
+        ({"packages": {}, "free_bytes": 1e9}, "no torch, and 1 GB of disk", 'another folder = "..." for board'),
+        ({"packages": {"torch": "2.0.0"}}, "torch 2.0.0, here 9.9.0", "penstock hosts push c.toml"),
+        ({"packages": {"torch": "9.9.0"}}, "no penstock", "penstock hosts push c.toml"),
+        (
+            {"packages": {"torch": "9.9.0", "penstock": "0.0"}},
+            f"penstock 0.0, here {__version__}",
+            "penstock hosts push",
+        ),
+        ({"memory_bytes": 2**29}, "537 MB of memory, c.toml says 1.07 GB", "correct memory in c.toml"),
+        ({"clock_s": -7.25}, "its clock is off by -7.2 s", "ssh pi@board sudo timedatectl set-ntp true"),
+    ],
+)
+def test_what_is_missing_and_what_mends_it(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, object], problem: str, mend: str
+) -> None:
+    monkeypatch.setattr(check_module, "torch_version", lambda: "9.9.0")
+    monkeypatch.setattr(check_module, "_probe", lambda _host: {**FINE, "free_bytes": int(20e9), **_whole(change)})
+    board = hosts_of(cluster())[1]
+    found = check_hosts(cluster(), [board], "c.toml")[0]
+    assert found.problem.startswith(problem)
+    assert bool(found.problem) == bool(problem)
+    assert found.mend.startswith(mend)
+
+
+def _whole(change: dict[str, object]) -> dict[str, object]:
+    return {name: int(value) if name == "free_bytes" else value for name, value in change.items()}  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem", "mend"),
+    [
+        ("ssh: refused", "ssh: refused", "ssh pi@board"),
+        ("\nnot found", "no python3: not found", "ssh pi@board sudo apt"),
+    ],
+)
+def test_machines_that_say_nothing(monkeypatch: pytest.MonkeyPatch, answer: str, problem: str, mend: str) -> None:
+    monkeypatch.setattr(check_module, "_probe", lambda _host: answer)
+    found = check_hosts(cluster(), hosts_of(cluster())[1:], "c.toml")[0]
+    assert (found.problem, found.mend.startswith(mend)) == (problem, True)
+    assert replace(found, problem="", mend="") == HostCheck(name="board", target="pi@board", reached=found.reached)
+
+
+def test_jobs_of_schedulers() -> None:
+    words = ["infer", "timm:deit", "--images", "my photos"]
+    script = slurm_script(words, 4, threads=2)
+    assert "#SBATCH --nodes=4" in script
+    assert "#SBATCH --cpus-per-task=2" in script
+    assert "penstock infer timm:deit --images 'my photos'" in script
+    service, job = json.loads(kubernetes_manifest(words, 4, threads=2))["items"]
+    assert service["spec"]["clusterIP"] == "None"
+    spec = job["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (4, 4, "Indexed")
+    container = spec["template"]["spec"]["containers"][0]
+    assert container["command"][-4:] == words
+    assert {"name": "WORLD_SIZE", "value": "4"} in container["env"]
+
+
+def test_a_lab_is_no_machine(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    file = f"{tmp_path}/lab.toml"
+    with open(file, "w", encoding="utf-8") as written:
+        written.write('name = "lab"\n[[hosts]]\nname = "h"\ncpu = 0.5\nmemory = "1 GiB"\n')
+    assert main(["hosts", "check", file]) == 2
+    assert "is a lab, whose hosts are on this machine" in capsys.readouterr().err
+    assert main(["hosts", "run", file]) == 2
+    assert "takes a verb after the file" in capsys.readouterr().err

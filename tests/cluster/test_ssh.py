@@ -88,8 +88,9 @@ def test_prepared_looked_at_and_run_on(machines: SshLab, capsys: pytest.CaptureF
     )
     wanted = tmp_path / "predictions.csv"
     words = ["infer", model, "--images", "digits", "--num-images", 20, "-o", wanted]
-    assert verb(*words, "--cluster", machines.cluster) == 0
+    status = verb(*words, "--cluster", machines.cluster)
     captured = capsys.readouterr()
+    assert status == 0, captured.err
     assert "20 images at" in captured.out
     assert "through 2 stages" in captured.out
     assert len(wanted.read_text().splitlines()) == 21

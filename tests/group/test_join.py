@@ -18,12 +18,15 @@ from penstock.group.addresses import LOOPBACK, first_address, listen
 from penstock.group.board import PatientStore, connect_store, serve_store, wait_for_server
 from penstock.group.entry import own_address
 from penstock.group.join import Hello, Meeting
+from penstock.group.links import PlainLinks
+from penstock.group.roll_call import Rendezvous
 from penstock.transport.watched import StoreSilent, run_watched
 
 
 def meet(store: Store, rank: int, size: int, **settings: Any) -> Meeting:
     name = f"rank {rank} on here"
-    return Meeting(lambda: store, rank, size, address=LOOPBACK, prefix="run0", name=name, **settings)
+    rendezvous = Rendezvous(PlainLinks(), lambda: store, LOOPBACK, 0, LOOPBACK, name)
+    return Meeting(rendezvous, rank, size, prefix="run0", **settings)
 
 
 def together(*meetings: Callable[[], Meeting]) -> list[Meeting | Exception]:
@@ -184,7 +187,7 @@ def test_a_store_listens_on_its_address_alone() -> None:
 
 def test_an_address_that_is_not_here_is_named() -> None:
     with pytest.raises(RunError, match=r"rank 0 cannot listen on 192.0.2.7 .*; choose an address of this machine"):
-        Meeting(HashStore, 0, 1, address="192.0.2.7", prefix="run0", name="")
+        Meeting(Rendezvous(PlainLinks(), HashStore, LOOPBACK, 0, "192.0.2.7", ""), 0, 1, prefix="run0")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

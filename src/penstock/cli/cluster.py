@@ -16,9 +16,11 @@ from penstock.cluster.ssh.remote import Host, address_of, hosts_of
 from penstock.cluster.ssh.run import PORT, RemoteRun, environment, remote_command
 from penstock.errors import UsageError
 from penstock.group.launcher import QUIET, module_command, module_path
+from penstock.group.variables import TRUSTED
 from penstock.spec.cluster import Cluster as Spec
 from penstock.spec.cluster import read_cluster
 from penstock.terminal.notes import say
+from penstock.transport.curve import make_key
 
 Cluster = Annotated[
     Path | None, typer.Option("--cluster", metavar="FILE", help="Run on a lab's or cluster's hosts, a process on each.")
@@ -62,17 +64,23 @@ def _run_in_lab(path: Path, arguments: Sequence[str]) -> int:
     command = module_command("penstock", *arguments)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(lab_session(spec))
-        env = {**QUIET, "PYTHONPATH": module_path()}
+        env = {**QUIET, TRUSTED: "1", "PYTHONPATH": module_path()}
         run = stack.enter_context(lab.start(command, env=env, output=_shown(first), end_together=ends))
         run.wait()
     return _status(run.exit_codes, first, ends)
 
 
-def run_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT) -> int:
-    """Run `penstock` with these arguments on every machine of a cluster; return its exit status."""
+def run_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT, key: bytes | None = None) -> int:
+    """Run `penstock` with these arguments on every machine of a cluster; return its exit status.
+
+    The machines are told a key over ssh, a new one where none is given, and speak with those alone that have it. With
+    an empty one they trust the network.
+    """
     hosts, commands = commands_by_ssh(cluster, arguments, port)
     ends = _ends_with(arguments)
-    with ended_by_signals(), RemoteRun(hosts, commands, output=_shown(hosts[0].name), end_together=ends) as run:
+    shown = _shown(hosts[0].name)
+    key = make_key() if key is None else key
+    with ended_by_signals(), RemoteRun(hosts, commands, key=key, output=shown, end_together=ends) as run:
         codes = run.wait()
     status = _status(codes, hosts[0].name, ends)
     if status and run.first_failure is not None:

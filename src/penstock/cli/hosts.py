@@ -12,10 +12,11 @@ from rich.table import Table
 
 from penstock.cli.cluster import commands_by_ssh, is_lab, run_by_ssh, run_on_cluster
 from penstock.cli.options import JsonFile, make_console, write_json
+from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.ssh.check import check_hosts
 from penstock.cluster.ssh.push import FILES, bring, fetch, push
-from penstock.cluster.ssh.remote import hosts_of, on_all
-from penstock.cluster.ssh.run import PORT
+from penstock.cluster.ssh.remote import address_of, hosts_of, on_all
+from penstock.cluster.ssh.run import PORT, RemoteRun
 from penstock.cluster.ssh.schedulers import kubernetes_manifest, slurm_script
 from penstock.errors import ClusterError, UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
@@ -26,6 +27,7 @@ from penstock.spec.fields import write_text
 from penstock.spec.profile import Profile, read_profile, write_profile
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
+from penstock.transport.curve import read_key
 from penstock.units import format_bytes, format_rate, format_seconds
 
 app = typer.Typer(no_args_is_help=True, help="Reach, prepare and measure the machines of a cluster.")
@@ -93,6 +95,12 @@ def run(
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a batch script for Slurm instead.")] = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Print a manifest for Kubernetes instead.")] = False,
     setup: Annotated[bool, typer.Option("--push", help="Push first.")] = False,
+    key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The run's key; a new one for each run if not given.")
+    ] = None,
+    trusted: Annotated[
+        bool, typer.Option("--trusted", help="No key and no encryption: the network is trusted.")
+    ] = False,
 ) -> None:
     """Run a verb on every machine: penstock hosts run cluster.toml -- infer MODEL --images photos/.
 
@@ -113,7 +121,29 @@ def run(
         return
     if setup:
         push(hosts_of(spec), tell=lambda name, what: say(f"{name}: {what}", err=True))
-    raise typer.Exit(run_by_ssh(spec, arguments, port))
+    if trusted and key is not None:
+        raise UsageError("--trusted uses no key; leave one of them out")
+    secret = b"" if trusted else read_key(key) if key else None
+    raise typer.Exit(run_by_ssh(spec, arguments, port, secret))
+
+
+@app.command()
+def join(
+    cluster: ClusterFile,
+    host: Annotated[str, typer.Argument(metavar="HOST", help="One of the cluster's machines.")],
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help="The run's key, as hosts run was given it.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where the first machine is met.")] = PORT,
+) -> None:
+    """Have a machine take part in a run that is under way: one that comes back, or another one."""
+    spec = _machines(cluster)
+    spec.device(host)
+    first = hosts_of(spec)[0]
+    arguments = ["worker", "--join", f"{address_of(first, spec.device(first.name))}:{port}"]
+    hosts, commands = commands_by_ssh(spec, arguments, port)
+    index = [each.name for each in hosts].index(host)
+    secret = read_key(key) if key else b""
+    with ended_by_signals(), RemoteRun([hosts[index]], [commands[index]], key=secret) as started:
+        raise typer.Exit(1 if started.wait()[host] else 0)
 
 
 def _machines(path: Path) -> Cluster:

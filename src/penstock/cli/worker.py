@@ -1,5 +1,7 @@
 """`penstock worker`: a process that computes for a run which another one has begun."""
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,6 +10,7 @@ from penstock.cli import options as opt
 from penstock.deploy.worker import follow
 from penstock.errors import RunError, UsageError
 from penstock.group.regroup import join_later
+from penstock.group.variables import KEY
 from penstock.terminal.notes import say
 
 
@@ -16,11 +19,16 @@ def worker(
         str, typer.Option("--join", metavar="HOST:PORT", help="The run's first host, as it says when it begins.")
     ],
     patience: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the run to begin.")] = 120.0,
+    key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The run's key; PENSTOCK_KEY names it where not given.")
+    ] = None,
     bind: opt.Bind = None,
 ) -> None:
     """Join a run that is under way, as a device that comes back or a new one; leave when it is over."""
     host, port = _read_place(join)
     opt.bind_to(bind)
+    if key is not None:
+        os.environ[KEY] = str(key)
     world = join_later(host, port, patience)
     if world is None:
         raise RunError(f"the run at {join} ended before it took this process in; join the next one")

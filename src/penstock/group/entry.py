@@ -8,26 +8,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError, UsageError
 from penstock.group.addresses import BIND, LOOPBACK, first_address, is_everywhere, local_address
-from penstock.group.board import connect_board, serve_store, wait_for_server
+from penstock.group.board import wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
 from penstock.group.launcher import LocalWorkers, available_cores
+from penstock.group.links import Links, PlainLinks, choose_links
 from penstock.group.liveness import Boards, Health
 from penstock.group.roll_call import Membership, Rendezvous, RollCall
+from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World
+from penstock.terminal.notes import note
 from penstock.transport.base import FEEDER
 from penstock.transport.faulty import wrap_if_faulty
-from penstock.transport.gloo import GlooTransport
 from penstock.transport.memory_network import MemoryNetwork
-from penstock.transport.watched import run_watched
 
 # a script that makes several pipelines joins several times; all its processes count alike
 _joins = itertools.count()
 # where they meet if torchrun gives no place: kept, since others may join again before this process does
 _serving: dict[tuple[str, int], TCPStore] = {}
+# one for each key, for the same reason
+_links: dict[str, Links] = {}
+# a process and the workers that it starts are on one machine: nothing goes over a network
+_LOCAL = PlainLinks()
 WORKER = "penstock.deploy.worker"
 # what gloo waits for while it connects
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
@@ -36,6 +41,14 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 def under_torchrun() -> bool:
     """Return whether torchrun, or something that sets the same variables, started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def links_of_run() -> Links:
+    """Return what this process reaches those of other machines by; raises `UsageError` for a key that is no use."""
+    path = os.environ.get(KEY, "")
+    if path not in _links:
+        _links[path] = choose_links()
+    return _links[path]
 
 
 def own_address() -> str:
@@ -64,18 +77,29 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     cores = keep_to_share(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     all_here, chosen = os.environ.get("LOCAL_WORLD_SIZE") == str(size), _chosen_address()
+    links = links_of_run()
+    if hosted and links.secured:
+        raise UsageError(
+            f"a key is of no use where torchrun's agents serve the store, which asks for none; leave {KEY} out, or "
+            "start with penstock hosts run"
+        )
     # processes of one machine have been given one address, and the first of them serves the store there
     first = chosen if chosen and all_here and not hosted else first_address(host, all_here=all_here)
     address = chosen or local_address(first)
     if rank == FEEDER and not hosted:
         first = address
         if (host, port) not in _serving:
-            _serving[host, port] = _serve(address, host, port)
+            _serving[host, port] = _serve(links, address, host, port)
     else:
         wait_for_server(first, port, JOIN_S)
+    if rank == FEEDER and not all_here and not links.secured and not os.environ.get(TRUSTED):
+        note(
+            "this run has no key: whoever reaches its network can read and change it; penstock hosts run gives it one, "
+            f"and {TRUSTED}=1 says that the network is trusted"
+        )
     prefix = f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joins)}"
-    connect = partial(connect_board, first, port)
-    rendezvous = Rendezvous(connect, first, port, address, f"rank {rank} on {host_name()}")
+    connect = partial(links.connect_store, first, port)
+    rendezvous = Rendezvous(links, connect, first, port, address, f"rank {rank} on {host_name()}")
     world = join_group(rendezvous, rank, size, prefix, range(size), again=again and not hosted)
     world.cores = cores
     world.followed = followed
@@ -97,7 +121,7 @@ def start_local(
     With `again` the run goes on in another group where one of this is lost.
     """
     address = own_address()
-    store = serve_store(address)
+    store = _LOCAL.serve_store(address)
     size, port = num_workers + 1, store.port
     own = [["--port", str(port), "--rank", str(rank), "--size", str(size), *arguments] for rank in range(1, size)]
     workers = LocalWorkers(module, own, {"OMP_NUM_THREADS": "1", **(env or {})})
@@ -108,7 +132,7 @@ def start_local(
             raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
 
     try:
-        rendezvous = Rendezvous(lambda: store, address, port, address, "the feeding process")
+        rendezvous = Rendezvous(_LOCAL, lambda: store, address, port, address, "the feeding process")
         world = join_group(rendezvous, FEEDER, size, "run", range(1, size), watch_workers, again=again)
     except BaseException:
         workers.stop(0.0)
@@ -122,7 +146,8 @@ def start_local(
 def join_local(port: int, rank: int, size: int) -> World:
     """Join, as a worker, the process that started this one."""
     address = own_address()
-    rendezvous = Rendezvous(partial(connect_board, address, port), address, port, address, f"worker {rank}")
+    connect = partial(_LOCAL.connect_store, address, port)
+    rendezvous = Rendezvous(_LOCAL, connect, address, port, address, f"worker {rank}")
     world = join_group(rendezvous, rank, size, "run", range(1, size))
     world.position = rank - 1  # the feeding process computes nothing
     return world
@@ -153,12 +178,8 @@ def join_group(
 
     Raises `RunError` where they do not all come, and `DeviceLost` where one is lost meanwhile.
     """
-    connect, address = rendezvous.connect, rendezvous.address
     own = before.own if before is not None else None
-    meeting = Meeting(
-        connect, rank, size, address=address, prefix=prefix, name=rendezvous.name, watch=watch_others, join_s=join_s,
-        again=again, own=own,
-    )  # fmt: skip
+    meeting = Meeting(rendezvous, rank, size, prefix=prefix, watch=watch_others, join_s=join_s, again=again, own=own)
     names = [hello.name for hello in meeting.hellos]
     health = Health(meeting.boards, rank, names, lambda: None)
 
@@ -167,8 +188,10 @@ def join_group(
         health.check()
 
     try:
-        store = PrefixStore(f"penstock/{meeting.name}", run_watched(connect, watch, join_s))
-        transport = wrap_if_faulty(GlooTransport(store, rank, size, address, join_s=join_s / 2, watch=watch))
+        made, store = rendezvous.links.make_transport(
+            rendezvous.connect, meeting.name, rank, size, rendezvous.address, join_s, watch
+        )
+        transport = wrap_if_faulty(made)
     except BaseException as error:
         health.report(error)  # who leaves without a word seems to leave in order
         health.close()
@@ -199,9 +222,9 @@ def why_ended(world: World, rank: int) -> str | None:
     return next((str(gone) for gone in exits if world.rank_of_worker(gone.index) == rank), None)
 
 
-def _serve(address: str, host: str, port: int) -> TCPStore:
+def _serve(links: Links, address: str, host: str, port: int) -> TCPStore:
     try:
-        return serve_store(address, port)
+        return links.serve_store(address, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             message = f"port {port} on {host} is in use; give another one with --master-port"

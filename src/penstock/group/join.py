@@ -17,11 +17,13 @@ from functools import partial
 
 import msgspec
 import torch
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, RunError
-from penstock.group.board import PatientStore, connect_board, read_if_there, serve_store
+from penstock.group.board import PatientStore, read_if_there
+from penstock.group.links import Links
 from penstock.group.liveness import Boards
+from penstock.group.roll_call import Rendezvous
 from penstock.group.verdict import prepare_board
 from penstock.text import first_line
 from penstock.transport.base import FEEDER
@@ -56,22 +58,24 @@ class Meeting:
     Raises `RunError` naming who did not come, or what does not fit, and `DeviceLost` where the first host is gone.
 
     Example:
-        meeting = Meeting(lambda: connect_store("192.168.1.10", 29500), rank=0, size=4, address="192.168.1.10", ...)
+        meeting = Meeting(rendezvous, rank=0, size=4, prefix="run0")
     """
 
     def __init__(
-        self, connect: Callable[[], Store], rank: int, size: int, *, address: str, prefix: str, name: str,
+        self, rendezvous: Rendezvous, rank: int, size: int, *, prefix: str,
         watch: Callable[[], None] = lambda: None, join_s: float = JOIN_S, again: bool = False,
         own: str | None = None,
     ) -> None:  # fmt: skip
-        self._rank, self._size, self._prefix = rank, size, prefix
-        self.board = _serve_board(address, rank)
+        self._rank, self._size, self._prefix, self._links = rank, size, prefix, rendezvous.links
+        address = rendezvous.address
+        self.board = _serve_board(rendezvous.links, address, rank)
         self._own = Hello(
             rank=rank, size=size, run=os.environ.get("TORCHELASTIC_RUN_ID", ""), nonce=own or uuid.uuid4().hex,
-            penstock=__version__, torch=str(torch.__version__).partition("+")[0], name=name, host=host_name(),
-            address=address, board_port=self.board.port, bandwidth_bytes_per_s=_bandwidth(), again=again,
+            penstock=__version__, torch=str(torch.__version__).partition("+")[0], name=rendezvous.name,
+            host=host_name(), address=address, board_port=self.board.port, bandwidth_bytes_per_s=_bandwidth(),
+            again=again,
         )  # fmt: skip
-        store = PatientStore(connect, STORE_S)
+        store = PatientStore(rendezvous.connect, STORE_S)
         try:
             self.hellos = self._meet(store, watch, join_s)
         except StoreSilent as error:
@@ -102,8 +106,9 @@ class Meeting:
         watched = [hello for hello in self.hellos if hello.rank != self._rank and FEEDER in (hello.rank, self._rank)]
         return Boards(
             self.board,
-            {hello.rank: partial(connect_board, hello.address, hello.board_port) for hello in watched},
+            {hello.rank: partial(self._links.connect_store, hello.address, hello.board_port) for hello in watched},
             {hello.rank: hello.address for hello in watched},
+            self._links.connect_s,
         )
 
     def _meet(self, store: PatientStore, watch: Callable[[], None], join_s: float) -> list[Hello]:
@@ -170,9 +175,9 @@ def host_name() -> str:
     return os.environ.get("PENSTOCK_HOST") or socket.gethostname()
 
 
-def _serve_board(address: str, rank: int) -> TCPStore:
+def _serve_board(links: Links, address: str, rank: int) -> TCPStore:
     try:
-        board = serve_store(address)
+        board = links.serve_store(address)
     except OSError as error:
         raise RunError(
             f"rank {rank} cannot listen on {address} ({error.strerror or error}); choose an address of this machine "

@@ -41,12 +41,13 @@ class Boards:
     """This process's own board, and how to reach those of the processes that it looks after.
 
     A board that all processes share says nothing of one of them by answering: there beats must change. `addresses`
-    are those of the others, whose names torch looks up when it connects.
+    are those of the others, whose names torch looks up when it connects, which takes up to `connect_s`.
     """
 
     own: Store
     others: Mapping[int, Callable[[], Store]]
     addresses: Mapping[int, str] = field(default_factory=dict)
+    connect_s: float = _CONNECT_S
     shared: bool = False
 
     @classmethod
@@ -64,6 +65,7 @@ class _Peer:
     connect: Callable[[], Store]
     answered_s: float
     connect_s: float | None = None  # what connecting may take, as long as it lasts
+    store: Store | None = None
     beat: str = ""
     verdict: str = ""
     broken_s: float | None = None
@@ -180,7 +182,9 @@ class Health:
         self._thread.join()
         for thread in self._threads:
             thread.join(_TELL_S / len(self._threads))  # one that waits for an answer is left to its end
-        self._boards = Boards(HashStore(), {})  # what was served is served no more
+        own, self._boards = self._boards.own, Boards(HashStore(), {})  # what was served is served no more
+        if hasattr(own, "close"):
+            own.close()
 
     def _tell(self, peers: list[_Peer], key: str, value: str) -> None:
         """Have the threads that ask boards write on them, those that answer."""
@@ -223,7 +227,8 @@ class Health:
         for peer in self._peers.values():
             if peer.left:
                 continue
-            silence_s = now - peer.answered_s
+            # a secured store knows of a connection that stands while its question is not answered yet
+            silence_s = now - max(peer.answered_s, getattr(peer.store, "heard_s", 0.0))
             patience_s = self._silence_s * (_FIRST_BEAT if self._boards.shared and not peer.beat else 1)
             patience_s = max(patience_s, peer.connect_s or 0.0)
             broken = peer.broken_s is not None and now - peer.broken_s > min(_LAST_WORD_S, self._silence_s)
@@ -253,7 +258,7 @@ class Health:
         beat = beat_key(peer.rank)
         keys = [beat, VERDICT_KEY] if peer.rank == FEEDER and not self._boards.shared else [beat]
         try:
-            store = self._connect(peer)
+            store = peer.store = self._connect(peer)
             # who has left is asked no more: its board goes, and torch prints a trace where a connection breaks
             while (not self._stop.is_set() or peer.tell) and not self._has_left(peer):
                 while peer.tell:
@@ -283,7 +288,7 @@ class Health:
         """Connect, with a patience that knows how long looking up a name takes here."""
         if peer.rank in self._boards.addresses:
             peer.connect_s = _LOOKUP_S
-            peer.connect_s = _CONNECT_S + 3 * lookup_s(self._boards.addresses[peer.rank])
+            peer.connect_s = self._boards.connect_s + 3 * lookup_s(self._boards.addresses[peer.rank])
             peer.answered_s = time.monotonic()
         store = peer.connect()
         peer.answered_s, peer.connect_s = time.monotonic(), None

@@ -14,8 +14,8 @@ from functools import partial
 
 from penstock.errors import DeviceLost, PenstockError, RunError, UsageError
 from penstock.group.addresses import local_address
-from penstock.group.board import CONNECT_S, PatientStore, connect_board, nobody_listens, wait_for_server
-from penstock.group.entry import join_group, why_ended
+from penstock.group.board import CONNECT_S, PatientStore, nobody_listens, wait_for_server
+from penstock.group.entry import join_group, links_of_run, why_ended
 from penstock.group.join import STORE_S, host_name
 from penstock.group.liveness import Health
 from penstock.group.roll_call import Membership, Rendezvous, await_call, read_run, wait_to_be_taken_in
@@ -113,7 +113,8 @@ def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
         world = join_later("192.168.1.10", 29500)
     """
     wait_for_server(host, port, patience_s)
-    connect = partial(connect_board, host, port)
+    links = links_of_run()
+    connect = partial(links.connect_store, host, port)
     own = uuid.uuid4().hex
     store = PatientStore(connect, STORE_S + CONNECT_S)
     try:
@@ -125,7 +126,7 @@ def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
         ) from None
     finally:
         store.close()
-    rendezvous = Rendezvous(connect, host, port, local_address(host), f"a newcomer on {host_name()}")
+    rendezvous = Rendezvous(links, connect, host, port, local_address(host), f"a newcomer on {host_name()}")
     membership = Membership(rendezvous=rendezvous, run=run, own=own, members=())
     return _await(membership, generation)
 

@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import RunError
 from penstock.group.board import PatientStore, read_if_there
+from penstock.group.links import Links
 from penstock.version import __version__
 
 _RUN_KEY = "penstock/again"
@@ -97,9 +98,10 @@ class RollCall:
 class Rendezvous:
     """Where the processes of a run meet, as one of them sees it: at the first one's store.
 
-    `address` is this process's own, on which it listens, `name` what people call it.
+    `links` are what it connects by, `address` is this process's own, on which it listens, `name` what people call it.
     """
 
+    links: Links
     connect: Callable[[], Store]
     host: str
     port: int

@@ -2,7 +2,9 @@
 
     keeper.py GRACE_S FOLDER INTERPRETER [NAME=VALUE ...] -- ARGUMENTS
 
-Run by a machine's own Python before anything else is known of it: the standard library is all that it needs.
+The first line of standard input is the run's key, or empty: it goes into a file that only this account reads, for as
+long as the run lasts, and stands in no argument and no environment. Run by a machine's own Python before anything else
+is known of it: the standard library is all that it needs.
 """
 
 import contextlib
@@ -21,6 +23,11 @@ def main(grace_s: float, folder: str, interpreter: str, rest: list[str]) -> int:
     split = rest.index("--")
     env = {**os.environ, "PYTHONPATH": os.path.join(folder, "src")}
     env.update(dict(each.split("=", 1) for each in rest[:split]))
+    key = os.path.join(folder, f"run-{os.getpid()}.key")
+    if line := _read_line():
+        with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(line + b"\n")
+        env["PENSTOCK_KEY"] = key
     command = [interpreter, "-m", "penstock", *rest[split + 1 :]]
     child = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
 
@@ -38,7 +45,17 @@ def main(grace_s: float, folder: str, interpreter: str, rest: list[str]) -> int:
     threading.Thread(target=watch, daemon=True).start()
     status = child.wait()
     end(signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(key)
     return status if status >= 0 else 128 - status
+
+
+def _read_line() -> bytes:
+    """Read the first line of standard input, and no byte of what comes after it."""
+    line = b""
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        line += byte
+    return line
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ subprocess.run([os.path.join(venv, "bin", "python"), "-m", "pip", "install", "--
 """
 FILES = "files"  # below a machine's folder: what a run takes and leaves there
 # what a process needs that holds a stage; the first machine needs the model's library too
-CORE = ("torch", "numpy", "safetensors", "msgspec", "typer", "rich")
+CORE = ("torch", "numpy", "safetensors", "msgspec", "pyzmq", "typer", "rich")
 FIRST = ("timm", "transformers", "pillow")
 
 Progress = Callable[[str, str], None]

@@ -58,15 +58,15 @@ def remote_command(host: Host, env: Mapping[str, str], arguments: Sequence[str])
 
 
 class RemoteRun:
-    """A command that runs on machines; leaving the `with` block ends what still runs.
+    """A command that runs on machines, which are told the run's key; leaving the `with` block ends what still runs.
 
     with RemoteRun(hosts, commands) as run:
         statuses = run.wait()
     """
 
     def __init__(
-        self, hosts: Sequence[Host], commands: Sequence[Sequence[str]], *, output: Output = print_line,
-        end_together: EndTogether = True,
+        self, hosts: Sequence[Host], commands: Sequence[Sequence[str]], *, key: bytes = b"",
+        output: Output = print_line, end_together: EndTogether = True,
     ) -> None:  # fmt: skip
         self._output, self._end_together = output, end_together
         self._members: list[_Member] = []
@@ -74,6 +74,11 @@ class RemoteRun:
         try:
             for host, words in zip(hosts, commands, strict=True):
                 self._members.append(self._start(host, words))
+                with contextlib.suppress(OSError):  # a machine that cannot be reached says so below
+                    stdin = self._members[-1].process.stdin
+                    if stdin is not None:
+                        stdin.write(key.decode() + "\n")
+                        stdin.flush()
         except BaseException:
             self.end()
             raise

@@ -1,0 +1,214 @@
+"""A small store behind the run's key: what `torch`'s is for processes that trust their network (`group/board.py`)."""
+
+import threading
+import time
+from typing import Literal
+
+import msgspec
+import zmq
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from penstock.text import plain
+from penstock.transport.curve import CONNECT_S, Connection, Curve
+
+MAX_KEYS, MAX_VALUE_BYTES = 100_000, 64 * 1024
+_POLL_MS = 100
+_ANSWER_S = 60.0
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What is asked of a store: an operation with its keys and values, and a number that the answer has too."""
+
+    number: int
+    operation: Literal["set", "get", "check", "multi_get", "compare_set", "add"]
+    words: list[str]
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a store answers: values, or why there are none."""
+
+    number: int
+    values: list[str]
+    problem: str = ""
+
+
+class StoreServer:
+    """A store of this process, served to those that have the key; used here as the others use it.
+
+    Example:
+        store = StoreServer(curve, "192.168.1.10", 29500)
+    """
+
+    def __init__(self, curve: Curve, address: str, port: int = 0) -> None:
+        self._socket, self.port = curve.listen(address, port)
+        self._values: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="penstock-store-server", daemon=True)
+        self._thread.start()
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self._do("set", [key, value])
+
+    def get(self, key: str) -> bytes:
+        """Read a value; raises `RuntimeError` where there is none."""
+        return self._do("get", [key])[0].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all of these are there."""
+        return self._do("check", keys) == ["1"]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Read several values."""
+        return [value.encode() for value in self._do("multi_get", keys)]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a value where the expected one stands, nothing meaning none; returns what then stands there."""
+        return self._do("compare_set", [key, expected, desired])[0].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 where there is none; returns the sum."""
+        return int(self._do("add", [key, str(amount)])[0])
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._closing.set()
+        self._thread.join()
+
+    def _do(self, operation: str, words: list[str]) -> list[str]:
+        """Do one operation; raises `RuntimeError` for what cannot be done."""
+        with self._lock:
+            values = self._values
+            if operation == "check":
+                return [str(int(all(word in values for word in words)))]
+            if operation in {"get", "multi_get"}:
+                missing = [word for word in words if word not in values]
+                if missing:
+                    raise RuntimeError(f"there is no {plain(missing[0])[:80]} in the store")
+                return [values[word] for word in words]
+            key, *rest = words
+            if operation == "set":
+                (found,) = rest
+            elif operation == "compare_set":
+                expected, desired = rest
+                found = desired if values.get(key, "") == expected else values.get(key, "")
+            else:
+                (amount,) = rest
+                found = str(int(values.get(key, "0")) + int(amount))
+            if len(found) > MAX_VALUE_BYTES or (key not in values and len(values) >= MAX_KEYS):
+                raise RuntimeError("the store takes no more")
+            values[key] = found
+            return [found]
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        try:
+            while not self._closing.is_set():
+                if poller.poll(_POLL_MS):
+                    name, *parts = self._socket.recv_multipart()
+                    self._socket.send_multipart([name, msgspec.json.encode(self._answer(parts))])
+        except zmq.ZMQError:  # the context went first: this process is ending
+            pass
+        finally:
+            self._socket.close(0)
+
+    def _answer(self, parts: list[bytes]) -> Answer:
+        number = -1
+        try:
+            request = msgspec.json.decode(b"".join(parts), type=Request)
+            number = request.number
+            return Answer(number, self._do(request.operation, request.words))
+        except (msgspec.MsgspecError, UnicodeError, ValueError, RuntimeError, RecursionError) as error:
+            return Answer(number, [], str(error)[:200] or type(error).__name__)
+
+
+class SecuredStore:
+    """Another process's `StoreServer`.
+
+    Every call raises `RuntimeError` once the connection is broken. It waits as long as the connection stands, which
+    libzmq's threads look after, up to a minute; `heard_s` is when it was last known to.
+    """
+
+    def __init__(self, curve: Curve, address: str, port: int, timeout_s: float = CONNECT_S) -> None:
+        self._connection: Connection = curve.connect(address, port, b"", timeout_s)
+        self._lock = threading.Lock()
+        self._number = 0
+        self.heard_s = time.monotonic()
+        self._poller = zmq.Poller()
+        self._poller.register(self._connection.socket, zmq.POLLIN)
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self._ask("set", [key, value])
+
+    def get(self, key: str) -> bytes:
+        """Read a value; raises `RuntimeError` where there is none."""
+        return self._ask("get", [key])[0].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all of these are there."""
+        return self._ask("check", keys) == ["1"]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Read several values."""
+        return [value.encode() for value in self._ask("multi_get", keys)]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a value where the expected one stands, nothing meaning none; returns what then stands there."""
+        return self._ask("compare_set", [key, expected, desired])[0].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 where there is none; returns the sum."""
+        return int(self._ask("add", [key, str(amount)])[0])
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        with self._lock:
+            self._connection.close()
+
+    def _ask(self, operation: str, words: list[str]) -> list[str]:
+        with self._lock:
+            self._number += 1
+            request = msgspec.json.encode([self._number, operation, words])
+            deadline = time.monotonic() + _ANSWER_S
+            try:
+                self._connection.socket.send(request)
+                while time.monotonic() < deadline:
+                    self._connection.look()
+                    if self._connection.broken:
+                        raise RuntimeError("the connection to the store broke")
+                    self.heard_s = time.monotonic()
+                    if self._poller.poll(_POLL_MS):
+                        answer = msgspec.json.decode(self._connection.socket.recv(), type=Answer)
+                        if answer.number != self._number:
+                            continue
+                        if answer.problem:
+                            raise RuntimeError(answer.problem)
+                        return answer.values
+            except zmq.ZMQError as error:
+                raise RuntimeError(f"the connection to the store broke: {error}") from None
+            except msgspec.MsgspecError as error:
+                raise RuntimeError(f"the store answers what cannot be read: {error}") from None
+            raise RuntimeError(f"the store has not answered for {_ANSWER_S:g} s")
+
+
+class Prefixed:
+    """A part of a store, under a name of its own."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        """Read a value that is there."""
+        found: bytes = self._store.get(f"{self._prefix}/{key}")
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all of these are there."""
+        return bool(self._store.check([f"{self._prefix}/{key}" for key in keys]))

@@ -1,0 +1,255 @@
+"""The transport over connections that prove a key and are encrypted (`transport/curve.py`).
+
+Each process listens once and connects to every other. A message waits at its sender until the receiver has a buffer
+for it, of which it says so by a credit: what is under way is bounded, and a send is done when a receive is posted.
+
+    receiver   receive(buffer, source, tag) ── credit, tag ──▶ sender
+    sender     send(buffer, to, tag)        ── data, tag, parts ──▶ receiver, into the buffer
+"""
+
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+import zmq
+from torch import Tensor
+
+from penstock.errors import ConnectionBroken, RunError, TransportError
+from penstock.transport.base import Pending
+from penstock.transport.curve import PART_BYTES, Connection, Curve
+
+_HEADER = struct.Struct("<Bq")
+_CREDIT, _DATA = 1, 2
+_POLL_MS = 100
+_LOOK_S = 0.2
+_NAME = struct.Struct(">cI")
+
+
+class Addresses(Protocol):
+    """Where the ranks say where they listen: a store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> bytes:
+        """Read a value that is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all of these are there."""
+
+
+class SecuredTransport:
+    """Point-to-point messages over encrypted connections to those alone that have the run's key.
+
+    Connecting takes at most `join_s` seconds; `watch` is called meanwhile and may raise something sooner. Raises
+    `RunError` where the ranks do not reach each other.
+
+    Example:
+        SecuredTransport(Curve(key), store, rank=0, size=2, address="192.168.1.10")
+    """
+
+    def __init__(
+        self, curve: Curve, store: Addresses, rank: int, size: int, address: str, *, join_s: float = 60.0,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.rank, self.size = rank, size
+        self._lock = threading.RLock()
+        self._receives: dict[tuple[int, int], deque[_Pending]] = defaultdict(deque)
+        self._sends: dict[tuple[int, int], deque[_Pending]] = defaultdict(deque)
+        self._credits: dict[tuple[int, int], int] = defaultdict(int)
+        self._open: set[_Pending] = set()
+        self._failure: str | None = None
+        self._broken: set[int] = set()
+        self._others: dict[int, Connection] = {}
+        self._inbox, port = curve.listen(address)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._take_in, name="penstock-secured", daemon=True)
+        self._thread.start()
+        try:
+            store.set(f"data/{rank}", f"{address} {port}")
+            self._connect(curve, store, time.monotonic() + join_s, watch)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, curve: Curve, store: Addresses, deadline: float, watch: Callable[[], None]) -> None:
+        for peer in (rank for rank in range(self.size) if rank != self.rank):
+            while not store.check([f"data/{peer}"]):
+                watch()
+                if time.monotonic() > deadline:
+                    raise RunError(
+                        f"rank {peer} has not said where it listens; check that every host reaches the first"
+                    )
+                time.sleep(0.02)
+            host, port = store.get(f"data/{peer}").decode().split()
+            try:
+                self._others[peer] = curve.connect(
+                    host, int(port), _NAME.pack(b"r", self.rank), max(1.0, deadline - time.monotonic())
+                )
+            except RuntimeError as error:
+                watch()
+                raise RunError(
+                    f"the {self.size} processes have met but rank {self.rank} cannot connect to rank {peer}: {error}; "
+                    "check that every host reaches every other"
+                ) from None
+        with self._lock:  # receives may have been posted for by others before they could be answered
+            for (peer, tag), sends in self._sends.items():
+                self._send_what_may_go(peer, tag, sends)
+
+    def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
+        """Send a buffer without waiting."""
+        pending = _Pending(self, buffer, to)
+        with self._lock:
+            self._check(to)
+            self._open.add(pending)
+            queued = self._sends[to, tag]
+            queued.append(pending)
+            self._send_what_may_go(to, tag, queued)
+        return pending
+
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+        """Post a buffer for the next message on a tag."""
+        pending = _Pending(self, buffer, source)
+        with self._lock:
+            self._check(source)
+            self._open.add(pending)
+            self._receives[source, tag].append(pending)
+            self._others[source].socket.send(_HEADER.pack(_CREDIT, tag))
+        return pending
+
+    def abort(self) -> None:
+        """End every wait of this process with `ConnectionBroken`."""
+        self._fail("was given up")
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._fail("was given up")
+        self._closing.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        with self._lock:
+            for connection in self._others.values():
+                connection.close()
+            self._others = {}
+
+    def _check(self, peer: int) -> None:
+        if self._failure is not None or peer in self._broken:
+            raise ConnectionBroken(f"the connection to rank {peer} {self._failure or 'broke'}")
+
+    def _fail(self, reason: str) -> None:
+        """End what is under way to and from everybody, and all that would begin."""
+        with self._lock:
+            self._failure = self._failure or reason
+        for peer in range(self.size):
+            self._break(peer, reason)
+
+    def _break(self, peer: int, reason: str = "broke") -> None:
+        """End what is under way to and from one rank, and all that would begin."""
+        with self._lock:
+            self._broken.add(peer)
+            failed = [pending for pending in self._open if pending.peer == peer]
+            self._open.difference_update(failed)
+            for waiting in (self._sends, self._receives):
+                for key in [key for key in waiting if key[0] == peer]:
+                    del waiting[key]
+        for pending in failed:
+            pending.finish(ConnectionBroken(f"the connection to rank {peer} {reason}"))
+
+    def _look_after_connections(self) -> None:
+        for peer, connection in list(self._others.items()):
+            if peer not in self._broken:
+                connection.look()
+                if connection.broken:
+                    self._break(peer)
+
+    def _send_what_may_go(self, to: int, tag: int, queued: "deque[_Pending]") -> None:
+        """Send, under the lock, as many messages as there are credits for."""
+        while queued and self._credits[to, tag] and to in self._others:
+            self._credits[to, tag] -= 1
+            pending = queued.popleft()
+            data = memoryview(pending.buffer.numpy())  # type: ignore[arg-type]
+            parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+            self._others[to].socket.send_multipart([_HEADER.pack(_DATA, tag), *parts], copy=True)
+            self._open.discard(pending)
+            pending.finish()
+
+    def _take_in(self) -> None:
+        """Take in what others send, in a thread of its own."""
+        try:
+            poller = zmq.Poller()
+            poller.register(self._inbox, zmq.POLLIN)
+            looked_s = time.monotonic()
+            while not self._closing.is_set():
+                if time.monotonic() - looked_s > _LOOK_S:
+                    looked_s = time.monotonic()
+                    self._look_after_connections()
+                if poller.poll(_POLL_MS):
+                    name, header, *parts = self._inbox.recv_multipart(copy=False)
+                    self._take(name.bytes, header.bytes, parts)
+        except TransportError as error:
+            self._fail(f"is damaged: {error}")
+        except (zmq.ZMQError, struct.error, ValueError) as error:
+            self._fail(f"broke: {error}")
+        finally:
+            self._inbox.close(0)
+
+    def _take(self, name: bytes, header: bytes, parts: "list[zmq.Frame]") -> None:
+        kind, source = _NAME.unpack(name)
+        action, tag = _HEADER.unpack(header)
+        if kind != b"r" or not 0 <= source < self.size or source == self.rank:
+            raise TransportError(f"a process that calls itself {name!r} is none of this run's {self.size}")
+        if action == _CREDIT:
+            with self._lock:
+                self._credits[source, tag] += 1
+                self._send_what_may_go(source, tag, self._sends[source, tag])
+            return
+        with self._lock:
+            waiting = self._receives.get((source, tag))
+            if action != _DATA or not waiting:
+                if self._failure is not None:
+                    return
+                raise TransportError(f"rank {source} has sent what nobody waits for")
+            pending = waiting.popleft()
+            self._open.discard(pending)
+        num_bytes = sum(len(part.buffer) for part in parts)
+        if num_bytes > pending.buffer.numel():
+            pending.finish(
+                TransportError(
+                    f"a message of {num_bytes} bytes does not fit the {pending.buffer.numel()} that were posted"
+                )
+            )
+            return
+        room, start = pending.buffer.numpy(), 0
+        for part in parts:
+            stop = start + len(part.buffer)
+            room[start:stop] = np.frombuffer(part.buffer, dtype=np.uint8)
+            start = stop
+        pending.finish()
+
+
+class _Pending:
+    """A send or receive under way."""
+
+    def __init__(self, transport: SecuredTransport, buffer: Tensor, peer: int) -> None:
+        assert buffer.dtype == torch.uint8  # noqa: S101 -- what `Transport` says of buffers
+        self.buffer, self.peer = buffer, peer
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._error: TransportError | None = None
+        del transport
+
+    def finish(self, error: TransportError | None = None) -> None:
+        """It is done, or will never be."""
+        self._error = error
+        self._done.release()
+
+    def wait(self) -> None:
+        """Block until it is done."""
+        with self._done:
+            if self._error is not None:
+                raise self._error

@@ -1,0 +1,94 @@
+"""Streams whose processes prove a key: the same results, the same survival, and nobody without the key."""
+
+import json
+from pathlib import Path
+
+from penstock.transport.curve import write_key
+from tests.forks import run_forked
+from tests.processes import free_port
+
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+import torch
+from penstock.deploy import worker
+from penstock.group import entry
+from penstock.runtime.eager import Runtime
+from penstock.errors import PenstockError
+from penstock.pipeline import Pipeline
+from tests.worlds import tower, tower_inputs
+
+folder, case, port = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank = int(os.environ["RANK"])
+# as penstock hosts run starts them: no agents, and a key in a file
+del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+os.environ["MASTER_PORT"] = port
+key = "other" if case == "stranger" and rank == 2 else "run"
+os.environ["PENSTOCK_KEY"] = str(folder / f"{key}.key")
+torch.set_num_threads(1)
+calls, run = [], Runtime.__call__
+
+
+def held(*given):
+    calls.append(0)
+    if rank == 1 and case == "lost" and len(calls) == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and case == "busy" and len(calls) == 5:
+        import ctypes
+        ctypes.PyDLL(None).usleep(7_500_000)  # as a C extension that keeps the interpreter's lock
+    return run(*given)
+
+
+Runtime.__call__ = held
+
+
+def tell(**what):
+    (folder / f"{case}-{rank}.json").write_text(json.dumps(what))
+
+
+if case == "stranger" and rank < 2:
+    if not rank:  # the run that a process with another key would be part of
+        store = entry.links_of_run().serve_store("127.0.0.1", int(port))
+        while not (folder / f"{case}-2.json").exists():
+            time.sleep(0.05)
+        store.close()
+    os._exit(0)
+try:
+    world = entry.join_torchrun(followed=True, again=True)
+    if rank:
+        tell(message=worker.follow(world))
+    else:
+        model, inputs = tower(), tower_inputs(60)
+        with world:
+            with Pipeline(model, inputs[0], stages=3, world=world, threads=1, on_loss="continue") as pipe:
+                outputs = list(pipe.stream(inputs))
+            world.last_word = "fine"
+        with torch.no_grad():
+            equal = all(torch.equal(one, model(*two)) for one, two in zip(outputs, inputs, strict=True))
+        tell(equal=equal, changes=[change.why for change in pipe.changes], transport=type(world.transport).__name__)
+except PenstockError as error:
+    tell(kind=type(error).__name__, message=str(error))
+"""
+
+
+def test_streams_behind_a_key(tmp_path: Path) -> None:
+    for name in ("run", "other"):
+        write_key(tmp_path / f"{name}.key")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    cases = ["fine", "lost", "busy", "stranger"]
+    run_forked(script, [(3, [str(tmp_path), case, str(free_port())]) for case in cases], 120.0)
+    told = {
+        (case, rank): json.loads(path.read_text())
+        for case in cases for rank in range(3) if (path := tmp_path / f"{case}-{rank}.json").exists()
+    }  # fmt: skip
+    for case in ("fine", "busy"):
+        assert told[case, 0] == {"equal": True, "changes": [], "transport": "SecuredTransport"}, told
+        assert told[case, 1] == told[case, 2] == {"message": "fine"}
+    # the same survival as without a key
+    assert told["lost", 0]["equal"]
+    assert len(told["lost", 0]["changes"]) == 1
+    assert "is gone" in told["lost", 0]["changes"][0]
+    assert told["lost", 2] == {"message": "fine"}
+    # who has another key gets nowhere, and is told why
+    assert "does not prove this run's key" in told["stranger", 2]["message"]

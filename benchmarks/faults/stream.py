@@ -17,7 +17,9 @@ from typing import IO
 from penstock.cluster.lab import Lab
 from penstock.cluster.lab.run import LabRun
 from penstock.cluster.output import OutputLine
+from penstock.errors import ClusterError
 from penstock.group.launcher import module_command, module_path
+from penstock.group.variables import KEY, TRUSTED
 
 KINDS = ("kill", "cut", "freeze", "slow", "memory")
 _PORT = 29500
@@ -163,14 +165,14 @@ class Stream:
             self._signal(host, signal.SIGCONT)
         elif kind == "slow":
             self.lab.slow(host, cpu=self.lab.spec.host(host).cpu)
-        if not self._processes(host) and not self.ended:
-            self._join(host)
+        self.rejoin()
 
     def rejoin(self) -> None:
         """Start a process on every host that has none, as a board that was switched on again does."""
         for host in self.hosts:
             if not self._processes(host) and not self.ended:
-                self._join(host)
+                with contextlib.suppress(ClusterError):  # what took the memory is not quite gone: it comes next time
+                    self._join(host)
 
     def _join(self, host: str) -> None:
         first = f"10.77.0.1:{_PORT}"
@@ -200,11 +202,11 @@ class Stream:
 
 @contextlib.contextmanager
 def streaming(
-    lab: Lab, arguments: Sequence[str], rows: Path, log: Path, on: Sequence[str] | None = None
+    lab: Lab, arguments: Sequence[str], rows: Path, log: Path, on: Sequence[str] | None = None, key: Path | None = None
 ) -> Iterator[Stream]:
-    """Run a verb that writes rows on the hosts of a lab, until it has ended or the block is left."""
+    """Run a verb that writes rows on the hosts of a lab, behind a key if there is one, until it or the block ends."""
     command = module_command("penstock", *arguments)
-    env = {"PYTHONPATH": module_path(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env = {"PYTHONPATH": module_path(), "TORCH_CPP_LOG_LEVEL": "ERROR", KEY: str(key or ""), TRUSTED: "1"}
     with contextlib.ExitStack() as stack:
         errors = stack.enter_context(log.open("a"))
         stream = Stream(lab, rows, errors=errors, members={host.name for host in lab.spec.hosts})

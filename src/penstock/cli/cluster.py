@@ -20,7 +20,6 @@ from penstock.group.variables import TRUSTED
 from penstock.spec.cluster import Cluster as Spec
 from penstock.spec.cluster import read_cluster
 from penstock.terminal.notes import say
-from penstock.transport.curve import make_key
 
 Cluster = Annotated[
     Path | None, typer.Option("--cluster", metavar="FILE", help="Run on a lab's or cluster's hosts, a process on each.")
@@ -79,6 +78,8 @@ def run_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT, key: b
     hosts, commands = commands_by_ssh(cluster, arguments, port)
     ends = _ends_with(arguments)
     shown = _shown(hosts[0].name)
+    from penstock.transport.curve import make_key  # other verbs need no keys, and their help is to come at once
+
     key = make_key() if key is None else key
     with ended_by_signals(), RemoteRun(hosts, commands, key=key, output=shown, end_together=ends) as run:
         codes = run.wait()

@@ -29,6 +29,7 @@ from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 import msgspec
 
@@ -45,6 +46,8 @@ from penstock.spec.fields import (
 )
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
+# what a stream does when a device is lost
+OnLoss = Literal["stop", "continue", "wait"]
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
 _REACHED = ("ssh", "folder", "venv", "python")
 _DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency", *_REACHED)

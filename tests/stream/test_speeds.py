@@ -7,11 +7,13 @@ from penstock.stream.speeds import Count, ObservedSpeeds
 class Watched:
     """Two devices that compute for as long as is said."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_first: bool = False) -> None:
         self.now_s = 0.0
         self.counts = {"a": Count(0.0, 0), "b": Count(0.0, 0)}
         self.broken = False
-        self.speeds = ObservedSpeeds(self.count, lambda: {"a": 0.1, "b": 0.2}, clock=lambda: self.now_s, window_s=5.0)
+        self.speeds = ObservedSpeeds(
+            self.count, lambda: {"a": 0.1, "b": 0.2}, at_first=at_first, clock=lambda: self.now_s, window_s=5.0
+        )
 
     def count(self) -> dict[str, Count]:
         if self.broken:
@@ -52,3 +54,11 @@ def test_too_little_to_say() -> None:
     watched.broken = True
     watched.now_s += 10.0
     assert not watched.speeds.changed()
+
+
+def test_the_first_speeds_are_news() -> None:
+    watched = Watched(at_first=True)
+    assert not watched.work(10, a=0.1, b=0.4)
+    assert watched.work(10, a=0.1, b=0.4)
+    assert watched.speeds.now() == {"a": 1.0, "b": 0.5}
+    assert not watched.work(10, a=0.1, b=0.4)

@@ -121,7 +121,10 @@ def _surviving(
             asked = replace(run, threads=threads)
             return place(world, graph, plan, load, asked, number=number, ranks=ranks)
 
-        return SurvivingStages(world, lambda: deploy(world, threads, tracer), ranks, replanner, put, options)
+        asked_for = cut.plan is not None or cut.cuts is not None or cut.policy != "balanced"
+        return SurvivingStages(
+            world, lambda: deploy(world, threads, tracer), ranks, replanner, put, options, adapts=not asked_for
+        )
 
     return survive
 

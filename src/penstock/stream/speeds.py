@@ -25,6 +25,7 @@ class ObservedSpeeds:
     """Watches the devices of stages in place, window by window.
 
     `count` returns what each has counted, by name, `expected_s` what a device of speed 1 takes for each microbatch.
+    With `at_first` the first speeds that are seen count as a change: so far all were taken for equal.
 
     Example:
         speeds = ObservedSpeeds(count, lambda: {"board0": 0.02, "board1": 0.02})
@@ -34,7 +35,7 @@ class ObservedSpeeds:
 
     def __init__(
         self, count: Callable[[], Mapping[str, Count]], expected_s: Callable[[], Mapping[str, float]], *,
-        clock: Callable[[], float] = time.monotonic, window_s: float = WINDOW_S,
+        at_first: bool = False, clock: Callable[[], float] = time.monotonic, window_s: float = WINDOW_S,
     ) -> None:  # fmt: skip
         self._count, self._expected_s = count, expected_s
         self._clock, self._window_s = clock, window_s
@@ -42,6 +43,7 @@ class ObservedSpeeds:
         self._before: Mapping[str, Count] = {}
         self._usual: dict[str, float] = {}  # speeds when they were last found good
         self._speeds: dict[str, float] = {}  # of the last window
+        self._at_first = at_first
 
     def changed(self) -> bool:
         """Look, and tell whether a device has become slower or faster since its speed was last accepted."""
@@ -62,6 +64,9 @@ class ObservedSpeeds:
                 self._speeds[name] = expected_s[name] * num / busy_s
         for name, speed in self._speeds.items():
             self._usual.setdefault(name, speed)
+        if self._at_first and self._speeds:
+            self._at_first = False
+            return True
         return any(abs(factor - 1) > CHANGE for factor in self._factors().values())
 
     def now(self) -> dict[str, float]:

@@ -58,7 +58,8 @@ class StreamChange:
 class SurvivingStages:
     """Stages in place that outlive the loss of devices; used like a `Deployment`.
 
-    `ranks` are those of the devices by name. The world becomes another group where one forms.
+    `ranks` are those of the devices by name. The world becomes another group where one forms. A stream that `adapts`
+    is planned again as soon as devices have been seen at work, since nobody has said where it is to be cut.
 
     Example:
         stages = SurvivingStages(world, deploy, {"board0": 0, "board1": 1}, replanner, place, options)
@@ -68,7 +69,7 @@ class SurvivingStages:
 
     def __init__(
         self, world: World, deploy: Callable[[], Deployment | Replicas], ranks: Mapping[str, int],
-        replanner: Replanner, place: Place, options: SurvivalOptions,
+        replanner: Replanner, place: Place, options: SurvivalOptions, *, adapts: bool = False,
     ) -> None:  # fmt: skip
         self.world = world
         self.changes: list[StreamChange] = []  # of the last stream
@@ -79,7 +80,7 @@ class SurvivingStages:
         self._next: tuple[str, Plan | None] = ("", None)  # why the stages change, and to what
         self._number = 0
         self.deployment: Deployment | Replicas = Replicas(())
-        self._speeds = self._watch_speeds()
+        self._speeds = self._watch_speeds(at_first=adapts)
         try:
             self.deployment = deploy()
             self._number = len(self.deployments)
@@ -170,7 +171,8 @@ class SurvivingStages:
             self._speeds.accept()
             return False
         name, factor = self._speeds.most_changed()
-        self._next = f"{name} computes {factor:.2f} times as fast as before", plan
+        why = f"{name} computes {factor:.2f} times as fast as before" if factor != 1.0 else "devices were seen at work"
+        self._next = why, plan
         return True
 
     def _change(self) -> None:
@@ -252,7 +254,7 @@ class SurvivingStages:
         self._replanner.take(plan)
         self._speeds = self._watch_speeds()
 
-    def _watch_speeds(self) -> ObservedSpeeds:
+    def _watch_speeds(self, *, at_first: bool = False) -> ObservedSpeeds:
         by_rank = {rank: name for name, rank in self._ranks().items()}
 
         def count() -> dict[str, Count]:
@@ -263,7 +265,7 @@ class SurvivingStages:
                     found[by_rank[rank]] = Count(counters.busy_s, counters.num_run)
             return found
 
-        return ObservedSpeeds(count, self._replanner.seconds)
+        return ObservedSpeeds(count, self._replanner.seconds, at_first=at_first)
 
     def _tell(self, why: str, began_s: float, num_again: int) -> None:
         now_s = time.perf_counter()

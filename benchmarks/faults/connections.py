@@ -136,7 +136,7 @@ def send(way: str, port: int, folder: Path) -> None:
     else:
         if way == "CURVE":
             curve = Curve(read_key(folder / "run.key"))
-            transport: Transport = SecuredTransport(curve, SecuredStore(curve, HOST, port), 1, 2, HOST)  # type: ignore[arg-type]
+            transport: Transport = SecuredTransport(curve, SecuredStore(curve, HOST, port), 1, 2, HOST)
         else:
             transport = GlooTransport(TCPStore(HOST, port, None, False, wait_for_workers=False), 1, 2, HOST)
         give = lambda: transport.send(data, 0, 1).wait()  # noqa: E731

@@ -69,6 +69,21 @@ def test_one_that_wakes_up_late_waits_for_the_next_group() -> None:
     assert found == [(2, ["late"])]
 
 
+def test_who_has_failed_twice_stays_out() -> None:
+    store = HashStore()
+    roll = RollCall(store, "run")
+    patient = PatientStore(lambda: store, 5.0)
+    wait_to_be_taken_in(patient, "run", "cut off")
+    for generation in (1, 2):
+        assert roll.waiting() == ["cut off"]
+        roll.note_failure(roll.waiting())
+        assert roll.call(generation, [], answer_s=0.1) == []
+        wait_to_be_taken_in(patient, "run", "cut off")
+    wait_to_be_taken_in(patient, "run", "another")
+    assert roll.waiting() == ["another"]
+    patient.close()
+
+
 def test_a_run_that_is_over() -> None:
     store = HashStore()
     roll = RollCall(store, "run")

@@ -1,6 +1,7 @@
 """`penstock infer`: predictions for a set of images, written as they come."""
 
 import contextlib
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from penstock.spec.profile import read_profile
 from penstock.terminal.console import PlainConsole
 from penstock.terminal.live import LiveView
 from penstock.terminal.notes import note, say
-from penstock.terminal.progress import working
+from penstock.terminal.progress import how_far, telling, working
 from penstock.transport.base import FEEDER
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
@@ -138,9 +139,10 @@ def _run(
         console=console, disable=live or not console.is_terminal, transient=True,
     )  # fmt: skip
     start = len(file.done)
+    left = len(images) - start
     view = LiveView(console, pipe.stage_states, total=len(images), unit="images", done=start, shown=live)
     try:
-        with progress, pipe, view:
+        with progress, pipe, view, telling(lambda: how_far(tally.num_rows, left, "images", tally.seconds), console):
             task = progress.add_task("infer", total=len(images), completed=start, rate=0.0)
             for prediction in classify(pipe, zoo, images, microbatch_size=microbatch_size, start=start):
                 file.write(prediction.row())
@@ -165,6 +167,7 @@ class _Tally:
         self._zoo, self._images = zoo, images
         self._classes: dict[int, int] | None = None
         self.num_rows = 0
+        self._began_s = time.monotonic()
         self.failed: list[Prediction] = []
         self._labelled = self._right = 0
         self._start = len(file.done)
@@ -180,6 +183,11 @@ class _Tally:
         if prediction.label in self._classes:
             self._labelled += 1
             self._right += self._classes[prediction.label] == prediction.prediction
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it has taken so far."""
+        return time.monotonic() - self._began_s
 
     def summary(self, pipe: Pipeline) -> dict[str, Any]:
         """Return the counts and the stream's times."""

@@ -51,8 +51,10 @@ def regroup(world: World, lost: Collection[int] = (), *, join_s: float = _MEET_S
             raise DeviceLost("no device is left: all others were lost; start again, or have others join")
         try:
             world.become(_meet(world, membership, answered, join_s))
-        except RunError:  # one of them was lost since
-            membership, expected = replace(membership, generation=membership.generation + 1), answered
+        except RunError:  # one of them was lost since, or a newcomer cannot be reached by all
+            membership.roll.note_failure(name for name in answered if name not in expected)
+            expected = [name for name in expected if name in answered]
+            membership = replace(membership, generation=membership.generation + 1)
             continue
         return
     raise DeviceLost(

@@ -9,7 +9,8 @@ taken in by a later call: a process that stood still and wakes up late, a machin
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +26,7 @@ _RUN_KEY = "penstock/again"
 _OVER = "over"
 _POLL_S = 0.1
 ANSWER_S = 5.0  # in which those that are left answer a call
+_MOST_FAILURES = 2
 _NEWCOMERS_S = 1.0  # and those that wait, who may be gone
 
 
@@ -47,6 +49,7 @@ class RollCall:
         self._store, self._run = store, run
         self._seen = 0
         self._waiting: list[str] = []
+        self._failures: Counter[str] = Counter()
         store.set(_key(run, "call"), "0")
         store.add(_key(run, "waiting"), 0)
         store.set(_RUN_KEY, msgspec.json.encode(Running(run=run)).decode())
@@ -60,9 +63,13 @@ class RollCall:
                 break  # it has counted itself and not said who it is yet
             name = self._store.get(key).decode()
             self._seen = number
-            if name not in self._waiting:
+            if name not in self._waiting and self._failures[name] < _MOST_FAILURES:
                 self._waiting.append(name)
         return list(self._waiting)
+
+    def note_failure(self, names: Iterable[str]) -> None:
+        """Take note that a group with these newcomers did not come together; after the second time they stay out."""
+        self._failures.update(names)
 
     def call(self, generation: int, expected: Sequence[str], answer_s: float = ANSWER_S) -> list[str]:
         """Call, and return who is in the group of this number: those expected, in order, then those that waited."""

@@ -21,7 +21,7 @@ from penstock.deploy.run_options import SurvivalOptions
 from penstock.engine.counters import by_stage, read_counters
 from penstock.engine.driver import Microbatch
 from penstock.engine.observer import StreamReport
-from penstock.errors import DeviceLost, OutOfMemory, PenstockError, RunError, TransportError
+from penstock.errors import DeviceLost, OutOfMemory, PenstockError, PlanError, RunError, TransportError
 from penstock.group.regroup import regroup
 from penstock.group.world import World
 from penstock.spec.plan import Plan
@@ -166,7 +166,10 @@ class SurvivingStages:
             return True
         if not self._speeds.changed():
             return False
-        plan = self._replanner.plan(list(self._ranks()), self._speeds.now())
+        try:
+            plan = self._replanner.plan(list(self._ranks()), self._speeds.now())
+        except PlanError:  # as where another plan needs memory that is not there: it goes on as it is
+            plan = self._replanner.current
         if plan.pipelines == self._replanner.current.pipelines:
             self._speeds.accept()
             return False
@@ -202,8 +205,9 @@ class SurvivingStages:
             self._wait_for_others(len(lost), first)
             self._regroup(lost)
             try:
-                ranks = self._ranks()
-                self._place(self._replanner.plan(list(ranks), speeds))
+                self._place(self._replanner.plan(list(self._ranks()), speeds))
+            except PlanError as problem:
+                raise DeviceLost(f"{_sentence(first)}, and the others cannot do without it: {problem}") from problem
             except (DeviceLost, OutOfMemory, TransportError):
                 continue
             self._tell(_sentence(first), began_s, num_again)

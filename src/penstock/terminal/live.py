@@ -3,6 +3,7 @@
 Processes say how far they are with every heartbeat, once a second; the view only looks at what has been said.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.terminal.console import PlainConsole
+from penstock.terminal.progress import how_far, telling
 from penstock.text import plain
 
 # rates are over so many seconds, so that they are readable
@@ -120,7 +122,7 @@ def _clock(seconds: float) -> str:
 
 
 class FitProgress:
-    """Shows how far training is; says nothing without a terminal, and on all processes but the first.
+    """Shows how far training is: without a terminal by a line every half a minute; only on the first process.
 
     With `look`, which says how far the stages are, it shows them too.
 
@@ -147,20 +149,28 @@ class FitProgress:
         self._task: TaskID = self._progress.add_task(
             "train", total=num_steps, completed=done, loss=float("nan"), rate=0.0
         )
+        self._left, self._done, self._loss, self._began_s = num_steps - done, 0, float("nan"), time.monotonic()
+        self._telling = telling(self._line, console) if shown else contextlib.nullcontext()
 
     def __enter__(self) -> "FitProgress":
         if self._view is not None:
             self._view.__enter__()
         self._progress.start()
+        self._telling.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._telling.__exit__(None, None, None)
         self._progress.stop()
         if self._view is not None:
             self._view.__exit__(*error)
 
+    def _line(self) -> str:
+        return f"{how_far(self._done, self._left, 'steps', time.monotonic() - self._began_s)}, loss {self._loss:.4f}"
+
     def advance(self, *, loss: float, rate: float) -> None:
         """One more step is done."""
+        self._done, self._loss = self._done + 1, loss
         self._progress.update(self._task, advance=1, loss=loss, rate=rate)
         if self._view is not None:
             self._view.advance(note=f"loss {loss:.4f}, {rate:.1f} {self._unit}/s")

@@ -1,1 +1,1 @@
-"""Which processes take part: started, joined, watched, dismissed."""
+"""Which processes take part: started, joined, watched, dismissed, and called together again."""

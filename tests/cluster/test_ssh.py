@@ -26,6 +26,7 @@ from tests.processes import ROOT
 
 pytestmark = needs_sshd
 NUM_HOSTS = 2
+MODEL = "timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=16,num_heads=2,in_chans=1,num_classes=10"
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +84,8 @@ def test_prepared_looked_at_and_run_on(machines: SshLab, capsys: pytest.CaptureF
     assert verb("hosts", "check", machines.cluster) == 0
     assert capsys.readouterr().out.endswith("all of them are ready\n")
 
-    model = (
-        "timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=16,num_heads=2,in_chans=1,num_classes=10"
-    )
     wanted = tmp_path / "predictions.csv"
-    words = ["infer", model, "--images", "digits", "--num-images", 20, "-o", wanted]
+    words = ["infer", MODEL, "--images", "digits", "--num-images", 20, "-o", wanted]
     status = verb(*words, "--cluster", machines.cluster)
     captured = capsys.readouterr()
     assert status == 0, captured.err
@@ -112,6 +110,52 @@ def test_ended_with_whoever_started_it(machines: SshLab) -> None:
         process.send_signal(number)
         process.wait(30)
         until(lambda: not any(of_machine(f"board{index}", "worker") for index in range(NUM_HOSTS)), 20)
+
+
+SCAN = """
+import socket, sys
+for port in range(1, 65536):
+    with socket.socket() as probe:
+        probe.settimeout(2.0)
+        if not probe.connect_ex((sys.argv[1], port)):
+            print(port)
+"""
+
+
+def test_a_scan_finds_what_the_security_page_names(machines: SshLab, tmp_path: Path) -> None:
+    push(hosts_of(read_cluster(machines.cluster)), install=False)
+    rows = tmp_path / "rows.csv"
+    slow = "timm:vit_tiny_patch16_224,img_size=64,patch_size=8,num_classes=10"  # long enough to be looked at
+    words = ["infer", slow, "--images", "digits", "-o", str(rows)]
+    command = [sys.executable, "-m", "penstock", "hosts", "run", str(machines.cluster), "--", *words]
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": f"{ROOT}/src"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        until(lambda: rows.exists() and rows.read_text().count("\n") > 3, 90)
+        name = machines.lab.spec.name
+        inside = ["ip", "netns", "exec", f"penstock.{name}.board0"]
+        listening = subprocess.run([*inside, "ss", "-Hltn"], capture_output=True, text=True, check=True).stdout
+        places = [line.split()[3].rsplit(":", 1) for line in listening.splitlines()]
+        own = sorted(int(port) for address, port in places if address == "10.77.0.1")
+        # the rendezvous, this process's board and its data; nothing of it on any other address
+        assert len(own) == 3, listening
+        assert 29500 in own
+        assert {port for address, port in places if address != "10.77.0.1"} == {"22"}
+        scan = ["ip", "netns", "exec", f"penstock.{name}.board1", sys.executable, "-c", SCAN, "10.77.0.1"]
+        found = subprocess.run(scan, capture_output=True, text=True, check=True).stdout.split()
+        assert sorted(map(int, found)) == sorted([22, *own])
+        # the key is in a file of this account alone, and in no command line and no environment
+        keys = list(machines.folder("board0").glob("run-*.key"))
+        assert [key.stat().st_mode & 0o777 for key in keys] == [0o600]
+        secret = keys[0].read_text().strip()
+        for seen in psutil.process_iter(["cmdline", "environ"]):
+            assert secret not in " ".join(seen.info["cmdline"] or [])
+            assert secret not in (seen.info["environ"] or {}).values()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert not list(machines.folder("board0").glob("run-*.key"))
 
 
 def test_the_first_that_fails_ends_the_others(machines: SshLab) -> None:

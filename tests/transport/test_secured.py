@@ -1,12 +1,9 @@
 """Connections that prove a key: what a transport promises, and what a stranger gets."""
 
 import os
-import random
-import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from benchmarks.faults.strangers import FORGED, attack, record_handshake, replayed
 from penstock.errors import ConnectionBroken, RunError, TransportError, UsageError
 from penstock.group.secured_store import Prefixed, SecuredStore, StoreServer
 from penstock.transport.base import receive_bytes, send_bytes
@@ -198,41 +196,17 @@ def test_who_knows_the_public_key_alone_gets_nowhere(room: Room) -> None:
     context.destroy(linger=0)
 
 
-def greeting(mechanism: bytes = b"CURVE") -> bytes:
-    return b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + mechanism.ljust(20, b"\0") + b"\0" + bytes(31)
-
-
-FORGED: list[Callable[[random.Random], bytes]] = [
-    lambda draw: draw.randbytes(draw.randint(1, 400)),
-    lambda draw: greeting()[: draw.randint(1, 63)],
-    lambda draw: greeting(b"NULL") + draw.randbytes(60),
-    lambda _draw: greeting(b"PLAIN") + b"\x04\x0d\x05HELLO\x01a\x01b",
-    lambda draw: greeting() + b"\x04\xc8\x05HELLO\x01\x00" + draw.randbytes(192),  # a HELLO that proves nothing
-    lambda _draw: greeting() + b"\x06" + struct.pack(">Q", 2**62),  # a command of four exbibytes
-    lambda draw: greeting() + b"\x06" + struct.pack(">Q", draw.randint(0, 2**33)) + draw.randbytes(50),
-]
-
-
 def test_bytes_of_strangers_change_nothing(room: Room) -> None:
-    draw = random.Random(0)
     first, second, _ = room.ranks
     ports = [room.store.port, *(int(room.store.get(f"g/data/{rank}").split()[1]) for rank in range(3))]
-    for index in range(200):
-        with socket.create_connection((HOST, draw.choice(ports)), timeout=5) as stranger:
-            stranger.sendall(draw.choice(FORGED)(draw))
-            if index % 5 == 0:
-                stranger.settimeout(0.05)
-                try:
-                    while stranger.recv(256):
-                        pass
-                except OSError:
-                    pass
-        if index % 20 == 0:
-            buffer = torch.zeros(8, dtype=torch.uint8)
-            receive = second.receive(buffer, 0, 4)
-            first.send(filled(index % 251), 1, 4).wait()
-            receive.wait()
-            assert int(buffer[0]) == index % 251
+    forge = [*FORGED, replayed(record_handshake(room.curves[2], room.store.port))]
+    for index in range(10):
+        attack(ports, forge, 40, seed=index)
+        buffer = torch.zeros(8, dtype=torch.uint8)
+        receive = second.receive(buffer, 0, 4)
+        first.send(filled(index), 1, 4).wait()
+        receive.wait()
+        assert int(buffer[0]) == index
     store = SecuredStore(room.curves[1], HOST, room.store.port)
     store.set("after", "fine")
     assert store.get("after") == b"fine"

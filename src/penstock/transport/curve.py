@@ -94,7 +94,7 @@ class Curve:
 
     def listen(self, address: str, port: int = 0) -> "tuple[zmq.Socket[bytes], int]":
         """Listen on one address; returns the socket and its port. Raises `OSError` where the port is taken."""
-        socket = self._socket(zmq.ROUTER)
+        socket = self._socket(zmq.ROUTER, address)
         socket.curve_server = True
         try:
             if port:
@@ -108,7 +108,7 @@ class Curve:
 
     def connect(self, address: str, port: int, name: bytes, timeout_s: float = CONNECT_S) -> "Connection":
         """Connect, and wait until both sides have proved the key; raises `RuntimeError` where they do not."""
-        socket = self._socket(zmq.DEALER)
+        socket = self._socket(zmq.DEALER, address)
         socket.curve_serverkey = self._public
         if name:
             socket.setsockopt(zmq.IDENTITY, name)
@@ -136,13 +136,13 @@ class Curve:
         self._authenticator.stop()
         self._context.destroy(linger=0)
 
-    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
+    def _socket(self, kind: int, address: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, int(":" in address))
         socket.linger = 0
         socket.curve_secretkey, socket.curve_publickey = self._secret, self._public
         socket.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + _AROUND_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * CONNECT_S))  # a connection that proves nothing is dropped
-        socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
         socket.set_hwm(0)  # credits bound what is under way

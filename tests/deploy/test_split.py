@@ -18,7 +18,7 @@ from penstock.zoo.weights.weights import ModuleWeights
 from tests.models import UNet, as_messages, assert_same, deit, gpt2, random_cuts, seeded, split_at, swin, t5
 
 Inputs = Callable[[int], dict[str, Tensor]]
-NUM_CUT_SETS = 20
+NUM_CUT_SETS = 12
 BATCH_SIZES = (1, 2, 3, 5)
 
 

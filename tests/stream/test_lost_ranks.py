@@ -22,7 +22,7 @@ import json, os, signal, sys, time, warnings
 from pathlib import Path
 import torch
 from penstock.deploy import worker
-from penstock.group import entry, world as world_module
+from penstock.group import entry, links, world as world_module
 from penstock.runtime.eager import Runtime
 from penstock.errors import PenstockError
 from penstock.pipeline import Pipeline
@@ -50,7 +50,7 @@ def stop_here(*_args, **_named):
 
 if rank == victim:
     if moment == "start":
-        entry.GlooTransport = stop_here
+        links.GlooTransport = stop_here
     elif moment == "stream" and rank:
         calls, run = [], Runtime.__call__
         Runtime.__call__ = lambda *given: (stop_here() if len(calls) == 3 else calls.append(0)) or run(*given)

@@ -87,8 +87,9 @@ def test_streams_behind_a_key(tmp_path: Path) -> None:
         assert told[case, 1] == told[case, 2] == {"message": "fine"}
     # the same survival as without a key
     assert told["lost", 0]["equal"]
-    assert len(told["lost", 0]["changes"]) == 1
-    assert "is gone" in told["lost", 0]["changes"][0]
+    first, *others = told["lost", 0]["changes"]
+    assert first.startswith("rank 1 on ")
+    assert set(others) <= {"a device has come"}  # on a busy machine one that answers late
     assert told["lost", 2] == {"message": "fine"}
     # who has another key gets nowhere, and is told why
     assert "does not prove this run's key" in told["stranger", 2]["message"]

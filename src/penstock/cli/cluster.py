@@ -56,8 +56,6 @@ def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
 
 
 def _run_in_lab(path: Path, arguments: Sequence[str]) -> int:
-    bind = next((argument for argument in arguments if argument.partition("=")[0] == "--bind"), None)
-    bind_to(bind, path)
     spec = read_lab(path)
     first, ends = spec.hosts[0].name, _ends_with(arguments)
     command = module_command("penstock", *arguments)
@@ -96,6 +94,12 @@ def commands_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT) -
     threads = [cluster.device(host.name).threads for host in hosts]
     variables = environment(hosts, addresses, threads, port)
     return hosts, [remote_command(host, own, arguments) for host, own in zip(hosts, variables, strict=True)]
+
+
+def refuse_bind(path: Path, arguments: Sequence[str]) -> None:
+    """Raise `UsageError` for `--bind` beside `--cluster`: each host has an address of its own."""
+    bind = next((argument for argument in arguments if argument.partition("=")[0] == "--bind"), None)
+    bind_to(bind, path)
 
 
 def is_lab(path: Path) -> bool:

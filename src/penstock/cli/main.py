@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from penstock.cli.cluster import is_lab, run_on_cluster, take_cluster
+from penstock.cli.cluster import is_lab, refuse_bind, run_on_cluster, take_cluster
 from penstock.cluster.lab.signals import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
 from penstock.terminal.notes import say
@@ -85,7 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         cluster, rest = take_cluster(arguments) if arguments and arguments[0] in _ON_CLUSTERS else (None, arguments)
-        if cluster is not None and (arguments[0] != "train" or not is_lab(cluster)):
+        if cluster is not None:
+            refuse_bind(cluster, rest)
+        if cluster is not None and (arguments[0] != "train" or (cluster.exists() and not is_lab(cluster))):
             return run_on_cluster(cluster, rest)
         app(arguments, standalone_mode=True)
     except SystemExit as end:

@@ -16,11 +16,8 @@ SSH = "PENSTOCK_SSH"
 FOLDER = "penstock"
 _CONNECT_S = 10
 _SSH_FAILED = 255
-_OPTIONS = (
-    # a question would wait for ever, and a machine that is gone is to be noticed
-    "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=5",
-    "-o", "ServerAliveCountMax=3",
-)  # fmt: skip
+# a question would wait for ever, and a machine that is gone is to be noticed
+_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
 T = TypeVar("T")
 
@@ -58,7 +55,8 @@ class Host:
         >>> Host("board0", "pi@board0").command("echo", "a b")[-2:]
         ['pi@board0', "echo 'a b'"]
         """
-        return [*shlex.split(os.environ.get(SSH) or "ssh"), *_OPTIONS, self.target, shlex.join(words)]
+        patience = ("-o", f"ConnectTimeout={_CONNECT_S}")
+        return [*shlex.split(os.environ.get(SSH) or "ssh"), *_OPTIONS, *patience, self.target, shlex.join(words)]
 
 
 @dataclass(frozen=True, slots=True)

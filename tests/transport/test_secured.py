@@ -174,6 +174,40 @@ def test_a_store_whose_process_is_gone() -> None:
     curve.close()
 
 
+def test_a_store_that_went_between_two_questions() -> None:
+    """There is nobody to send to then, and ZeroMQ would wait for somebody."""
+    curve = Curve(make_key())
+    server = StoreServer(curve, HOST)
+    store = SecuredStore(curve, HOST, server.port)
+    store.set("a", "1")
+    server.close()
+    time.sleep(0.5)
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="broke"):
+        store.get("a")
+    assert time.monotonic() - began_s < 2.0
+    store.close()
+    curve.close()
+
+
+def test_a_rank_that_is_gone_ends_what_goes_to_it_and_nothing_else() -> None:
+    room = Room(3)
+    try:
+        room.ranks[2].close()
+        time.sleep(0.5)
+        with pytest.raises(ConnectionBroken):
+            room.ranks[0].send(filled(1), 2, 1).wait()
+        with pytest.raises(ConnectionBroken):
+            room.ranks[0].receive(filled(1), 2, 1).wait()
+        buffer = torch.zeros(8, dtype=torch.uint8)
+        receive = room.ranks[1].receive(buffer, 0, 1)
+        room.ranks[0].send(filled(5), 1, 1).wait()
+        receive.wait()
+        assert int(buffer[0]) == 5
+    finally:
+        room.close()
+
+
 def test_another_key_gets_nowhere(room: Room) -> None:
     stranger = Curve(make_key())
     try:

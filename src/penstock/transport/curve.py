@@ -146,6 +146,7 @@ class Curve:
         socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
         socket.set_hwm(0)  # credits bound what is under way
+        socket.setsockopt(zmq.SNDTIMEO, 0)  # so that only a connection that is gone takes nothing, which is an error
         return socket
 
 

@@ -119,7 +119,7 @@ class SecuredTransport:
             self._check(source)
             self._open.add(pending)
             self._receives[source, tag].append(pending)
-            self._others[source].socket.send(_HEADER.pack(_CREDIT, tag))
+            self._put(source, [_HEADER.pack(_CREDIT, tag)])
         return pending
 
     def abort(self) -> None:
@@ -174,9 +174,19 @@ class SecuredTransport:
             pending = queued.popleft()
             data = memoryview(pending.buffer.numpy())  # type: ignore[arg-type]
             parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
-            self._others[to].socket.send_multipart([_HEADER.pack(_DATA, tag), *parts], copy=True)
+            if not self._put(to, [_HEADER.pack(_DATA, tag), *parts]):
+                return
             self._open.discard(pending)
             pending.finish()
+
+    def _put(self, to: int, parts: "list[bytes | memoryview]") -> bool:
+        """Hand a message to libzmq, under the lock; where the connection is gone, end what is under way there."""
+        try:
+            self._others[to].socket.send_multipart(parts, copy=True)
+        except (zmq.ZMQError, KeyError):
+            self._break(to)
+            return False
+        return True
 
     def _take_in(self) -> None:
         """Take in what others send, in a thread of its own."""

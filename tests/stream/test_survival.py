@@ -1,5 +1,6 @@
 """Streams that go on without a device that was lost, and with one that comes: results once, in order, the same bits."""
 
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from penstock.graph.ops import State
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
-from tests.processes import ROOT
+from tests.forks import run_forked
+from tests.processes import ROOT, free_port
 from tests.worlds import Tower, tower, tower_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -188,3 +191,44 @@ def test_options_that_do_not_fit(asked: dict[str, object], message: str) -> None
 def test_modules_cannot_be_moved() -> None:
     with pytest.raises(UsageError, match="cannot be moved"):
         Pipeline([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)], torch.ones(1, 8), on_loss="continue")
+
+
+SCRIPT = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from penstock.runtime.eager import Runtime
+from penstock.pipeline import Pipeline
+from tests.worlds import tower, tower_inputs
+
+del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+os.environ["MASTER_PORT"] = sys.argv[2]
+torch.set_num_threads(1)
+calls, run = [], Runtime.__call__
+
+
+def held(*given):
+    calls.append(0)
+    if os.environ["RANK"] == "1" and len(calls) == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run(*given)
+
+
+Runtime.__call__ = held
+model, inputs = tower(), tower_inputs(60)
+with Pipeline(model, inputs[0], stages=3, threads=1, on_loss="continue") as pipe:
+    outputs = list(pipe.stream(inputs))
+    more = list(pipe.stream(inputs[:5]))
+if os.environ["RANK"] == "0":
+    with torch.no_grad():
+        equal = all(torch.equal(one, model(*two)) for one, two in zip(outputs + more, inputs + inputs[:5], strict=True))
+    Path(sys.argv[1]).write_text(json.dumps([equal, len(outputs), len(pipe.changes)]))
+"""
+
+
+def test_the_same_script_in_every_process(tmp_path: Path) -> None:
+    script, told = tmp_path / "script.py", tmp_path / "told.json"
+    script.write_text(SCRIPT)
+    (ended,) = run_forked(script, [(3, [str(told), str(free_port())])], 90.0)
+    assert [end.status for end in ended] == [0, -signal.SIGKILL, 0]
+    assert json.loads(told.read_text()) == [True, 60, 0]  # nothing changed during the last stream

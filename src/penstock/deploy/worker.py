@@ -65,17 +65,11 @@ def follow(
             with world:
                 leave = work(world, make, bundle, more, holdings)
         except PenstockError:
-            if _failed_itself(world) or not next_group(world):
+            if not next_group(world):
                 raise
         else:
             if not leave.again or not next_group(world):
                 return leave.message
-
-
-def _failed_itself(world: World) -> bool:
-    """Return whether it was this process that could not go on: no other group could do more with it."""
-    failure = world.health.failure
-    return failure is not None and failure.rank == world.rank and not failure.lost
 
 
 def _find_job(more: Mapping[str, Job], name: str) -> Job:

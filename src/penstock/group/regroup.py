@@ -41,7 +41,7 @@ def regroup(world: World, lost: Collection[int] = (), *, join_s: float = _MEET_S
     membership = world.membership
     if membership is None or membership.roll is None:
         raise UsageError("only a run that was begun with again=True goes on in another group; begin it so")
-    closing = threading.Thread(target=_release, args=(world.transport, world.health), name="penstock-release")
+    closing = threading.Thread(target=release, args=(world.transport, world.health), name="penstock-release")
     closing.start()  # meanwhile, as whoever is lost may have to be waited for
     feeds_only = FEEDER not in world.devices
     expected = [name for rank, name in enumerate(membership.members) if rank not in {FEEDER, *lost}]
@@ -85,7 +85,7 @@ def _meet(world: World, membership: Membership, answered: list[str], join_s: flo
     return following
 
 
-def _release(transport: Transport, health: Health) -> None:
+def release(transport: Transport, health: Health) -> None:
     """Let go of a group's connections; its processes stay, for another group."""
     transport.abort()
     health.close()
@@ -95,10 +95,12 @@ def _release(transport: Transport, health: Health) -> None:
 def next_group(world: World) -> bool:
     """Wait for the run's next group, which the world becomes; False where there is none for this process any more.
 
-    Every other process calls this, once it has let go of the group that it was in.
+    Every other process calls this, once it has let go of the group that it was in; not one that could not go on
+    itself, with which no other group could do more.
     """
-    membership = world.membership
-    if membership is None:
+    membership, failure = world.membership, world.health.failure
+    itself = failure is not None and failure.rank == world.rank and not failure.lost
+    if membership is None or itself:
         return False
     following = _await(membership, membership.generation)
     if following is not None:

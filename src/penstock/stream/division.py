@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.deploy.bundle import LoadState
 from penstock.deploy.deployment import Deployment, Replicas
+from penstock.deploy.holdings import Holdings
 from penstock.deploy.jobs import FromModules, FromWeights, MakeRuntime, Source, read_stages, receive_stages
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
 from penstock.deploy.placing import name_devices, place
@@ -19,13 +20,14 @@ from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.deploy.state import load_state
 from penstock.engine.executor import OwnStages
 from penstock.engine.tracers import FeederTracer, follow_stages
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.group.entry import start_local
+from penstock.group.regroup import next_group, release
 from penstock.group.world import World, check_world
 from penstock.measure.counted import counted_profile
 from penstock.plan.schedule.round_robin import RoundRobin
@@ -177,20 +179,45 @@ class ServedStages:
     """
 
     def __init__(self, world: World, make: MakeRuntime | None) -> None:
-        self._world = world
+        self._world, self._make, self._holdings = world, make, Holdings()
         self.closed = False
-        with world.explained():
-            job, runtimes = read_stages(world, receive_stages(world.transport), make)
-            torch.set_num_threads(job.threads)
-            self._own = OwnStages(world, job, runtimes)
-            self._stream_ended = follow_stages(self._own)
+        self._take()
+
+    def _take(self) -> None:
+        """Take the stages that this process is to serve: at first, and in each further group."""
+        while True:
+            try:
+                with self._world.explained():
+                    document = receive_stages(self._world.transport)
+                    job, runtimes = read_stages(self._world, document, self._make, holdings=self._holdings)
+                    torch.set_num_threads(job.threads)
+                    self._own = OwnStages(self._world, job, runtimes)
+                    self._stream_ended = follow_stages(self._own)
+                return
+            except PenstockError:
+                if not self._go_on():
+                    raise
 
     def serve(self) -> None:
-        """Work until a stream has ended, or the stages are closed."""
-        with self._world.explained():
-            self.closed = self._own.serve_stream() == CLOSE
-            if not self.closed:
-                self._stream_ended()
+        """Work until a stream has ended, or the stages are closed; where one is lost, in a further group."""
+        while True:
+            try:
+                with self._world.explained():
+                    self.closed = self._own.serve_stream() == CLOSE
+                    if not self.closed:
+                        self._stream_ended()
+                return
+            except PenstockError:
+                if not self._go_on():
+                    raise
+                self._take()
+
+    def _go_on(self) -> bool:
+        """Join the run's next group; returns whether there is one."""
+        if self._world.membership is None:
+            return False
+        release(self._world.transport, self._world.health)
+        return next_group(self._world)
 
     def serve_to_end(self) -> None:
         """Work until the stages are closed."""

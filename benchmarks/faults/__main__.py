@@ -26,7 +26,7 @@ LAB, HOSTS, CPU = "faults", 4, 0.35
 MODEL = "timm:vit_tiny_patch16_224,img_size=64,patch_size=8,depth=12,num_classes=10"
 LARGER, DEIT = "timm:deit_tiny_patch16_224", "timm:deit_small_patch16_224"
 NUM_FAULTS, PER_STREAM, SEED = 200, 40, 0
-STREAM_IMAGES, STEADY_IMAGES, SECURED_IMAGES = 12000, 900, 300
+STREAM_IMAGES, FIRST_IMAGES, STEADY_IMAGES, SECURED_IMAGES = 12000, 1500, 900, 300
 _PAIRS = 3
 _STREAM_S = 900.0  # of one stream with all its faults: longer is a hang
 
@@ -58,7 +58,7 @@ def main() -> None:
                 subprocess.run(
                     module_command(
                         "penstock", *infer(MODEL, images, reference), "--stages", "1", "--threads", "1",
-                        "--on-loss", "stop",
+                        "--on-loss", "stop", *([] if wanted("faults") else ["--num-images", str(FIRST_IMAGES)]),
                     ), check=True,
                 )  # fmt: skip
             if wanted("faults"):
@@ -135,9 +135,10 @@ def stream_with_faults(
     print(f"seed {seed}: {result['streams'][-1]}", file=sys.stderr)
 
 
-def compared(rows: Path, reference: Path) -> dict[str, Any]:
-    """Count what is missing, twice, out of order or different from one process's rows."""
+def compared(rows: Path, reference: Path, count: int = STREAM_IMAGES) -> dict[str, Any]:
+    """Count what is missing, twice, out of order or different from the first rows of one process."""
     found, expected = (path.read_text().splitlines()[1:] for path in (rows, reference))
+    expected = expected[:count]
     names = [line.partition(",")[0] for line in found]
     wanted = [line.partition(",")[0] for line in expected]
     return {
@@ -154,7 +155,8 @@ def lose_the_first(
 ) -> dict[str, Any]:  # fmt: skip
     """Kill the first host's process somewhere in the stream; the others end, and the run goes on from what is there."""
     rows = folder / f"first-{seed}.csv"
-    with streaming(lab, infer(MODEL, images, rows), rows, log) as stream:
+    words = [*infer(MODEL, images, rows), "--num-images", str(FIRST_IMAGES)]
+    with streaming(lab, words, rows, log) as stream:
         stream.wait_for_rows(random.Random(seed).randint(1, 400), 120.0)
         lab.kill(lab.spec.hosts[0].name)
         began_s = time.monotonic()
@@ -164,10 +166,10 @@ def lose_the_first(
             time.sleep(0.05)
         ended_s = time.monotonic() - began_s
     kept = stream.look()
-    with streaming(lab, [*infer(MODEL, images, rows), "--resume"], rows, log) as stream:
+    with streaming(lab, [*words, "--resume"], rows, log) as stream:
         while not stream.ended:
             time.sleep(0.2)
-    found = compared(rows, reference) | {"kept": kept, "others_ended_s": ended_s, "seed": seed}
+    found = compared(rows, reference, FIRST_IMAGES) | {"kept": kept, "others_ended_s": ended_s, "seed": seed}
     print(f"first host lost: {found}", file=sys.stderr)
     return found
 

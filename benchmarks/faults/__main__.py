@@ -153,23 +153,17 @@ def compared(rows: Path, reference: Path, count: int = STREAM_IMAGES) -> dict[st
 def lose_the_first(
     lab: Lab, images: Path, reference: Path, folder: Path, seed: int, log: Path
 ) -> dict[str, Any]:  # fmt: skip
-    """Kill the first host's process somewhere in the stream; the others end, and the run goes on from what is there."""
+    """Kill the first host's process somewhere in the stream, and go on from what is there."""
     rows = folder / f"first-{seed}.csv"
     words = [*infer(MODEL, images, rows), "--num-images", str(FIRST_IMAGES)]
     with streaming(lab, words, rows, log) as stream:
         stream.wait_for_rows(random.Random(seed).randint(1, 400), 120.0)
         lab.kill(lab.spec.hosts[0].name)
-        began_s = time.monotonic()
-        while any(lab._machine.cgroups.processes(LAB, host) for host in stream.hosts):
-            if time.monotonic() - began_s > 60.0:
-                break
-            time.sleep(0.05)
-        ended_s = time.monotonic() - began_s
     kept = stream.look()
     with streaming(lab, [*words, "--resume"], rows, log) as stream:
         while not stream.ended:
             time.sleep(0.2)
-    found = compared(rows, reference, FIRST_IMAGES) | {"kept": kept, "others_ended_s": ended_s, "seed": seed}
+    found = compared(rows, reference, FIRST_IMAGES) | {"kept": kept, "seed": seed}
     print(f"first host lost: {found}", file=sys.stderr)
     return found
 

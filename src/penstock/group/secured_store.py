@@ -32,20 +32,8 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     problem: str = ""
 
 
-class StoreServer:
-    """A store of this process, served to those that have the key; used here as the others use it.
-
-    Example:
-        store = StoreServer(curve, "192.168.1.10", 29500)
-    """
-
-    def __init__(self, curve: Curve, address: str, port: int = 0) -> None:
-        self._socket, self.port = curve.listen(address, port)
-        self._values: dict[str, str] = {}
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="penstock-store-server", daemon=True)
-        self._thread.start()
+class _Values:
+    """What a store can do, on either side of a connection."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -70,6 +58,26 @@ class StoreServer:
     def add(self, key: str, amount: int) -> int:
         """Add to a number, 0 where there is none; returns the sum."""
         return int(self._do("add", [key, str(amount)])[0])
+
+    def _do(self, operation: str, words: list[str]) -> list[str]:
+        """Do one operation; raises `RuntimeError` for what cannot be done."""
+        raise NotImplementedError
+
+
+class StoreServer(_Values):
+    """A store of this process, served to those that have the key; used here as the others use it.
+
+    Example:
+        store = StoreServer(curve, "192.168.1.10", 29500)
+    """
+
+    def __init__(self, curve: Curve, address: str, port: int = 0) -> None:
+        self._socket, self.port = curve.listen(address, port)
+        self._values: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="penstock-store-server", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Serve no more."""
@@ -124,7 +132,7 @@ class StoreServer:
             return Answer(number, [], str(error)[:200] or type(error).__name__)
 
 
-class SecuredStore:
+class SecuredStore(_Values):
     """Another process's `StoreServer`.
 
     Every call raises `RuntimeError` once the connection is broken. It waits as long as the connection stands, which
@@ -139,36 +147,12 @@ class SecuredStore:
         self._poller = zmq.Poller()
         self._poller.register(self._connection.socket, zmq.POLLIN)
 
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        self._ask("set", [key, value])
-
-    def get(self, key: str) -> bytes:
-        """Read a value; raises `RuntimeError` where there is none."""
-        return self._ask("get", [key])[0].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all of these are there."""
-        return self._ask("check", keys) == ["1"]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Read several values."""
-        return [value.encode() for value in self._ask("multi_get", keys)]
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value where the expected one stands, nothing meaning none; returns what then stands there."""
-        return self._ask("compare_set", [key, expected, desired])[0].encode()
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 where there is none; returns the sum."""
-        return int(self._ask("add", [key, str(amount)])[0])
-
     def close(self) -> None:
         """Let go of the connection."""
         with self._lock:
             self._connection.close()
 
-    def _ask(self, operation: str, words: list[str]) -> list[str]:
+    def _do(self, operation: str, words: list[str]) -> list[str]:
         with self._lock:
             self._number += 1
             request = msgspec.json.encode([self._number, operation, words])

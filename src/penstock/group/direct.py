@@ -28,6 +28,8 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
         told = {rank: json.loads(receive_bytes(world.transport, rank, limit=WORD_BYTES)) for rank in others}
         told |= {FEEDER: mine} if mine else {}
         problem = why_not({world.names[rank]: one for rank, one in sorted(told.items())})
+        if world.secured:
+            problem = "NCCL does not encrypt, and this run has a key; leave between_gpus out, or run without a key"
         wanted = world.between_gpus != "gloo" and len(told) > 1
         known = world.transport.name if isinstance(world.transport, NcclTransport) else uuid.uuid4().hex
         decision = {

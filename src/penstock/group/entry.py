@@ -201,6 +201,7 @@ def join_group(
         transport=transport, health=health, names=names, devices=list(devices), store=store,
         bandwidths=[hello.bandwidth_bytes_per_s for hello in meeting.hellos],
         hosts=[hello.host for hello in meeting.hellos], membership=_membership(meeting, rendezvous, before),
+        secured=rendezvous.links.secured,
     )  # fmt: skip
 
 

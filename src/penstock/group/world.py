@@ -73,6 +73,7 @@ class World:
     position: int = 0  # of this process among those of its machine, which may share GPUs
     between_gpus: str = "gloo"  # how tensors go there: see `transport/nccl.py`
     cores: int | None = None  # of this process alone, where it shares a machine with others of the same run
+    secured: bool = False  # its connections prove a key and are encrypted
     followed: bool = False
     last_word: str = ""
     reason_s: float = _REASON_S

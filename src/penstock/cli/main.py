@@ -87,8 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
         cluster, rest = take_cluster(arguments) if arguments and arguments[0] in _ON_CLUSTERS else (None, arguments)
         if cluster is not None:
             refuse_bind(cluster, rest)
-        if cluster is not None and (arguments[0] != "train" or (cluster.exists() and not is_lab(cluster))):
-            return run_on_cluster(cluster, rest)
+            if arguments[0] != "train" or (cluster.exists() and not is_lab(cluster)):
+                return run_on_cluster(cluster, rest)
         app(arguments, standalone_mode=True)
     except SystemExit as end:
         ignore_late_signals(end)

@@ -4,14 +4,14 @@ import json as json_module
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from penstock.errors import UsageError
 from penstock.group.addresses import BIND, is_everywhere, listen
-from penstock.spec.cluster import OnLoss as OnLossChoice
+from penstock.spec.on_loss import ON_LOSS
 from penstock.terminal.console import PlainConsole
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")]
@@ -80,9 +80,8 @@ def check_profiled(*, profile: bool, trace: Path | str | None) -> None:
 
 def choose_on_loss(on_loss: str | None, *, trace: Path | None) -> str:
     """Return what a stream does when a device is lost; raises `UsageError` for anything else than it can."""
-    known = get_args(OnLossChoice)
-    if on_loss is not None and on_loss not in known:
-        raise UsageError(f"--on-loss takes {', '.join(known)}, not {on_loss!r}")
+    if on_loss is not None and on_loss not in ON_LOSS:
+        raise UsageError(f"--on-loss takes {', '.join(ON_LOSS)}, not {on_loss!r}")
     if on_loss not in {None, "stop"} and trace is not None:
         raise UsageError("a run whose devices may change is not recorded; leave --trace or --on-loss out")
     return on_loss or ("stop" if trace is not None else "continue")

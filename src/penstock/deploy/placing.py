@@ -28,8 +28,8 @@ def place(
     """Send every device its stages and return what streams through them.
 
     `ranks` are those of the devices where they are known. Pipelines take jobs from `number` on. Raises `PlanError`
-    where the plan is of another model or names a device
-    that is not there, and where stages that devices share would be recorded.
+    where the plan is of another model or names a device that is not there, and where stages that devices share would
+    be recorded.
     """
     shared = [stage for pipeline in plan.pipelines for stage in pipeline.stages if len(stage.devices) > 1]
     if shared and tracer is not None:

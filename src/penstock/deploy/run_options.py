@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +13,8 @@ from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.group.direct import check_way
 from penstock.runtime.registry import EAGER, RuntimeChoice
-from penstock.spec.cluster import Cluster, OnLoss
+from penstock.spec.cluster import Cluster
+from penstock.spec.on_loss import ON_LOSS
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
 from penstock.zoo.weights.weights import Weights
@@ -41,9 +42,6 @@ class CutOptions:
     policy: str = "balanced"
     cuts: Sequence[str] | None = None
     plan: Plan | None = None
-
-
-ON_LOSS: tuple[str, ...] = get_args(OnLoss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.group.board import connect_board, serve_store
+from penstock.group.liveness import Boards
 from penstock.group.variables import KEY
 from penstock.transport.base import Transport
 from penstock.transport.gloo import GlooTransport
@@ -38,7 +39,7 @@ class PlainLinks:
     """TCP and gloo, for a network that is trusted."""
 
     secured = False
-    connect_s = 7.5  # longer than one question that a name server leaves open
+    connect_s = Boards.connect_s
 
     def serve_store(self, address: str, port: int = 0) -> TCPStore:
         """Serve a store on one address alone."""
@@ -60,24 +61,24 @@ class SecuredLinks:
     """Connections that prove the run's key and are encrypted; see `transport/curve.py`."""
 
     secured = True
-    connect_s = 30.0
 
     def __init__(self, key: bytes) -> None:
-        from penstock.transport.curve import Curve  # what only some runs need
+        from penstock.transport.curve import CONNECT_S, Curve  # what only some runs need
 
-        self.curve = Curve(key)
+        self.connect_s = CONNECT_S
+        self._curve = Curve(key)
 
     def serve_store(self, address: str, port: int = 0) -> TCPStore:
         """Serve a store on one address alone."""
         from penstock.group.secured_store import StoreServer
 
-        return cast(TCPStore, StoreServer(self.curve, address, port))
+        return cast(TCPStore, StoreServer(self._curve, address, port))
 
     def connect_store(self, address: str, port: int) -> Store:
         """Connect to a store."""
         from penstock.group.secured_store import SecuredStore
 
-        return cast(Store, SecuredStore(self.curve, address, port))
+        return cast(Store, SecuredStore(self._curve, address, port))
 
     def make_transport(
         self, connect: Callable[[], Store], name: str, rank: int, size: int, address: str, join_s: float, watch: Watch
@@ -87,12 +88,8 @@ class SecuredLinks:
         from penstock.transport.secured import SecuredTransport
 
         store = Prefixed(run_watched(connect, watch, join_s), f"penstock/{name}")
-        made = SecuredTransport(self.curve, store, rank, size, address, join_s=join_s / 2, watch=watch)
+        made = SecuredTransport(self._curve, store, rank, size, address, join_s=join_s / 2, watch=watch)
         return made, HashStore()  # nothing else needs one: NCCL, which would, does not encrypt
-
-    def close(self) -> None:
-        """Let go of everything."""
-        self.curve.close()
 
 
 def choose_links() -> Links:

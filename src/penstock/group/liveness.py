@@ -30,7 +30,6 @@ BEAT_S = 1.0
 SILENCE_S = 5.0
 _FIRST_BEAT = 6  # times the silence, where beats must be seen: processes that have only just met
 _LAST_WORD_S = 1.0  # after a connection broke: in which whoever ended says why, or its parent does
-_CONNECT_S = 7.5  # longer than one question that a name server leaves open
 _LOOKUP_S = 60.0  # until which a name server is waited for
 _GRACE_S = 0.05
 _TELL_S = 2.0  # in which another board takes what it is told
@@ -47,7 +46,7 @@ class Boards:
     own: Store
     others: Mapping[int, Callable[[], Store]]
     addresses: Mapping[int, str] = field(default_factory=dict)
-    connect_s: float = _CONNECT_S
+    connect_s: float = 7.5  # longer than one question that a name server leaves open
     shared: bool = False
 
     @classmethod

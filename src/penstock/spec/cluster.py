@@ -29,7 +29,6 @@ from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 import msgspec
 
@@ -46,8 +45,6 @@ from penstock.spec.fields import (
 )
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
-# what a stream does when a device is lost
-OnLoss = Literal["stop", "continue", "wait"]
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
 _REACHED = ("ssh", "folder", "venv", "python")
 _DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency", *_REACHED)

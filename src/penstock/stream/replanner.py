@@ -7,7 +7,7 @@ import msgspec
 
 from penstock.errors import PlanError
 from penstock.plan.choose import plan_again
-from penstock.plan.cost.fastest_runtime import column_of
+from penstock.plan.cost.fastest_runtime import column_of, computed_on
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, Pipeline, Plan, Prediction, Stage
@@ -75,7 +75,10 @@ class Replanner:
         fresh = plan_again(
             old, self.profile, cluster, speeds=known, missing=missing, worth=WORTH, replicas=self._replicas
         )
-        return fresh if column_of(old, self.profile) is not None else _computed_as(fresh, old)
+        if column_of(old, self.profile) is not None:
+            return fresh
+        # of what it computes on the profile says nothing: that stays as it is
+        return msgspec.structs.replace(fresh, pipelines=computed_on(fresh.pipelines, old.pipelines[0].stages[0]))
 
     def take(self, plan: Plan) -> None:
         """Take note of a plan that is in place."""
@@ -114,19 +117,3 @@ class Replanner:
         return msgspec.structs.replace(
             self._cluster, devices=devices, links=links, feeder=feeder if feeder in present else first
         )
-
-
-def _computed_as(plan: Plan, old: Plan) -> Plan:
-    """Return a plan whose stages compute as all those of another do, of which the profile says nothing."""
-    like = old.pipelines[0].stages[0]
-    pipelines = tuple(
-        msgspec.structs.replace(
-            pipeline,
-            stages=tuple(
-                msgspec.structs.replace(stage, runtime=like.runtime, precision=like.precision, keep=like.keep)
-                for stage in pipeline.stages
-            ),
-        )
-        for pipeline in plan.pipelines
-    )
-    return msgspec.structs.replace(plan, pipelines=pipelines)

@@ -8,8 +8,7 @@ once and in order, since the first process alone gives them, and only the next o
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -25,9 +24,9 @@ from penstock.errors import DeviceLost, OutOfMemory, PenstockError, PlanError, R
 from penstock.group.regroup import regroup
 from penstock.group.world import World
 from penstock.spec.plan import Plan
+from penstock.stream.feed import Feed
 from penstock.stream.replanner import Replanner
 from penstock.stream.speeds import Count, ObservedSpeeds
-from penstock.tensors import copy_exactly
 from penstock.terminal.live import StageState
 from penstock.terminal.notes import note
 from penstock.tracing.trace import StreamTrace
@@ -128,7 +127,7 @@ class SurvivingStages:
 
         Raises the loss itself where the stream cannot go on.
         """
-        feed = _Feed(iter(microbatches))
+        feed = Feed(iter(microbatches))
         report = self._report = StreamReport()
         self.changes, self._begin_s = [], time.perf_counter()
         looked_s = time.monotonic()
@@ -279,36 +278,6 @@ class SurvivingStages:
         )
         self.changes.append(change)
         note(f"{why}; goes on with {', '.join(devices)} after {change.took_s:.1f} s")
-
-
-class _Feed:
-    """The microbatches of a stream: those that have no result yet once more, then the others.
-
-    The caller's tensors are the caller's again once a microbatch was fed, so what may be fed again is copied.
-    """
-
-    def __init__(self, source: Iterator[Microbatch]) -> None:
-        self._source = source
-        self._pending: deque[Microbatch] = deque()
-        self.paused = False
-        self.fed_s = 0.0
-
-    @property
-    def num_pending(self) -> int:
-        """Return how many were fed and have no result."""
-        return len(self._pending)
-
-    def done(self) -> Mapping[str, int]:
-        """Take note of a result; returns the sizes of its microbatch."""
-        return self._pending.popleft()[1]
-
-    def __iter__(self) -> Iterator[Microbatch]:
-        yield from list(self._pending)
-        while not self.paused and (following := next(self._source, None)) is not None:
-            tensors, sizes = following
-            self._pending.append(([copy_exactly(tensor) for tensor in tensors], sizes))
-            self.fed_s = time.perf_counter()
-            yield following
 
 
 def _members(world: World) -> tuple[str, ...]:

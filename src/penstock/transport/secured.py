@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
-import torch
 import zmq
 from torch import Tensor
 
@@ -97,13 +96,10 @@ class SecuredTransport:
                     f"the {self.size} processes have met but rank {self.rank} cannot connect to rank {peer}: {error}; "
                     "check that every host reaches every other"
                 ) from None
-        with self._lock:  # receives may have been posted for by others before they could be answered
-            for (peer, tag), sends in self._sends.items():
-                self._send_what_may_go(peer, tag, sends)
 
     def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
         """Send a buffer without waiting."""
-        pending = _Pending(self, buffer, to)
+        pending = _Pending(buffer, to)
         with self._lock:
             self._check(to)
             self._open.add(pending)
@@ -114,7 +110,7 @@ class SecuredTransport:
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
         """Post a buffer for the next message on a tag."""
-        pending = _Pending(self, buffer, source)
+        pending = _Pending(buffer, source)
         with self._lock:
             self._check(source)
             self._open.add(pending)
@@ -169,7 +165,7 @@ class SecuredTransport:
 
     def _send_what_may_go(self, to: int, tag: int, queued: "deque[_Pending]") -> None:
         """Send, under the lock, as many messages as there are credits for."""
-        while queued and self._credits[to, tag] and to in self._others:
+        while queued and self._credits[to, tag]:
             self._credits[to, tag] -= 1
             pending = queued.popleft()
             data = memoryview(pending.buffer.numpy())  # type: ignore[arg-type]
@@ -245,13 +241,11 @@ class SecuredTransport:
 class _Pending:
     """A send or receive under way."""
 
-    def __init__(self, transport: SecuredTransport, buffer: Tensor, peer: int) -> None:
-        assert buffer.dtype == torch.uint8  # noqa: S101 -- what `Transport` says of buffers
+    def __init__(self, buffer: Tensor, peer: int) -> None:
         self.buffer, self.peer = buffer, peer
         self._done = threading.Lock()
         self._done.acquire()
         self._error: TransportError | None = None
-        del transport
 
     def finish(self, error: TransportError | None = None) -> None:
         """It is done, or will never be."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.spec.plan import Pipeline, Plan
+from penstock.spec.plan import Pipeline, Plan, Stage
 from penstock.spec.profile import Profile, RuntimeColumn
 
 
@@ -30,15 +30,15 @@ def column_of(plan: Plan, profile: Profile) -> RuntimeColumn | None:
     return next(columns, None)
 
 
-def computed_on(pipelines: Sequence[Pipeline], column: RuntimeColumn | None) -> tuple[Pipeline, ...]:
-    """Return pipelines whose stages compute on a runtime."""
-    if column is None:
+def computed_on(pipelines: Sequence[Pipeline], like: RuntimeColumn | Stage | None) -> tuple[Pipeline, ...]:
+    """Return pipelines whose stages compute on the runtime of a profile's column, or as another stage does."""
+    if like is None:
         return tuple(pipelines)
     return tuple(
         msgspec.structs.replace(
             pipeline,
             stages=tuple(
-                msgspec.structs.replace(stage, runtime=column.runtime, precision=column.precision, keep=column.keep)
+                msgspec.structs.replace(stage, runtime=like.runtime, precision=like.precision, keep=like.keep)
                 for stage in pipeline.stages
             ),
         )

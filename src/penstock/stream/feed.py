@@ -1,0 +1,38 @@
+"""What is fed into a stream, and may have to be fed again."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from penstock.engine.driver import Microbatch
+from penstock.tensors import copy_exactly
+
+
+class Feed:
+    """The microbatches of a stream: those that have no result yet once more, then the others.
+
+    The caller's tensors are the caller's again once a microbatch was fed, so what may be fed again is copied.
+    """
+
+    def __init__(self, source: Iterator[Microbatch]) -> None:
+        self._source = source
+        self._pending: deque[Microbatch] = deque()
+        self.paused = False
+        self.fed_s = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        """Return how many were fed and have no result."""
+        return len(self._pending)
+
+    def done(self) -> Mapping[str, int]:
+        """Take note of a result; returns the sizes of its microbatch."""
+        return self._pending.popleft()[1]
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        yield from list(self._pending)
+        while not self.paused and (following := next(self._source, None)) is not None:
+            tensors, sizes = following
+            self._pending.append(([copy_exactly(tensor) for tensor in tensors], sizes))
+            self.fed_s = time.perf_counter()
+            yield following

@@ -152,6 +152,8 @@ class Health:
 
     def announce(self, verdict: Verdict) -> None:
         """Make this the verdict of the group, unless there is one already; ends every wait."""
+        if self.failure is not None:
+            return  # whoever would have to be told may be gone, and waited for
         verdict = msgspec.structs.replace(verdict, message=verdict.message[:MAX_MESSAGE])
         text = write_verdict(verdict)
         if self._rank == FEEDER or self._boards.shared:

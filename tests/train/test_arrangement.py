@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 import penstock
 from penstock.engine.gradients import make_buckets as engine_buckets
+from penstock.engine.placement import Replica
 from penstock.errors import PlanError, UsageError
 from penstock.graph.cuts import Cuts
 from penstock.graph.stages import fingerprint
@@ -22,7 +23,7 @@ from penstock.spec.check import check_plan
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage
 from penstock.spec.profile import Boundary, Unit
-from penstock.train.arrangement import plan_grid
+from penstock.train.arrangement import ScheduleChoice, plan_grid
 from penstock.train.captured import Captured
 from penstock.train.migration import fix_microbatches
 from tests.learners import LOSSES, batches, captured, model, sgd
@@ -105,6 +106,13 @@ def test_the_schedule_of_a_planned_replica() -> None:
     made = in_threads(4, script)
     assert made[0] == ["F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 S.1 B1.0 S.0", "F0.2 B0.2 F1.2 B1.2 S.2"]
     assert made[3] == ["F0.0 B0.0 S.0", "F0.1 F0.2 B0.2 S.2 B0.1 S.1"]
+
+
+def test_an_idle_device_has_no_part_in_a_schedule() -> None:
+    for name in ("1f1b", "interleaved"):
+        alone = ScheduleChoice(name, 8).of(Replica((0,), (0, 0), 2), 2)
+        beside = ScheduleChoice(name, 8).of(Replica((0, 1), (0, 0), 2), 2)
+        assert beside == (*alone, ())
 
 
 def test_what_a_plan_cannot_be_used_for() -> None:

@@ -57,10 +57,11 @@ class ScheduleChoice:
 
     def of(self, replica: Replica, num_microbatches: int) -> Schedule:
         """Make the schedule of a replica, its stages on the devices where they are; raises what `make` raises."""
-        if replica.num_microbatches is None or self.name == "interleaved":
-            return self.make(len(replica.stages), num_microbatches, len(replica.devices))
         counts = [count for rank in replica.devices if (count := replica.stages.count(rank))]
-        made = iter(spread(self.make(len(counts), num_microbatches, len(counts)), counts))
+        if replica.num_microbatches is None or self.name == "interleaved":
+            made = iter(self.make(len(replica.stages), num_microbatches, len(counts)))
+        else:
+            made = iter(spread(self.make(len(counts), num_microbatches, len(counts)), counts))
         return tuple(next(made) if rank in replica.stages else () for rank in replica.devices)
 
     def make(self, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:

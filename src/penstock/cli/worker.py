@@ -8,8 +8,8 @@ import typer
 
 from penstock.cli import options as opt
 from penstock.deploy.worker import follow
-from penstock.errors import RunError, UsageError
-from penstock.group.regroup import join_later
+from penstock.errors import RunError
+from penstock.group.regroup import join_later, read_place
 from penstock.group.variables import KEY
 from penstock.terminal.notes import say
 
@@ -25,7 +25,7 @@ def worker(
     bind: opt.Bind = None,
 ) -> None:
     """Join a run that is under way, as a device that comes back or a new one; leave when it is over."""
-    host, port = _read_place(join)
+    host, port = read_place(join)
     opt.bind_to(bind)
     if key is not None:
         os.environ[KEY] = str(key)
@@ -34,15 +34,3 @@ def worker(
         raise RunError(f"the run at {join} ended before it took this process in; join the next one")
     say(f"taken in by the run at {join}")
     say(follow(world) or "the run is over")
-
-
-def _read_place(text: str) -> tuple[str, int]:
-    """Read HOST:PORT; raises `UsageError` for anything else.
-
-    >>> _read_place("192.168.1.10:29500")
-    ('192.168.1.10', 29500)
-    """
-    host, colon, port = text.rpartition(":")
-    if not host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"--join takes HOST:PORT, as in 192.168.1.10:29500, not {text!r}")
-    return host.strip("[]"), int(port)

@@ -5,6 +5,7 @@ others          next_group(world)            likewise, or False where the run is
 a newcomer      join_later(host, port)       a world
 """
 
+import os
 import threading
 import time
 import uuid
@@ -19,6 +20,7 @@ from penstock.group.entry import join_group, links_of_run, why_ended
 from penstock.group.join import STORE_S, host_name
 from penstock.group.liveness import Health
 from penstock.group.roll_call import Membership, Rendezvous, await_call, read_run, wait_to_be_taken_in
+from penstock.group.variables import JOIN
 from penstock.group.world import World
 from penstock.text import first_line
 from penstock.transport.base import FEEDER, Transport
@@ -29,11 +31,11 @@ _ATTEMPTS = 5
 _RETURN_S = 60.0  # in which a process that is cut off from the first one looks whether it still is
 
 
-def regroup(world: World, lost: Collection[int] = (), *, join_s: float = _MEET_S) -> None:
+def regroup(world: World, lost: Collection[int] = (), *, takes_in: bool = True, join_s: float = _MEET_S) -> None:
     """Form another group of the processes that are left, and of those that wait to be taken in: the world becomes it.
 
-    The first process calls this, once no connection of the old group is needed any more. Raises `DeviceLost` where
-    nobody is left to compute.
+    The first process calls this, once no connection of the old group is needed any more. Unless it `takes_in` those
+    that wait, they go on waiting. Raises `DeviceLost` where nobody is left to compute.
 
     Example:
         regroup(world, lost={2})
@@ -46,7 +48,7 @@ def regroup(world: World, lost: Collection[int] = (), *, join_s: float = _MEET_S
     feeds_only = FEEDER not in world.devices
     expected = [name for rank, name in enumerate(membership.members) if rank not in {FEEDER, *lost}]
     for _ in range(_ATTEMPTS):
-        answered = membership.roll.call(membership.generation + 1, expected)
+        answered = membership.roll.call(membership.generation + 1, expected, takes_in=takes_in)
         if not answered and feeds_only:
             raise DeviceLost("no device is left: all others were lost; start again, or have others join")
         try:
@@ -92,20 +94,38 @@ def release(transport: Transport, health: Health) -> None:
     transport.close()
 
 
-def next_group(world: World) -> bool:
+def next_group(world: World, *, waits: bool = True) -> bool:
     """Wait for the run's next group, which the world becomes; False where there is none for this process any more.
 
     Every other process calls this, once it has let go of the group that it was in; not one that could not go on
-    itself, with which no other group could do more.
+    itself, with which no other group could do more. One that was left out `waits` to be taken in again, or not.
     """
     membership, failure = world.membership, world.health.failure
     itself = failure is not None and failure.rank == world.rank and not failure.lost
     if membership is None or itself:
         return False
-    following = _await(membership, membership.generation)
+    following = _await(membership, membership.generation, waits=waits)
     if following is not None:
         world.become(following)
     return following is not None
+
+
+def place_to_join() -> tuple[str, int] | None:
+    """Return the host and port of the training that this process joins, as PENSTOCK_JOIN says; None without it."""
+    place = os.environ.get(JOIN)
+    return read_place(place) if place else None
+
+
+def read_place(text: str) -> tuple[str, int]:
+    """Read HOST:PORT; raises `UsageError` for anything else.
+
+    >>> read_place("192.168.1.10:29500")
+    ('192.168.1.10', 29500)
+    """
+    host, colon, port = text.rpartition(":")
+    if not host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"a run is joined at HOST:PORT, as in 192.168.1.10:29500, not at {text!r}")
+    return host.strip("[]"), int(port)
 
 
 def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
@@ -135,13 +155,13 @@ def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
     return _await(membership, generation)
 
 
-def _await(membership: Membership, after: int) -> World | None:
+def _await(membership: Membership, after: int, *, waits: bool = True) -> World | None:
     """Answer calls until this process is in a group that comes together; None once there can be none."""
     deadline = time.monotonic() + _RETURN_S
     while True:
         store = PatientStore(membership.rendezvous.connect, STORE_S + CONNECT_S)
         try:
-            found = await_call(store, membership.run, membership.own, after)
+            found = await_call(store, membership.run, membership.own, after, waits=waits)
         except RuntimeError:  # the first process is gone, or silent, as where this one is cut off
             if nobody_listens(membership.rendezvous.host, membership.rendezvous.port) or time.monotonic() > deadline:
                 return None

@@ -71,9 +71,14 @@ class RollCall:
         """Take note that a group with these newcomers did not come together; after the second time they stay out."""
         self._failures.update(names)
 
-    def call(self, generation: int, expected: Sequence[str], answer_s: float = ANSWER_S) -> list[str]:
-        """Call, and return who is in the group of this number: those expected, in order, then those that waited."""
-        newcomers = [name for name in self.waiting() if name not in expected]
+    def call(
+        self, generation: int, expected: Sequence[str], answer_s: float = ANSWER_S, *, takes_in: bool = True
+    ) -> list[str]:
+        """Call, and return who is in the group of this number: those expected, in order, then those that waited.
+
+        Unless it `takes_in` those that wait, they go on waiting.
+        """
+        newcomers = [name for name in self.waiting() if name not in expected] if takes_in else []
         began = time.monotonic()
         self._store.set(_key(self._run, "call"), str(generation))
         there: set[str] = set()
@@ -87,8 +92,8 @@ class RollCall:
             if waited_s > answer_s:
                 break
             time.sleep(_POLL_S / 2)
-        # who waited and does not answer is forgotten: one that is there after all asks again
-        self._waiting = []
+        if takes_in:  # who waited and does not answer is forgotten: one that is there after all asks again
+            self._waiting = []
         members = [name for name in (*expected, *newcomers) if name in there]
         self._store.set(_key(self._run, "members", str(generation)), msgspec.json.encode(members).decode())
         return members
@@ -132,10 +137,13 @@ class Membership:
     roll: RollCall | None = None
 
 
-def await_call(store: PatientStore, run: str, name: str, after: int) -> tuple[int, list[str]] | None:
+def await_call(
+    store: PatientStore, run: str, name: str, after: int, *, waits: bool = True
+) -> tuple[int, list[str]] | None:
     """Answer calls until this process is a member of a group after one; returns its number and members.
 
-    Returns None once the run is over. Raises `RuntimeError` where the first process is gone or silent.
+    Returns None once the run is over, and for a process that does not wait once it was left out. Raises
+    `RuntimeError` where the first process is gone or silent.
     """
     answered = 0
     while True:
@@ -151,6 +159,8 @@ def await_call(store: PatientStore, run: str, name: str, after: int) -> tuple[in
                 listed = msgspec.json.decode(members, type=list[str])
                 if name in listed:
                     return answered, listed
+                if not waits:
+                    return None
                 after, answered = answered, 0
                 wait_to_be_taken_in(store, run, name)
         time.sleep(_POLL_S)

@@ -1,0 +1,124 @@
+"""A process that stays in its run's newest group, whatever its own program is doing meanwhile."""
+
+import dataclasses
+import threading
+import time
+
+from penstock.errors import DeviceLost, PenstockError
+from penstock.group.regroup import next_group, regroup, release
+from penstock.group.world import World
+from penstock.transport.base import FEEDER
+
+
+class Following:
+    """Forms the next group in a thread of its own as soon as the verdict on a group is one that the run outlives.
+
+    The program may compute, load data or write a file at that moment: nobody waits for it, until it asks for the
+    `newest` group.
+
+        verdict ──▶ connections end ──▶ call, answer, meet (`group/regroup.py`) ──▶ newest
+
+    Example:
+        following = Following(world)
+        ...                            # a message does not come: `error` says why
+        world = following.newest(error)
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world  # the newest group
+        self._problem: PenstockError | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        world.health.call_instead(self._ended)
+
+    def newest(self, error: PenstockError) -> World:
+        """Return the group that follows the one in which an error came up, once it has formed.
+
+        Raises the error where no group follows, or what kept one from forming.
+        """
+        with self._changed:
+            self._changed.wait_for(self._stands)
+            if self._problem is not None:
+                raise self._problem from error
+            if self._world.health.failure is not None:
+                raise error
+            return self._world
+
+    def close(self) -> None:
+        """Form no further group."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _stands(self) -> bool:
+        """Return whether the newest group has no verdict, or none that another group follows on."""
+        if self._thread is not None:
+            return False
+        return self._problem is not None or self._closed or not outlives(self._world)
+
+    def _ended(self) -> None:
+        """A group has its verdict: end its waits, and form the next one where there can be one."""
+        self._world.transport.abort()
+        with self._changed:
+            if self._closed or self._thread is not None or not outlives(self._world):
+                return
+            self._thread = threading.Thread(target=self._form, name="penstock-following", daemon=True)
+            self._thread.start()
+
+    def _form(self) -> None:
+        """Form groups until one stands."""
+        while True:
+            following = dataclasses.replace(self._world)
+            try:
+                _go_over(following)
+            except PenstockError as error:
+                with self._changed:
+                    self._problem, self._thread = error, None
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._world = following
+            following.health.call_instead(self._ended)
+            with self._changed:
+                if self._closed or not outlives(following):
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+
+
+def outlives(world: World) -> bool:
+    """Return whether the run goes on after the verdict on a group, with this process in it."""
+    failure = world.health.failure
+    if failure is None or world.membership is None:
+        return False
+    return failure.again or ((failure.lost or failure.memory) and failure.rank not in {FEEDER, world.rank})
+
+
+def _go_over(world: World) -> None:
+    """Make a group the next one; raises `DeviceLost` where there is none for this process."""
+    failure = world.health.failure
+    if failure is None:
+        raise DeviceLost("a group that goes on needs no other; nothing was lost")
+    if world.rank == FEEDER:
+        regroup(world, set() if failure.again else {failure.rank}, takes_in=failure.again)
+        return
+    release(world.transport, world.health)
+    if not next_group(world, waits=False):
+        raise DeviceLost(f"{failure.message}, and the others went on without this process; start it again to join them")
+
+
+def wait_for_newcomers(world: World, count: int, wait_s: float) -> bool:
+    """Wait until as many processes ask to be taken in; return whether they do in time. The first process calls this."""
+    roll = world.membership.roll if world.membership is not None else None
+    deadline = time.monotonic() + wait_s
+    while roll is not None:
+        if len(roll.waiting()) >= count:
+            return True
+        if time.monotonic() > deadline:
+            break
+        world.check()
+        time.sleep(0.2)
+    return False

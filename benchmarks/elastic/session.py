@@ -17,6 +17,7 @@ from benchmarks.elastic.subjects import loss_fn, make_subject, right
 from penstock.memory import resident_bytes
 from penstock.spec.cluster import parse_cluster
 from penstock.spec.profile import read_profile
+from penstock.train.evaluation import evaluate_all
 
 _STEP = ("load_s", "forward_s", "backward_s", "wait_s", "synchronize_s", "sent_bytes", "num_synchronizations")
 
@@ -66,7 +67,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
                 schedule.step()
             seconds.append(time.perf_counter() - begin)
             if given["validate"] == "always" or (given["validate"] == "end" and epoch + 1 == given["epochs"]):
-                totals = [pipe.trainer.evaluation.totals(inputs, labels, [right])[0] for inputs, labels in kept]
+                totals = [evaluate_all(pipe.trainer, inputs, labels, [right])[0] for inputs, labels in kept]
                 accuracy.append(sum(count for count, _ in totals) / sum(rows for _, rows in totals))
                 if elastic is not None:
                     elastic.validated(accuracy=accuracy[-1])

@@ -244,8 +244,8 @@ class Pipeline:
 
     @property
     def joins_at(self) -> str | None:
-        """Where a device joins this run with `penstock worker --join`; None where the run takes nobody in."""
-        return self._streaming.joins_at
+        """Where one joins: a stream with `penstock worker --join`, a training with PENSTOCK_JOIN; None if nowhere."""
+        return self._pipe.joins_at
 
     def stage_states(self) -> list[StageState]:
         """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
@@ -260,6 +260,7 @@ class Pipeline:
     save = _of_training(TrainingPipeline.save)
     save_checkpoint = _of_training(TrainingPipeline.save_checkpoint)
     load_checkpoint = _of_training(TrainingPipeline.load_checkpoint)
+    scheduler = _of_training(TrainingPipeline.scheduler)
 
     def elastic(
         self, loader: Loader, *, freeze: FreezePolicy | str | Sequence[int] = "gradient-norms",

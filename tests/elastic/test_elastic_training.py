@@ -16,6 +16,7 @@ from penstock.elastic.freezing.by_hand import ByHand
 from penstock.elastic.freezing.guard import Guarded
 from penstock.errors import RunError
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
+from penstock.train.evaluation import evaluate
 from penstock.train.loader import Loader
 from penstock.train.trainer import Trainer
 from tests.elastic.trainings import (
@@ -132,7 +133,7 @@ def _own_rows(step: Step) -> Tensor:
 def _evaluated(step: Step) -> Tensor:
     """Look at other rows before the step."""
     for inputs, labels in Loader(step.trainer, images(seed=9, count=8), batch_size=8):
-        step.trainer.evaluation.evaluate(inputs, labels, F.cross_entropy)
+        evaluate(step.trainer, inputs, labels, F.cross_entropy)
     return step.train()
 
 

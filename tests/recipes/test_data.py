@@ -53,7 +53,7 @@ def test_buckets_hold_like_lengths_and_every_row_once() -> None:
     spreads = [max(ls) - min(ls) for batch in first for ls in [[_Lengths.lengths[row] for row in batch]]]
     assert max(spreads) <= 3
     assert len(first[-1]) == 1
-    buckets.epoch = 1
+    buckets.set_epoch(1)
     assert list(buckets) != first
 
 

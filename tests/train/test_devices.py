@@ -16,6 +16,7 @@ from penstock.group.world import World
 from penstock.tensors import HOST
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
+from penstock.train.evaluation import evaluate, predict
 from penstock.train.save import save_model
 from tests.learners import LOSSES, adamw, batches, captured, sgd
 from tests.models import gpt2
@@ -100,8 +101,8 @@ def _go(device: torch.device, size: int, folder: Path, *, begin: str = "", end: 
         if end:
             save_checkpoint(trainer, folder / end, optimizer)
             save_model(trainer, folder / f"{end}.safetensors")
-        output = trainer.evaluation.predict(given[0][0])
-        evaluated = trainer.evaluation.evaluate(*given[0], F.cross_entropy)
+        output = predict(trainer, given[0][0])
+        evaluated = evaluate(trainer, *given[0], F.cross_entropy)
         peak = trainer.last_step.peak_memory_bytes
         trainer.close()
         return losses, norms, output, evaluated, peak

@@ -38,9 +38,15 @@ PLACES = [
 Change = Callable[[Tensor], Tensor]
 
 
+def loaded_batch(loaded: Any) -> LoadedBatch:
+    """A batch of which only the tensors count."""
+    unused: Any = None
+    return LoadedBatch.of(loaded, [0, 1], None, unused, unused, (0, 0), short=False)
+
+
 def test_a_loaded_batch_is_known_again() -> None:
     x, y = torch.ones(2, 3), torch.zeros(2)
-    batch = LoadedBatch.of((x, y), [4, 2], None)
+    batch = loaded_batch((x, y))
     assert batch.places(x) is not None
     assert batch.places((x,)) is not None
     assert batch.places({"inputs": x, "labels": y}) is not None
@@ -57,22 +63,22 @@ def test_a_loaded_batch_is_known_again() -> None:
 
 def test_a_loaded_dict_is_known_in_another_order() -> None:
     loaded = {"ids": torch.ones(2, 3), "mask": torch.ones(2, 3), "rate": 0.5, "labels": torch.zeros(2)}
-    batch = LoadedBatch.of(loaded, [0, 1], [2])
+    batch = loaded_batch(loaded)
     assert batch.places({name: loaded[name] for name in ("mask", "ids")}) is not None
     assert batch.places({"ids": loaded["ids"], "mask": torch.ones(2, 3)}) is None
     meta = torch.empty(2, 3, device="meta")
-    assert LoadedBatch.of([meta], [0, 1], None).places(meta) is not None
+    assert loaded_batch([meta]).places(meta) is not None
 
 
 def test_what_is_loaded_in_inference_mode_is_in_no_cache() -> None:
     """Such tensors have no count of how often they were written to; to load them for evaluation is no error."""
     with torch.inference_mode():
         x = torch.ones(2, 3)
-        batch = LoadedBatch.of((x, torch.zeros(2)), [0, 1], None)
+        batch = loaded_batch((x, torch.zeros(2)))
         assert batch.places(x) is None
     assert batch.places(x) is None
     y = torch.ones(2)
-    assert LoadedBatch.of((x, y), [0, 1], None).places((x, y)) is None
+    assert loaded_batch((x, y)).places((x, y)) is None
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):

@@ -17,6 +17,7 @@ from penstock.group.world import World
 from penstock.train.batches import take_rows
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
+from penstock.train.evaluation import evaluate
 from penstock.train.migration import fix_microbatches, migrate
 from penstock.train.save import save_model
 from penstock.train.trainer import Trainer
@@ -277,13 +278,13 @@ def test_evaluation_and_the_saved_model_are_those_of_one_process(name: str, tmp_
             optimizer = trainer.optimizer(adamw)
             found = []
             for (inputs, labels), way, order in zip(given, ways, ORDERS, strict=False):
-                found.append(trainer.evaluation.evaluate(inputs, labels, LOSSES[name]))
+                found.append(evaluate(trainer, inputs, labels, LOSSES[name]))
                 trainer.train_step(inputs, labels, LOSSES[name])
                 optimizer.step()
                 optimizer.zero_grad()
                 rearrange(trainer, whole, way if size > 1 else Way(way.frozen, (((1,), 4),)), order[:size] if size > 1
                           else [0])  # fmt: skip
-            found.append(trainer.evaluation.evaluate(*given[0], LOSSES[name]))
+            found.append(evaluate(trainer, *given[0], LOSSES[name]))
             save_model(trainer, path)
             trainer.close()
             return found

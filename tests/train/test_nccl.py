@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from penstock.errors import RunError
 from penstock.group.world import World
+from penstock.train.evaluation import evaluate, predict
 from penstock.train.trainer import Trainer
 from tests.communicators import Communicators
 from tests.learners import LOSSES, batches, captured, sgd
@@ -59,7 +60,7 @@ def test_evaluation_goes_from_device_to_device(pretended: torch.device, communic
 
     def script(world: World) -> Any:
         with trainer_of(world, pretended) as trainer:
-            return trainer.evaluation.predict(inputs), trainer.evaluation.evaluate(inputs, labels, F.cross_entropy)
+            return predict(trainer, inputs), evaluate(trainer, inputs, labels, F.cross_entropy)
 
     communicators.shared = True
     expected = in_threads(2, script)[0]

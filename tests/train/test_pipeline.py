@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import penstock
 from penstock.errors import DataError, ModelError, RunError, UsageError
 from penstock.group.world import World
+from penstock.train.evaluation import predict
 from tests.forks import run_forked
 from tests.processes import run_python
 from tests.trainers import in_threads, make_trainer
@@ -321,7 +322,7 @@ def test_a_replica_without_rows_predicts_none() -> None:
 
     def script(world: World) -> torch.Tensor:
         trainer = make_trainer(captured, world, stages=2, replicas=2, microbatches=2)
-        found: torch.Tensor = trainer.evaluation.predict(x if world.rank < 2 else x[:0])
+        found: torch.Tensor = predict(trainer, x if world.rank < 2 else x[:0])
         trainer.close()
         return found
 
@@ -340,7 +341,7 @@ def test_an_output_without_a_batch_dimension_is_not_joined() -> None:
     for microbatches in (1, 2):
         with penstock.Pipeline(nn.Sequential(nn.Linear(3, 3), Mean()), x, microbatches=microbatches) as pipe:
             if microbatches == 1:
-                assert pipe.trainer.evaluation.predict(x)[1].shape == ()
+                assert predict(pipe.trainer, x)[1].shape == ()
                 continue
             with pytest.raises(UsageError, match="no batch dimension to join 2 microbatches in"):
-                pipe.trainer.evaluation.predict(x)
+                predict(pipe.trainer, x)

@@ -111,7 +111,11 @@ def is_lab(path: Path) -> bool:
 
 def _ends_with(arguments: Sequence[str]) -> EndTogether:
     """Return what ends a run: the first failure, or the first host's end where the loss of another is outlived."""
-    survives = arguments[:1] == ["infer"] and _option(arguments, "--on-loss") != "stop" and "--trace" not in arguments
+    asked = _option(arguments, "--on-loss")
+    if arguments[:1] == ["train"]:
+        survives = asked not in {None, "stop"}
+    else:
+        survives = arguments[:1] == ["infer"] and asked != "stop" and "--trace" not in arguments
     return "first" if survives else True
 
 

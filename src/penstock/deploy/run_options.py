@@ -46,20 +46,22 @@ class CutOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalOptions:
-    """What a stream does when a device is lost: it stops, goes on with the others, or waits until another joins.
+    """What a run does when a device is lost: it stops, goes on with the others, or waits until another joins.
 
     `profile` and `cluster` are what its plan was made from; without them the parts' cost is counted from shapes, and
-    devices of which nothing is known are equal. Raises `UsageError` for what does not go together.
+    devices of which nothing is known are equal. `joins` is the host and port of the training under way that this
+    process comes to. Raises `UsageError` for what does not go together.
     """
 
     on_loss: str = "stop"
     wait_s: float = 300.0
     profile: Profile | None = None
     cluster: Cluster | None = None
+    joins: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         if self.on_loss not in ON_LOSS:
-            raise UsageError(f"on a loss a stream can {', '.join(ON_LOSS)}, not {self.on_loss!r}; give one of these")
+            raise UsageError(f"on a loss a run can {', '.join(ON_LOSS)}, not {self.on_loss!r}; give one of these")
         if not 0 < self.wait_s < math.inf:
             raise UsageError(f"waiting takes some seconds, not {self.wait_s}; write it like wait_s=300")
 

@@ -12,13 +12,13 @@ from penstock.elastic.costs import Costs
 from penstock.engine.placement import Grid
 from penstock.errors import CutError, PlanError
 from penstock.graph.cuts import Cuts
-from penstock.graph.freeze import sources_in
 from penstock.graph.stages import fingerprint as fingerprint_of
 from penstock.spec.cluster import Device
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage
 from penstock.train.arrangement import Arrangement, plan_grid
 from penstock.train.captured import Captured
+from penstock.train.survival.rearrange import assign, missing_bytes
 from penstock.train.trainer import Trainer
 
 _ALIKE = 0.05
@@ -121,21 +121,9 @@ def near(
     What a rank lacks counts with the optimizer's state, `state_factor` times the weights that are trained.
     """
     placed = arrangement_of(trainer.placed, captured, plan, costs.ranks, cached_layers=cached_layers)
-    bounds = [0, *(cut.position for cut in placed.cuts), len(captured.graph.ops)]
-    sizes = {
-        state.source: state.value.num_bytes({}) * (1 + state_factor * (state.source in captured.trainable))
-        for state in captured.graph.states if state.kind != "constant"
-    }  # fmt: skip
-    of_stage = [sources_in(captured.graph, start, end) for start, end in pairwise(bounds)]
-    needs = {
-        rank: set().union(*(of_stage[stage] for stage in placed.grid.stages_of(rank))) for rank in costs.ranks.values()
-    }
-    holders = {name: set(trainer.tensors.holders(name)) for name in set().union(*of_stage)}
     names = sorted(costs.ranks, key=lambda name: costs.ranks[name])
     ranks = [costs.ranks[name] for name in names]
-    missing = [
-        [sum(sizes[name] for name in needs[part] if device not in holders[name]) for part in ranks] for device in ranks
-    ]
+    missing = missing_bytes(placed, captured, trainer.tensors, ranks, state_factor)
     taken = assign(missing, _alike([costs.cluster.device(name) for name in names]))
     return {name: ranks[device] for name, device in zip(names, taken, strict=True)}
 
@@ -156,27 +144,3 @@ def _alike(devices: Sequence[Device]) -> list[list[int]]:
         else:
             groups.append([number])
     return groups
-
-
-def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -> list[int]:
-    """Return which device takes the part of each, so that little moves: devices that are alike may change parts.
-
-    `missing[device][part]` is what a device lacks of a part; `alike` are groups of devices. Pairs change as long as
-    that helps.
-
-    >>> assign([[9, 0], [0, 9]], [[0, 1]])
-    [1, 0]
-    """
-    taken = list(range(len(missing)))  # the device of each part
-    better = True
-    while better:
-        better = False
-        for group in alike:
-            for i, first in enumerate(group):
-                for second in group[i + 1 :]:
-                    one, other = taken[first], taken[second]
-                    now = missing[one][first] + missing[other][second]
-                    if missing[other][first] + missing[one][second] < now:
-                        taken[first], taken[second] = other, one
-                        better = True
-    return taken

@@ -69,6 +69,8 @@ class ElasticTraining:
     ) -> None:  # fmt: skip
         if trainer.tracer is not None:
             raise UsageError("a trace is of one plan, and an elastic training changes its plan; leave the trace out")
+        if trainer.survivors is not None:
+            raise UsageError("an elastic training does not go on after a loss yet; leave on_loss or elastic out")
         if trainer.placed.schedule_name not in SCHEDULES:
             raise UsageError(
                 "an elastic training makes schedules for other numbers of stages, which it cannot of your own; name one"

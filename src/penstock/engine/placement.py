@@ -1,12 +1,14 @@
 """Which rank holds which stage: placements as data."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from penstock.plan.schedule.actions import Action, forward_only
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import EAGER, RuntimeChoice
+
+LOST = -1  # in the place of a rank: whoever had it is not in the group any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,22 @@ class Grid:
         return [stage for stage, holder in enumerate(replica.stages) if holder == rank]
 
     def holders(self, stage: int) -> list[int]:
-        """Return the rank of a stage in every replica."""
-        return [replica.stages[stage] for replica in self.replicas]
+        """Return the rank of a stage in every replica where it has one."""
+        return [replica.stages[stage] for replica in self.replicas if replica.stages[stage] != LOST]
+
+    def renumbered(self, ranks: Mapping[int, int]) -> "Grid":
+        """Return the same grid in a group where processes have other ranks; who is not among them is lost.
+
+        >>> Grid((Replica((0, 1), (0, 1)),)).renumbered({0: 0}).replicas[0].stages
+        (0, -1)
+        """
+        return Grid(tuple(
+            replace(
+                replica, devices=tuple(ranks[rank] for rank in replica.devices if rank in ranks),
+                stages=tuple(ranks.get(rank, LOST) for rank in replica.stages),
+            )
+            for replica in self.replicas
+        ))  # fmt: skip
 
     def rows(self, num_rows: int) -> list[range]:
         """Divide the rows of a batch among the replicas: evenly, or as their microbatches divide them.

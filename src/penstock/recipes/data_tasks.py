@@ -247,9 +247,13 @@ class Buckets:
     """
 
     def __init__(self, data: Any, batch_size: int, shuffle: bool, seed: int = 0) -> None:
-        self.epoch = 0
+        self._epoch = 0
         self._lengths: list[int] = data.lengths
         self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of another epoch, as torch's `DistributedSampler` does."""
+        self._epoch = epoch
 
     def __len__(self) -> int:
         """Count the batches."""
@@ -257,7 +261,7 @@ class Buckets:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Return the rows of each batch; a smaller one comes last."""
-        chance = random.Random(self._seed * 1_000_003 + self.epoch)  # noqa: S311 -- an order, no secret
+        chance = random.Random(self._seed * 1_000_003 + self._epoch)  # noqa: S311 -- an order, no secret
         rows = list(range(len(self._lengths)))
         if self._shuffle:
             chance.shuffle(rows)

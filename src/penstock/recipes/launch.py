@@ -9,7 +9,7 @@ import msgspec
 
 from penstock import errors
 from penstock.cluster.lab import Lab, lab_session, read_lab
-from penstock.cluster.output import OutputLine, print_line
+from penstock.cluster.output import EndTogether, OutputLine, print_line
 from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
 from penstock.files import written_whole
 from penstock.group.addresses import listen
@@ -20,6 +20,7 @@ from penstock.recipes.loop import fit_here
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, num_processes, plan_of, write_settings
 from penstock.spec.plan import Plan
+from penstock.transport.base import FEEDER
 from penstock.units import format_bytes
 
 WORKER = "penstock.recipes.training_worker"
@@ -45,7 +46,7 @@ def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
             raise UsageError("--cluster starts processes of its own; use it without torchrun")
         with lab_session(read_lab(cluster)) as lab:
             return fit_apart(settings, lab=lab)
-    if under_torchrun() or num_processes(settings, plan_of(settings)) == 1:
+    if settings.join is not None or under_torchrun() or num_processes(settings, plan_of(settings)) == 1:
         return fit_here(settings)
     return fit_apart(settings)
 
@@ -125,12 +126,13 @@ def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_byte
         arguments[rank] += ["--host", name]  # processes here stand for the plan's devices, in order
     workers = LocalWorkers(WORKER, arguments, env)
     try:
-        return _watch(workers, memory_bytes)
+        return _watch(workers, memory_bytes, outlives=settings.on_loss != "stop")
     finally:
         workers.stop(0.0)
 
 
-def _watch(workers: LocalWorkers, memory_bytes: int | None) -> RunError | None:
+def _watch(workers: LocalWorkers, memory_bytes: int | None, *, outlives: bool) -> RunError | None:
+    """Wait for the end of all; where the run `outlives` the loss of others, the first one's brings it about."""
     running = dict(enumerate(workers.pids))
     killed_before = num_killed()
     problem: RunError | None = None
@@ -138,8 +140,11 @@ def _watch(workers: LocalWorkers, memory_bytes: int | None) -> RunError | None:
     while running and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         for exit_ in workers.exits():
-            if running.pop(exit_.index, None) is not None and exit_.status:
+            if running.pop(exit_.index, None) is None or (outlives and exit_.index != FEEDER):
+                continue
+            if exit_.status:
                 problem = problem or explain_exit(exit_, killed_before)
+            if exit_.status or outlives:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         for rank, pid in running.items():
             used = resident_bytes(pid) or 0
@@ -183,10 +188,12 @@ def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) 
             print_line(line)
 
     command, env = module_command(WORKER, str(file.resolve())), {"PYTHONPATH": module_path()}
-    with lab.start(command, on=hosts[:count] if plan is None else plan.devices, env=env, output=show) as run:
+    on = hosts[:count] if plan is None else plan.devices
+    ends: EndTogether = "first" if settings.on_loss != "stop" else True
+    with lab.start(command, on=on, env=env, output=show, end_together=ends) as run:
         try:
             codes = run.wait()
         except RunError as error:
             return error
-    failed = [host for host, code in codes.items() if code]
+    failed = [host for host, code in codes.items() if code and (ends is True or host == on[0])]
     return RunError(run.first_failure or f"{failed[0]} failed") if failed else None

@@ -12,10 +12,11 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
 from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.errors import UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
+from penstock.group.regroup import read_place
 from penstock.group.world import World
 from penstock.recipes.data_tasks import make_task
 from penstock.recipes.metrics import (
@@ -36,11 +37,11 @@ from penstock.terminal.live import FitProgress
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
 from penstock.train.arrangement import TrainOptions
+from penstock.train.evaluation import evaluate_all
 from penstock.train.loader import Loader
 from penstock.train.outcome import StepReport
 from penstock.train.training_pipeline import TrainingPipeline
 from penstock.transport.base import FEEDER
-from penstock.transport.collectives import all_gather
 
 WARM_UP = 2  # the first steps make connections and buffers
 
@@ -50,28 +51,35 @@ def fit_here(settings: FitSettings) -> FitResult:
 
     Raises what `fit` raises.
     """
-    world = join_torchrun() if under_torchrun() else None
+    starts = under_torchrun() and settings.join is None
+    world = join_torchrun(again=settings.on_loss != "stop") if starts else None
     with world if world is not None else contextlib.nullcontext():
-        if world is None or world.rank == FEEDER:
+        first = settings.join is None and (world is None or world.rank == FEEDER)
+        if first:
             check_new(settings)
-        first = world is None or world.rank == FEEDER
         with working("preparing model and data") if first else contextlib.nullcontext():
             task = make_task(settings)
         with make_pipeline(settings, task, world) as pipe:
             pipe.model_name = settings.model
+            if first and settings.on_loss != "stop" and pipe.joins_at is not None:
+                note(f"another process joins with the same command and --join {pipe.joins_at}")
             return _Fit(settings, task, pipe).run()
 
 
 def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> TrainingPipeline:
     """Make the pipeline that the settings ask for, of the task's model."""
     plan = plan_of(settings)
-    one = 1 if world is None and plan is None else None
+    one = 1 if world is None and plan is None and settings.join is None else None
     args, kwargs = task.example
     call = ModelCall(model=task.module, args=args, kwargs=kwargs, dynamic=task.dynamic, weights=task.weights)
     cut = CutOptions(stages=settings.stages or one, policy=settings.policy, cuts=settings.cuts, plan=plan)
     run = RunOptions(
         threads=settings.threads or (world.cores if world else None), device=settings.device,
         trace=Path(settings.trace) if settings.trace is not None else None, trace_profile=settings.profile,
+        survival=SurvivalOptions(
+            on_loss=settings.on_loss, wait_s=settings.wait_for,
+            joins=read_place(settings.join) if settings.join is not None else None,
+        ),
     )  # fmt: skip
     options = TrainOptions(
         replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
@@ -112,8 +120,11 @@ class _Fit:
             if settings.lr_schedule == "cosine"
             else None
         )
+        if self._scheduler is not None:
+            pipe.scheduler(self._scheduler)
         self._best: float | None = None
-        self._resume()
+        if settings.join is None:
+            self._resume()
         self._first = self._trainer.step
         self._saved = self._trainer.step if settings.resume else -1
         self._folder = RunFolder(settings, self._world.rank, self._first)
@@ -136,11 +147,9 @@ class _Fit:
             return self._pipe.loader(
                 task.training, batch_size=given.batch_size, shuffle=True, num_workers=given.num_workers
             )
-        self._batches = task.batches(task.training, given.batch_size, True)
+        order = task.batches(task.training, given.batch_size, True)
         return self._pipe.loader(
-            DataLoader(
-                task.training, batch_sampler=self._batches, collate_fn=task.collate, num_workers=given.num_workers
-            )
+            DataLoader(task.training, batch_sampler=order, collate_fn=task.collate, num_workers=given.num_workers)
         )
 
     def _resume(self) -> None:
@@ -151,9 +160,8 @@ class _Fit:
         for line in found.passed_over if found is not None else ():
             note(line)
         best = best_accuracy(self._settings) if self._world.rank == FEEDER else None
-        gathered = all_gather(
-            self._world.transport, {"name": found.name if found is not None else None, "best": best}
-        )  # fmt: skip
+        mine = {"name": found.name if found is not None else None, "best": best}
+        gathered = self._trainer.together(lambda: mine)
         self._best = gathered[FEEDER]["best"]
         if gathered[FEEDER]["name"] is None:
             raise UsageError(f"{self._settings.folder} holds no whole checkpoint any more; leave --resume out to start")
@@ -193,8 +201,6 @@ class _Fit:
 
     def _batches_of_epoch(self) -> Iterator[tuple[Any, Any, float]]:
         """Return batches until the epoch or the run is over, with the time at which each began to be loaded."""
-        if self._task.batches is not None:
-            self._batches.epoch = self._loader.epoch
         begin = time.perf_counter()
         for inputs, labels in self._loader:
             yield inputs, labels, begin
@@ -231,7 +237,7 @@ class _Fit:
             self._elastic.validated(loss=loss, accuracy=accuracy)
         mine = {"s": tally.counted_s, "units": tally.counted_units, "sent": tally.sent_bytes,
                 "memory": tally.peak_memory_bytes, "rows": tally.batch_rows}  # fmt: skip
-        gathered = all_gather(self._world.transport, mine)
+        gathered = self._trainer.together(lambda: mine)
         rate = 0.0
         replicas = self._trainer.grid.replicas
         for replica in replicas:
@@ -267,7 +273,7 @@ class _Fit:
         measures = [task.loss_fn, task.accuracy]
         totals = [(0.0, 0.0)] * len(measures)
         for inputs, labels in Loader(self._trainer, data, batch_size=given.batch_size):
-            found = self._trainer.evaluation.totals(inputs, labels, measures)
+            found = evaluate_all(self._trainer, inputs, labels, measures)
             totals = [(a + x, b + y) for (a, b), (x, y) in zip(totals, found, strict=True)]
         self._trainer.load_s = 0.0
         return totals[0][0] / totals[0][1], totals[1][0] / totals[1][1]

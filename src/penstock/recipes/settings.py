@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from penstock.elastic.options import ElasticOptions, Stored
 from penstock.errors import UsageError
+from penstock.group.regroup import read_place
 from penstock.spec.check import check_purpose, read_plan
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
@@ -124,6 +125,18 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         WholePath | None,
         Meta(description="Of `penstock profile --data`; measured if not given.", extra={"metavar": "profile.json"}),
     ] = None
+    on_loss: Annotated[
+        Literal["stop", "continue", "wait"],
+        Meta(description="When a process is lost: stop, go on with the others, or first wait for another."),
+    ] = "stop"
+    wait_for: Annotated[float, Meta(ge=1.0, description="Seconds that --on-loss wait waits for another.")] = 300.0
+    join: Annotated[
+        str | None,
+        Meta(
+            description="Join such a training that is under way, with the same command; it says where.",
+            extra={"metavar": "HOST:PORT"},
+        ),
+    ] = None
     trace: WholePath | None = None
     profile: bool = False
     live: bool = False
@@ -157,6 +170,10 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     given = [name for name in _ELASTIC if getattr(settings, name) != defaults[name]]
     if given and not settings.elastic:
         raise UsageError(f"{given[0]} is for an elastic training; add elastic=True (--elastic), or leave it out")
+    if settings.on_loss != "stop" and (settings.elastic or settings.trace is not None):
+        raise UsageError("an elastic training, or one with a trace, does not go on after a loss; leave --on-loss out")
+    if settings.join is not None:
+        read_place(settings.join)
     if settings.elastic:
         elastic_options(settings)
         if settings.trace is not None:

@@ -22,9 +22,10 @@ SHARE_KEPT = 10  # every tenth row is for validation
 
 
 class Batches(Protocol):
-    """The order of rows, for data that wants one of its own; set `epoch` before each pass."""
+    """The order of rows, for data that wants one of its own."""
 
-    epoch: int
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of another epoch from here on."""
 
     def __iter__(self) -> Iterator[list[int]]:
         """Return the rows of each batch."""

@@ -10,7 +10,7 @@ from penstock.deploy.placing import ranks_of
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import cuts_of_plan
 from penstock.deploy.run_options import CutOptions
-from penstock.engine.placement import Grid, Replica
+from penstock.engine.placement import Grid, Replica, shares
 from penstock.engine.wiring import DEPTH
 from penstock.errors import PlanError, UsageError
 from penstock.graph.cuts import Cut, Cuts
@@ -198,11 +198,27 @@ class Arrangement:
                     for r in self.grid.replicas)  # fmt: skip
         return self.moved(Grid(tuple(replicas)), self.cuts, skipped=self.skipped)
 
-    def moved(self, grid: Grid, cuts: Sequence[Cut], *, skipped: int = 0) -> "Arrangement":
-        """Return the same training on another grid."""
+    def moved(self, grid: Grid, cuts: Sequence[Cut], *, skipped: int = 0, rank: int | None = None) -> "Arrangement":
+        """Return the same training on another grid, of another group where this process has another `rank` there."""
         return Arrangement(
-            self.rank, grid, cuts, self._choice, checkpointing=self._checkpointing, skipped=skipped, asked=self._asked
+            self.rank if rank is None else rank, grid, cuts, self._choice, checkpointing=self._checkpointing,
+            skipped=skipped, asked=self._asked,
         )  # fmt: skip
+
+    def shape(self, num_devices: int) -> Grid:
+        """Return a grid of this training's schedule for as many devices, as `make_grid` makes one to begin with.
+
+        A replica has as many devices as now, or more where they do not divide evenly; the microbatches of all replicas
+        stay as many as they are.
+        """
+        replicas = self.grid.replicas
+        total = sum(replica.num_microbatches or self.usual_microbatches for replica in replicas)
+        each = max(len(set(replica.stages)) for replica in replicas)
+        count = max(1, min(num_devices // each, total))
+        stages = max(self.num_stages // each, 1) * -(-num_devices // count)
+        made = make_grid(range(num_devices), stages, count, self._choice)
+        parts = [len(part) for part in shares(total, count)]
+        return Grid(tuple(replace(r, num_microbatches=n) for r, n in zip(made.replicas, parts, strict=True)))
 
 
 def arrange(world: World, graph: Graph, cut: CutOptions, options: TrainOptions) -> Arrangement:

@@ -37,7 +37,6 @@ from penstock.train.named_optimizer import NamedOptimizer
 from penstock.train.outcome import everywhere
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
-from penstock.transport.collectives import all_gather
 
 _Found = TypeVar("_Found")
 _SHOWS_S = 5.0  # after which a network's file system shows what another host has written
@@ -57,26 +56,7 @@ def save_checkpoint(
     with trainer.world.explained():
         elastic = trainer.follower.state() if trainer.follower is not None else None
     suffix = _agree(trainer, lambda: next_suffix(folder) if trainer.world.rank == FEEDER else "")
-    named = NamedOptimizer(optimizer, trainer.tensors) if optimizer is not None else None
-    state = TrainState(
-        tensors=_saved_tensors(trainer), slots=named.slots() if named is not None else {}, step=trainer.step,
-        position=loader.state() if loader is not None else None,
-    )  # fmt: skip
-    own = _written_here(trainer, state, suffix)
-    groups = named.groups() if named is not None else []
-    failed, files = _attempt(lambda: write_stages(folder, own))
-    places = {name: stage for stage, tensors in own.items() for name in tensors}
-    shapes = {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        for tensors in own.values() for name, tensor in tensors.items()
-    }  # fmt: skip
-    with trainer.world.explained():
-        gathered = all_gather(
-            trainer.world.transport,
-            {"failed": failed, "files": files or {}, "places": places, "shapes": shapes,
-             "scalars": state.scalars(),
-             "groups": groups},
-        )  # fmt: skip
+    gathered, state = _write(trainer, folder, suffix, optimizer, loader)
     _raise_first(gathered)
 
     def finish() -> None:
@@ -87,6 +67,36 @@ def save_checkpoint(
             drop_leftovers(folder, set(index.places.values()))
 
     _agree(trainer, finish)
+    if trainer.survivors is not None:
+        trainer.survivors.saw_checkpoint(folder)
+
+
+def _write(
+    trainer: Trainer, folder: Path, suffix: str, optimizer: torch.optim.Optimizer | None, loader: Loader | None
+) -> tuple[list[dict[str, Any]], TrainState]:
+    """Write every process's stages; returns what all say of theirs, and this one's state."""
+    states: list[TrainState] = []
+
+    def write() -> dict[str, Any]:
+        named = NamedOptimizer(optimizer, trainer.tensors) if optimizer is not None else None
+        state = TrainState(
+            tensors=_saved_tensors(trainer), slots=named.slots() if named is not None else {}, step=trainer.step,
+            position=loader.state() if loader is not None else None,
+        )  # fmt: skip
+        states[:] = [state]
+        own = _written_here(trainer, state, suffix)
+        failed, files = _attempt(lambda: write_stages(folder, own))
+        shapes = {
+            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for tensors in own.values() for name, tensor in tensors.items()
+        }  # fmt: skip
+        return {
+            "failed": failed, "files": files or {}, "shapes": shapes,
+            "places": {name: stage for stage, tensors in own.items() for name in tensors},
+            "scalars": state.scalars(), "groups": named.groups() if named is not None else [],
+        }  # fmt: skip
+
+    return trainer.together(write), states[0]
 
 
 def load_checkpoint(
@@ -125,6 +135,8 @@ def load_checkpoint(
     if loader is not None and index.loader is not None:
         loader.resume({"epoch": index.loader.epoch, "position": index.loader.position})
     torch.set_rng_state(state.random)
+    if trainer.survivors is not None:
+        trainer.survivors.saw_checkpoint(folder)
 
 
 def _saved_tensors(trainer: Trainer) -> dict[str, Tensor]:
@@ -208,8 +220,7 @@ def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
         check_whole(folder, index)
     except ModelError as error:
         failed = str(error)
-    with trainer.world.explained():
-        gathered = all_gather(trainer.world.transport, {"failed": failed})
+    gathered = trainer.together(lambda: {"failed": failed})
     failures = [(rank, document["failed"]) for rank, document in enumerate(gathered) if document["failed"]]
     if failures:
         rank, reason = failures[0]
@@ -262,9 +273,12 @@ def _attempt(write: Callable[[], _Found]) -> tuple[str, _Found | None]:
 
 def _agree(trainer: Trainer, work: Callable[[], _Found]) -> Any:
     """Run a step of writing in every process and return what the first one found; raises everywhere what failed."""
-    failed, found = _attempt(work)
-    with trainer.world.explained():
-        gathered = all_gather(trainer.world.transport, {"failed": failed, "found": found})
+
+    def attempt() -> dict[str, Any]:
+        failed, found = _attempt(work)
+        return {"failed": failed, "found": found}
+
+    gathered = trainer.together(attempt)
     _raise_first(gathered)
     return gathered[FEEDER]["found"]
 

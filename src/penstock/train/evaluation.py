@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
 from penstock.engine.training_stage import Sizes, StepInput, TrainingStage
 from penstock.engine.wiring import GrowingChannels, training_links
-from penstock.errors import UsageError
+from penstock.errors import DeviceLost, UsageError
 from penstock.graph.call import build_output
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
@@ -24,9 +24,12 @@ from penstock.runtime.registry import EAGER
 from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, largest, loss_and_count
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
+from penstock.train.step_rows import StepRows
 from penstock.transport.base import receive_tensor, send_tensor
-from penstock.transport.collectives import all_gather
 from penstock.transport.tags import OUTPUTS
+
+if TYPE_CHECKING:
+    from penstock.train.trainer import Trainer
 
 # what the last stage does with the output of a microbatch
 Use = Callable[[Microbatch, Any], None]
@@ -47,15 +50,10 @@ class Evaluation:
         self._cuts, self._autocast, self._num_microbatches = cuts, autocast, num_microbatches
         self._direct, self._first_generation = direct, first_generation
 
-    def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
-        """Return the mean of `loss_fn` over all rows of all replicas."""
-        ((total, count),) = self.totals(inputs, labels, [loss_fn])
-        if not count:
-            raise UsageError("there is nothing to evaluate: no row counts; give at least one that does")
-        return total / count
-
-    def totals(self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]) -> list[tuple[float, float]]:
-        """Return the sum and the count of each function over all rows of all replicas, of one forward."""
+    def sums(
+        self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]
+    ) -> list[list[tuple[float, float]]]:
+        """Return the sum and the count of each function of every microbatch, of one forward of this replica's rows."""
         sums: list[list[tuple[float, float]]] = [[] for _ in functions]
 
         def head(microbatch: Microbatch, output: Any) -> None:
@@ -63,18 +61,14 @@ class Evaluation:
                 total, count = loss_and_count(function, output, microbatch.labels, microbatch.sizes["batch"])
                 pairs.append((float(total), count))
 
-        with self._world.explained():
-            self._forward(inputs, labels, head)
-            gathered = all_gather(self._world.transport, {"sums": sums})
-        found = [[pair for document in gathered for pair in document["sums"][index]] for index in range(len(functions))]
-        return [(math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)) for pairs in found]
+        self._forward(inputs, labels, head)
+        return sums
 
-    def predict(self, inputs: Any) -> Any:
+    def outputs(self, inputs: Any) -> Any:
         """Return the model's output for this replica's rows, on the host of every process of the replica."""
         outputs: list[list[Tensor]] = []
-        with self._world.explained():
-            made = self._forward(inputs, None, lambda _microbatch, tensors: outputs.append(tensors), raw=True)
-            results = self._spread(outputs, made)
+        made = self._forward(inputs, None, lambda _microbatch, tensors: outputs.append(tensors), raw=True)
+        results = self._spread(outputs, made)
         _, sizes = bind(self._graph, inputs)
         return build_output(self._graph, self._join(results, sizes), sizes)
 
@@ -167,3 +161,46 @@ class Evaluation:
         actions = forward_only(sorted(stages), len(microbatches))
         run_schedule(actions, stages, channels.channels, Observer(stages))
         return microbatches
+
+
+def evaluate(trainer: "Trainer", inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
+    """Return the mean of `loss_fn` over all rows of all replicas; every process calls this.
+
+    Raises `UsageError` where no row counts.
+    """
+    ((total, count),) = evaluate_all(trainer, inputs, labels, [loss_fn])
+    if not count:
+        raise UsageError("there is nothing to evaluate: no row counts; give at least one that does")
+    return total / count
+
+
+def evaluate_all(
+    trainer: "Trainer", inputs: Any, labels: Any, functions: Sequence[LossFunction | None]
+) -> list[tuple[float, float]]:
+    """Return the sum and the count of each function over all rows of all replicas, of one forward."""
+    rows = StepRows(trainer, inputs, labels)
+    gathered = trainer.together(lambda: {"sums": trainer.evaluation.sums(*rows.now(), functions)})
+    found = [[pair for document in gathered for pair in document["sums"][index]] for index in range(len(functions))]
+    return [(math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)) for pairs in found]
+
+
+def predict(trainer: "Trainer", inputs: Any) -> Any:
+    """Return the model's output for this replica's rows, on every process of the replica.
+
+    Raises `DeviceLost` where a process was lost meanwhile: the rows are then another process's.
+    """
+    placed = trainer.placed
+    found: list[Any] = []
+
+    def work() -> dict[str, Any]:
+        if trainer.placed is not placed:
+            raise DeviceLost("a device was lost, and these rows are shared out anew; ask for predictions again")
+        found[:] = [trainer.evaluation.outputs(inputs)]
+        return {}
+
+    if trainer.survivors is not None:
+        trainer.together(work)
+    else:
+        with trainer.world.explained():
+            work()
+    return found[0]

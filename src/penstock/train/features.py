@@ -1,11 +1,14 @@
 """The seams to what changes a training while it goes on: who follows its epochs, and what frozen layers put out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from penstock.train.arrangement import Arrangement
 
 
 class Features(Protocol):
@@ -24,17 +27,28 @@ class Features(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """A batch as a loader gave it: the samples of all replicas together, and those of the batch after it."""
+    """A batch as a loader gave it: the samples of all replicas together, and those of the batch after it.
+
+    `placed` is the arrangement in which its rows were shared out, `place` the epoch and the batch's number in it, and
+    `short` says that it may have few rows.
+    """
 
     samples: Sequence[int]
     following: Sequence[int] | None
     leaves: Sequence[tuple[Tensor, int | None]]  # the tensors, with how often each had been written to
+    loader: "Rows"
+    placed: "Arrangement"
+    place: tuple[int, int]
+    short: bool
 
     @classmethod
-    def of(cls, loaded: Any, samples: Sequence[int], following: Sequence[int] | None) -> "LoadedBatch":
+    def of(
+        cls, loaded: Any, samples: Sequence[int], following: Sequence[int] | None, loader: "Rows",
+        placed: "Arrangement", place: tuple[int, int], *, short: bool,
+    ) -> "LoadedBatch":  # fmt: skip
         """Remember what is given to the user's loop."""
         leaves = [(leaf, _version(leaf)) for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, Tensor)]
-        return cls(samples, following, leaves)
+        return cls(samples, following, leaves, loader, placed, place, short)
 
     def places(self, inputs: Any) -> "InputPlaces | None":
         """Return where inputs stand in what was loaded; None unless they are as they were loaded.
@@ -72,6 +86,38 @@ class InputPlaces:
             tensors[self.places[index]] if index in self.places else value for index, value in enumerate(self.others)
         ]
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+class Rows(Protocol):
+    """A loader, as whoever repeats a step needs it."""
+
+    def load_own(self, samples: Sequence[int], *, short: bool) -> Any:
+        """Load this process's rows of a batch, as the training is arranged now."""
+
+    def rewind(self, place: tuple[int, int]) -> None:
+        """Go back, or on, to an epoch and a batch of it; every process calls this."""
+
+    def take(self) -> Any:
+        """Load the next batch outside of any loop."""
+
+
+class Together(Protocol):
+    """How processes tell each other of what they did, where some may be lost, and others come."""
+
+    def together(self, work: Callable[[], dict[str, Any]], *, takes_in: bool = False) -> list[dict[str, Any]]:
+        """Work, and return what every process tells of it; the work is done again where the group has changed.
+
+        It moves no tensors once it has told. Where it `takes_in`, others join before it.
+        """
+
+    def place(self) -> tuple[int, int] | None:
+        """Return, once, the epoch and the batch at which a process that has come goes on."""
+
+    def saw_checkpoint(self, folder: Any) -> None:
+        """Take note of a checkpoint that is whole."""
+
+    def close(self) -> None:
+        """Go on in no other group."""
 
 
 class Follower(Protocol):

@@ -221,6 +221,19 @@ class HeldTensors:
             return [FEEDER]
         return list(dict.fromkeys(rank for stage in holding(self._parts, name) for rank in self._grid.holders(stage)))
 
+    def renumber(self, ranks: Mapping[int, int]) -> None:
+        """Go by the ranks of another group, by those of this one; what only lost processes held has no holder."""
+        self._grid = self._grid.renumbered(ranks)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid in which all processes hold their tensors, in the ranks of the group that there is now."""
+        return self._grid
+
+    def written(self) -> dict[str, Tensor]:
+        """Return the buffers that a step writes to here."""
+        return {name: self.others[name] for names in self._written.values() for name in names}
+
     def weights(self) -> list[Weight]:
         """Return the trained parameters with their leaves and everybody who has them."""
         found = []

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from penstock.errors import DataError, UsageError
 from penstock.train.arrangement import Arrangement
 from penstock.train.features import Follower, LoadedBatch
 from penstock.train.trainer import Trainer
-from penstock.transport.collectives import all_gather
+from penstock.transport.base import FEEDER
 
 _PARENT_POLL_S = 0.5
 Collate = Callable[[list[Any]], Any]
@@ -45,8 +45,10 @@ class Loader:
         self._collate, self._num_workers = collate_fn, num_workers
         self._plain = True  # whether the order is this loader's own
         self._seed = trainer.seed if seed is None else seed
-        self.epoch = 0
+        self._epoch = 0
         self.position = 0  # the next batch of the epoch
+        self._known: tuple[int, list[list[int]]] | None = None  # the order of an epoch
+        self._reached = 0  # the epoch before which iterations have ended
         self.follower: Follower | None = None  # told of each epoch; steps are taken with this loader's batches
         self._dataset: Dataset[Any] = data
         if isinstance(data, DataLoader):
@@ -74,19 +76,19 @@ class Loader:
         self._plain = False
         sampler = loader.batch_sampler
         self._count = lambda: len(sampler)  # type: ignore[arg-type]
-        self._order = lambda: self._first_processes([[int(index) for index in batch] for batch in sampler])
+        self._order = lambda: self._first_processes(sampler)
 
-    def _first_processes(self, mine: list[list[int]]) -> list[list[int]]:
-        with self._trainer.world.explained():
-            gathered = all_gather(
-                self._trainer.world.transport, {"order": mine if self._trainer.world.rank == 0 else []}
-            )
-        order: list[list[int]] = gathered[0]["order"]
+    def _first_processes(self, sampler: Iterable[list[int]]) -> list[list[int]]:
+        if hasattr(sampler, "set_epoch"):  # as torch's DistributedSampler has it
+            sampler.set_epoch(self._epoch)
+        first = self._trainer.world.rank == FEEDER
+        mine = [[int(index) for index in batch] for batch in sampler] if first else []
+        order: list[list[int]] = self._trainer.together(lambda: {"order": mine})[FEEDER]["order"]
         return order
 
     def _own_order(self) -> list[list[int]]:
         count = len(self._dataset)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         indices = torch.randperm(count, generator=generator).tolist() if self._shuffle else list(range(count))
         batches = [indices[start : start + self._batch_size] for start in range(0, count, self._batch_size)]
         return batches[:-1] if self._drop_last and len(batches[-1]) < self._batch_size else batches
@@ -99,9 +101,53 @@ class Loader:
         """Return the place in the data, to be continued from."""
         return {"epoch": self.epoch, "position": self.position}
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, or begins next; where a process joins a training, the others' one."""
+        self._catch_up()
+        return self._epoch
+
+    def _catch_up(self) -> None:
+        """In a process that has come while others train: go on where they do."""
+        survivors = self._trainer.survivors
+        place = survivors.place() if survivors is not None else None
+        if place is not None:
+            self._epoch, self.position = place
+            self._reached = self._epoch
+
     def resume(self, state: dict[str, int]) -> None:
         """Continue from a place in the data."""
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._reached = self._epoch
+
+    def rewind(self, place: tuple[int, int]) -> None:
+        """Go back to a place in the data; an iteration that is under way ends where it would have ended."""
+        self._epoch, self.position = place
+        self._known = self._epoch, self._order()
+
+    def take(self) -> Any:
+        """Load this process's rows of the next batch, outside of any iteration."""
+        order = self._order_now()
+        batch, last = order[self.position], self.position + 1 == len(order)
+        place = self._epoch, self.position
+        self._epoch, self.position = (self._epoch + 1, 0) if last else (self._epoch, self.position + 1)
+        short = last or len(batch) < self._batch_size
+        loaded = self.load_own(batch, short=short)
+        trainer = self._trainer
+        trainer.saw_batch(LoadedBatch.of(loaded, batch, None, self, trainer.placed, place, short=short))
+        return loaded
+
+    def load_own(self, samples: Sequence[int], *, short: bool) -> Any:
+        """Load this process's rows of a batch, as the training is arranged now."""
+        (mine,) = self._parts([list(samples)])
+        self._trainer.short_batch = len(mine) if short else None
+        return next(self._load([mine], num_workers=0))
+
+    def _order_now(self) -> list[list[int]]:
+        """Return the order of this epoch, which is asked for once."""
+        if self._known is None or self._known[0] != self._epoch:
+            self._known = self._epoch, self._order()
+        return self._known[1]
 
     @property
     def batch_size(self) -> int:
@@ -125,30 +171,37 @@ class Loader:
         one has it.
         """
         trainer = self._trainer
+        self._catch_up()
         if self.follower is not None:
             self.follower.begin_epoch(self)
-        order = self._order()
+        self._known = None  # a sampler may draw anew
+        ends = max(self._epoch, self._reached) + 1  # later where a checkpoint of an earlier epoch was gone back to
         placed: Arrangement | None = None
+        shared: list[list[int]] | None = None
+        expected: tuple[int, int] | None = None
         loads: Iterator[tuple[Any, int]] = iter(())
-        while self.position < len(order):
-            if trainer.placed is not placed:
-                placed, mine = trainer.placed, self._parts(order[self.position :])
-                loads = zip(self._load(mine), map(len, mine), strict=True)
+        while self._epoch < ends and (order := self._order_now()):
+            place = self._epoch, self.position
+            if trainer.placed is not placed or order is not shared or place != expected:
+                placed, shared, mine = trainer.placed, order, self._parts(order[self.position :])
+                loads = zip(self._load(mine, num_workers=self._num_workers), map(len, mine), strict=True)
             with trainer.loading():
                 loaded, num_rows = next(loads)
             batch, following = order[self.position], order[self.position + 1 : self.position + 2]
-            self.position += 1
-            last = self.position == len(order)
-            trainer.short_batch = num_rows if last or len(batch) < self._batch_size else None
-            if self.follower is not None:  # what is cached is of the data that it follows
-                trainer.loaded = LoadedBatch.of(loaded, batch, following[0] if following else None)
-            if last:
-                self.epoch, self.position = self.epoch + 1, 0
+            last = self.position + 1 == len(order)
+            short = last or len(batch) < self._batch_size
+            trainer.short_batch = num_rows if short else None
+            # what is cached is of the data that is followed
+            if self.follower is not None or trainer.survivors is not None:
+                trainer.saw_batch(LoadedBatch.of(
+                    loaded, batch, following[0] if following else None, self, placed, place, short=short
+                ))  # fmt: skip
+            self._epoch, self.position = (self._epoch + 1, 0) if last else (self._epoch, self.position + 1)
+            expected = self._epoch, self.position
+            self._reached = max(self._reached, ends if self._epoch == ends else 0)
             yield loaded
-            if last:
-                if self.follower is not None:
-                    self.follower.end_epoch(self)
-                return
+            if self._epoch == ends and self.follower is not None:
+                self.follower.end_epoch(self)
 
     def _parts(self, batches: list[list[int]]) -> list[list[int]]:
         """Return this process's rows of batches."""
@@ -156,7 +209,7 @@ class Loader:
         parts = [grid.rows(len(batch))[index] for batch in batches]
         return [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
 
-    def _load(self, batches: Sequence[list[int]]) -> Iterator[Any]:
+    def _load(self, batches: Sequence[list[int]], *, num_workers: int) -> Iterator[Any]:
         """Load what this process uses; shapes alone of what it does not."""
         collate = self._collate or torch.utils.data.default_collate
         example: Any = None
@@ -168,7 +221,7 @@ class Loader:
             return
         loader: Iterator[Any] = iter(DataLoader(
             self._dataset, batch_sampler=[rows for rows in batches if rows], collate_fn=collate,
-            num_workers=self._num_workers, worker_init_fn=_leave_with_parent,
+            num_workers=num_workers, worker_init_fn=_leave_with_parent,
         ))  # fmt: skip
         for rows in batches:
             if rows:

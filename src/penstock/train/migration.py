@@ -50,22 +50,54 @@ def migrate(
     """
     if trainer.tracer is not None:
         raise UsageError("a trace is of one plan, but this training changes its plan; leave the trace out")
-    transport, before = trainer.world.transport, trainer.now
-    captured = captured or before.captured
-    begin_s = trainer.world.clock()
+    begin_s, sent_bytes = trainer.world.clock(), trainer.sent_bytes
     with trainer.world.explained():
-        optimizers = [_gather(trainer, optimizer, before.tensors) for optimizer in trainer.optimizers]
-        _remember_groups(trainer, optimizers)
-        sent_bytes = trainer.sent_bytes
-        before.close()
-        trainer.now = PlacedStages(
-            trainer.world, captured, placed, before.how, trainer.head, before=before, features=features
-        )
-        for optimizer, told, groups in zip(trainer.optimizers, optimizers, trainer.known_groups, strict=True):
-            _move(trainer, optimizer, dataclasses.replace(told, groups=groups), before.tensors)
-        gathered = all_gather(transport, {"bytes": trainer.sent_bytes - sent_bytes})
+        prepared = prepare(trainer, placed, captured, features)
+        gathered = all_gather(trainer.world.transport, {"bytes": trainer.sent_bytes - sent_bytes})
+        prepared.commit()
     seconds = trainer.world.clock() - begin_s
     return Migration(seconds, sum(document["bytes"] for document in gathered))
+
+
+class Prepared:
+    """A migration whose tensors have arrived: `now` is what this process will have, and nothing has changed yet."""
+
+    def __init__(self, trainer: Trainer, now: PlacedStages, optimizers: "Sequence[_Arrived]") -> None:
+        self.now = now
+        self._trainer, self._optimizers = trainer, optimizers
+
+    def commit(self) -> None:
+        """Train with it from here on; nothing is sent any more."""
+        self._trainer.now = self.now
+        for optimizer, arrived in zip(self._trainer.optimizers, self._optimizers, strict=True):
+            _rebuild(optimizer, arrived)
+
+
+def prepare(
+    trainer: Trainer, placed: Arrangement, captured: Captured | None = None, features: Features | None = None
+) -> Prepared:
+    """Move everything to where another arrangement needs it, and leave the one that there is as it is.
+
+    Every process calls this, as `migrate`, and commits once all have come so far.
+    """
+    before = trainer.now
+    optimizers = gather_groups(trainer)
+    before.close()
+    now = PlacedStages(
+        trainer.world, captured or before.captured, placed, before.how, trainer.head, before=before, features=features
+    )
+    arrived = [
+        _move(trainer, optimizer, dataclasses.replace(told, groups=groups), before.tensors, now)
+        for optimizer, told, groups in zip(trainer.optimizers, optimizers, trainer.known_groups, strict=True)
+    ]
+    return Prepared(trainer, now, arrived)
+
+
+def gather_groups(trainer: Trainer) -> "list[_Told]":
+    """Have all processes know what each optimizer has of each parameter; its groups are remembered."""
+    optimizers = [_gather(trainer, optimizer, trainer.tensors) for optimizer in trainer.optimizers]
+    _remember_groups(trainer, optimizers)
+    return optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +160,22 @@ def _slots(named: NamedOptimizer, tensors: HeldTensors) -> dict[str, dict[str, A
     return slots
 
 
-def _move(trainer: Trainer, optimizer: torch.optim.Optimizer, told: _Told, before: HeldTensors) -> None:
-    """Bring an optimizer's state to where its parameters are now, and its groups up to date."""
-    after, transport = trainer.tensors, trainer.world.transport
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """What an optimizer will have here: its parameters, each one's group, and what it keeps of them."""
+
+    parameters: Mapping[str, nn.Parameter]
+    slots: Mapping[str, dict[str, Any]]
+    groups: Mapping[str, int]
+
+
+def _move(
+    trainer: Trainer, optimizer: torch.optim.Optimizer, told: _Told, before: HeldTensors, now: PlacedStages
+) -> _Arrived:
+    """Bring an optimizer's state to where its parameters will be."""
+    after, transport = now.tensors, trainer.world.transport
     own = TrainState(tensors={}, slots=_slots(NamedOptimizer(optimizer, before), before)).named()
-    trained = [name for name in trainer.now.order if name in told.groups and name in trainer.captured.trainable]
+    trained = [name for name in now.order if name in told.groups and name in now.captured.trainable]
     shapes = {f"optimizer/{slot}/{name}": shape for name in trained for slot, shape in told.slots.get(name, {}).items()}
     have = Held({entry: before.holders(source_of(entry)) for entry in shapes}, own.__getitem__)
 
@@ -148,24 +191,23 @@ def _move(trainer: Trainer, optimizer: torch.optim.Optimizer, told: _Told, befor
     for name, scalars in told.scalars.items():
         if name in after.parameters and name in trained:
             slots[name] |= scalars
-    _rebuild(optimizer, {name: after.parameters[name] for name in trained if name in after.parameters}, slots, told)
+    here = {name: after.parameters[name] for name in trained if name in after.parameters}
+    return _Arrived(here, slots, told.groups)
 
 
-def _rebuild(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], slots: Mapping[str, dict[str, Any]],
-    told: _Told,
-) -> None:  # fmt: skip
+def _rebuild(optimizer: torch.optim.Optimizer, arrived: _Arrived) -> None:
     """Change an optimizer's groups and state in place; its settings, and who refers to it, stay as they are."""
+    parameters = arrived.parameters
     named: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for name, parameter in parameters.items():
-        named[told.groups[name]].append(parameter)
+        named[arrived.groups[name]].append(parameter)
     for group, members in zip(optimizer.param_groups, named, strict=True):
         group["params"][:] = members
     if not parameters:  # torch's optimizers want at least one
         optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(0)))
     optimizer.state.clear()
     for name, parameter in parameters.items():
-        held = dict(slots.get(name, {}))
+        held = dict(arrived.slots.get(name, {}))
         gradient = held.pop(_GRADIENT, None)
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if held:

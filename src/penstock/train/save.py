@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from penstock.errors import ModelError
 from penstock.train.outcome import everywhere
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
-from penstock.transport.collectives import all_gather
 from penstock.transport.tags import STATE
 from penstock.zoo.weights.weight_files import file_order, save_weights
 
@@ -80,16 +80,18 @@ def save_model(trainer: Trainer, path: Path, metadata: Mapping[str, str] | None 
 
     Raises `ModelError` on every process where the file cannot be written.
     """
-    transport = trainer.world.transport
-    message = ""
-    with trainer.world.explained():
+
+    def write() -> dict[str, Any]:
+        message = ""
         weights = GatheredWeights(trainer)
-        if transport.rank == FEEDER:
+        if trainer.world.rank == FEEDER:
             try:
                 save_weights(weights, path, metadata=metadata)
             except ModelError as error:
                 message = str(error)
         weights.finish()
-        gathered = all_gather(transport, {"failed": message})
+        return {"failed": message}
+
+    gathered = trainer.together(write)
     if gathered[FEEDER]["failed"]:
         raise everywhere(ModelError(gathered[FEEDER]["failed"]))

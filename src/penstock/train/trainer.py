@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,16 @@ from penstock.train.arrangement import Arrangement, TrainOptions, arrange
 from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, loss_and_count
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
-from penstock.train.features import Follower, InputPlaces, LoadedBatch
+from penstock.train.features import Follower, InputPlaces, LoadedBatch, Together
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.outcome import StepReport, mean_loss, step_document, total_count
 from penstock.train.placed_stages import Computing, PlacedStages
+from penstock.train.step_rows import StepRows
 from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import all_gather
 from penstock.transport.metered import MeteredTransport
+
+_BATCHES = 4  # of other loaders too: a validation may lie between a batch and its step
 
 
 class Trainer:
@@ -54,7 +58,7 @@ class Trainer:
 
     def __init__(
         self, captured: Captured, world: World, cut: CutOptions, run: RunOptions, options: TrainOptions,
-        device: torch.device = HOST,
+        device: torch.device = HOST, placed: Arrangement | None = None,
     ) -> None:  # fmt: skip
         direct: torch.device | None = None
         if device != HOST:
@@ -62,8 +66,9 @@ class Trainer:
                 direct = device if go_direct(world, range(world.transport.size), device) else None
             except TransportError as error:
                 raise world.explain(error) from error
-        self._transport = MeteredTransport(world.transport)
-        self.world = dataclasses.replace(world, transport=self._transport)
+        metered = world.transport
+        self._transport = metered if isinstance(metered, MeteredTransport) else MeteredTransport(metered)
+        self.world = world if metered is self._transport else dataclasses.replace(world, transport=self._transport)
         self.device, self.seed = device, options.seed
         self._run, self._plan = run, cut.plan
         how = Computing(
@@ -74,21 +79,31 @@ class Trainer:
         self.last_step = StepReport()
         self.load_s = 0.0  # since the last step
         self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
-        self.loaded: LoadedBatch | None = None  # the last batch of the loader that is followed
+        self.loaded: LoadedBatch | None = None  # the last batch of a loader that is followed
+        self.batches: list[LoadedBatch] = []  # the last one of each of the last loaders, where calls may be repeated
+        self.trained: LoadedBatch | None = None  # the one that is trained on
         self._cached: LoadedBatch | None = None  # the same, where a step is of it as it was loaded
         self.follower: Follower | None = None  # who changes the arrangement while the training goes on
+        self.survivors: Together | None = None  # where the training outlives the loss of a process
+        self.schedulers: list[Any] = []  # of the learning rate, as far as the caller has said them
+        self.rewound: LoadedBatch | None = None  # what was trained on when a checkpoint was gone back to
+        self._sums: dict[str, Tensor] = {}
         self.input_places: InputPlaces | None = None  # where in what the loader gives the inputs are
         self.optimizers: list[torch.optim.Optimizer] = []
         self.known_groups: list[dict[str, int]] = []  # of each optimizer, those of frozen parameters too
         # what the caller has asked for, where anything
         self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
         self._losses: dict[int, tuple[float, float]] = {}
+        self._computed_s = 0.0
         self._step_data: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
         self._closed = False
-        placed = arrange(world, captured.graph, cut, options)
+        joins = placed is not None
+        placed = placed or arrange(world, captured.graph, cut, options)
+        self.alike = self._settings(captured, placed, options)
         with self.world.explained():
-            self._check_alike(captured, placed, options)
+            if not joins:
+                self._check_alike()
             self.now = PlacedStages(self.world, captured, placed, how, self.head)
             self.tracer = (
                 TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace_profile)
@@ -135,18 +150,33 @@ class Trainer:
         """The same weights in evaluation mode."""
         return self.now.evaluation
 
-    def _check_alike(self, captured: Captured, placed: Arrangement, options: TrainOptions) -> None:
-        """Raise `UsageError` unless all processes have the same model, cuts and settings."""
+    def _settings(self, captured: Captured, placed: Arrangement, options: TrainOptions) -> list[Any]:
+        """Return what is the same on all processes: model and settings, and after them cuts and plan."""
         graph = captured.graph
-        mine = [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), [cut.name for cut in placed.cuts],
-                len(placed.grid.replicas), placed.usual_microbatches, self.seed, options.autocast and self.device.type,
-                None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
-        for rank, other in enumerate(all_gather(self.world.transport, {"model": mine})):
-            if other["model"] != mine:
+        return [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), self.seed,
+                options.autocast and self.device.type, [cut.name for cut in placed.cuts], len(placed.grid.replicas),
+                placed.usual_microbatches, None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
+
+    def _check_alike(self) -> None:
+        """Raise `UsageError` unless all processes have the same model, cuts and settings."""
+        for rank, other in enumerate(all_gather(self.world.transport, {"model": self.alike})):
+            if other["model"] != self.alike:
                 raise UsageError(
                     f"{self.world.names[rank]} has another model or other settings than "
-                    f"{self.world.names[self.world.rank]}: {other['model']} and {mine}; run the same script everywhere"
+                    f"{self.world.names[self.world.rank]}: {other['model']} and {self.alike}; run the same script "
+                    "everywhere"
                 )
+
+    def together(self, work: Callable[[], dict[str, Any]], *, takes_in: bool = False) -> list[dict[str, Any]]:
+        """Work, and return what every process tells of it; raises what went wrong in any of them, or its loss.
+
+        Where the training outlives a loss, the work is done again in another group, so all that it sends or receives
+        is part of it, and what it changes it changes back.
+        """
+        if self.survivors is not None:
+            return self.survivors.together(work, takes_in=takes_in)
+        with self.world.explained():
+            return all_gather(self._transport, work())
 
     def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """Return a microbatch's loss as a sum, from the last stage's outputs; record it with its count."""
@@ -160,7 +190,11 @@ class Trainer:
 
         `inputs` and `labels` are this replica's rows. Gradients are added to those that are there.
         """
-        tensors, sizes = bind(self.captured.graph, inputs)
+        rows = StepRows(self, inputs, labels)
+        if self.survivors is not None:
+            rows.check_repeatable()
+            self.trained = rows.batch
+        _, sizes = bind(self.captured.graph, inputs)
         check_labels(labels, sizes["batch"])
         places = self.loaded.places(inputs) if self.loaded is not None else None
         self.input_places = self.input_places or places
@@ -169,38 +203,69 @@ class Trainer:
         self._cached = self.loaded if as_loaded else None
         self._loss_fn = loss_fn
         with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
-            return self._do_step(tensors, sizes, labels)
+            return self._do_step(rows)
 
-    def _do_step(self, tensors: Mapping[str, Tensor], sizes: Sizes, labels: Any) -> Tensor:
+    def _do_step(self, rows: StepRows) -> Tensor:
+        sent_bytes = self._transport.sent_bytes
+        # sums are on their way meanwhile, but where the step may have to be repeated: then they have come
+        gathered = self.together(partial(self._compute, rows), takes_in=True)
+        divisor = total_count(gathered) or 1.0
+        with self.world.explained():
+            gradients = self._sums if self.survivors is not None else self._finish_sums(divisor)
+        synchronize_s = self.world.clock() - self._computed_s
+        if self.tracer:
+            self.tracer.synchronized(self._computed_s)
+        step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
+        loss = mean_loss(gathered, step, self.now.last_stage)
+        if self.survivors is not None:
+            gradients = {name: gradient.div_(divisor) for name, gradient in gradients.items()}
+        if self.follower is not None:
+            self.follower.saw_gradients(gradients)
+        self.tensors.add_gradients(gradients)
+        if self.survivors is None:
+            with self.world.explained():
+                self.tensors.share_buffers(self._transport)
+        self._report(bool(self._step_data), synchronize_s, self._transport.sent_bytes - sent_bytes)
+        self.short_batch = None
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def _compute(self, rows: StepRows) -> dict[str, Any]:
+        """Run forward and backward of this process's rows; returns what the others hear of it.
+
+        Buffers that the forward writes to, such as BatchNorm's statistics, are as they were where it fails.
+        """
+        written = self.tensors.written() if self.survivors is not None else {}
+        before = {name: tensor.clone() for name, tensor in written.items()}
+        try:
+            document = self._run_step(rows)
+            if self.survivors is not None:
+                self._sums = self._finish_sums()
+                self.tensors.share_buffers(self._transport)
+        except BaseException:
+            for name, tensor in before.items():
+                written[name].copy_(tensor)
+            raise
+        return document
+
+    def _finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
+        with self._transport.waiting():
+            return self.now.synchronizer.finish(divisor)
+
+    def _run_step(self, rows: StepRows) -> dict[str, Any]:
+        inputs, labels = rows.now()
+        tensors, sizes = bind(self.captured.graph, inputs)
         count = self.placed.count_microbatches(sizes["batch"], short=sizes["batch"] == self.short_batch)
         skipped = 0 if self._computes_all() else self.placed.skipped
         tensors, labels = self.tensors.moved_here(tensors, labels, skipped=skipped)
         self._step_data = cut_rows(self.captured.graph, tensors, sizes, labels, count) if count else []
         self._losses.clear()
-        sent_bytes = self._transport.sent_bytes
-        with self.world.explained():
-            self.now.synchronizer.begin()
-            features = self._features()
-            if count:
-                self._run_step(count, features)
-            computed_s = self.world.clock()
-            self.now.synchronizer.flush()
-            gathered = all_gather(self._transport, self._step_document())  # while sums are on their way
-            with self._transport.waiting():
-                gradients = self.now.synchronizer.finish(total_count(gathered) or 1.0)
-        synchronize_s = self.world.clock() - computed_s
-        if self.tracer:
-            self.tracer.synchronized(computed_s)
-        step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
-        loss = mean_loss(gathered, step, self.now.last_stage)
-        if self.follower is not None:
-            self.follower.saw_gradients(gradients)
-        self.tensors.add_gradients(gradients)
-        with self.world.explained():
-            self.tensors.share_buffers(self._transport)
-        self._report(bool(count), synchronize_s, self._transport.sent_bytes - sent_bytes)
-        self.short_batch = None
-        return torch.tensor(loss, dtype=torch.float64)
+        self.now.synchronizer.begin()
+        features = self._features()
+        if count:
+            self._run_stages(count, features)
+        self._computed_s = self.world.clock()
+        self.now.synchronizer.flush()
+        return self._step_document()
 
     def _report(self, ran: bool, synchronize_s: float, sent_bytes: int) -> None:
         """Note where the step went; a replica without rows has run no stage."""
@@ -213,6 +278,13 @@ class Trainer:
             num_synchronizations=self.now.synchronizer.num_buckets, peak_memory_bytes=most_bytes(self.device),
         )  # fmt: skip
         self.load_s = 0.0
+
+    def saw_batch(self, batch: LoadedBatch) -> None:
+        """Take note of what a loader has given to the loop."""
+        self.loaded = batch
+        if self.survivors is not None:
+            others = [each for each in self.batches if each.loader is not batch.loader]
+            self.batches = [batch, *others][:_BATCHES]
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -234,7 +306,7 @@ class Trainer:
         with self._transport.waiting():
             return self.now.features.outputs(self._cached.samples, self._cached.following)
 
-    def _run_step(self, count: int, features: list[Tensor] | None) -> None:
+    def _run_stages(self, count: int, features: list[Tensor] | None) -> None:
         if self.now.open_channels(self._step_data) and self.tracer:
             self.tracer.follow(self.now.channels)
         replica = self.placed.replica
@@ -267,11 +339,11 @@ class Trainer:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before."""
-        own = self.tensors.norms() if self.placed.replica_index == 0 else {}
-        with self.world.explained():
-            norms: dict[str, float] = {}
-            for document in all_gather(self.world.transport, {"norms": own}):
-                norms |= document["norms"]
+        # those of all replicas, which are the same, where one may be lost
+        tells = self.survivors is not None or self.placed.replica_index == 0
+        norms: dict[str, float] = {}
+        for document in self.together(lambda: {"norms": self.tensors.norms() if tells else {}}):
+            norms |= document["norms"]
         norm = math.sqrt(math.fsum(norms[name] ** 2 for name in self.now.order if name in norms))
         factor = max_norm / (norm + 1e-6)
         if factor < 1:
@@ -315,6 +387,8 @@ class Trainer:
         if self.follower is not None:
             self.follower.close(finished=wait and self.world.health.failure is None)
         self.now.watch.close()
+        if self.survivors is not None:
+            self.survivors.close()
         if wait and self.world.health.failure is None and self.world.transport.size > 1:
             with contextlib.suppress(TransportError):
                 all_gather(self.world.transport, {})

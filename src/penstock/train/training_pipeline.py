@@ -4,7 +4,7 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from penstock.engine.wiring import DEPTH
 from penstock.errors import UsageError
 from penstock.graph.call import CallInputs
 from penstock.group.entry import join_torchrun, thread_worlds, under_torchrun
+from penstock.group.regroup import place_to_join
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER
 from penstock.tensors import find_device
@@ -22,11 +23,15 @@ from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
 from penstock.train.batches import LossFunction
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
+from penstock.train.evaluation import evaluate, predict
 from penstock.train.loader import Collate, Loader
 from penstock.train.outcome import StepReport
 from penstock.train.save import save_model
+from penstock.train.survival.beginning import check_survivable, join_training, survive
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
+
+Scheduler = TypeVar("Scheduler")
 
 
 class TrainingPipeline:
@@ -59,7 +64,9 @@ class TrainingPipeline:
         self._trainer: Trainer | None = None
         self._loader: Loader | None = None
         self._closed = False
-        self._joined = world or (join_torchrun() if under_torchrun() else None)
+        self._place = run.survival.joins or (place_to_join() if world is None else None)
+        joins = world is None and self._place is None and under_torchrun()
+        self._joined = join_torchrun(again=run.survival.survives) if joins else world
         try:
             if self._joined is not None:
                 self._joined.between_gpus = run.between_gpus
@@ -71,6 +78,8 @@ class TrainingPipeline:
             num_processes = len(self._joined.devices) if self._joined else 1
             self.cuts = tuple(find_cuts(self.graph, cut, options, num_processes))
             ScheduleChoice(options.schedule, 2 * DEPTH)
+            if run.survival.survives or self._place is not None:
+                check_survivable(options, self._device)
         except BaseException as error:
             if self._owns_world and self._joined is not None:
                 self._joined.health.report(error)  # the others wait for this process
@@ -96,6 +105,12 @@ class TrainingPipeline:
             raise UsageError("the pipeline is closed; make a new one")
         if self._trainer is None:
             self._captured.check_trainable()
+            if self._place is not None:
+                self._trainer, self._joined = join_training(
+                    self._place, self._captured, self._cut, self._run, self._options
+                )
+                atexit.register(self.abandon)
+                return self._trainer
             world = self._joined = self._joined or world_of_one()
             if world.rank == FEEDER and (untrained := self._captured.untrained()):
                 note(untrained)
@@ -117,7 +132,10 @@ class TrainingPipeline:
         try:
             if self._run.runtime != EAGER:
                 raise UsageError(f"the runtime {self._run.runtime.name} does not train; leave runtime out")
-            return Trainer(self._captured, world, self._cut, self._run, self._options, self._device)
+            trainer = Trainer(self._captured, world, self._cut, self._run, self._options, self._device)
+            if self._run.survival.survives:
+                survive(trainer, world, self._run)
+            return trainer
         except BaseException as error:
             world.health.report(error)
             raise
@@ -163,7 +181,7 @@ class TrainingPipeline:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the current weights in evaluation mode, for this replica's rows."""
-        return self.trainer.evaluation.predict(CallInputs(args, kwargs))
+        return predict(self.trainer, CallInputs(args, kwargs))
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Make the optimizer of the parameters that this process holds.
@@ -177,6 +195,24 @@ class TrainingPipeline:
         Raises `UsageError` where the optimizer has other parameters.
         """
         return self.trainer.optimizer(make)
+
+    def scheduler(self, scheduler: Scheduler) -> Scheduler:
+        """Say which scheduler of the learning rate the loop steps, and return it.
+
+        A process that comes to a training with `on_loss` takes over its state, and a checkpoint that is gone back to
+        restores it.
+
+        Example:
+            scheduler = pipe.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000))
+        """
+        self.trainer.schedulers.append(scheduler)
+        return scheduler
+
+    @property
+    def joins_at(self) -> str | None:
+        """Return where a process joins this training, with PENSTOCK_JOIN; None where it takes nobody in."""
+        membership = self._joined.membership if self._joined is not None else None
+        return f"{membership.rendezvous.address}:{membership.rendezvous.port}" if membership is not None else None
 
     def loader(
         self, data: Any, *, batch_size: int = 1, shuffle: bool = False, drop_last: bool = False,
@@ -235,7 +271,7 @@ class TrainingPipeline:
         Example:
             accuracy = pipe.evaluate(images, labels, lambda out, y: (out.argmax(-1).eq(y).sum(), len(y)))
         """
-        return self.trainer.evaluation.evaluate(inputs, labels, loss_fn)
+        return evaluate(self.trainer, inputs, labels, loss_fn)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters that this process holds, by their names in the model."""

@@ -30,6 +30,10 @@ class MeteredTransport:
         self._counting = threading.Lock()
         self._inner = inner
 
+    def become(self, inner: Transport) -> None:
+        """Pass everything on to the transport of another group from now on."""
+        self.rank, self.size, self._inner = inner.rank, inner.size, inner
+
     def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
         """Send a buffer and count it."""
         with self._counting:

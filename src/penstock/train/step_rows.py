@@ -1,0 +1,73 @@
+"""The rows of one call, loaded again where the training is arranged anew before the call is done."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import DeviceLost, UsageError
+from penstock.train.features import InputPlaces, LoadedBatch
+
+if TYPE_CHECKING:
+    from penstock.train.trainer import Trainer
+
+
+class StepRows:
+    """This replica's rows of a batch, as a user's loop has given them to a method.
+
+    Example:
+        rows = StepRows(trainer, images, labels)
+        inputs, labels = rows.now()        # those of the arrangement that there is now
+    """
+
+    def __init__(self, trainer: "Trainer", inputs: Any, labels: Any) -> None:
+        self._trainer = trainer
+        self._inputs, self._labels = inputs, labels
+        self.batch: LoadedBatch | None = None
+        self._input_places: InputPlaces | None = None
+        for batch in trainer.batches:
+            if (places := batch.places(inputs)) is not None:
+                self.batch, self._input_places = batch, places
+                break
+        self._label_places = self.batch.places(labels) if self.batch is not None else None
+        self._placed = self.batch.placed if self.batch is not None else trainer.placed
+        self._has_labels = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(labels))
+
+    def check_repeatable(self) -> None:
+        """Raise `UsageError` for rows that are not what a loader gave, which cannot be loaded again."""
+        if not self._repeatable:
+            raise UsageError(
+                "a training that goes on after a loss loads rows again, so train_step takes what pipe.loader gave, as "
+                "it gave it; change rows in the data set or its collate_fn, or leave on_loss out"
+            )
+
+    @property
+    def _repeatable(self) -> bool:
+        return self._input_places is not None and (self._label_places is not None or not self._has_labels)
+
+    def now(self) -> tuple[Any, Any]:
+        """Return inputs and labels of the arrangement that there is now, of the batch that is to be trained on.
+
+        That is the one after a checkpoint, where it was gone back to. Raises `DeviceLost` for rows that cannot be
+        loaded again.
+        """
+        trainer, batch = self._trainer, self.batch
+        if batch is not None and trainer.rewound is batch:
+            trainer.rewound = None
+            self._put(batch.loader.take())
+            self.batch = trainer.trained = trainer.loaded
+        elif trainer.placed is not self._placed:
+            if batch is None or not self._repeatable:
+                raise DeviceLost(
+                    "a device was lost, and the rows of this call cannot be shared out anew: they are not what "
+                    "pipe.loader gave; call again"
+                )
+            self._put(batch.loader.load_own(batch.samples, short=batch.short))
+        return self._inputs, self._labels
+
+    def _put(self, loaded: Any) -> None:
+        if self._input_places is not None:
+            self._inputs = self._input_places.inputs_of(loaded)
+        if self._label_places is not None:
+            self._labels = self._label_places.inputs_of(loaded)
+        self._placed = self._trainer.placed

@@ -1,0 +1,94 @@
+"""How a training that outlives losses begins: with all of its processes, or in one that comes later."""
+
+from dataclasses import replace
+
+import torch
+
+from penstock.deploy.run_options import CutOptions, RunOptions
+from penstock.engine.placement import Grid
+from penstock.engine.wiring import DEPTH
+from penstock.errors import RunError, UsageError
+from penstock.graph.cuts import Cuts
+from penstock.group.regroup import join_later
+from penstock.group.world import World
+from penstock.plan.schedule.schedules import SCHEDULES
+from penstock.tensors import HOST
+from penstock.train.arrangement import Arrangement, ScheduleChoice, TrainOptions
+from penstock.train.captured import Captured
+from penstock.train.migration import fix_microbatches
+from penstock.train.survival.exchanges import Exchanges
+from penstock.train.survival.survivors import Survivors, read_grid
+from penstock.train.trainer import Trainer
+from penstock.transport.metered import MeteredTransport
+
+_OF_THE_MODEL = 5  # of what is alike: what a process that comes must have, whatever the arrangement
+
+
+def check_survivable(options: TrainOptions, device: torch.device) -> None:
+    """Raise `UsageError` for a training that cannot go on after a loss."""
+    if device != HOST:
+        raise UsageError("a training goes on after a loss on CPUs only so far; leave on_loss out")
+    if options.schedule not in SCHEDULES:
+        raise UsageError(
+            "a training that goes on after a loss makes schedules for other numbers of stages, which it cannot of your "
+            "own; name one"
+        )
+
+
+def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
+    """Have a training that begins go on after losses; `outer` is the world that it was begun in.
+
+    Raises `UsageError` where its processes can form no other group.
+    """
+    if outer.membership is None:
+        raise UsageError(
+            "a training goes on after a loss only where its processes may form another group, but torchrun's agents "
+            "end them all, and one process has no other; start several with penstock train, a lab or penstock hosts "
+            "run, or leave on_loss out"
+        )
+    fix_microbatches(trainer)
+    exchanges = Exchanges(trainer.world, outer)
+    trainer.survivors = Survivors(trainer, exchanges, run.survival, trainer.placed)
+
+
+def join_training(
+    place: tuple[str, int], captured: Captured, cut: CutOptions, run: RunOptions, options: TrainOptions
+) -> tuple[Trainer, World]:
+    """Come to a training that is under way; returns this process's part, which has no stage yet, and the world.
+
+    Raises `RunError` where no such training takes this process in, `UsageError` where it is of another model.
+    """
+    outer = join_later(*place)
+    if outer is None:
+        raise RunError(f"the training at {place[0]}:{place[1]} ended before it took this process in")
+    world = replace(outer, transport=MeteredTransport(outer.transport))
+    try:
+        exchanges = Exchanges(world, outer, joins=True)
+        told = exchanges.described
+        choice = ScheduleChoice(options.schedule if cut.plan is None else cut.plan.schedule, 2 * DEPTH)
+        asked = cut.plan is not None or options.microbatches is not None
+        begun, held = (
+            Arrangement(
+                world.rank, _with_device(read_grid(told[grid]), world.rank), Cuts(captured.graph).find_all(told[cuts]),
+                choice, checkpointing=options.checkpointing, asked=asked,
+            )
+            for grid, cuts in (("begun", "begun_cuts"), ("held", "cuts"))
+        )  # fmt: skip
+        trainer = Trainer(captured, world, cut, run, options, placed=held)
+        theirs, own = told["alike"][:_OF_THE_MODEL], trainer.alike[:_OF_THE_MODEL]
+        if theirs != own:
+            raise UsageError(f"the training at {place[0]}:{place[1]} is of {theirs}, and this is {own}; run its script")
+    except BaseException:
+        outer.close()  # without a word: the others go on
+        raise
+    trainer.now.number = told["number"]
+    trainer.survivors = Survivors(trainer, exchanges, run.survival, begun, joins=True)
+    return trainer, outer
+
+
+def _with_device(grid: Grid, rank: int) -> Grid:
+    """Return a grid in which a rank that has no part is idle."""
+    first, *others = grid.replicas
+    if any(rank in replica.devices for replica in grid.replicas):
+        return grid
+    return Grid((replace(first, devices=(*first.devices, rank)), *others))

@@ -1,0 +1,80 @@
+"""Which device takes which part where a training is arranged anew: so that little has to move."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from penstock.engine.placement import Grid
+from penstock.graph.freeze import sources_in
+from penstock.train.arrangement import Arrangement
+from penstock.train.captured import Captured
+from penstock.train.held_tensors import HeldTensors
+
+
+def missing_bytes(
+    placed: Arrangement, captured: Captured, tensors: HeldTensors, ranks: Sequence[int], state_factor: float
+) -> list[list[float]]:
+    """Return what each of some ranks lacks of each one's part of an arrangement, in bytes, as `assign` takes it.
+
+    What is trained counts with the optimizer's state, `state_factor` times as much.
+    """
+    bounds = [0, *(cut.position for cut in placed.cuts), len(captured.graph.ops)]
+    sizes = {
+        state.source: state.value.num_bytes({}) * (1 + state_factor * (state.source in captured.trainable))
+        for state in captured.graph.states if state.kind != "constant"
+    }  # fmt: skip
+    of_stage = [sources_in(captured.graph, start, end) for start, end in pairwise(bounds)]
+    needs = [
+        set[str]().union(*(of_stage[stage] for stage in placed.grid.stages_of(part))) & sizes.keys() for part in ranks
+    ]
+    holders = {name: set(tensors.holders(name)) for name in sizes}
+    return [
+        [sum(sizes[name] for name in needs[part] if device not in holders[name]) for part in range(len(ranks))]
+        for device in ranks
+    ]
+
+
+def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -> list[int]:
+    """Return which device takes the part of each, so that little moves: devices that are alike may change parts.
+
+    `missing[device][part]` is what a device lacks of a part; `alike` are groups of devices. Pairs change as long as
+    that helps.
+
+    >>> assign([[9, 0], [0, 9]], [[0, 1]])
+    [1, 0]
+    """
+    taken = list(range(len(missing)))  # the device of each part
+    better = True
+    while better:
+        better = False
+        for group in alike:
+            for i, first in enumerate(group):
+                for second in group[i + 1 :]:
+                    one, other = taken[first], taken[second]
+                    now = missing[one][first] + missing[other][second]
+                    if missing[other][first] + missing[one][second] < now:
+                        taken[first], taken[second] = other, one
+                        better = True
+    return taken
+
+
+def with_ranks(grid: Grid, ranks: Mapping[int, int]) -> Grid:
+    """Return a grid in which other ranks have the parts."""
+    return Grid(tuple(
+        replace(r, devices=tuple(ranks[rank] for rank in r.devices), stages=tuple(ranks[rank] for rank in r.stages))
+        for r in grid.replicas
+    ))  # fmt: skip
+
+
+def write_grid(grid: Grid) -> list[dict[str, object]]:
+    """Describe a grid, as JSON can hold it."""
+    return [
+        {"devices": list(r.devices), "stages": list(r.stages), "num_microbatches": r.num_microbatches}
+        for r in grid.replicas
+    ]  # fmt: skip
+
+
+def lost_names(captured: Captured, tensors: HeldTensors) -> Collection[str]:
+    """Return what of a model's state no process holds any more."""
+    states = (state for state in captured.graph.states if state.kind != "constant")
+    return [state.source for state in states if not tensors.holders(state.source)]

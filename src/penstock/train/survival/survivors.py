@@ -1,0 +1,278 @@
+"""A training in one group of processes after the other: where each call goes on, and what moves in between.
+
+    a process is lost       the others form a group ─▶ arrange anew ─▶ what moves, from replicas ─▶ the call again
+    one asks to come        the first process ends the group before a step ─▶ likewise, with it
+    a stage had no replica  ─▶ arrange anew ─▶ everything from the last checkpoint ─▶ its next batch
+
+Nothing of a call that is done again has been learned: gradients reach parameters once everybody has told that its
+sums have come, and buffers that a forward had written to are as they were.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.policies import choose_cuts
+from penstock.deploy.run_options import SurvivalOptions
+from penstock.engine.placement import Grid, Replica
+from penstock.errors import CutError, DeviceLost, UsageError
+from penstock.graph.cuts import Cut, Cuts
+from penstock.group.following import wait_for_newcomers
+from penstock.group.verdict import Verdict
+from penstock.plan.cost.training_step import ADAMW_STATE
+from penstock.terminal.notes import note
+from penstock.train.arrangement import Arrangement
+from penstock.train.checkpoint import load_checkpoint
+from penstock.train.checkpoint_folder import read_index
+from penstock.train.migration import Prepared, gather_groups, prepare
+from penstock.train.named_optimizer import NamedOptimizer
+from penstock.train.outcome import everywhere
+from penstock.train.survival.exchanges import Documents, Exchanges
+from penstock.train.survival.rearrange import assign, lost_names, missing_bytes, with_ranks, write_grid
+from penstock.train.trainer import Trainer
+from penstock.transport.base import FEEDER
+from penstock.transport.collectives import all_gather
+
+_LOOK_S = 1.0  # between two looks for those that wait to be taken in
+
+
+class Survivors:
+    """One process's part of a training that outlives the loss of processes; see `Together` for what it is to a trainer.
+
+    `begun` is the arrangement with which the training began. A process that `joins` has nothing yet.
+
+    Example:
+        trainer.survivors = Survivors(trainer, exchanges, options, trainer.placed)
+    """
+
+    def __init__(
+        self, trainer: Trainer, exchanges: Exchanges, options: SurvivalOptions, begun: Arrangement, *,
+        joins: bool = False,
+    ) -> None:  # fmt: skip
+        self._trainer, self._exchanges, self._options, self._begun = trainer, exchanges, options, begun
+        self._joins = self._changed = joins  # the group is another than the training is arranged for
+        self._place: tuple[int, int] | None = None
+        self._moving = self._knows_groups = False
+        self._prepared: Prepared | None = None
+        self._said: Mapping[str, Any] = {}
+        self._checkpoint: Path | None = None
+        self._going_back: Path | None = None
+        self._looked_s = time.monotonic()
+        self._once = exchanges.once
+        exchanges.changed, exchanges.describe = self._renumber, self._describe
+
+    def together(self, work: Callable[[], dict[str, Any]], *, takes_in: bool = False) -> Documents:
+        """Work, and return what every process tells of it; see `Together`."""
+        if self._moving:  # a part of going over to another group, which is done again as a whole
+            return all_gather(self._trainer.world.transport, work())
+        while True:
+            self._settle(takes_in=takes_in)
+            found = self._once(work)
+            if found is not None:
+                return found
+
+    def place(self) -> tuple[int, int] | None:
+        """Return, once, the epoch and the batch at which a process that has come goes on."""
+        if self._joins and self._place is None:
+            self._settle(takes_in=False)
+        place, self._place = self._place, None
+        return place
+
+    def saw_checkpoint(self, folder: Path) -> None:
+        """Take note of a checkpoint that is whole."""
+        self._checkpoint = folder
+
+    def close(self) -> None:
+        """Go on in no other group."""
+        self._exchanges.close()
+
+    def _renumber(self, ranks: Mapping[int, int]) -> None:
+        """Go by the ranks of another group; what was prepared in the one before may still be what all have."""
+        for now in (self._trainer.now, *([self._prepared.now] if self._prepared is not None else [])):
+            now.close()
+            now.tensors.renumber(ranks)
+        self._changed = True
+
+    def _settle(self, *, takes_in: bool) -> None:
+        """Arrange the training for the group that there is now, where that is another one."""
+        if takes_in:
+            self._know_groups()
+            if self._trainer.world.rank == FEEDER:
+                self._look_for_newcomers()
+        while self._changed or self._going_back is not None:
+            if self._changed:
+                self._changed, self._prepared = False, None
+                if self._once(self._prepare) is not None:
+                    self._commit()
+            elif self._once(self._go_back) is not None:
+                self._going_back = None
+
+    def _know_groups(self) -> None:
+        """Have every process know each optimizer's groups: those of parameters that are lost too, later."""
+        while not self._knows_groups and not self._changed:
+            self._knows_groups = self._once(self._tell_groups) is not None
+
+    def _tell_groups(self) -> dict[str, Any]:
+        gather_groups(self._trainer)
+        return {}
+
+    def _look_for_newcomers(self) -> None:
+        """Where processes wait to be taken in, end this group: they are in the next one."""
+        world, now = self._trainer.world, time.monotonic()
+        missing = self._num_begun - world.transport.size
+        if self._options.on_loss == "wait" and missing > 0:
+            note(f"waiting up to {self._options.wait_s:g} s for {missing} more to join")
+            if not wait_for_newcomers(world, missing, self._options.wait_s):
+                error = DeviceLost(
+                    f"{missing} of {self._num_begun} processes were lost and no other joined within "
+                    f"{self._options.wait_s:g} s; go on from the last checkpoint"
+                )
+                world.health.report(error)
+                raise error
+        elif now - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now
+        if wait_for_newcomers(world, 1, 0.0):
+            world.health.announce(Verdict(rank=FEEDER, message="another process has come", lost=False, again=True))
+
+    def _describe(self) -> dict[str, Any]:
+        """Describe the training to those that come, as the first process has it."""
+        now = self._trainer.now
+        return {
+            "held": write_grid(now.tensors.grid), "cuts": [cut.name for cut in now.placed.cuts], "number": now.number,
+            "begun": write_grid(self._begun.grid), "begun_cuts": [cut.name for cut in self._begun.cuts],
+            "alike": self._trainer.alike,
+        }  # fmt: skip
+
+    def _prepare(self) -> dict[str, Any]:
+        """Have the first process say how to go on, and move what is needed elsewhere."""
+        trainer = self._trainer
+        self._moving = True
+        try:
+            mine = self._say() if trainer.world.rank == FEEDER else {}
+            self._said = all_gather(trainer.world.transport, mine)[FEEDER]
+            if self._said["lost"] and self._said["checkpoint"] is None:
+                raise everywhere(DeviceLost(
+                    f"{self._exchanges.why}; {self._said['lost']} was held by no other process, and there is no "
+                    "checkpoint to go back to: save one every so often, or use replicas"
+                ))  # fmt: skip
+            trainer.known_groups[:] = [dict(groups) for groups in self._said["groups"]]
+            cuts = find_cuts(trainer, self._said["cuts"])
+            placed = self._begun.moved(read_grid(self._said["grid"]), cuts, rank=trainer.world.rank)
+            self._prepared = prepare(trainer, placed)
+        finally:
+            self._moving = False
+        return {}
+
+    def _say(self) -> dict[str, Any]:
+        """Return how the training goes on, on the first process."""
+        trainer = self._trainer
+        size = trainer.world.transport.size
+        grid = self._begun.grid if size == self._num_begun else self._begun.shape(size)
+        stages = len(grid.replicas[0].stages)
+        cuts = self._begun.cuts
+        if stages != self._begun.num_stages:
+            cuts = choose_cuts(trainer.captured.graph, Cuts(trainer.captured.graph), stages=stages)
+        placed = self._begun.moved(grid, cuts, rank=FEEDER)
+        ranks = list(range(size))
+        taken = assign(missing_bytes(placed, trainer.captured, trainer.tensors, ranks, ADAMW_STATE), [ranks])
+        lost = sorted(lost_names(trainer.captured, trainer.tensors))
+        batch = trainer.trained
+        return {
+            "grid": write_grid(with_ranks(grid, dict(zip(ranks, taken, strict=True)))),
+            "cuts": [cut.name for cut in cuts], "groups": trainer.known_groups, "step": trainer.step,
+            "lost": lost[0] if lost else "", "place": batch.place if batch is not None else (0, 0),
+            "checkpoint": str(self._checkpoint) if self._checkpoint is not None else None,
+            "goes_back": bool(lost) or self._going_back is not None,
+            "schedulers": [scheduler_state(each) for each in trainer.schedulers],
+            "settings": [
+                [group["settings"] for group in NamedOptimizer(optimizer, trainer.tensors).groups()]
+                for optimizer in trainer.optimizers
+            ],
+        }  # fmt: skip
+
+    @property
+    def _num_begun(self) -> int:
+        return len({rank for replica in self._begun.grid.replicas for rank in replica.devices})
+
+    def _commit(self) -> None:
+        """Train as it was prepared; nothing is sent any more."""
+        prepared, said, trainer = self._prepared, self._said, self._trainer
+        if prepared is None:
+            return
+        self._prepared = None
+        prepared.commit()
+        self._knows_groups = True
+        if self._joins:
+            self._joins, self._place = False, (int(said["place"][0]), int(said["place"][1]))
+            trainer.step = said["step"]
+            self._checkpoint = Path(said["checkpoint"]) if said["checkpoint"] is not None else None
+            self._take_over_settings(said)
+        if said["goes_back"]:
+            self._going_back = self._checkpoint
+        if trainer.world.rank == FEEDER:
+            size, took_s = trainer.world.transport.size, time.monotonic() - self._exchanges.ended_s
+            replicas, stages = len(trainer.grid.replicas), trainer.placed.num_stages
+            note(
+                f"{self._exchanges.why}; goes on with {size} processes, {replicas} x {stages} stages, after "
+                f"{took_s:.1f} s"
+            )
+
+    def _take_over_settings(self, said: Mapping[str, Any]) -> None:
+        """Take over what the others' schedulers and optimizers have come to."""
+        trainer = self._trainer
+        for optimizer, groups in zip(trainer.optimizers, said["settings"], strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+        for scheduler, state in zip(trainer.schedulers, said["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+
+    def _go_back(self) -> dict[str, Any]:
+        """Take everything from the last checkpoint; a call that is under way does the batch that follows there."""
+        trainer, folder, batch = self._trainer, self._going_back, self._trainer.trained
+        if folder is None or batch is None:
+            raise everywhere(DeviceLost(f"{self._exchanges.why}; there is no checkpoint to go back to; start again"))
+        self._moving = True
+        try:
+            index = read_index(folder)
+            optimizer = trainer.optimizers[0] if trainer.optimizers and index.groups else None
+            scheduler = trainer.schedulers[0] if trainer.schedulers and index.scheduler is not None else None
+            load_checkpoint(trainer, folder, optimizer, scheduler)
+            place = index.loader
+            batch.loader.rewind((place.epoch, place.position) if place is not None else (0, 0))
+            for parameter in trainer.tensors.parameters.values():
+                parameter.grad = None
+        finally:
+            self._moving = False
+        trainer.rewound = batch
+        return {}
+
+
+def find_cuts(trainer: Trainer, names: list[str]) -> list[Cut]:
+    """Find cuts by name; raises `DeviceLost` where this process's model has others."""
+    try:
+        return Cuts(trainer.captured.graph).find_all(names)
+    except CutError as error:
+        raise DeviceLost(f"this process cannot go on as the first one says: {error}") from error
+
+
+def read_grid(document: list[dict[str, Any]]) -> Grid:
+    """Read what `write_grid` wrote."""
+    return Grid(tuple(
+        Replica(tuple(each["devices"]), tuple(each["stages"]), each["num_microbatches"]) for each in document
+    ))  # fmt: skip
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's state; raises `UsageError` for one that another process cannot take over."""
+    state: dict[str, Any] = scheduler.state_dict()
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError):
+        raise UsageError(
+            "the scheduler's state is more than numbers and text, so no process that comes could take it over; use one "
+            "of torch's, or leave on_loss out"
+        ) from None
+    return state

@@ -1,0 +1,242 @@
+"""Trainings that lose processes, and get others: what is learned is what one process learns."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import RunError, UsageError
+from penstock.recipes.settings import FitSettings
+from penstock.train.trainer import Trainer
+from penstock.zoo.weights.weight_files import FileWeights
+from tests.forks import run_forked
+from tests.processes import free_port
+
+# {"moment": [rank, step, where]}: a rank ends itself in that step, where a function is called
+SCRIPT = '''
+import json, os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.nn.functional as F
+from torch import nn
+import penstock
+from penstock.engine import gradients
+from penstock.group import variables
+from penstock.train import checkpoint, migration, trainer as trainers
+from penstock.train.loader import Loader
+from penstock.transport import collectives
+
+os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+folder, port, asked = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+rank = int(os.environ.get("RANK", "-1"))
+joins, alone = "joins" in asked and rank < 0, "RANK" not in os.environ and "joins" not in asked
+if joins:
+    while not (folder / asked["joins"]).exists():
+        time.sleep(0.05)
+    os.environ["PENSTOCK_JOIN"] = f"127.0.0.1:{port}"
+os.environ["MASTER_PORT"] = port
+torch.set_num_threads(1)
+torch.manual_seed(0)
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(44, 8, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(0, 4, (44,), generator=generator)
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + F.dropout(F.gelu(self.linear(x)), 0.1, self.training)
+
+
+model = nn.Sequential(*[Block() for _ in range(6)], nn.Linear(8, 4)).double()
+how = {"microbatches": 12} if alone else {**asked["how"], "threads": 1}
+pipe = penstock.Pipeline(model, torch.zeros(2, 8, dtype=torch.float64), **how)
+optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+scheduler = pipe.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24))
+loader = pipe.loader(Data(), batch_size=12, shuffle=True)
+moments = [moment for moment in asked.get("moments", []) if moment[0] == rank and not joins]
+
+
+def dies(module, name):
+    """End this process in its step, at a call of a function."""
+    was = getattr(module, name)
+
+    def called(*given, **named):
+        for _, step, where in moments:
+            if where == name and pipe.trainer.step == step:
+                (folder / "lost").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return was(*given, **named)
+
+    setattr(module, name, called)
+
+
+dies(gradients.Synchronizer, "leaf_done")
+dies(collectives, "_sum_at_once")
+dies(trainers, "mean_loss")
+dies(migration, "_move")
+dies(checkpoint, "write_stages")
+losses, accuracies = {}, {}
+for epoch in range(loader.epoch, 6):
+    for x, y in loader:
+        if [rank, pipe.trainer.step] == asked.get("slow"):
+            time.sleep(6.5)  # longer than an answer is waited for
+        loss = float(pipe.train_step(x, y, F.cross_entropy))
+        losses[pipe.trainer.step] = loss
+        for _, step, where in moments:
+            if where == "clip" and pipe.trainer.step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+        pipe.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if not alone and pipe.trainer.step % 5 == 0 and asked.get("checkpoints"):
+            pipe.save_checkpoint(folder / f"checkpoint{pipe.trainer.step}", optimizer, scheduler)
+    for x, y in Loader(pipe.trainer, Data(), batch_size=44):
+        for _, step, where in moments:
+            if where == "evaluate" and pipe.trainer.step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+        accuracies[epoch] = pipe.evaluate(x, y, F.cross_entropy)
+pipe.save(folder / ("alone" if alone else "together"))
+if rank <= 0:
+    told = {"losses": losses, "accuracies": accuracies, "lr": optimizer.param_groups[0]["lr"],
+            "shape": [len(pipe.trainer.grid.replicas), len(pipe.trainer.grid.replicas[0].devices)]}
+    (folder / ("alone.json" if alone else "joined.json" if joins else "together.json")).write_text(json.dumps(told))
+pipe.close()
+'''
+
+KILLED = -signal.SIGKILL
+
+
+def train(tmp_path: Path, size: int, asked: dict[str, object], *, newcomers: int = 0) -> list[int]:
+    """Train in one process and in several; returns how these ended, once what was learned is the same."""
+    script, port = tmp_path / "script.py", str(free_port())
+    script.write_text(SCRIPT)
+    given = [str(tmp_path), port, json.dumps(asked)]
+    reference = [str(tmp_path), port, json.dumps({})]
+    groups = [(0, reference), (size, given), *[(0, given)] * newcomers]
+    _alone, ended, *_came = run_forked(script, groups, 150.0)
+    alone, together = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "together"))
+    for what in ("losses", "accuracies"):
+        assert together[what].keys() == alone[what].keys()
+        assert together[what] == pytest.approx(alone[what], rel=1e-9)
+    assert together["lr"] == pytest.approx(alone["lr"])
+    expected, found = (FileWeights(tmp_path / name) for name in ("alone", "together"))
+    for name in expected.names():
+        torch.testing.assert_close(found.load(name), expected.load(name), rtol=1e-8, atol=1e-10)
+    return [end.status for end in ended]
+
+
+def test_processes_lost_one_after_the_other(tmp_path: Path) -> None:
+    """In a backward, while sums go round, between a step and its clipping; another rank's loop is slow meanwhile."""
+    moments = [[5, 2, "leaf_done"], [1, 6, "_sum_at_once"], [2, 9, "clip"]]
+    how = {"stages": 2, "replicas": 3, "microbatches": 4, "on_loss": "continue"}
+    ended = train(tmp_path, 6, {"how": how, "moments": moments, "slow": [4, 6]})
+    assert ended == [0, KILLED, KILLED, 0, 0, KILLED]
+
+
+def test_the_worst_moments(tmp_path: Path) -> None:
+    """Once some have the step and others not, while weights move, in an evaluation; then a stage without a replica."""
+    moments = [[3, 2, "mean_loss"], [2, 2, "_move"], [1, 8, "evaluate"], [5, 13, "leaf_done"], [4, 15, "write_stages"]]
+    how = {"stages": 2, "replicas": 3, "microbatches": 4, "on_loss": "continue"}
+    ended = train(tmp_path, 6, {"how": how, "moments": moments, "checkpoints": True})
+    assert ended == [0] + [KILLED] * 5
+
+
+def test_one_is_lost_and_another_comes(tmp_path: Path) -> None:
+    how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "wait", "wait_s": 60.0}
+    ended = train(tmp_path, 4, {"how": how, "moments": [[3, 7, "leaf_done"]], "joins": "lost"}, newcomers=1)
+    assert ended == [0, 0, 0, KILLED]
+    assert json.loads((tmp_path / "together.json").read_text())["shape"] == [2, 2]
+    joined, together = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("joined", "together"))
+    assert [*joined["losses"]] == [str(step) for step in range(8, 25)]
+    assert together["losses"].items() >= joined["losses"].items()
+    assert joined["lr"] == together["lr"]
+
+
+class Alone:
+    """What keeps a training together that is of one process."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def together(self, work: Callable[[], dict[str, Any]], *, takes_in: bool = False) -> list[dict[str, Any]]:
+        del takes_in
+        return [work()]
+
+    def place(self) -> tuple[int, int] | None:
+        return None
+
+    def saw_checkpoint(self, folder: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    rows = [(torch.full((3,), float(row)), row % 2) for row in range(8)]
+    with penstock.Pipeline(model, torch.zeros(2, 3), microbatches=2) as pipe:
+        pipe.trainer.survivors = Alone(pipe.trainer)
+        tried: list[int] = []
+
+        def fails_later(output: Tensor, labels: Tensor) -> Tensor:
+            tried.append(len(labels))
+            if len(tried) == 2:
+                raise RuntimeError("lost")
+            return F.cross_entropy(output, labels)
+
+        buffers = pipe.trainer.tensors.others
+        before = {name: tensor.clone() for name, tensor in buffers.items()}
+        inputs, labels = next(iter(pipe.loader(rows, batch_size=8)))
+        with pytest.raises(RunError, match="lost"):
+            pipe.train_step(inputs, labels, fails_later)
+        assert tried == [4, 4]
+        assert all(torch.equal(buffers[name], tensor) for name, tensor in before.items())
+        pipe.train_step(inputs, labels, fails_later)
+        assert not all(torch.equal(buffers[name], tensor) for name, tensor in before.items())
+        with pytest.raises(UsageError, match=r"takes what pipe\.loader gave"):
+            pipe.train_step(inputs * 2, labels, fails_later)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"schedule": "F0 B0"}, "cannot of your own; name one"),
+        ({}, "one process has no other"),
+    ],
+)
+def test_what_cannot_go_on_after_a_loss(asked: dict[str, str], message: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    with (
+        pytest.raises(UsageError, match=message),
+        penstock.Pipeline(model, torch.zeros(2, 3), on_loss="continue", **asked) as pipe,  # type: ignore[arg-type]
+    ):
+        pipe.train_step(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), F.cross_entropy)
+
+
+def test_settings_that_do_not_go_together() -> None:
+    settings = FitSettings(model="a", data="b", stages=2)
+    with pytest.raises(UsageError, match="leave --on-loss out"):
+        settings.replace(on_loss="continue", elastic=True)
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        settings.replace(join="somewhere")

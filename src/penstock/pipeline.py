@@ -26,7 +26,6 @@ from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
 from penstock.stream.streaming_pipeline import StreamingPipeline
-from penstock.stream.survival import StreamChange
 from penstock.tensors import find_device
 from penstock.terminal.live import StageState
 from penstock.train.arrangement import TrainOptions
@@ -238,9 +237,9 @@ class Pipeline:
         return self._streaming.deployment.last_report
 
     @property
-    def changes(self) -> Sequence[StreamChange]:
-        """What changed during the last stream: devices lost, taken in or slower; empty with `on_loss="stop"`."""
-        return self._streaming.changes
+    def changes(self) -> Sequence[Any]:
+        """What changed, each time: a `StreamChange` of the last stream, or a `TrainingChange`; none with `stop`."""
+        return self._pipe.changes
 
     @property
     def joins_at(self) -> str | None:

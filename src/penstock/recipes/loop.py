@@ -128,6 +128,8 @@ class _Fit:
         self._first = self._trainer.step
         self._saved = self._trainer.step if settings.resume else -1
         self._folder = RunFolder(settings, self._world.rank, self._first)
+        self._epochs: list[EpochResult] = []
+        self._num_changes = 0
 
     def _changed(self, change: PlanChange) -> None:
         """Write down how the training goes on."""
@@ -170,7 +172,7 @@ class _Fit:
 
     def run(self) -> FitResult:
         """Train to the end; returns the result, the same on every process."""
-        epochs: list[EpochResult] = []
+        epochs = self._epochs
         try:
             unit, shown = self._task.unit, self._world.rank == FEEDER
             look = self._trainer.watch.stage_states if self._settings.live else None
@@ -191,6 +193,8 @@ class _Fit:
         epoch, tally = self._loader.epoch, _Tally()
         for inputs, labels, begin in self._batches_of_epoch():
             loss = float(self._pipe.train_step(inputs, labels, self._task.loss_fn))
+            if self._note_changes():
+                tally = _Tally()
             self._update()
             self._note(tally, loss, len(labels), time.perf_counter() - begin)
             rate = tally.counted_units * len(self._trainer.grid.replicas) / (tally.counted_s or 1.0)
@@ -198,6 +202,20 @@ class _Fit:
             if self._is_checkpoint_due() and self._loader.position:  # an epoch's last is written once it is validated
                 self._checkpoint()
         return self._finish(epoch, tally)
+
+    def _note_changes(self) -> bool:
+        """Write down how the training went on after a loss; return whether it went back to a checkpoint."""
+        went_back = False
+        for change in self._trainer.changes[self._num_changes :]:
+            if change.went_back:
+                went_back = True
+                self._folder.go_back(change.step)
+                self._epochs[:] = [result for result in self._epochs if result.step <= change.step]
+            if self._world.rank == FEEDER:
+                fields = dataclasses.asdict(change)
+                self._folder.write("change", step=fields.pop("step"), **fields)
+        self._num_changes = len(self._trainer.changes)
+        return went_back
 
     def _batches_of_epoch(self) -> Iterator[tuple[Any, Any, float]]:
         """Return batches until the epoch or the run is over, with the time at which each began to be loaded."""

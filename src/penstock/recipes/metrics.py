@@ -111,7 +111,7 @@ class RunFolder:
             if settings.resume:
                 with written_whole(self._metrics) as file:
                     file.writelines(line.encode() for line in self._before(first_step))
-            self._file = LineFile(self._metrics, append=settings.resume)
+            self._file = LineFile(self._metrics, append=settings.resume or settings.join is not None)
             if rank == 0:
                 write_settings(settings, self.path / "settings.json")
         except OSError as error:
@@ -125,6 +125,13 @@ class RunFolder:
             return []
         lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
+
+    def go_back(self, step: int) -> None:
+        """Leave out the lines of later steps, which will come again; where that cannot be, they stay."""
+        self._file.close()
+        with self._losing_lines(), written_whole(self._metrics) as file:
+            file.writelines(line.encode() for line in self._before(step))
+        self._file = LineFile(self._metrics, append=True)
 
     def write(self, kind: str, *, step: int, **values: Any) -> None:
         """Write one line; numbers also go to the trackers. What cannot be written is lost, and training goes on."""

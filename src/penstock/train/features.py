@@ -104,10 +104,13 @@ class Rows(Protocol):
 class Together(Protocol):
     """How processes tell each other of what they did, where some may be lost, and others come."""
 
-    def together(self, work: Callable[[], dict[str, Any]], *, takes_in: bool = False) -> list[dict[str, Any]]:
+    def together(
+        self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, takes_in: bool = False
+    ) -> list[dict[str, Any]]:
         """Work, and return what every process tells of it; the work is done again where the group has changed.
 
-        It moves no tensors once it has told. Where it `takes_in`, others join before it.
+        It moves no tensors once it has told; `undo` changes back what it has changed, where that does not count. Where
+        it `takes_in`, others join before it.
         """
 
     def place(self) -> tuple[int, int] | None:

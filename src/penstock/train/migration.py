@@ -84,7 +84,7 @@ def prepare(
     optimizers = gather_groups(trainer)
     before.close()
     now = PlacedStages(
-        trainer.world, captured or before.captured, placed, before.how, trainer.head, before=before, features=features
+        trainer.world, captured or before.captured, placed, before.how, before.head, before=before, features=features
     )
     arrived = [
         _move(trainer, optimizer, dataclasses.replace(told, groups=groups), before.tensors, now)

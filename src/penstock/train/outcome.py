@@ -62,6 +62,22 @@ def everywhere(error: PenstockError) -> PenstockError:
     return error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingChange:
+    """How a training goes on in another group of processes, from a step on, and the seconds that it took to get there.
+
+    Where it `went_back`, everything came from a checkpoint of that step.
+    """
+
+    step: int
+    why: str
+    took_s: float
+    processes: int
+    replicas: int
+    stages: int
+    went_back: bool = False
+
+
 @dataclass(slots=True)
 class StepReport:
     """Where one process's step went, in seconds and bytes.

@@ -57,7 +57,7 @@ class PlacedStages:
     ) -> None:  # fmt: skip
         self.number: int = before.number + 1 if before is not None else 0
         self.captured, self.placed, self.how, self.features = captured, placed, how, features
-        self._world, self._head = world, head
+        self._world, self.head = world, head
         transport = world.transport
         if not isinstance(transport, MeteredTransport):
             raise TypeError("a training's transport is metered, so that a stall is seen")
@@ -138,7 +138,7 @@ class PlacedStages:
             recompute = EAGER.load_training(part, spare, how.device)
         stage = TrainingStage(
             index=index, part=part, runtime=EAGER.load_training(part, tensors, how.device), leaves=leaves,
-            head=self._head if index == self.last_stage else None, autocast=how.autocast, recompute=recompute,
+            head=self.head if index == self.last_stage else None, autocast=how.autocast, recompute=recompute,
             synchronize=self.synchronizer.stage_done,
         )  # fmt: skip
         for name, leaf in leaves.items():

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.run_options import CutOptions, RunOptions
-from penstock.engine.executor import run_schedule
 from penstock.engine.placement import Grid
 from penstock.engine.stall import TrainingWatch
-from penstock.engine.training_stage import Sizes, StepInput
 from penstock.errors import TransportError, UsageError
-from penstock.graph.call import build_output
 from penstock.graph.cuts import Cut
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.direct import go_direct
@@ -25,12 +22,13 @@ from penstock.spec.fields import fingerprint
 from penstock.tensors import HOST, most_bytes
 from penstock.tracing.trace import write_run
 from penstock.train.arrangement import Arrangement, TrainOptions, arrange
-from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, loss_and_count
+from penstock.train.batches import LossFunction, bind, check_labels
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
 from penstock.train.features import Follower, InputPlaces, LoadedBatch, Together
+from penstock.train.forward_backward import ForwardBackward
 from penstock.train.held_tensors import HeldTensors
-from penstock.train.outcome import StepReport, mean_loss, step_document, total_count
+from penstock.train.outcome import StepReport, TrainingChange, mean_loss, total_count
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.step_rows import StepRows
 from penstock.train.training_tracer import TrainingTracer, training_facts
@@ -67,8 +65,8 @@ class Trainer:
             except TransportError as error:
                 raise world.explain(error) from error
         metered = world.transport
-        self._transport = metered if isinstance(metered, MeteredTransport) else MeteredTransport(metered)
-        self.world = world if metered is self._transport else dataclasses.replace(world, transport=self._transport)
+        self.transport = metered if isinstance(metered, MeteredTransport) else MeteredTransport(metered)
+        self.world = world if metered is self.transport else dataclasses.replace(world, transport=self.transport)
         self.device, self.seed = device, options.seed
         self._run, self._plan = run, cut.plan
         how = Computing(
@@ -82,21 +80,17 @@ class Trainer:
         self.loaded: LoadedBatch | None = None  # the last batch of a loader that is followed
         self.batches: list[LoadedBatch] = []  # the last one of each of the last loaders, where calls may be repeated
         self.trained: LoadedBatch | None = None  # the one that is trained on
-        self._cached: LoadedBatch | None = None  # the same, where a step is of it as it was loaded
         self.follower: Follower | None = None  # who changes the arrangement while the training goes on
         self.survivors: Together | None = None  # where the training outlives the loss of a process
+        self.changes: list[TrainingChange] = []  # of the group of processes, so far
         self.schedulers: list[Any] = []  # of the learning rate, as far as the caller has said them
         self.rewound: LoadedBatch | None = None  # what was trained on when a checkpoint was gone back to
-        self._sums: dict[str, Tensor] = {}
         self.input_places: InputPlaces | None = None  # where in what the loader gives the inputs are
         self.optimizers: list[torch.optim.Optimizer] = []
         self.known_groups: list[dict[str, int]] = []  # of each optimizer, those of frozen parameters too
         # what the caller has asked for, where anything
         self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
-        self._losses: dict[int, tuple[float, float]] = {}
-        self._computed_s = 0.0
-        self._step_data: list[Microbatch] = []
-        self._loss_fn: LossFunction | None = None
+        self._work = ForwardBackward(self)
         self._closed = False
         joins = placed is not None
         placed = placed or arrange(world, captured.graph, cut, options)
@@ -104,7 +98,7 @@ class Trainer:
         with self.world.explained():
             if not joins:
                 self._check_alike()
-            self.now = PlacedStages(self.world, captured, placed, how, self.head)
+            self.now = PlacedStages(self.world, captured, placed, how, self._work.head)
             self.tracer = (
                 TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace_profile)
                 if run.trace is not None else None
@@ -167,23 +161,18 @@ class Trainer:
                     "everywhere"
                 )
 
-    def together(self, work: Callable[[], dict[str, Any]], *, takes_in: bool = False) -> list[dict[str, Any]]:
+    def together(
+        self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, takes_in: bool = False
+    ) -> list[dict[str, Any]]:
         """Work, and return what every process tells of it; raises what went wrong in any of them, or its loss.
 
         Where the training outlives a loss, the work is done again in another group, so all that it sends or receives
-        is part of it, and what it changes it changes back.
+        is part of it, and `undo` changes back what it has changed.
         """
         if self.survivors is not None:
-            return self.survivors.together(work, takes_in=takes_in)
+            return self.survivors.together(work, undo, takes_in=takes_in)
         with self.world.explained():
-            return all_gather(self._transport, work())
-
-    def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        """Return a microbatch's loss as a sum, from the last stage's outputs; record it with its count."""
-        output = build_output(self.captured.graph, outputs, sizes)
-        loss, count = loss_and_count(self._loss_fn, output, self._step_data[microbatch].labels, sizes["batch"])
-        self._losses[microbatch] = (float(loss.detach()), count)
-        return loss
+            return all_gather(self.transport, work())
 
     def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
         """Run forward, backward and synchronization of one batch, and return the loss of the whole batch.
@@ -200,21 +189,20 @@ class Trainer:
         self.input_places = self.input_places or places
         # not the caller's own rows, nor changed ones, nor inputs that have changed places
         as_loaded = places is not None and places == self.input_places
-        self._cached = self.loaded if as_loaded else None
-        self._loss_fn = loss_fn
+        self._work.begin(loss_fn, self.loaded if as_loaded else None)
         with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
             return self._do_step(rows)
 
     def _do_step(self, rows: StepRows) -> Tensor:
-        sent_bytes = self._transport.sent_bytes
+        sent_bytes = self.transport.sent_bytes
         # sums are on their way meanwhile, but where the step may have to be repeated: then they have come
-        gathered = self.together(partial(self._compute, rows), takes_in=True)
+        gathered = self.together(partial(self._work.run, rows), self._work.undo, takes_in=True)
         divisor = total_count(gathered) or 1.0
         with self.world.explained():
-            gradients = self._sums if self.survivors is not None else self._finish_sums(divisor)
-        synchronize_s = self.world.clock() - self._computed_s
+            gradients = self._work.sums if self.survivors is not None else self._work.finish_sums(divisor)
+        synchronize_s = self.world.clock() - self._work.computed_s
         if self.tracer:
-            self.tracer.synchronized(self._computed_s)
+            self.tracer.synchronized(self._work.computed_s)
         step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
         loss = mean_loss(gathered, step, self.now.last_stage)
         if self.survivors is not None:
@@ -224,48 +212,10 @@ class Trainer:
         self.tensors.add_gradients(gradients)
         if self.survivors is None:
             with self.world.explained():
-                self.tensors.share_buffers(self._transport)
-        self._report(bool(self._step_data), synchronize_s, self._transport.sent_bytes - sent_bytes)
+                self.tensors.share_buffers(self.transport)
+        self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
         self.short_batch = None
         return torch.tensor(loss, dtype=torch.float64)
-
-    def _compute(self, rows: StepRows) -> dict[str, Any]:
-        """Run forward and backward of this process's rows; returns what the others hear of it.
-
-        Buffers that the forward writes to, such as BatchNorm's statistics, are as they were where it fails.
-        """
-        written = self.tensors.written() if self.survivors is not None else {}
-        before = {name: tensor.clone() for name, tensor in written.items()}
-        try:
-            document = self._run_step(rows)
-            if self.survivors is not None:
-                self._sums = self._finish_sums()
-                self.tensors.share_buffers(self._transport)
-        except BaseException:
-            for name, tensor in before.items():
-                written[name].copy_(tensor)
-            raise
-        return document
-
-    def _finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
-        with self._transport.waiting():
-            return self.now.synchronizer.finish(divisor)
-
-    def _run_step(self, rows: StepRows) -> dict[str, Any]:
-        inputs, labels = rows.now()
-        tensors, sizes = bind(self.captured.graph, inputs)
-        count = self.placed.count_microbatches(sizes["batch"], short=sizes["batch"] == self.short_batch)
-        skipped = 0 if self._computes_all() else self.placed.skipped
-        tensors, labels = self.tensors.moved_here(tensors, labels, skipped=skipped)
-        self._step_data = cut_rows(self.captured.graph, tensors, sizes, labels, count) if count else []
-        self._losses.clear()
-        self.now.synchronizer.begin()
-        features = self._features()
-        if count:
-            self._run_stages(count, features)
-        self._computed_s = self.world.clock()
-        self.now.synchronizer.flush()
-        return self._step_document()
 
     def _report(self, ran: bool, synchronize_s: float, sent_bytes: int) -> None:
         """Note where the step went; a replica without rows has run no stage."""
@@ -294,48 +244,6 @@ class Trainer:
         self.load_s += self.world.clock() - begin_s
         if self.tracer:
             self.tracer.load(self.step, begin_s)
-
-    def _computes_all(self) -> bool:
-        """Return whether this step computes the stages that are skipped: its rows are none of a loader's."""
-        return self.placed.skipped > 0 and (self.now.features is None or self._cached is None)
-
-    def _features(self) -> list[Tensor] | None:
-        """Return what the stages that are skipped put out for this process's rows, as they were cached."""
-        if self.now.features is None or self._cached is None:
-            return None
-        with self._transport.waiting():
-            return self.now.features.outputs(self._cached.samples, self._cached.following)
-
-    def _run_stages(self, count: int, features: list[Tensor] | None) -> None:
-        if self.now.open_channels(self._step_data) and self.tracer:
-            self.tracer.follow(self.now.channels)
-        replica = self.placed.replica
-        actions = self.placed.schedule(count)[replica.devices.index(self.world.rank)]
-        final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
-        for stage in self.now.stages.values():
-            stage.begin(self._step_inputs(stage.part), final.get(stage.index, -1))
-        self.now.feed(self._step_data, features)
-        self.now.observer.begin()
-        run_schedule(actions, self.now.stages, self.now.channels, self.now.observer)
-
-    def _step_inputs(self, part: TrainingPart) -> dict[int, StepInput]:
-        first = self.placed.first_microbatch
-        return {
-            index: StepInput(
-                microbatch.sizes,
-                {value.name: microbatch.inputs[value.name] for value in part.own},
-                f"seed {self.seed} step {self.step} microbatch {first + index}",
-            )
-            for index, microbatch in enumerate(self._step_data)
-        }
-
-    def _step_document(self) -> dict[str, Any]:
-        """Describe the step as this process has seen it."""
-        names = self.step == 0 and bool(self._step_data)  # whether all have a part in the loss, the first step shows
-        unused = self.now.synchronizer.unused if names else []
-        used = [name for name in self.tensors.parameters if name not in unused] if names else []
-        nonfinite = {stage.index: stage.first_nonfinite for stage in self.now.stages.values()}
-        return step_document(self._losses, first_nonfinite=nonfinite, used=used, unused=unused)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before."""
@@ -367,7 +275,7 @@ class Trainer:
     @property
     def sent_bytes(self) -> int:
         """How many bytes this process has sent so far."""
-        return self._transport.sent_bytes
+        return self.transport.sent_bytes
 
     def write_trace(self, model: str) -> None:
         """Write what all processes recorded, from the first one; every process calls this."""

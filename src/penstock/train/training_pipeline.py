@@ -1,7 +1,7 @@
 """A model in training mode as a pipeline: the methods of a user's own loop, which all processes run."""
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeGuard, TypeVar
@@ -25,7 +25,7 @@ from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.evaluation import evaluate, predict
 from penstock.train.loader import Collate, Loader
-from penstock.train.outcome import StepReport
+from penstock.train.outcome import StepReport, TrainingChange
 from penstock.train.save import save_model
 from penstock.train.survival.beginning import check_survivable, join_training, survive
 from penstock.train.trainer import Trainer
@@ -207,6 +207,11 @@ class TrainingPipeline:
         """
         self.trainer.schedulers.append(scheduler)
         return scheduler
+
+    @property
+    def changes(self) -> Sequence[TrainingChange]:
+        """Return how the training went on after losses, and with processes that came."""
+        return self.trainer.changes
 
     @property
     def joins_at(self) -> str | None:

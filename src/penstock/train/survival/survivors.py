@@ -28,7 +28,7 @@ from penstock.train.checkpoint import load_checkpoint
 from penstock.train.checkpoint_folder import read_index
 from penstock.train.migration import Prepared, gather_groups, prepare
 from penstock.train.named_optimizer import NamedOptimizer
-from penstock.train.outcome import everywhere
+from penstock.train.outcome import TrainingChange, everywhere
 from penstock.train.survival.exchanges import Documents, Exchanges
 from penstock.train.survival.rearrange import assign, lost_names, missing_bytes, with_ranks, write_grid
 from penstock.train.trainer import Trainer
@@ -63,13 +63,20 @@ class Survivors:
         self._once = exchanges.once
         exchanges.changed, exchanges.describe = self._renumber, self._describe
 
-    def together(self, work: Callable[[], dict[str, Any]], *, takes_in: bool = False) -> Documents:
+    def together(
+        self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, takes_in: bool = False
+    ) -> Documents:
         """Work, and return what every process tells of it; see `Together`."""
         if self._moving:  # a part of going over to another group, which is done again as a whole
             return all_gather(self._trainer.world.transport, work())
         while True:
             self._settle(takes_in=takes_in)
-            found = self._once(work)
+            found: Documents | None = None
+            try:
+                found = self._once(work)
+            finally:
+                if found is None:
+                    undo()
             if found is not None:
                 return found
 
@@ -108,6 +115,7 @@ class Survivors:
                     self._commit()
             elif self._once(self._go_back) is not None:
                 self._going_back = None
+                self._tell(went_back=True)
 
     def _know_groups(self) -> None:
         """Have every process know each optimizer's groups: those of parameters that are lost too, later."""
@@ -212,12 +220,23 @@ class Survivors:
             self._take_over_settings(said)
         if said["goes_back"]:
             self._going_back = self._checkpoint
+        else:
+            self._tell(went_back=False)
+
+    def _tell(self, *, went_back: bool) -> None:
+        """Say how the training goes on, and note it."""
+        trainer = self._trainer
+        change = TrainingChange(
+            step=trainer.step, why=self._exchanges.why, took_s=time.monotonic() - self._exchanges.ended_s,
+            processes=trainer.world.transport.size, replicas=len(trainer.grid.replicas),
+            stages=trainer.placed.num_stages, went_back=went_back,
+        )  # fmt: skip
+        trainer.changes.append(change)
         if trainer.world.rank == FEEDER:
-            size, took_s = trainer.world.transport.size, time.monotonic() - self._exchanges.ended_s
-            replicas, stages = len(trainer.grid.replicas), trainer.placed.num_stages
+            back = f" from the checkpoint of step {change.step}" if went_back else ""
             note(
-                f"{self._exchanges.why}; goes on with {size} processes, {replicas} x {stages} stages, after "
-                f"{took_s:.1f} s"
+                f"{change.why}; goes on with {change.processes} processes, {change.replicas} x {change.stages} stages, "
+                f"after {change.took_s:.1f} s{back}"
             )
 
     def _take_over_settings(self, said: Mapping[str, Any]) -> None:

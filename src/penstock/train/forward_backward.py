@@ -1,0 +1,139 @@
+"""One process's forward and backward of its rows of a batch, and the sums of gradients over all replicas."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from penstock.engine.executor import run_schedule
+from penstock.engine.training_stage import Sizes, StepInput
+from penstock.graph.call import build_output
+from penstock.graph.training_parts import TrainingPart
+from penstock.train.batches import LossFunction, Microbatch, bind, cut_rows, loss_and_count
+from penstock.train.features import LoadedBatch
+from penstock.train.outcome import step_document
+from penstock.train.step_rows import StepRows
+
+if TYPE_CHECKING:
+    from penstock.train.trainer import Trainer
+
+
+class ForwardBackward:
+    """What a trainer's step computes, in whatever stages there are now; done again where a process is lost meanwhile.
+
+    Example:
+        work.begin(loss_fn, cached=None)
+        told = trainer.together(lambda: work.run(rows))
+        gradients = work.finish_sums(divisor)
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+        self.sums: dict[str, Tensor] = {}  # of gradients, where they have to be there before anything is told
+        self.computed_s = 0.0
+        self._losses: dict[int, tuple[float, float]] = {}
+        self._microbatches: list[Microbatch] = []
+        self._loss_fn: LossFunction | None = None
+        self._cached: LoadedBatch | None = None
+        self._before: list[tuple[Tensor, Tensor]] = []  # what a forward writes to, with what it was
+
+    def begin(self, loss_fn: LossFunction | None, cached: LoadedBatch | None) -> None:
+        """Take what a step is of: its loss, and the batch whose features may be cached."""
+        self._loss_fn, self._cached = loss_fn, cached
+
+    @property
+    def ran(self) -> bool:
+        """Whether this process had rows."""
+        return bool(self._microbatches)
+
+    def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        """Return a microbatch's loss as a sum, from the last stage's outputs; record it with its count."""
+        output = build_output(self._trainer.captured.graph, outputs, sizes)
+        loss, count = loss_and_count(self._loss_fn, output, self._microbatches[microbatch].labels, sizes["batch"])
+        self._losses[microbatch] = (float(loss.detach()), count)
+        return loss
+
+    def run(self, rows: StepRows) -> dict[str, Any]:
+        """Run forward and backward of this process's rows; returns what the others hear of it."""
+        trainer = self._trainer
+        if trainer.survivors is None:
+            return self._forward_backward(rows)
+        self._before = [(tensor, tensor.clone()) for tensor in trainer.tensors.written().values()]
+        document = self._forward_backward(rows)
+        self.sums = self.finish_sums()
+        trainer.tensors.share_buffers(trainer.transport)
+        return document
+
+    def undo(self) -> None:
+        """Bring buffers that a forward has written to, such as BatchNorm's statistics, to what they were before it."""
+        for tensor, was in self._before:
+            tensor.copy_(was)
+        self._before = []
+
+    def finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
+        """Wait for the sums of gradients over all replicas, divided."""
+        with self._trainer.transport.waiting():
+            return self._trainer.now.synchronizer.finish(divisor)
+
+    def _forward_backward(self, rows: StepRows) -> dict[str, Any]:
+        trainer, now = self._trainer, self._trainer.now
+        inputs, labels = rows.now()
+        tensors, sizes = bind(now.captured.graph, inputs)
+        count = now.placed.count_microbatches(sizes["batch"], short=sizes["batch"] == trainer.short_batch)
+        skipped = 0 if self._computes_all() else now.placed.skipped
+        tensors, labels = now.tensors.moved_here(tensors, labels, skipped=skipped)
+        self._microbatches = cut_rows(now.captured.graph, tensors, sizes, labels, count) if count else []
+        self._losses.clear()
+        now.synchronizer.begin()
+        features = self._features()
+        if count:
+            self._run_stages(count, features)
+        self.computed_s = trainer.world.clock()
+        now.synchronizer.flush()
+        return self._document()
+
+    def _computes_all(self) -> bool:
+        """Return whether this step computes the stages that are skipped: its rows are none of a loader's."""
+        now = self._trainer.now
+        return now.placed.skipped > 0 and (now.features is None or self._cached is None)
+
+    def _features(self) -> list[Tensor] | None:
+        """Return what the stages that are skipped put out for this process's rows, as they were cached."""
+        features = self._trainer.now.features
+        if features is None or self._cached is None:
+            return None
+        with self._trainer.transport.waiting():
+            return features.outputs(self._cached.samples, self._cached.following)
+
+    def _run_stages(self, count: int, features: list[Tensor] | None) -> None:
+        trainer, now = self._trainer, self._trainer.now
+        if now.open_channels(self._microbatches) and trainer.tracer:
+            trainer.tracer.follow(now.channels)
+        actions = now.placed.schedule(count)[now.placed.replica.devices.index(trainer.world.rank)]
+        final = {action.stage: action.microbatch for action in actions if action.kind == "B"}
+        for stage in now.stages.values():
+            stage.begin(self._inputs(stage.part), final.get(stage.index, -1))
+        now.feed(self._microbatches, features)
+        now.observer.begin()
+        run_schedule(actions, now.stages, now.channels, now.observer)
+
+    def _inputs(self, part: TrainingPart) -> dict[int, StepInput]:
+        first = self._trainer.placed.first_microbatch
+        return {
+            index: StepInput(
+                microbatch.sizes,
+                {value.name: microbatch.inputs[value.name] for value in part.own},
+                f"seed {self._trainer.seed} step {self._trainer.step} microbatch {first + index}",
+            )
+            for index, microbatch in enumerate(self._microbatches)
+        }
+
+    def _document(self) -> dict[str, Any]:
+        """Describe the step as this process has seen it."""
+        now = self._trainer.now
+        # whether all have a part in the loss, the first step shows
+        names = self._trainer.step == 0 and bool(self._microbatches)
+        unused = now.synchronizer.unused if names else []
+        used = [name for name in now.tensors.parameters if name not in unused] if names else []
+        nonfinite = {stage.index: stage.first_nonfinite for stage in now.stages.values()}
+        return step_document(self._losses, first_nonfinite=nonfinite, used=used, unused=unused)

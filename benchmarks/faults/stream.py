@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from penstock.cluster.lab.run import LabRun
 from penstock.cluster.output import OutputLine
 from penstock.errors import ClusterError
 from penstock.group.launcher import module_command, module_path
-from penstock.group.variables import KEY, TRUSTED
+from penstock.group.variables import JOIN, KEY, TRUSTED
 
 KINDS = ("kill", "cut", "freeze", "slow", "memory")
 _PORT = 29500
@@ -64,6 +64,8 @@ class Stream:
     joining: dict[str, LabRun] = field(default_factory=dict)
     errors: IO[str] | None = None
     members: set[str] = field(default_factory=set)  # hosts that take part, as the first one says
+    join_command: Sequence[str] | None = None  # with PENSTOCK_JOIN; a worker's if there is none
+    join_env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hosts(self) -> list[str]:
@@ -176,13 +178,17 @@ class Stream:
 
     def _join(self, host: str) -> None:
         first = f"10.77.0.1:{_PORT}"
-        command = module_command("penstock", "worker", "--join", first)
-        env = {"PYTHONPATH": module_path(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = self.join_command or module_command("penstock", "worker", "--join", first)
+        env = {"PYTHONPATH": module_path(), "TORCH_CPP_LOG_LEVEL": "ERROR", JOIN: first, **self.join_env}
         self.joining[host] = self.lab.start(command, on=[host], env=env, output=self.show, end_together=False)
+
+    def alive(self) -> list[str]:
+        """Return the hosts, but for the first, that have a process."""
+        return [host for host in self.hosts if self._processes(host)]
 
     def show(self, line: OutputLine) -> None:
         """Keep what a host writes, and take note of who takes part."""
-        if (found := _GOES_ON.search(line.text)) is not None:
+        if self.join_command is None and (found := _GOES_ON.search(line.text)) is not None:
             self.members = set(found.group(1).split(", "))
         if self.errors is not None:
             self.errors.write(f"{line.host} | {line.text}\n")

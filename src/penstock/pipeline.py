@@ -88,11 +88,13 @@ class Pipeline:
         trace_units: also record every operation, which costs a few percent.
         trace_profile: also run torch.profiler for a few microbatches, in training for one step: operators with their
             shapes and memory.
-        on_loss: what a stream does when a device is lost: `stop` raises `DeviceLost`; `continue` plans again for the
+        on_loss: what a run does when a device is lost: `stop` raises `DeviceLost`; `continue` plans again for the
             devices that are left, puts the stages in place there and goes on, with the same results; `wait` first waits
-            `wait_s` for another device to join (`penstock worker --join`). With the latter two, devices that come are
-            taken in, and one that has become slower does less. Not for lists of modules, traces, or under
-            torchrun's agents, which end all processes. The first process itself cannot be lost.
+            `wait_s` for another device to join (`penstock worker --join`, in training the same script with
+            PENSTOCK_JOIN). With the latter two, devices that come are taken in, and in a stream one that has become
+            slower does less. In training what moves comes from replicas, or everything from the last checkpoint. Not
+            for lists of modules, traces, or under torchrun's agents, which end all processes. The first process itself
+            cannot be lost.
         profile, cluster: what the plan was made from, to plan again; without them what parts cost is counted from
             shapes, and devices are taken for equal until they are seen at work.
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message

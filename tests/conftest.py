@@ -109,6 +109,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+# what takes longest is begun first, so that processes that run files side by side end at about the same time
+_LONG = ("test_survivors", "test_lost_ranks", "test_elastic_runs", "test_ssh", "test_memory", "test_demo")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    order = {name: place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Make the pretended device known where a test asks for it: at its first backward torch counts devices, once."""
     if any("pretended" in getattr(item, "fixturenames", ()) for item in session.items):

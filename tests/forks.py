@@ -5,6 +5,7 @@ What torchrun would set in their environment is set; that torchrun itself starts
 
 import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.processes import free_port, run_python
+from tests.processes import run_python
 
 # what makes a first capture slow is imported in the course of it
 _WARM = """
@@ -47,19 +48,25 @@ def run_forked(
     return [[Ended(*end) for end in group] for group in ended]
 
 
-def _environment(size: int) -> list[dict[str, str]]:
+def _environment(size: int, listener: socket.socket) -> list[dict[str, str]]:
     """Give each process of a group what torchrun would."""
     if not size:
         return [{}]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    meeting = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "WORLD_SIZE": str(size),
+    }  # fmt: skip
     return [meeting | {"RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"} for rank in range(size)]
 
 
-def _fork(script: str, arguments: Sequence[str], environment: dict[str, str]) -> int:
+def _fork(
+    script: str, arguments: Sequence[str], environment: dict[str, str], listeners: Sequence[socket.socket]
+) -> int:
     pid = os.fork()
     if pid:
         return pid
     status = 1
+    for listener in listeners:
+        listener.close()
     try:
         os.environ.update(environment)
         sys.argv = [script, *arguments]
@@ -74,14 +81,19 @@ def _fork(script: str, arguments: Sequence[str], environment: dict[str, str]) ->
 
 def _main(script: str, groups: list[tuple[int, list[str]]], warm: str) -> None:
     exec(_WARM + warm, {})
-    environments = [_environment(size) for size, _ in groups]
+    # taken before anybody else can, and served once there are processes: a store has threads
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in groups]
+    environments = [_environment(size, taken) for (size, _), taken in zip(groups, listeners, strict=True)]
     processes = [
-        [_fork(script, arguments, env) for env in group]
+        [_fork(script, arguments, env, listeners) for env in group]
         for group, (_, arguments) in zip(environments, groups, strict=True)
     ]
-    # not before there are processes: a store has threads
-    ports = [int(group[0]["MASTER_PORT"]) for group in environments if "MASTER_PORT" in group[0]]
-    stores = [TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) for port in ports]
+    stores = [
+        TCPStore(
+            "127.0.0.1", taken.getsockname()[1], None, True, wait_for_workers=False, master_listen_fd=taken.detach()
+        )
+        for (size, _), taken in zip(groups, listeners, strict=True) if size
+    ]  # fmt: skip
     ended = {}
     for _ in range(sum(map(len, processes))):
         pid, status = os.wait()

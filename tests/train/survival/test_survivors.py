@@ -1,10 +1,7 @@
 """Trainings that lose processes, and get others: what is learned is what one process learns."""
 
 import json
-import re
 import signal
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from penstock.recipes.settings import FitSettings
 from penstock.train.trainer import Trainer
 from penstock.zoo.weights.weight_files import FileWeights
 from tests.forks import run_forked
-from tests.processes import Running, free_port, run_python
+from tests.processes import free_port
 
 # {"moment": [rank, step, where]}: a rank ends itself in that step, where a function is called
 SCRIPT = '''
@@ -129,7 +126,6 @@ pipe.close()
 '''
 
 KILLED = -signal.SIGKILL
-MODEL = "timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=24,num_heads=3"
 
 
 def train(tmp_path: Path, size: int, asked: dict[str, object], *, newcomers: int = 0) -> list[int]:
@@ -250,30 +246,3 @@ def test_settings_that_do_not_go_together() -> None:
         settings.replace(on_loss="continue", elastic=True)
     with pytest.raises(UsageError, match="HOST:PORT"):
         settings.replace(join="somewhere")
-
-
-def test_a_run_waits_for_another_that_joins(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "penstock", "train", MODEL, "--data", "digits", "--stages", "2", "--replicas", "2",
-        "--on-loss", "wait", "--batch-size", "64", "--num-rows", "600", "--steps", "50", "--checkpoint-every", "5",
-        "--output", str(tmp_path),
-    ]  # fmt: skip
-    with Running(command, deadline_s=120.0) as first:
-        port = re.search(r"--join (127\.0\.0\.1:\d+)", first.error_line())
-        assert port is not None
-        deadline = time.monotonic() + 60.0
-        while not [*tmp_path.glob("checkpoints/*/checkpoint.json")]:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        workers = [child for child in first.children() if "penstock.recipes.training_worker" in child.cmdline()]
-        next(worker for worker in workers if worker.cmdline()[-1] == "3").kill()
-        assert first.error_line() == "note: waiting up to 300 s for 1 more to join"
-        joined = run_python(*command[1:], "--join", port[1], deadline_s=100.0)
-        ended = first.wait()
-    assert joined.status == 0, joined.stderr
-    assert ended.status == 0, ended.stderr
-    assert "another process has come; goes on with 4 processes, 2 x 2 stages" in ended.stderr
-    assert "4 processes; model" in joined.stdout
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 51))
-    assert [line["processes"] for line in lines if line["kind"] == "change"] == [4]

@@ -17,6 +17,18 @@ def format_bytes(num_bytes: float) -> str:
     return _scaled(num_bytes, "B")
 
 
+def write_bytes(num_bytes: int) -> str:
+    """Write a number of bytes exactly, in the largest binary unit that does; `parse_bytes` reads it.
+
+    >>> write_bytes(4 * 2**30), write_bytes(1000)
+    ('4 GiB', '1000 B')
+    """
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes and num_bytes % 2**power == 0:
+            return f"{num_bytes // 2**power} {unit}"
+    return f"{num_bytes} B"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """Write a bandwidth in bits per second, as networks are sold.
 

@@ -68,9 +68,9 @@ def test_every_verb_on_a_real_lab(tmp_path: Path) -> None:
     name = f"c{os.getpid()}"
     file, record = tmp_path / "lab.toml", tmp_path / "out.json"
     done("init", "--hosts", 2, "--memory", "256 MiB", "--name", name, "-o", file)
-    assert done("status", file) == f"lab {name} is down\n"
+    assert done("status", file) == f"{name} is down\n"
     try:
-        assert done("up", file).startswith(f"lab {name} is up\n  host0  10.77.0.1  cpu ")
+        assert done("up", file).startswith(f"{name} is up\n  host0  10.77.0.1  cpu ")
         assert done("slow", name, "host1", "--cpu", 0.2) == "host1 has 0.2 of a core\n"
         assert done("slow", name, "host1", "--bandwidth", "20 Mbit/s") == "host1 has 20 Mbit/s\n"
         assert isinstance(invoke("slow", name, "host1").exception, UsageError)
@@ -89,9 +89,9 @@ def test_every_verb_on_a_real_lab(tmp_path: Path) -> None:
         assert "host1 ended with status 3" in str(failed.exception)
         assert "must be up" not in failed.output
     finally:
-        assert done("down", name) == f"lab {name} is down\n"
-    assert done("down", file) == f"lab {name} is down\n"
+        assert done("down", name) == f"{name} is down\n"
+    assert done("down", file) == f"{name} is down\n"
     # without a lab that is up, run puts it up and takes it down
     done("run", file, "--", "true")
-    assert done("status", file) == f"lab {name} is down\n"
+    assert done("status", file) == f"{name} is down\n"
     assert f"no lab '{name}' is up" in refused("status", name)

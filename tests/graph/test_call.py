@@ -84,3 +84,13 @@ def test_tensors_that_do_not_fit_a_stage() -> None:
         read_sizes(("batch",), [value], [torch.ones(198, 4)])
     with pytest.raises(UsageError, match=r"^1 input tensors are expected, not 2$"):
         read_sizes(("batch",), [value], [torch.ones(197, 4)] * 2)
+
+
+def test_tokens_of_another_length_are_told_of_dynamic() -> None:
+    ids = Value("input_ids", torch.int64, (Size("batch"), 32))
+    with pytest.raises(UsageError) as caught:
+        read_sizes(("batch",), [ids], [torch.zeros(2, 20, dtype=torch.long)])
+    assert str(caught.value) == (
+        "the input 'input_ids' must be int64 [batch, 32], not int64 [2, 20]; where that varies, capture it with "
+        'dynamic={"length": {"input_ids": 1}}'
+    )

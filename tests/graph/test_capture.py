@@ -439,3 +439,11 @@ def test_a_length_that_the_model_limits_stays_symbolic() -> None:
         dynamic={"length": {"input_ids": 1, "attention_mask": 1}},
     )  # fmt: skip
     assert graph.symbols == ("batch", "length")
+
+
+def test_a_model_that_keeps_a_cache_is_captured_without() -> None:
+    model: Any = gpt2()
+    model.config.use_cache = True
+    graph = capture(model.eval(), (), {"input_ids": torch.zeros(2, 8, dtype=torch.long)})
+    assert model.config.use_cache is True
+    assert len(graph.outputs) == 1

@@ -209,8 +209,11 @@ def _num_classes(zoo: ZooModel) -> int:
 
 
 def _sentence(summary: dict[str, Any], path: Path) -> str:
+    stages = len(summary["cuts"]) + 1
+    devices = len({stage["device"] for stage in summary["stages"]})
     text = f"{summary['num_images']} images at {summary['images_per_second']:.2f} images/s"
-    text += f" through {len(summary['cuts']) + 1} stages"
+    text += " through one stage" if stages == 1 else f" through {stages} stages"
+    text += f" on {devices} devices" if devices > 1 else ""
     if summary["accuracy"] is not None:
         text += f", accuracy {summary['accuracy']:.2%}"
     return f"{text}; predictions in {path}"

@@ -85,7 +85,7 @@ def down(lab: LabOrName, json: JsonFile = None) -> None:
     name = read_lab(lab).name if _is_file(lab) else lab
     with working("taking the lab down"):
         take_down(name)
-    say(f"lab {name} is down")
+    say(f"{name} is down")
     write_json(json, LabStatus(name=name, state="down"))
 
 
@@ -168,7 +168,7 @@ def _warn(warnings: list[str]) -> None:
 
 def _print_status(found: LabStatus, json: Path | None) -> None:
     hint = f"; run penstock lab down {found.name}" if found.state == "partial" else ""
-    say(f"lab {found.name} is {found.state}{hint}")
+    say(f"{found.name} is {found.state}{hint}")
     for host in found.hosts:
         rate = host.bandwidth_bytes_per_s
         say(

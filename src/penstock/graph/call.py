@@ -59,8 +59,13 @@ def read_sizes(symbols: Sequence[str], values: Sequence[Value], tensors: Sequenc
         if symbol not in sizes:
             sizes[symbol] = _solve(symbol, values, tensors, sizes)
     for value, tensor in zip(values, tensors, strict=True):
-        if value.evaluate(sizes) != tuple(tensor.shape):
-            raise UsageError(f"the input {value.name!r} must be {_shape(value)}, not {_given(tensor)}")
+        wanted, given = value.evaluate(sizes), tuple(tensor.shape)
+        if wanted != given:
+            other = next(place for place, pair in enumerate(zip(wanted, given, strict=True)) if pair[0] != pair[1])
+            advice = ""
+            if other and isinstance(value.shape[other], int) and not value.dtype.is_floating_point:  # of tokens
+                advice = f'; where that varies, capture it with dynamic={{"length": {{"{value.name}": {other}}}}}'
+            raise UsageError(f"the input {value.name!r} must be {_shape(value)}, not {_given(tensor)}{advice}")
     return sizes
 
 

@@ -48,7 +48,8 @@ def capture(
     captured at the size of the example, and `Graph.fixed_batch` says so.
 
     A model in training mode is captured for training: with its dropout, its updates of statistics, and
-    where its code switches gradients off the values are detached.
+    where its code switches gradients off the values are detached. One of Hugging Face's that would return the cache of
+    its keys and values (`config.use_cache`) is captured without.
 
     `dynamic` declares further symbolic dimensions: a name, then input names or positions and their
     dimension, as in `{"sequence": {"input_ids": 1, "attention_mask": 1}}`.
@@ -61,7 +62,7 @@ def capture(
     """
     arguments, keywords = tuple(args), dict(kwargs or {})
     rows = _batch_rows(arguments, keywords)
-    with _fake_parameters(model), torch.set_grad_enabled(model.training):
+    with _fake_parameters(model), _without_cache(model), torch.set_grad_enabled(model.training):
         if rows is None:
             return _export(model, arguments, keywords, None, fixed_batch=None)
         wide_arguments, wide_keywords = (_widen(x, rows) for x in (arguments, keywords))
@@ -107,6 +108,20 @@ def _in_order(
     positional, keyword = labels
     ordered = {name: keyword[name] for name in exported.call_spec.in_spec.child(1).context or []}
     return [leaf.names for leaf in pytree.tree_leaves((positional, ordered))]
+
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Have a model return no cache for generating text: it is no tensor, and nothing of one pass needs it."""
+    config = getattr(model, "config", None)
+    uses = getattr(config, "use_cache", None)
+    try:
+        if uses:
+            config.use_cache = False  # type: ignore[union-attr]
+        yield
+    finally:
+        if uses:
+            config.use_cache = uses  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ from penstock.spec.fields import (
     read_tables,
     read_text,
 )
-from penstock.units import parse_bytes, parse_rate, parse_seconds
+from penstock.units import parse_bytes, parse_rate, parse_seconds, write_bytes
 
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
 _REACHED = ("ssh", "folder", "venv", "python")
@@ -230,7 +230,7 @@ def write_cluster(cluster: Cluster) -> str:
         lines.append(f'feeder = "{cluster.feeder}"')
     for device in cluster.devices:
         lines += ["", "[[devices]]", f'name = "{device.name}"', f"speed = {float(device.speed)!r}"]
-        lines += [f'memory = "{device.memory_bytes} B"', f"threads = {device.threads}"]
+        lines += [f'memory = "{write_bytes(device.memory_bytes)}"', f"threads = {device.threads}"]
         if device.address:
             lines.append(f'address = "{device.address}"')
         lines += [f'{field} = "{getattr(device, field)}"' for field in _REACHED if getattr(device, field)]

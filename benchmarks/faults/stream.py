@@ -33,6 +33,7 @@ _SLOWED = 3.0
 # takes most of a host's memory; the kernel makes room by ending the process that computes, which is put first in line
 _HOG = "import sys; held = [b'x' * 2**22 for _ in range(int(sys.argv[1]) // 2**22)]"
 _HOG_PART = 0.95
+_GOES_ON_WITH = re.compile(r"goes on with (\d+) processes")  # a training
 _GOES_ON = re.compile(r"goes on with ([\w, .:-]+) after")
 
 
@@ -64,6 +65,7 @@ class Stream:
     joining: dict[str, LabRun] = field(default_factory=dict)
     errors: IO[str] | None = None
     members: set[str] = field(default_factory=set)  # hosts that take part, as the first one says
+    num_together: int = 0  # processes of a training, as the first one says
     join_command: Sequence[str] | None = None  # with PENSTOCK_JOIN; a worker's if there is none
     join_env: Mapping[str, str] = field(default_factory=dict)
 
@@ -188,7 +190,9 @@ class Stream:
 
     def show(self, line: OutputLine) -> None:
         """Keep what a host writes, and take note of who takes part."""
-        if self.join_command is None and (found := _GOES_ON.search(line.text)) is not None:
+        if (count := _GOES_ON_WITH.search(line.text)) is not None:
+            self.num_together = int(count.group(1))
+        elif (found := _GOES_ON.search(line.text)) is not None:
             self.members = set(found.group(1).split(", "))
         if self.errors is not None:
             self.errors.write(f"{line.host} | {line.text}\n")

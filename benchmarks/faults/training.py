@@ -74,15 +74,17 @@ def train(lab: Lab, folder: Path, steps: int, draw: random.Random | None, log: P
                 continue
             if not stream.wait_for_rows(draw.randint(*_BETWEEN), 2 * _STEP_S) or stream.ended:
                 break
-            if stream.look() > steps - 100:  # whoever is lost now would not be back before the end
+            if stream.look() > steps - 150:  # whoever is lost now would not be back before the end
                 continue
             faults.append(stream.break_(draw, KINDS))
             print(f"{faults[-1]}", file=sys.stderr)
             if faults[-1].hung:
                 break
-            while len(stream.alive()) < HOSTS - 1 and not stream.ended:
+            while not stream.ended and stream.look() < steps - 10:
                 stream.rejoin()
                 stream.wait_for_rows(1, _STEP_S)
+                if len(stream.alive()) == HOSTS - 1 and stream.num_together == HOSTS:
+                    break
         status = stream.run.wait(120.0)
     lines = [line.split(",") for line in rows.read_text().splitlines()[1:]]
     changes = folder / "changes.json"

@@ -105,7 +105,9 @@ class Pipeline:
     and alone this one does everything. That has further arguments:
 
         replicas: how many whole pipelines share each batch; as many as fit beside `stages`.
-        schedule: gpipe, 1f1b, interleaved, zero-bubble, or a schedule of your own as text.
+        schedule: gpipe, 1f1b, interleaved, zero-bubble, or a schedule of your own: its text, or the path of a file.
+            A line for each device, with its actions in order: F a forward, B a backward (or I and W, its halves: the
+            gradient of inputs, then of weights), with a microbatch, and after a dot a stage where a device has several.
         microbatches: how many a replica's rows of a batch are cut into; two for each stage where not given.
         seed: of dropout and of the order of data.
         autocast: a dtype for `torch.autocast`, such as torch.bfloat16; no autocast where not given.

@@ -36,7 +36,7 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
         (["--data", "digits", "--memory", "1GiB"], "leave it out"),
         (["--data", "digits", "--memory", "1GiB", "--cluster", "lab.toml"], "a lab's hosts theirs"),
         (["--data", "digits", "--compare", "data", "--trace", "x"], "--trace records one"),
-        (["--data", "digits", "--schedule", "2f2b"], "is not known; use one of gpipe"),
+        (["--data", "digits", "--schedule", "2f2b"], "is no schedule and no file"),
         (["--data", "digits", "--freeze", "none"], "freeze is for an elastic training; add elastic=True (--elastic)"),
         (["--data", "digits", "--cache-views", "3"], "cache_views is for an elastic training"),
         (["--data", "digits", "--elastic", "--cache-limit", "much"], "much"),

@@ -276,7 +276,7 @@ def test_bad_models(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"Unused uses no parameter that is to be trained in its forward pass"):
         penstock.Pipeline(Unused(), torch.zeros(2, 4)).train_step(torch.zeros(2, 4))
-    with pytest.raises(UsageError, match="is not known; use one of gpipe"):
+    with pytest.raises(UsageError, match="is no schedule and no file"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="2f2b")
     with pytest.raises(UsageError, match=r"updates weights with U, which optimizer\.step\(\) does; leave U out"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="F0 B0 U.0\nF0 B0 U.1")

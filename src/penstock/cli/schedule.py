@@ -1,14 +1,12 @@
 """`penstock schedule`: what a training schedule looks like, and what it costs."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.options import JsonFile, make_console, write_json
-from penstock.errors import UsageError
-from penstock.plan.schedule.actions import Schedule, placement, text
-from penstock.plan.schedule.picture import bubble_formula, draw, read_schedule
+from penstock.plan.schedule.actions import placement, text
+from penstock.plan.schedule.picture import bubble_formula, draw, find_schedule, read_schedule
 from penstock.plan.schedule.schedules import SCHEDULES, make_schedule
 from penstock.plan.schedule.validate import check_schedule
 
@@ -26,7 +24,7 @@ def schedule(
     if name == "interleaved" and devices is None:
         devices = max(1, stages // 2)
     known = name in SCHEDULES
-    actions = make_schedule(name, stages, microbatches, devices) if known else _read_file(name)
+    actions = make_schedule(name, stages, microbatches, devices) if known else read_schedule(find_schedule(name))
     checked = check_schedule(actions)
     result: dict[str, Any] = {
         "schedule": name, "devices": [text(device) for device in actions], "bubble": checked.bubble_fraction,
@@ -44,13 +42,3 @@ def schedule(
     of = "microbatches" if num_stages == len(actions) else "microbatches, counted on each of a device's stages,"
     console.print(f"{of} in flight at the peak, by device: {per_device}")
     write_json(json, result)
-
-
-def _read_file(name: str) -> Schedule:
-    try:
-        return read_schedule(Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        raise UsageError(
-            f"{name!r} is no schedule and no file that can be read; use one of {', '.join(SCHEDULES)}, or a file with "
-            "a line of actions for each device"
-        ) from None

@@ -9,6 +9,7 @@ from msgspec import Meta
 from penstock.elastic.options import ElasticOptions, Stored
 from penstock.errors import UsageError
 from penstock.group.regroup import read_place
+from penstock.plan.schedule.picture import find_schedule
 from penstock.spec.check import check_purpose, read_plan
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Plan
@@ -50,7 +51,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stages: Annotated[Positive | None, Meta(description="Parts of the model, each in a process.")] = None
     replicas: Annotated[Positive | None, Meta(description="Data-parallel copies of the pipeline.")] = None
     devices: Annotated[Positive | None, Meta(description="Processes; stages times replicas if not given.")] = None
-    schedule: Annotated[str, Meta(description="gpipe, 1f1b, interleaved or zero-bubble.")] = DEFAULT_SCHEDULE
+    schedule: Annotated[str, Meta(description="gpipe, 1f1b, interleaved, zero-bubble, or a file.")] = DEFAULT_SCHEDULE
     microbatches: Annotated[Positive | None, Meta(description="Parts of each replica's batch.")] = None
     policy: str = "balanced"
     cuts: list[str] | None = None
@@ -166,6 +167,7 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
         settings = msgspec.convert(fields, FitSettings)
     except msgspec.ValidationError as error:
         raise UsageError(f"a training run cannot have these settings: {error}") from None
+    settings = msgspec.structs.replace(settings, schedule=find_schedule(settings.schedule))
     defaults = {field.name: field.default for field in msgspec.structs.fields(FitSettings)}
     given = [name for name in _ELASTIC if getattr(settings, name) != defaults[name]]
     if given and not settings.elastic:

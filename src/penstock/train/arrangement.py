@@ -17,7 +17,7 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.group.world import World
 from penstock.plan.schedule.actions import Schedule, placement
-from penstock.plan.schedule.picture import read_schedule
+from penstock.plan.schedule.picture import find_schedule, read_schedule
 from penstock.plan.schedule.schedules import SCHEDULES, make_schedule, spread, with_recompute, with_updates
 from penstock.plan.schedule.validate import check_schedule
 from penstock.spec.check import check_purpose
@@ -37,19 +37,15 @@ class TrainOptions:
 
 
 class ScheduleChoice:
-    """A schedule by name or as a user's text, for any number of microbatches.
+    """A schedule by name, or a user's as text or file, for any number of microbatches.
 
     Example:
         ScheduleChoice("1f1b").make(num_stages=4, num_microbatches=8, num_devices=4)
     """
 
     def __init__(self, schedule: str, num_buffers: int) -> None:
-        self.name = schedule
+        self.name = schedule = find_schedule(schedule)
         self._num_buffers = num_buffers
-        if schedule not in SCHEDULES and not any(c.isspace() for c in schedule):
-            raise UsageError(
-                f"the schedule {schedule!r} is not known; use one of {', '.join(SCHEDULES)}, or write your own"
-            )
         self._own = read_schedule(schedule) if schedule not in SCHEDULES else None
         if self._own and any(action.kind == "U" for actions in self._own for action in actions):
             raise UsageError("your schedule updates weights with U, which optimizer.step() does; leave U out")

@@ -1,10 +1,12 @@
 """Schedules for people: read from text, as clock cycles, as a drawing, and the bubble's formula."""
 
 import re
+from pathlib import Path
 from typing import cast
 
 from penstock.errors import UsageError
 from penstock.plan.schedule.actions import KINDS, STAGE_KINDS, Action, Kind, Schedule
+from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.plan.schedule.simulate import Duration, simulate, uniform
 
 # what people write: forwards are computed once more where a stage is told to, by checkpointing
@@ -28,6 +30,25 @@ def read_schedule(text: str) -> Schedule:
     if not devices:
         raise UsageError("the schedule is empty; write one line of actions per device, as in 'F0 F1 B0 B1'")
     return tuple(tuple(_read(word, device) for word in words) for device, words in enumerate(devices))
+
+
+def find_schedule(given: str) -> str:
+    """Return a schedule's name or its text: what stands in a file, where its path is given.
+
+    Raises `UsageError` for what is neither.
+
+    >>> find_schedule("1f1b"), find_schedule("F0 B0")
+    ('1f1b', 'F0 B0')
+    """
+    if given in SCHEDULES or any(character.isspace() for character in given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        raise UsageError(
+            f"{given!r} is no schedule and no file that can be read; use one of {', '.join(SCHEDULES)}, or a file with "
+            "a line of actions for each device, as in F0 F1 B0 B1"
+        ) from None
 
 
 def _read(word: str, device: int) -> Action:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from penstock.transport.curve import write_key
 from tests.forks import run_forked
-from tests.processes import free_port
+from tests.processes import free_port, run_python
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -93,3 +93,29 @@ def test_streams_behind_a_key(tmp_path: Path) -> None:
     assert told["lost", 2] == {"message": "fine"}
     # who has another key gets nowhere, and is told why
     assert "does not prove this run's key" in told["stranger", 2]["message"]
+
+
+LOCAL = """
+import torch
+from penstock.pipeline import Pipeline
+from tests.worlds import tower, tower_inputs
+
+model, inputs = tower(), tower_inputs(30)
+torch.set_num_threads(1)
+with Pipeline(model, inputs[0], stages=2, threads=1) as pipe:
+    world = pipe._streaming.world
+    assert world.secured
+    outputs = list(pipe.stream(inputs))
+with torch.no_grad():
+    assert all(torch.equal(one, model(*two)) for one, two in zip(outputs, inputs, strict=True))
+"""
+
+
+def test_workers_of_this_machine_behind_a_key(tmp_path: Path) -> None:
+    """A machine that others use too: loopback is theirs as well, and a key's file is not."""
+    write_key(tmp_path / "key")
+    done = run_python("-c", LOCAL, deadline_s=60.0, env={"PENSTOCK_KEY": str(tmp_path / "key")})
+    assert done.status == 0, done.stderr
+    (tmp_path / "key").chmod(0o644)
+    done = run_python("-c", LOCAL, deadline_s=60.0, env={"PENSTOCK_KEY": str(tmp_path / "key")})
+    assert "others may read" in done.stderr

@@ -15,7 +15,7 @@ from penstock.group.addresses import BIND, LOOPBACK, first_address, is_everywher
 from penstock.group.board import wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
 from penstock.group.launcher import LocalWorkers, available_cores
-from penstock.group.links import Links, PlainLinks, choose_links
+from penstock.group.links import Links, choose_links, close_store
 from penstock.group.liveness import Boards, Health
 from penstock.group.roll_call import Membership, Rendezvous, RollCall
 from penstock.group.variables import KEY, TRUSTED
@@ -31,8 +31,6 @@ _joins = itertools.count()
 _serving: dict[tuple[str, int], TCPStore] = {}
 # one for each key, for the same reason
 _links: dict[str, Links] = {}
-# a process and the workers that it starts are on one machine: nothing goes over a network
-_LOCAL = PlainLinks()
 WORKER = "penstock.deploy.worker"
 # what gloo waits for while it connects
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
@@ -118,10 +116,11 @@ def start_local(
     """Start fresh workers on this machine, with this process as the one that feeds them.
 
     `module` is the program that they run, which ends as `penstock.deploy.worker` does, with `arguments` of its own.
-    With `again` the run goes on in another group where one of this is lost.
+    With `again` the run goes on in another group where one of this is lost. They speak plainly over loopback, which
+    other accounts of this machine reach too, but where PENSTOCK_KEY names a key.
     """
-    address = own_address()
-    store = _LOCAL.serve_store(address)
+    address, links = own_address(), links_of_run()
+    store = links.serve_store(address)
     size, port = num_workers + 1, store.port
     own = [["--port", str(port), "--rank", str(rank), "--size", str(size), *arguments] for rank in range(1, size)]
     workers = LocalWorkers(module, own, {"OMP_NUM_THREADS": "1", **(env or {})})
@@ -131,13 +130,15 @@ def start_local(
         if gone is not None:
             raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
 
+    connect = partial(links.connect_store, address, port) if links.secured else lambda: store
     try:
-        rendezvous = Rendezvous(_LOCAL, lambda: store, address, port, address, "the feeding process")
+        rendezvous = Rendezvous(links, connect, address, port, address, "the feeding process")
         world = join_group(rendezvous, FEEDER, size, "run", range(1, size), watch_workers, again=again)
     except BaseException:
         workers.stop(0.0)
+        close_store(store)
         raise
-    world.workers = workers
+    world.workers, world.served = workers, store
     world.followed = True
     world.health.why_ended = partial(why_ended, world)
     return world
@@ -145,9 +146,9 @@ def start_local(
 
 def join_local(port: int, rank: int, size: int) -> World:
     """Join, as a worker, the process that started this one."""
-    address = own_address()
-    connect = partial(_LOCAL.connect_store, address, port)
-    rendezvous = Rendezvous(_LOCAL, connect, address, port, address, f"worker {rank}")
+    address, links = own_address(), links_of_run()
+    connect = partial(links.connect_store, address, port)
+    rendezvous = Rendezvous(links, connect, address, port, address, f"worker {rank}")
     world = join_group(rendezvous, rank, size, "run", range(1, size))
     world.position = rank - 1  # the feeding process computes nothing
     return world

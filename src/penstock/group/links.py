@@ -92,6 +92,12 @@ class SecuredLinks:
         return made, HashStore()  # nothing else needs one: NCCL, which would, does not encrypt
 
 
+def close_store(store: Store) -> None:
+    """Serve a store no more; torch's ends with the last reference to it."""
+    if hasattr(store, "close"):
+        store.close()
+
+
 def choose_links() -> Links:
     """Return the links that this process was told to use: those of a key, where it was given one.
 

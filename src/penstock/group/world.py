@@ -16,6 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, PenstockError, TransportError, UsageError
 from penstock.group.launcher import WorkerExit
+from penstock.group.links import close_store
 from penstock.group.liveness import Health
 from penstock.group.roll_call import Membership
 from penstock.group.verdict import Verdict
@@ -80,6 +81,7 @@ class World:
     clock: Clock = time.perf_counter  # of everything that is recorded in this process
     worker_ranks: Mapping[int, int] | None = None  # of `workers`, by index; one more where all of them are here
     membership: Membership | None = None  # where the run goes on in another group once one of this is lost
+    served: Store | None = None  # by this process, for the workers that it has started
 
     @property
     def rank(self) -> int:
@@ -194,6 +196,8 @@ class World:
         if self.workers is not None:
             self.workers.stop(grace_s)
         self.transport.close()
+        if self.served is not None:
+            close_store(self.served)
 
 
 # what a world has of the group that it is

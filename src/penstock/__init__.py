@@ -23,6 +23,7 @@ from penstock.version import __version__
 
 if TYPE_CHECKING:
     from penstock.deploy.split import SplitModel, split
+    from penstock.errors import DeviceLost, PenstockError, RunError, UsageError
     from penstock.graph.capture import capture
     from penstock.pipeline import Pipeline
     from penstock.stream.bundled import BundledPipeline
@@ -30,13 +31,20 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BundledPipeline": "penstock.stream.bundled",
+    "DeviceLost": "penstock.errors",
+    "PenstockError": "penstock.errors",
     "Pipe": "penstock.train.pipe",
     "Pipeline": "penstock.pipeline",
+    "RunError": "penstock.errors",
     "SplitModel": "penstock.deploy.split",
+    "UsageError": "penstock.errors",
     "capture": "penstock.graph.capture",
     "split": "penstock.deploy.split",
 }
-__all__ = ["BundledPipeline", "Pipe", "Pipeline", "SplitModel", "__version__", "capture", "split"]
+__all__ = [
+    "BundledPipeline", "DeviceLost", "PenstockError", "Pipe", "Pipeline", "RunError", "SplitModel", "UsageError",
+    "__version__", "capture", "split",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

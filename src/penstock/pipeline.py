@@ -178,7 +178,9 @@ class Pipeline:
     def _training(self) -> TrainingPipeline:
         if isinstance(self._pipe, TrainingPipeline):
             return self._pipe
-        raise UsageError("this pipeline streams; to train, make one of a model after model.train()")
+        raise UsageError(
+            "this pipeline streams; to train, make one of a module after model.train(): a list of modules only streams"
+        )
 
     @property
     def _streaming(self) -> StreamingPipeline:

@@ -103,7 +103,8 @@ def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, 
     if min(replicas, stages) < 1 or replicas > count or -(-count // replicas) > stages:
         raise UsageError(
             f"{count} processes cannot be {replicas} replicas of {stages} stages without one being left over; "
-            f"use {count} processes as stages={count}, or as replicas={count}, or start another number"
+            f"start {replicas * stages}, as with torchrun --nproc-per-node {replicas * stages}, or use {count} as "
+            f"stages={count}, or as replicas={count}"
         )
     each, more = divmod(count, replicas)
     made, first = [], 0

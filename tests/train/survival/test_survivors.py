@@ -21,7 +21,7 @@ from tests.processes import free_port
 
 # {"moment": [rank, step, where]}: a rank ends itself in that step, where a function is called
 SCRIPT = '''
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import torch.nn.functional as F
@@ -96,6 +96,16 @@ dies(collectives, "_sum_at_once")
 dies(trainers, "mean_loss")
 dies(migration, "_move")
 dies(checkpoint, "write_stages")
+if rank >= 0 and asked.get("second") == rank:
+
+    def follow():
+        while not (folder / "lost").exists():
+            time.sleep(0.05)
+        time.sleep(3.0)  # the first one has noticed, and waits for another
+        (folder / "second lost").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, daemon=True).start()
 losses, accuracies = {}, {}
 for epoch in range(loader.epoch, 6):
     for x, y in loader:
@@ -163,10 +173,11 @@ def test_the_worst_moments(tmp_path: Path) -> None:
     assert ended == [0] + [KILLED] * 5
 
 
-def test_one_is_lost_and_another_comes(tmp_path: Path) -> None:
+def test_one_is_lost_and_another_while_it_is_waited_for_and_others_come(tmp_path: Path) -> None:
     how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "wait", "wait_s": 60.0}
-    ended = train(tmp_path, 4, {"how": how, "moments": [[3, 7, "leaf_done"]], "joins": "lost"}, newcomers=1)
-    assert ended == [0, 0, 0, KILLED]
+    asked = {"how": how, "moments": [[3, 7, "leaf_done"]], "second": 2, "joins": "second lost"}
+    ended = train(tmp_path, 4, asked, newcomers=2)
+    assert ended == [0, 0, KILLED, KILLED]
     assert json.loads((tmp_path / "together.json").read_text())["shape"] == [2, 2]
     joined, together = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("joined", "together"))
     assert [*joined["losses"]] == [str(step) for step in range(8, 25)]

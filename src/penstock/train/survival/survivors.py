@@ -17,7 +17,7 @@ from typing import Any
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.run_options import SurvivalOptions
 from penstock.engine.placement import Grid, Replica
-from penstock.errors import CutError, DeviceLost, UsageError
+from penstock.errors import CutError, DeviceLost, PenstockError, UsageError
 from penstock.graph.cuts import Cut, Cuts
 from penstock.group.following import wait_for_newcomers
 from penstock.group.verdict import Verdict
@@ -106,13 +106,19 @@ class Survivors:
         """Arrange the training for the group that there is now, where that is another one."""
         if takes_in:
             self._know_groups()
-            if self._trainer.world.rank == FEEDER:
-                self._look_for_newcomers()
-        while self._changed or self._going_back is not None:
+        while True:
+            if takes_in and self._trainer.world.rank == FEEDER:
+                try:
+                    self._look_for_newcomers()
+                except PenstockError as error:  # another one is lost while one is waited for
+                    self._exchanges.go_over(error)
+                    continue
             if self._changed:
                 self._changed, self._prepared = False, None
                 if self._once(self._prepare) is not None:
                     self._commit()
+            elif self._going_back is None:
+                return
             elif self._once(self._go_back) is not None:
                 self._going_back = None
                 self._tell(went_back=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import RunError, UsageError
 from penstock.recipes.settings import FitSettings
+from penstock.spec.cluster import Cluster, Device
 from penstock.train.trainer import Trainer
 from penstock.zoo.weights.weight_files import FileWeights
 from tests.forks import run_forked
@@ -239,14 +240,15 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
     ("asked", "message"),
     [
         ({"schedule": "F0 B0"}, "cannot of your own; name one"),
+        ({"cluster": Cluster(devices=(Device(name="a", speed=1.0, memory_bytes=1),))}, "are of no use yet"),
         ({}, "one process has no other"),
     ],
 )
-def test_what_cannot_go_on_after_a_loss(asked: dict[str, str], message: str) -> None:
+def test_what_cannot_go_on_after_a_loss(asked: dict[str, Any], message: str) -> None:
     model = torch.nn.Linear(3, 2)
     with (
         pytest.raises(UsageError, match=message),
-        penstock.Pipeline(model, torch.zeros(2, 3), on_loss="continue", **asked) as pipe,  # type: ignore[arg-type]
+        penstock.Pipeline(model, torch.zeros(2, 3), on_loss="continue", **asked) as pipe,
     ):
         pipe.train_step(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), F.cross_entropy)
 

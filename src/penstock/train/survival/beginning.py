@@ -17,15 +17,21 @@ from penstock.train.arrangement import Arrangement, ScheduleChoice, TrainOptions
 from penstock.train.captured import Captured
 from penstock.train.migration import fix_microbatches
 from penstock.train.survival.exchanges import Exchanges
-from penstock.train.survival.survivors import Survivors, read_grid
+from penstock.train.survival.rearrange import read_grid
+from penstock.train.survival.survivors import Survivors
 from penstock.train.trainer import Trainer
 from penstock.transport.metered import MeteredTransport
 
 _OF_THE_MODEL = 5  # of what is alike: what a process that comes must have, whatever the arrangement
 
 
-def check_survivable(options: TrainOptions, device: torch.device) -> None:
+def check_survivable(options: TrainOptions, run: RunOptions, device: torch.device) -> None:
     """Raise `UsageError` for a training that cannot go on after a loss."""
+    if run.survival.profile is not None or run.survival.cluster is not None:
+        raise UsageError(
+            "a training that goes on after a loss is arranged by the number of its processes, so profile and cluster "
+            "are of no use yet; leave them out"
+        )
     if device != HOST:
         raise UsageError("a training goes on after a loss on CPUs only so far; leave on_loss out")
     if options.schedule not in SCHEDULES:

@@ -1,10 +1,13 @@
-"""Which device takes which part where a training is arranged anew: so that little has to move."""
+"""Which device takes which part where a training is arranged anew: so that little has to move; grids as documents."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
-from penstock.engine.placement import Grid
+from penstock.engine.placement import Grid, Replica
+from penstock.errors import CutError, DeviceLost
+from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.freeze import sources_in
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
@@ -74,7 +77,22 @@ def write_grid(grid: Grid) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
+def read_grid(document: Sequence[Mapping[str, Any]]) -> Grid:
+    """Read what `write_grid` wrote."""
+    return Grid(tuple(
+        Replica(tuple(each["devices"]), tuple(each["stages"]), each["num_microbatches"]) for each in document
+    ))  # fmt: skip
+
+
 def lost_names(captured: Captured, tensors: HeldTensors) -> Collection[str]:
     """Return what of a model's state no process holds any more."""
     states = (state for state in captured.graph.states if state.kind != "constant")
     return [state.source for state in states if not tensors.holders(state.source)]
+
+
+def cuts_here(captured: Captured, names: Sequence[str]) -> list[Cut]:
+    """Find cuts that another process has named; raises `DeviceLost` where this one's model has none such."""
+    try:
+        return Cuts(captured.graph).find_all(names)
+    except CutError as error:
+        raise DeviceLost(f"this process cannot go on as the first one says: {error}") from error

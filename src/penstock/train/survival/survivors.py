@@ -16,9 +16,8 @@ from typing import Any
 
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.run_options import SurvivalOptions
-from penstock.engine.placement import Grid, Replica
-from penstock.errors import CutError, DeviceLost, PenstockError, UsageError
-from penstock.graph.cuts import Cut, Cuts
+from penstock.errors import DeviceLost, PenstockError, UsageError
+from penstock.graph.cuts import Cuts
 from penstock.group.following import wait_for_newcomers
 from penstock.group.verdict import Verdict
 from penstock.plan.cost.training_step import ADAMW_STATE
@@ -30,7 +29,15 @@ from penstock.train.migration import Prepared, gather_groups, prepare
 from penstock.train.named_optimizer import NamedOptimizer
 from penstock.train.outcome import TrainingChange, everywhere
 from penstock.train.survival.exchanges import Documents, Exchanges
-from penstock.train.survival.rearrange import assign, lost_names, missing_bytes, with_ranks, write_grid
+from penstock.train.survival.rearrange import (
+    assign,
+    cuts_here,
+    lost_names,
+    missing_bytes,
+    read_grid,
+    with_ranks,
+    write_grid,
+)
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
 from penstock.transport.collectives import all_gather
@@ -173,7 +180,7 @@ class Survivors:
                     "checkpoint to go back to: save one every so often, or use replicas"
                 ))  # fmt: skip
             trainer.known_groups[:] = [dict(groups) for groups in self._said["groups"]]
-            cuts = find_cuts(trainer, self._said["cuts"])
+            cuts = cuts_here(trainer.captured, self._said["cuts"])
             placed = self._begun.moved(read_grid(self._said["grid"]), cuts, rank=trainer.world.rank)
             self._prepared = prepare(trainer, placed)
         finally:
@@ -273,21 +280,6 @@ class Survivors:
             self._moving = False
         trainer.rewound = batch
         return {}
-
-
-def find_cuts(trainer: Trainer, names: list[str]) -> list[Cut]:
-    """Find cuts by name; raises `DeviceLost` where this process's model has others."""
-    try:
-        return Cuts(trainer.captured.graph).find_all(names)
-    except CutError as error:
-        raise DeviceLost(f"this process cannot go on as the first one says: {error}") from error
-
-
-def read_grid(document: list[dict[str, Any]]) -> Grid:
-    """Read what `write_grid` wrote."""
-    return Grid(tuple(
-        Replica(tuple(each["devices"]), tuple(each["stages"]), each["num_microbatches"]) for each in document
-    ))  # fmt: skip
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -127,23 +128,39 @@ def run(
     raise typer.Exit(run_by_ssh(spec, arguments, port, secret))
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def join(
+    context: typer.Context,
     cluster: ClusterFile,
     host: Annotated[str, typer.Argument(metavar="HOST", help="One of the cluster's machines.")],
     key: Annotated[Path | None, typer.Option(metavar="FILE", help="The run's key, as hosts run was given it.")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Where the first machine is met.")] = PORT,
 ) -> None:
-    """Have a machine take part in a run that is under way: one that comes back, or another one."""
+    """Have a machine take part in a run that is under way: one that comes back, or another one.
+
+    In a stream as a worker; in a training with its command: penstock hosts join CLUSTER HOST -- train MODEL --data DIR
+    """
     spec = _machines(cluster)
     spec.device(host)
     first = hosts_of(spec)[0]
-    arguments = ["worker", "--join", f"{address_of(first, spec.device(first.name))}:{port}"]
+    arguments = join_arguments(context.args, f"{address_of(first, spec.device(first.name))}:{port}")
     hosts, commands = commands_by_ssh(spec, arguments, port)
     index = [each.name for each in hosts].index(host)
     secret = read_key(key) if key else b""
     with ended_by_signals(), RemoteRun([hosts[index]], [commands[index]], key=secret) as started:
         raise typer.Exit(1 if started.wait()[host] else 0)
+
+
+def join_arguments(given: Sequence[str], place: str) -> list[str]:
+    """Return the verb with which a machine joins a run at HOST:PORT: the one that was given, or a worker's.
+
+    >>> join_arguments([], "10.0.0.1:29500")
+    ['worker', '--join', '10.0.0.1:29500']
+    >>> join_arguments(["--", "train", "MODEL"], "10.0.0.1:29500")
+    ['train', 'MODEL', '--join', '10.0.0.1:29500']
+    """
+    verb = [word for index, word in enumerate(given) if index or word != "--"]
+    return [*(verb or ["worker"]), "--join", place]
 
 
 def _machines(path: Path) -> Cluster:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.cluster import take_cluster
+from penstock.cli.hosts import join_arguments
 from penstock.errors import UsageError
 from tests.cli.conftest import SMALL
 from tests.processes import lay_trap
@@ -43,3 +44,9 @@ def test_bench_runs_on_the_hosts_of_a_lab_without_what_lies_in_the_current_folde
     assert said["settings"]["devices"] == ["rank 0 on h0", "rank 1 on h1"]
     assert said["settings"]["threads"] == 1
     assert said["rows"][-1]["bit_equal"]
+
+
+def test_a_machine_joins_as_a_worker_or_with_a_verb() -> None:
+    assert join_arguments([], "10.0.0.1:29500") == ["worker", "--join", "10.0.0.1:29500"]
+    verb = ["train", "MODEL", "--data", "photos/"]
+    assert join_arguments(["--", *verb], "10.0.0.1:29500") == [*verb, "--join", "10.0.0.1:29500"]

@@ -1,0 +1,101 @@
+"""A process that stays in its run's newest group, whatever its own program is doing meanwhile."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from penstock.errors import ConnectionBroken, DeviceLost, RunError
+from penstock.group import following as module
+from penstock.group.following import Following, outlives
+from penstock.group.links import PlainLinks
+from penstock.group.liveness import Boards, Health
+from penstock.group.roll_call import Membership, Rendezvous
+from penstock.group.verdict import Verdict
+from penstock.group.world import World
+from penstock.transport.memory_network import MemoryNetwork
+
+BROKEN = ConnectionBroken("the connection to rank 2 broke")
+LOST = Verdict(rank=2, message="c is gone", lost=True)
+MakeWorld = Callable[[], World]
+
+
+@pytest.fixture
+def make_world() -> Iterator[MakeWorld]:
+    """Make worlds of three processes, of which this is the second."""
+    healths: list[Health] = []
+
+    def make() -> World:
+        network, store, names = MemoryNetwork(3), HashStore(), ["a", "b", "c"]
+        health = Health(Boards.of_threads(store, 1, 3), 1, names, lambda: None, beat_s=0.02)
+        healths.append(health)
+        rendezvous = Rendezvous(PlainLinks(), HashStore, "nowhere", 1, "nowhere", "a thread")
+        return World(
+            transport=network.transports[1], names=names, devices=[0, 1, 2], store=store, bandwidths=[None] * 3,
+            health=health, membership=Membership(rendezvous=rendezvous, run="run", own="b", members=tuple(names)),
+        )  # fmt: skip
+
+    yield make
+    for health in healths:
+        health.close()
+
+
+def test_the_next_group_forms_while_nobody_asks(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, second, third = make_world(), make_world(), make_world()
+    formed: list[World] = []
+
+    def go_over(of: World) -> None:
+        of.become([second, third][len(formed)])
+        formed.append(of)
+        if len(formed) == 1:  # which is lost before it is of any use
+            second.health.announce(LOST)
+
+    monkeypatch.setattr(module, "_go_over", go_over)
+    following = Following(world)
+    assert following.newest(BROKEN).membership is world.membership  # nothing has happened
+    world.health.announce(LOST)
+    deadline = time.monotonic() + 10.0
+    while len(formed) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert following.newest(BROKEN).health is third.health
+    with pytest.raises(ConnectionBroken):
+        world.transport.send(HashStore, 0, 0)  # type: ignore[arg-type]
+    following.close()
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        Verdict(rank=1, message="b stood still", lost=True),
+        Verdict(rank=0, message="a is gone", lost=True),
+        Verdict(rank=2, message="c has found a mistake", lost=False),
+    ],
+)
+def test_what_a_run_does_not_outlive(make_world: MakeWorld, verdict: Verdict) -> None:
+    world = make_world()
+    following = Following(world)
+    world.health.announce(verdict)
+    assert not outlives(world)
+    with pytest.raises(ConnectionBroken, match="rank 2"):
+        following.newest(BROKEN)
+    following.close()
+    alone = replace(make_world(), membership=None)
+    alone.health.announce(LOST)
+    assert not outlives(alone)
+
+
+def test_what_kept_a_group_from_forming_is_raised(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    def go_over(_of: World) -> None:
+        raise DeviceLost("the others went on without this process")
+
+    monkeypatch.setattr(module, "_go_over", go_over)
+    world = make_world()
+    following = Following(world)
+    world.health.announce(LOST)
+    for _ in range(2):
+        with pytest.raises(RunError, match="went on without"):
+            following.newest(BROKEN)
+    following.close()

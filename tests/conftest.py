@@ -109,8 +109,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# what takes longest is begun first, so that processes that run files side by side end at about the same time
-_LONG = ("test_survivors", "test_lost_ranks", "test_elastic_runs", "test_ssh", "test_memory", "test_demo")
+# what takes longest is begun first, so that processes that run files side by side end at about the same time; files
+# with many processes and deadlines of their own are not begun beside each other
+_LONG = ("test_lost_ranks", "test_elastic_runs", "test_demo", "test_memory", "test_survivors", "test_ssh")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,17 +33,6 @@ def test_each_runtime_has_a_column_and_what_cannot_run_is_left_out(capfd: pytest
     assert "onnxruntime is left out: runtimes that take ONNX cannot run aten.cumsum.default" in capfd.readouterr().err
 
 
-def test_seconds_that_the_process_has_not_been_charged_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work of a runtime's threads may be counted later; a column of no seconds would make a plan of no time."""
-    monkeypatch.setattr("penstock.measure.runtime_columns.time.process_time", lambda: 1.0)
-    model = nn.Linear(4, 4).eval()
-    graph, weights = capture(model, (torch.randn(2, 4),)), ModuleWeights(model)
-    (column,) = measure_runtimes(
-        graph, lambda state: load_state(graph, state, weights), [RuntimeChoice("onnxruntime")], Timing((1,))
-    )
-    assert min(column.forward_s + column.eager_s) > 0
-
-
 def test_units_are_faster_as_the_whole_model_is() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4).eval()

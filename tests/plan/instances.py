@@ -26,7 +26,7 @@ def random_problem(seed: int, *, max_units: int = 10, max_devices: int = 4, trai
         )
         for _ in range(num_units)
     )
-    overhead_s, feed_s, result_s = rng.choice([0, 0.1, 0.5]), rng.choice([0, 0.1]), rng.choice([0, 0.1])
+    overhead_s, feed_s, result_s = rng.choice([0, 0.1, 0.5]), rng.choice([0, 0.1, 2]), rng.choice([0, 0.1, 2])
     spared_s = rng.choice([0, 0, 0.5, 1]) * (overhead_s + feed_s + result_s)
     profile = Profile(
         model="random", graph="0" * 16, device="core", threads=1, rows=(1,), units=units,

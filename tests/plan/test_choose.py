@@ -74,6 +74,13 @@ def test_a_model_that_fits_every_device_is_replicated() -> None:
     assert choice.plan.prediction.rows_per_s == pytest.approx(1.75 / 7)
 
 
+def test_a_model_that_costs_the_feeder_less_than_the_messages_it_is_spared() -> None:
+    profile = make_profile([0.01], feed_s=0.5, result_s=0.5, stage_overhead_s=0.4, own_input_s=0.3, own_output_s=0.3)
+    plan = make_plan(profile, make_cluster(1, 0.5), Request())
+    check_plan(plan)
+    assert plan.prediction.rows_per_s >= 1 / (0.01 + 0.4 + 1.0 - 0.6) * (1 - 1e-9)
+
+
 def test_half_of_a_model_on_each_of_four_devices() -> None:
     # stages of at most two units: two pipelines of two devices, or one of four
     profile = make_profile([1.0] * 3, [0, 9, 9, 0], send_s_per_byte=0.05, units=weigh(3, 100))

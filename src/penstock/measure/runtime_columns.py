@@ -63,21 +63,16 @@ def _compare(
         inputs = [random_input(value, sizes, generator) for value in graph.tensor_inputs()]
         wanted, outputs = _run(eager, sizes, inputs), _run(other, sizes, inputs)
         errors += [relative_error(x, y) for x, y in zip(wanted, outputs, strict=True) if x.is_floating_point()]
-    # a runtime's own threads work for this one; what they take on another core may be counted later, so that a model
-    # of a millisecond seems to take nothing: then the time that passed says it
-    clocks = (time.process_time, time.perf_counter) if timing.threads == 1 else (time.perf_counter,)
-    seconds: list[list[tuple[float, float]]] = []
+    # a runtime's own threads work for this one
+    clock = time.process_time if timing.threads == 1 else time.perf_counter
+    seconds: list[tuple[float, float]] = []
     for _ in range(timing.repeats_for(rows)):
-        begin = [clock() for clock in clocks]
+        begin = clock()
         _run(other, sizes, inputs)
-        middle = [clock() for clock in clocks]
+        middle = clock()
         _run(eager, sizes, inputs)
-        end = [clock() for clock in clocks]
-        seconds.append([(b - a, c - b) for a, b, c in zip(begin, middle, end, strict=True)])
-    for column in zip(*seconds, strict=True):
-        fast, slow = (statistics.median(part) for part in zip(*column, strict=True))
-        if fast > 0 and slow > 0:
-            break
+        seconds.append((middle - begin, clock() - middle))
+    fast, slow = (statistics.median(column) for column in zip(*seconds, strict=True))
     return fast, slow, max(errors, default=0.0)
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.cost.problem import Division, Placed, Problem
+from penstock.plan.cost.problem import LEAST_S, Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 
 
@@ -45,9 +45,9 @@ def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice
         possible = possible & fits
         # empty stages have no cost; they are left out by what is possible
         own = np.where(fits, own, 1.0)
-        rate = rate + times / np.maximum(own, 1e-300)
+        rate = rate + times / np.maximum(own, LEAST_S)
         if number == problem.feeder:
-            spent = problem.feeding_only_s() / np.maximum(own, 1e-300)
+            spent = problem.feeding_only_s() / np.maximum(own, LEAST_S)
     if sum(times for _, times in members) == 1:
         return problem.cost_block(members[0][0], 0, starts, ends)
     pace = np.where(possible, (1 + spent) / rate, np.inf)

@@ -19,6 +19,8 @@ class Placed:
     end: int
 
 
+# what a stage takes that takes nothing
+LEAST_S = 1e-300
 # the stages of one pipeline, in order
 Division = tuple[Placed, ...]
 
@@ -145,8 +147,12 @@ class Problem:
         return float(first[stage.start] + last[stage.end])
 
     def own_load_s(self, number: int, stage: Placed) -> float:
-        """Return the seconds for which the busiest part of a device is busy with a stage, without feeding."""
-        return max(float(first[stage.start] + last[stage.end]) for first, last in self.terms(number).own)
+        """Return the seconds for which the busiest part of a device is busy with a stage, without feeding.
+
+        Above 0, so that there is a rate: a feeder whose stage costs less than the messages that it spares has all
+        of its load in feeding.
+        """
+        return max(LEAST_S, *(float(first[stage.start] + last[stage.end]) for first, last in self.terms(number).own))
 
     def _terms(self, number: int) -> Terms:
         costs, device = self.costs, self.devices[number]

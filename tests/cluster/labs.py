@@ -1,7 +1,6 @@
 """Labs for tests, and what of them is left on the machine."""
 
 import os
-import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from penstock.cluster.lab import HostSpec, Lab, LabSpec, OutputLine
 MIB = 2**20
 
 
-def traces() -> dict[str, list[str]]:
-    """Everything that a lab could leave on this machine."""
+def traces(name: str) -> dict[str, list[str]]:
+    """Everything that labs whose names begin so could leave on this machine; other tests have labs at the same time."""
     namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     cgroups = [path for path, _, _ in os.walk("/sys/fs/cgroup") if "/penstock." in path]
@@ -23,16 +22,18 @@ def traces() -> dict[str, list[str]]:
             command = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if re.search(r"penstock-lab|PENSTOCK_TEST", command):
+        if "penstock-lab" in command:
             processes.append(command)
-    return {
-        "namespaces": sorted(line.split()[0] for line in namespaces.splitlines()),
-        "links": sorted(line.split(": ")[1] for line in links.splitlines()),
-        "cgroups": sorted(cgroups),
-        "host files": sorted(map(str, Path("/etc/netns").glob("*"))),
-        "state": sorted(map(str, Path("/run/penstock").glob("*.json*"))),
-        "processes": sorted(processes),
+    found = {
+        "namespaces": [line.split()[0] for line in namespaces.splitlines()],
+        "cgroups": cgroups,
+        "host files": map(str, Path("/etc/netns").glob("*")),
+        "state": map(str, Path("/run/penstock").glob("*.json*")),
+        "processes": processes,
     }
+    own = {kind: sorted(thing for thing in things if name in thing) for kind, things in found.items()}
+    # outside of all namespaces no lab has a link
+    return own | {"links": sorted(line.split(": ")[1] for line in links.splitlines())}
 
 
 def until(condition: Callable[[], object], seconds: float = 10) -> None:

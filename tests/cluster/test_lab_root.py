@@ -121,9 +121,9 @@ GROW = "import time; x = []\nwhile True: x.append(bytearray(b'x' * 4_000_000)); 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_leaks() -> Iterator[None]:
-    before = traces()
+    before = traces(NAME)
     yield
-    assert traces() == before
+    assert traces(NAME) == before
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +332,7 @@ def test_a_verb_on_a_cluster_ended_in_the_middle(
     name = f"{NAME}c"
     file = tmp_path / "lab.toml"
     file.write_text(write_lab(make_spec(name, memory_bytes=2048 * MIB)))
-    before = traces()
+    before = traces(NAME)
     data = {"bench": [], "infer": ["--images", "digits"], "train": ["--data", "digits"]}[verb]
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", verb, "timm:resnet18", *data, "--cluster", str(file)],
@@ -344,7 +344,7 @@ def test_a_verb_on_a_cluster_ended_in_the_middle(
         time.sleep(0.05)
         process.send_signal(number)  # a closing terminal sends several
         assert process.wait(30) == 128 + number
-        until(lambda: traces() == before)  # a guard of a host's processes goes after them
+        until(lambda: traces(NAME) == before)  # a guard of a host's processes goes after them
         assert not list(tmp_path.glob("runs/train/asked.json"))
     finally:
         process.kill()
@@ -362,7 +362,7 @@ def test_up_ended_in_the_middle(number: int, num_namespaces: int, tmp_path: Path
     name = f"{NAME}u"
     file = tmp_path / "lab.toml"
     file.write_text(write_lab(make_spec(name, 3)))
-    before = traces()
+    before = traces(NAME)
     for _ in range(2):
         process = start_verb("up", str(file))
         until(lambda: len(list(Path("/run/netns").glob(f"penstock.{name}*"))) >= num_namespaces)
@@ -370,7 +370,7 @@ def test_up_ended_in_the_middle(number: int, num_namespaces: int, tmp_path: Path
         process.wait(10)
         if number == signal.SIGKILL:
             take_down(name)
-        assert traces() == before
+        assert traces(NAME) == before
     take_down(name)
 
 
@@ -379,7 +379,7 @@ def test_run_ended_in_the_middle(number: int, tmp_path: Path, cgroups: Cgroups) 
     name = f"{NAME}r"
     file = tmp_path / "lab.toml"
     file.write_text(write_lab(make_spec(name)))
-    before = traces()
+    before = traces(NAME)
     for _ in range(2):
         process = start_verb("run", str(file), "--", "sh", "-c", "setsid sleep 1000 & sleep 1000")
         until(lambda: len(cgroups.processes(name)) == 6)
@@ -393,4 +393,4 @@ def test_run_ended_in_the_middle(number: int, tmp_path: Path, cgroups: Cgroups) 
         until(lambda: not cgroups.processes(name), 3)
         if number != signal.SIGTERM:
             take_down(name)
-        until(lambda: traces() == before)
+        until(lambda: traces(NAME) == before)

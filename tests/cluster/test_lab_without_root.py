@@ -420,7 +420,7 @@ def test_a_run_lets_go_of_its_helpers_when_a_process_does_not_end(
     helpers: list[str] = []
 
     class Helper:
-        def __init__(self, _what: object) -> None:
+        def __init__(self, *_what: object) -> None:
             helpers.append("made")
 
         def release(self) -> None:

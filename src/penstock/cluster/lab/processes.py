@@ -152,8 +152,9 @@ class Awake:
     is the slower the more it waits, and more so the busier the neighbours are; a board's core is its own.
     """
 
-    def __init__(self, cores: Iterable[int]) -> None:
-        spin = ["sh", "-c", _SPIN, "penstock-lab-awake", str(os.getpid())]
+    def __init__(self, cores: Iterable[int], lab: str = "") -> None:
+        # the lab's name is for those who look at the machine's processes
+        spin = ["sh", "-c", _SPIN, "penstock-lab-awake", str(os.getpid()), lab]
         self._processes = [
             _start_helper(["chrt", "--idle", "0", "taskset", "--cpu-list", str(core), *spin])
             for core in sorted(set(cores))

@@ -66,7 +66,7 @@ class LabRun:
         self._helpers = contextlib.ExitStack()
         try:
             cores = [target.core for target in targets if target.core is not None]
-            self._helpers.callback(processes.Awake(cores).release)
+            self._helpers.callback(processes.Awake(cores, targets[0].lab).release)
             self._helpers.callback(processes.Guard(targets).release)
             for node_rank, target in enumerate(targets):
                 for local_rank in range(nproc_per_host):

@@ -87,11 +87,7 @@ def arrangement_of(
     if cached_layers:
         found = [cuts.find(captured.layers[cached_layers - 1].name), *found]
         grid = Grid(tuple(replace(r, stages=(r.stages[0], *r.stages)) for r in grid.replicas))
-    used = {rank for replica in grid.replicas for rank in replica.devices}
-    idle = tuple(rank for rank in sorted(ranks.values()) if rank not in used)
-    first, *others = grid.replicas
-    grid = Grid((replace(first, devices=(*first.devices, *idle)), *others))
-    return placed.moved(grid, found, skipped=int(cached_layers > 0))
+    return placed.moved(grid.with_idle(sorted(ranks.values())), found, skipped=int(cached_layers > 0))
 
 
 def same_places(trainer: Trainer, captured: Captured) -> Arrangement:

@@ -1,6 +1,6 @@
 """Which rank holds which stage: placements as data."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -60,6 +60,17 @@ class Grid:
             )
             for replica in self.replicas
         ))  # fmt: skip
+
+    def with_idle(self, ranks: Iterable[int]) -> "Grid":
+        """Return the same grid with devices that hold no stage: those of some ranks that are not in it yet.
+
+        >>> Grid((Replica((0, 1), (0, 1)),)).with_idle([0, 2]).replicas[0].devices
+        (0, 1, 2)
+        """
+        first, *others = self.replicas
+        known = {rank for replica in self.replicas for rank in replica.devices}
+        idle = (rank for rank in ranks if rank not in known)
+        return Grid((replace(first, devices=(*first.devices, *idle)), *others))
 
     def rows(self, num_rows: int) -> list[range]:
         """Divide the rows of a batch among the replicas: evenly, or as their microbatches divide them.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-import time
 
 from penstock.errors import DeviceLost, PenstockError
 from penstock.group.regroup import next_group, regroup, release
@@ -108,17 +107,3 @@ def _go_over(world: World) -> None:
     release(world.transport, world.health)
     if not next_group(world, waits=False):
         raise DeviceLost(f"{failure.message}, and the others went on without this process; start it again to join them")
-
-
-def wait_for_newcomers(world: World, count: int, wait_s: float) -> bool:
-    """Wait until as many processes ask to be taken in; return whether they do in time. The first process calls this."""
-    roll = world.membership.roll if world.membership is not None else None
-    deadline = time.monotonic() + wait_s
-    while roll is not None:
-        if len(roll.waiting()) >= count:
-            return True
-        if time.monotonic() > deadline:
-            break
-        world.check()
-        time.sleep(0.2)
-    return False

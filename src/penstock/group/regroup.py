@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from penstock.transport.base import FEEDER, Transport
 # in which those that have answered a call meet and connect: they are there, so that whoever is not is lost
 _MEET_S = 10.0
 _ATTEMPTS = 5
+_POLL_S = 0.2
 _RETURN_S = 60.0  # in which a process that is cut off from the first one looks whether it still is
 
 
@@ -191,3 +192,22 @@ def _worker_ranks(world: World) -> dict[int, int]:
 
 def _prefix(generation: int) -> str:
     return f"again{generation}"
+
+
+def wait_for_newcomers(
+    world: World, count: int, wait_s: float = 0.0, check: Callable[[], None] = lambda: None
+) -> bool:  # fmt: skip
+    """Wait until as many processes ask to be taken in; return whether they do in time. The first process calls this.
+
+    `check` is called now and then, and may raise.
+    """
+    roll = world.membership.roll if world.membership is not None else None
+    deadline = time.monotonic() + wait_s
+    while roll is not None:
+        if len(roll.waiting()) >= count:
+            return True
+        if time.monotonic() >= deadline:
+            break
+        check()
+        time.sleep(_POLL_S)
+    return False

@@ -21,7 +21,7 @@ from penstock.engine.counters import by_stage, read_counters
 from penstock.engine.driver import Microbatch
 from penstock.engine.observer import StreamReport
 from penstock.errors import DeviceLost, OutOfMemory, PenstockError, PlanError, RunError, TransportError
-from penstock.group.regroup import regroup
+from penstock.group.regroup import regroup, wait_for_newcomers
 from penstock.group.world import World
 from penstock.spec.plan import Plan
 from penstock.stream.feed import Feed
@@ -34,7 +34,6 @@ from penstock.transport.base import FEEDER
 
 _LOOK_S = 1.0
 _ATTEMPTS = 8
-_POLL_S = 0.2
 
 # puts the stages of a plan in place: on these ranks by device, with jobs from a number on
 Place = Callable[[World, Plan, Mapping[str, int], int], Replicas]
@@ -160,7 +159,7 @@ class SurvivingStages:
         """Look whether a device waits to be taken in, or another is so much slower or faster that it should do less."""
         if not self.world.followed:
             return False
-        if self._num_waiting():
+        if wait_for_newcomers(self.world, 1):
             self._next = "a device has come", None
             return True
         if not self._speeds.changed():
@@ -225,15 +224,8 @@ class SurvivingStages:
         if self._options.on_loss != "wait":
             return
         note(f"{_sentence(error)}; waiting up to {self._options.wait_s:g} s for another device to join")
-        deadline = time.monotonic() + self._options.wait_s
-        while self._num_waiting() < num_lost:
-            if time.monotonic() > deadline:
-                raise DeviceLost(f"{_sentence(error)}; no other joined within {self._options.wait_s:g} s; start again")
-            time.sleep(_POLL_S)
-
-    def _num_waiting(self) -> int:
-        membership = self.world.membership
-        return len(membership.roll.waiting()) if membership is not None and membership.roll is not None else 0
+        if not wait_for_newcomers(self.world, num_lost, self._options.wait_s):
+            raise DeviceLost(f"{_sentence(error)}; no other joined within {self._options.wait_s:g} s; start again")
 
     def _regroup(self, lost: set[int]) -> None:
         """Form another group, in which devices that go on keep their names."""

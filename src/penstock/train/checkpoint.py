@@ -170,11 +170,7 @@ def _index(
             if place == len(groups):
                 groups.append({"settings": group["settings"], "names": []})
             groups[place]["names"] = sorted({*groups[place]["names"], *group["names"]})
-    schedule = scheduler.state_dict() if scheduler is not None else None
-    try:
-        json.dumps(schedule)
-    except (TypeError, ValueError):
-        raise UsageError("the scheduler's state is more than numbers and text; save it yourself beside this") from None
+    schedule = scheduler_state(scheduler, "save it yourself beside this") if scheduler is not None else None
     return CheckpointIndex(
         model=trainer.captured.graph.model, step=state.step, num_stages=trainer.placed.num_stages,
         num_replicas=len(trainer.grid.replicas), places=_merged(gathered, "places"),
@@ -184,6 +180,16 @@ def _index(
         random=base64.b64encode(state.random.numpy().tobytes()).decode(), files=_merged(gathered, "files"),
         elastic=elastic,
     )  # fmt: skip
+
+
+def scheduler_state(scheduler: Any, otherwise: str) -> dict[str, Any]:
+    """Return a scheduler's state as JSON can hold it; raises `UsageError`, with what to do `otherwise`."""
+    state: dict[str, Any] = scheduler.state_dict()
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError):
+        raise UsageError(f"the scheduler's state is more than numbers and text; {otherwise}") from None
+    return state
 
 
 def _merged(gathered: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from penstock.engine.executor import run_schedule
 from penstock.engine.training_stage import Sizes, StepInput
 from penstock.graph.call import build_output
 from penstock.graph.training_parts import TrainingPart
-from penstock.train.batches import LossFunction, Microbatch, bind, cut_rows, loss_and_count
+from penstock.train.batches import LossFunction, Microbatch, cut_rows, loss_and_count
 from penstock.train.features import LoadedBatch
 from penstock.train.outcome import step_document
 from penstock.train.step_rows import StepRows
@@ -23,13 +23,13 @@ class ForwardBackward:
 
     Example:
         work.begin(loss_fn, cached=None)
-        told = trainer.together(lambda: work.run(rows))
-        gradients = work.finish_sums(divisor)
+        told = trainer.together(lambda: work.run(rows), work.undo)
+        gradients = work.gradients(divisor)
     """
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
-        self.sums: dict[str, Tensor] = {}  # of gradients, where they have to be there before anything is told
+        self._sums: dict[str, Tensor] = {}  # of gradients, where they have to be there before anything is told
         self.computed_s = 0.0
         self._losses: dict[int, tuple[float, float]] = {}
         self._microbatches: list[Microbatch] = []
@@ -60,7 +60,7 @@ class ForwardBackward:
             return self._forward_backward(rows)
         self._before = [(tensor, tensor.clone()) for tensor in trainer.tensors.written().values()]
         document = self._forward_backward(rows)
-        self.sums = self.finish_sums()
+        self._sums = self._finish_sums()
         trainer.tensors.share_buffers(trainer.transport)
         return document
 
@@ -70,15 +70,25 @@ class ForwardBackward:
             tensor.copy_(was)
         self._before = []
 
-    def finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
+    def gradients(self, divisor: float) -> dict[str, Tensor]:
+        """Return the sums of gradients over all replicas, divided, once buffers are the same on all; keeps nothing."""
+        trainer = self._trainer
+        if trainer.survivors is not None:
+            sums, self._sums, self._before = self._sums, {}, []
+            return {name: gradient.div_(divisor) for name, gradient in sums.items()}
+        sums = self._finish_sums(divisor)
+        trainer.tensors.share_buffers(trainer.transport)
+        return sums
+
+    def _finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
         """Wait for the sums of gradients over all replicas, divided."""
         with self._trainer.transport.waiting():
             return self._trainer.now.synchronizer.finish(divisor)
 
     def _forward_backward(self, rows: StepRows) -> dict[str, Any]:
         trainer, now = self._trainer, self._trainer.now
-        inputs, labels = rows.now()
-        tensors, sizes = bind(now.captured.graph, inputs)
+        _, labels = rows.now()
+        tensors, sizes = rows.bound()
         count = now.placed.count_microbatches(sizes["batch"], short=sizes["batch"] == trainer.short_batch)
         skipped = 0 if self._computes_all() else now.placed.skipped
         tensors, labels = now.tensors.moved_here(tensors, labels, skipped=skipped)

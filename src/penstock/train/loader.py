@@ -128,14 +128,26 @@ class Loader:
     def take(self) -> Any:
         """Load this process's rows of the next batch, outside of any iteration."""
         order = self._order_now()
-        batch, last = order[self.position], self.position + 1 == len(order)
-        place = self._epoch, self.position
-        self._epoch, self.position = (self._epoch + 1, 0) if last else (self._epoch, self.position + 1)
-        short = last or len(batch) < self._batch_size
-        loaded = self.load_own(batch, short=short)
-        trainer = self._trainer
-        trainer.saw_batch(LoadedBatch.of(loaded, batch, None, self, trainer.placed, place, short=short))
+        loaded = self.load_own(order[self.position], short=self._is_short(order))
+        self._go_on(loaded, order)
         return loaded
+
+    def _is_short(self, order: Sequence[Sequence[int]]) -> bool:
+        """Return whether the next batch may be smaller than others."""
+        return self.position + 1 == len(order) or len(order[self.position]) < self._batch_size
+
+    def _go_on(self, loaded: Any, order: Sequence[Sequence[int]]) -> None:
+        """Show the next batch, now that it has been loaded, to the training; go on to the one behind it."""
+        trainer, position = self._trainer, self.position
+        # what is cached is of the data that is followed
+        if self.follower is not None or trainer.survivors is not None:
+            following = order[position + 1] if position + 1 < len(order) else None
+            trainer.saw_batch(LoadedBatch.of(
+                loaded, order[position], following, self, trainer.placed, (self._epoch, position),
+                short=self._is_short(order),
+            ))  # fmt: skip
+        last = position + 1 == len(order)
+        self._epoch, self.position = (self._epoch + 1, 0) if last else (self._epoch, position + 1)
 
     def load_own(self, samples: Sequence[int], *, short: bool) -> Any:
         """Load this process's rows of a batch, as the training is arranged now."""
@@ -187,16 +199,8 @@ class Loader:
                 loads = zip(self._load(mine, num_workers=self._num_workers), map(len, mine), strict=True)
             with trainer.loading():
                 loaded, num_rows = next(loads)
-            batch, following = order[self.position], order[self.position + 1 : self.position + 2]
-            last = self.position + 1 == len(order)
-            short = last or len(batch) < self._batch_size
-            trainer.short_batch = num_rows if short else None
-            # what is cached is of the data that is followed
-            if self.follower is not None or trainer.survivors is not None:
-                trainer.saw_batch(LoadedBatch.of(
-                    loaded, batch, following[0] if following else None, self, placed, place, short=short
-                ))  # fmt: skip
-            self._epoch, self.position = (self._epoch + 1, 0) if last else (self._epoch, self.position + 1)
+            trainer.short_batch = num_rows if self._is_short(order) else None
+            self._go_on(loaded, order)
             expected = self._epoch, self.position
             self._reached = max(self._reached, ends if self._epoch == ends else 0)
             yield loaded

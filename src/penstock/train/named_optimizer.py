@@ -75,8 +75,7 @@ class NamedOptimizer:
                 raise UsageError(
                     f"{strange[0]} is in another group of the checkpoint's optimizer; build it as it was then"
                 )
-            for key, value in was.settings.items():
-                group[key] = tuple(value) if isinstance(value, list) else value
+            restore_settings(group, was.settings)
 
     @staticmethod
     def place_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Callable[[str], torch.device]:
@@ -84,6 +83,11 @@ class NamedOptimizer:
         group = next(group for group in optimizer.param_groups if _is_in(parameter, group))
         steps_on_host = not (group.get("capturable") or group.get("fused"))
         return lambda slot: HOST if slot == "step" and steps_on_host else parameter.device
+
+
+def restore_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Give a group of an optimizer the settings of another one, which came as JSON: without tuples."""
+    group.update({key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
 
 
 def _is_in(parameter: nn.Parameter, group: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import DeviceLost, UsageError
+from penstock.train.batches import bind
 from penstock.train.features import InputPlaces, LoadedBatch
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class StepRows:
                 break
         self._label_places = self.batch.places(labels) if self.batch is not None else None
         self._placed = self.batch.placed if self.batch is not None else trainer.placed
+        self._bound: tuple[dict[str, Tensor], dict[str, int]] | None = None
         self._has_labels = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(labels))
 
     def check_repeatable(self) -> None:
@@ -44,6 +46,12 @@ class StepRows:
     @property
     def _repeatable(self) -> bool:
         return self._input_places is not None and (self._label_places is not None or not self._has_labels)
+
+    def bound(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Return the inputs by name, with their sizes; raises `UsageError` for such as the model does not take."""
+        if self._bound is None:
+            self._bound = bind(self._trainer.captured.graph, self._inputs)
+        return self._bound
 
     def now(self) -> tuple[Any, Any]:
         """Return inputs and labels of the arrangement that there is now, of the batch that is to be trained on.
@@ -67,7 +75,7 @@ class StepRows:
 
     def _put(self, loaded: Any) -> None:
         if self._input_places is not None:
-            self._inputs = self._input_places.inputs_of(loaded)
+            self._inputs, self._bound = self._input_places.inputs_of(loaded), None
         if self._label_places is not None:
             self._labels = self._label_places.inputs_of(loaded)
         self._placed = self._trainer.placed

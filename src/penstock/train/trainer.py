@@ -22,7 +22,7 @@ from penstock.spec.fields import fingerprint
 from penstock.tensors import HOST, most_bytes
 from penstock.tracing.trace import write_run
 from penstock.train.arrangement import Arrangement, TrainOptions, arrange
-from penstock.train.batches import LossFunction, bind, check_labels
+from penstock.train.batches import LossFunction, check_labels
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
 from penstock.train.features import Follower, InputPlaces, LoadedBatch, Together
@@ -183,7 +183,7 @@ class Trainer:
         if self.survivors is not None:
             rows.check_repeatable()
             self.trained = rows.batch
-        _, sizes = bind(self.captured.graph, inputs)
+        _, sizes = rows.bound()
         check_labels(labels, sizes["batch"])
         places = self.loaded.places(inputs) if self.loaded is not None else None
         self.input_places = self.input_places or places
@@ -199,20 +199,15 @@ class Trainer:
         gathered = self.together(partial(self._work.run, rows), self._work.undo, takes_in=True)
         divisor = total_count(gathered) or 1.0
         with self.world.explained():
-            gradients = self._work.sums if self.survivors is not None else self._work.finish_sums(divisor)
+            gradients = self._work.gradients(divisor)
         synchronize_s = self.world.clock() - self._work.computed_s
         if self.tracer:
             self.tracer.synchronized(self._work.computed_s)
         step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
         loss = mean_loss(gathered, step, self.now.last_stage)
-        if self.survivors is not None:
-            gradients = {name: gradient.div_(divisor) for name, gradient in gradients.items()}
         if self.follower is not None:
             self.follower.saw_gradients(gradients)
         self.tensors.add_gradients(gradients)
-        if self.survivors is None:
-            with self.world.explained():
-                self.tensors.share_buffers(self.transport)
         self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
         self.short_batch = None
         return torch.tensor(loss, dtype=torch.float64)

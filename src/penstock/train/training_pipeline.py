@@ -109,23 +109,27 @@ class TrainingPipeline:
                 self._trainer, self._joined = join_training(
                     self._place, self._captured, self._cut, self._run, self._options
                 )
-                atexit.register(self.abandon)
-                return self._trainer
-            world = self._joined = self._joined or world_of_one()
-            if world.rank == FEEDER and (untrained := self._captured.untrained()):
-                note(untrained)
-            try:
-                self._trainer = self._begin(world)
-                self.cuts = tuple(self._trainer.cuts)  # which depend on where stages are
-            except BaseException:
-                self._closed = True
-                if self._owns_world:
-                    world.close(0.0)
-                raise
+            else:
+                self._trainer = self._begin()
             atexit.register(self.abandon)  # so that the others take this end for one that is meant
         return self._trainer
 
-    def _begin(self, world: World) -> Trainer:
+    def _begin(self) -> Trainer:
+        """Begin a training with all processes."""
+        world = self._joined = self._joined or world_of_one()
+        if world.rank == FEEDER and (untrained := self._captured.untrained()):
+            note(untrained)
+        try:
+            trainer = self._begin_in(world)
+            self.cuts = tuple(trainer.cuts)  # which depend on where stages are
+        except BaseException:
+            self._closed = True
+            if self._owns_world:
+                world.close(0.0)
+            raise
+        return trainer
+
+    def _begin_in(self, world: World) -> Trainer:
         """Make this process's part of the training; the others, who wait for it, are told of what goes wrong."""
         if self._run.threads:
             torch.set_num_threads(self._run.threads)

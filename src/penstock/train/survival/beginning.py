@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from penstock.deploy.run_options import CutOptions, RunOptions
-from penstock.engine.placement import Grid
 from penstock.engine.wiring import DEPTH
 from penstock.errors import RunError, UsageError
 from penstock.graph.cuts import Cuts
@@ -75,7 +74,7 @@ def join_training(
         asked = cut.plan is not None or options.microbatches is not None
         begun, held = (
             Arrangement(
-                world.rank, _with_device(read_grid(told[grid]), world.rank), Cuts(captured.graph).find_all(told[cuts]),
+                world.rank, read_grid(told[grid]).with_idle([world.rank]), Cuts(captured.graph).find_all(told[cuts]),
                 choice, checkpointing=options.checkpointing, asked=asked,
             )
             for grid, cuts in (("begun", "begun_cuts"), ("held", "cuts"))
@@ -90,11 +89,3 @@ def join_training(
     trainer.now.number = told["number"]
     trainer.survivors = Survivors(trainer, exchanges, run.survival, begun, joins=True)
     return trainer, outer
-
-
-def _with_device(grid: Grid, rank: int) -> Grid:
-    """Return a grid in which a rank that has no part is idle."""
-    first, *others = grid.replicas
-    if any(rank in replica.devices for replica in grid.replicas):
-        return grid
-    return Grid((replace(first, devices=(*first.devices, rank)), *others))

@@ -1,7 +1,6 @@
 """Which device takes which part where a training is arranged anew: so that little has to move; grids as documents."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -59,14 +58,6 @@ def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -
                         taken[first], taken[second] = other, one
                         better = True
     return taken
-
-
-def with_ranks(grid: Grid, ranks: Mapping[int, int]) -> Grid:
-    """Return a grid in which other ranks have the parts."""
-    return Grid(tuple(
-        replace(r, devices=tuple(ranks[rank] for rank in r.devices), stages=tuple(ranks[rank] for rank in r.stages))
-        for r in grid.replicas
-    ))  # fmt: skip
 
 
 def write_grid(grid: Grid) -> list[dict[str, object]]:

@@ -8,7 +8,6 @@ Nothing of a call that is done again has been learned: gradients reach parameter
 sums have come, and buffers that a forward had written to are as they were.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,17 +15,17 @@ from typing import Any
 
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.run_options import SurvivalOptions
-from penstock.errors import DeviceLost, PenstockError, UsageError
+from penstock.errors import DeviceLost, PenstockError
 from penstock.graph.cuts import Cuts
-from penstock.group.following import wait_for_newcomers
+from penstock.group.regroup import wait_for_newcomers
 from penstock.group.verdict import Verdict
 from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.terminal.notes import note
 from penstock.train.arrangement import Arrangement
-from penstock.train.checkpoint import load_checkpoint
+from penstock.train.checkpoint import load_checkpoint, scheduler_state
 from penstock.train.checkpoint_folder import read_index
 from penstock.train.migration import Prepared, gather_groups, prepare
-from penstock.train.named_optimizer import NamedOptimizer
+from penstock.train.named_optimizer import NamedOptimizer, restore_settings
 from penstock.train.outcome import TrainingChange, everywhere
 from penstock.train.survival.exchanges import Documents, Exchanges
 from penstock.train.survival.rearrange import (
@@ -35,7 +34,6 @@ from penstock.train.survival.rearrange import (
     lost_names,
     missing_bytes,
     read_grid,
-    with_ranks,
     write_grid,
 )
 from penstock.train.trainer import Trainer
@@ -145,7 +143,7 @@ class Survivors:
         missing = self._num_begun - world.transport.size
         if self._options.on_loss == "wait" and missing > 0:
             note(f"waiting up to {self._options.wait_s:g} s for {missing} more to join")
-            if not wait_for_newcomers(world, missing, self._options.wait_s):
+            if not wait_for_newcomers(world, missing, self._options.wait_s, world.check):
                 error = DeviceLost(
                     f"{missing} of {self._num_begun} processes were lost and no other joined within "
                     f"{self._options.wait_s:g} s; go on from the last checkpoint"
@@ -155,7 +153,7 @@ class Survivors:
         elif now - self._looked_s < _LOOK_S:
             return
         self._looked_s = now
-        if wait_for_newcomers(world, 1, 0.0):
+        if wait_for_newcomers(world, 1):
             world.health.announce(Verdict(rank=FEEDER, message="another process has come", lost=False, again=True))
 
     def _describe(self) -> dict[str, Any]:
@@ -202,12 +200,17 @@ class Survivors:
         lost = sorted(lost_names(trainer.captured, trainer.tensors))
         batch = trainer.trained
         return {
-            "grid": write_grid(with_ranks(grid, dict(zip(ranks, taken, strict=True)))),
+            "grid": write_grid(grid.renumbered(dict(zip(ranks, taken, strict=True)))),
             "cuts": [cut.name for cut in cuts], "groups": trainer.known_groups, "step": trainer.step,
             "lost": lost[0] if lost else "", "place": batch.place if batch is not None else (0, 0),
             "checkpoint": str(self._checkpoint) if self._checkpoint is not None else None,
             "goes_back": bool(lost) or self._going_back is not None,
-            "schedulers": [scheduler_state(each) for each in trainer.schedulers],
+            "schedulers": [
+                scheduler_state(
+                    each, "so no process that comes could take it over; use one of torch's, or leave on_loss out"
+                )
+                for each in trainer.schedulers
+            ],
             "settings": [
                 [group["settings"] for group in NamedOptimizer(optimizer, trainer.tensors).groups()]
                 for optimizer in trainer.optimizers
@@ -257,7 +260,7 @@ class Survivors:
         trainer = self._trainer
         for optimizer, groups in zip(trainer.optimizers, said["settings"], strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+                restore_settings(group, settings)
         for scheduler, state in zip(trainer.schedulers, said["schedulers"], strict=True):
             scheduler.load_state_dict(state)
 
@@ -280,16 +283,3 @@ class Survivors:
             self._moving = False
         trainer.rewound = batch
         return {}
-
-
-def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's state; raises `UsageError` for one that another process cannot take over."""
-    state: dict[str, Any] = scheduler.state_dict()
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError):
-        raise UsageError(
-            "the scheduler's state is more than numbers and text, so no process that comes could take it over; use one "
-            "of torch's, or leave on_loss out"
-        ) from None
-    return state

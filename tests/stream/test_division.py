@@ -1,6 +1,7 @@
 """What a caller's wishes make of a model, before anything is started."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +28,13 @@ def test_four_stages_where_nobody_says_how_many() -> None:
 
 def test_as_many_stages_as_were_asked_for() -> None:
     assert len(divide(layers(6), stages=2).cuts) == 1
+
+
+def test_devices_are_balanced_where_some_hold_two_stages() -> None:
+    call = ModelCall(model=layers(9), args=EXAMPLE)
+    division = divide_model(call, CutOptions(stages=3), RunOptions(), Mock(devices=[1, 2]))
+    # of nine equal layers the first device, which holds stages 0 and 1, has as many as the other
+    assert int(division.cuts[1].name.partition(":")[0]) in {3, 4}
 
 
 def test_cuts_by_hand_come_before_a_number_of_stages() -> None:

@@ -39,6 +39,8 @@ from penstock.tracing.trace import Run
 from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
 from penstock.zoo.models.models import ZooModel
 
+_EXPECTED = 0.8  # of what devices could do at most
+
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How much is measured, and how; a field with a description is an option of `penstock bench`."""
@@ -124,19 +126,28 @@ class Comparison:
             "ceiling_images_per_second": None, "per_stage": [], "peer_images_per_second": None,
         }  # fmt: skip
 
+    def expected_s(self, num_devices: int) -> float:
+        """Return about how long a row takes on a number of devices, once the serial run has said how fast one is."""
+        count = min(num_devices, len(self._world.devices))
+        images = self._num_microbatches * self._rows * self._options.passes
+        # the baseline of one device comes before and after
+        alone = 2 * max(8, self._num_microbatches // 4) * self._rows
+        return (images / (_EXPECTED * count) + alone) / self._serial_images_per_s
+
     def pipeline(self, stages: int, *, policy: str | None = None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
         """Stream through a number of stages."""
-        chosen = choose_cuts(
-            self.graph, Cuts(self.graph), names=cuts, stages=stages, policy=policy or "balanced", sizes=self._sizes
-        )
         world = dataclasses.replace(self._world, devices=self._world.devices[:stages])
+        ranks = check_world(world, stages)
+        chosen = choose_cuts(
+            self.graph, Cuts(self.graph), names=cuts, stages=stages, policy=policy or "balanced", sizes=self._sizes,
+            places=ranks,
+        )  # fmt: skip
         measured = self._stream(lambda: self._deploy(world, chosen), len(world.devices), stages, chosen)
         names = [cut.name for cut in chosen]
         row = measured.row("pipeline", stages, policy or "by hand", names)
         sums = stage_sums(count_work(self.graph, self._sizes), [cut.position for cut in chosen])
         row["shares"] = [work / sum(sums) for work in sums]
         row["crossing_bytes"] = [cut.num_bytes(self._sizes) for cut in chosen]
-        ranks = check_world(world, stages)
         limit = limit_of(world, ranks, row["crossing_bytes"], measured.reports)
         return row | {"peer_images_per_second": self._peers.get(stages), "limit": limit}
 

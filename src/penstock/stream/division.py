@@ -78,7 +78,8 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
         num_devices, deploy = len(plan.devices), _planned(run, graph, plan, load)
     else:
         stages = cut.stages or (len(world.devices) if world else _STAGES)
-        cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy))
+        places = check_world(world, stages) if world else None
+        cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy, places=places))
         deploy = _line(call, run, graph, divide_in_turns(graph, [cuts]), FromWeights(load))
         num_devices = len(cuts) + 1
     survives = run.survival.survives

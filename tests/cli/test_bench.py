@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,8 +24,9 @@ def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> 
     file = tmp_path / "bench.json"
     arguments = ["--stages", "1,2", "--policy", "equal-blocks,balanced", "--num-images", 12, "--json", file]
     page = tmp_path / "page.html"
-    status, out, _ = penstock("bench", SMALL, *arguments, "--cut", "blocks.0.attn:after", "--report", page)
+    status, out, err = penstock("bench", SMALL, *arguments, "--cut", "blocks.0.attn:after", "--report", page)
     assert status == 0
+    assert re.search(r"row 2 of 5, about \d+ (s|min) to go\n1 stages, equal-blocks: [\d.]+ images/s, [\d.]+ times", err)
     rows = json.loads(file.read_text())["rows"]
     assert [(row["mode"], row["stages"], row["policy"]) for row in rows] == [
         ("serial", 1, None),
@@ -44,6 +46,13 @@ def test_rows_of_every_stage_count_and_policy(penstock: Run, tmp_path: Path) -> 
     words = page.read_text(encoding="utf-8")
     assert "The outputs of all 4 pipelines are bit for bit those of one process." in words
     assert "2 stages, cut by hand at blocks.0.attn:after, splits at" in words
+
+
+def test_rows_that_are_done_are_kept_where_a_later_one_cannot_be(penstock: Run, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    given = ["--stages", 1, "--num-images", 8, "--cut", "nowhere:after", "--json", file]
+    assert penstock("bench", SMALL, *given)[0] == 2
+    assert [row["mode"] for row in json.loads(file.read_text())["rows"]] == ["serial", "pipeline"]
 
 
 def test_another_runtime_beside_eager_in_one_process(penstock: Run, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.tensors import find_device
 from penstock.terminal import notes
-from penstock.terminal.progress import working
+from penstock.terminal.progress import duration, working
 from penstock.tracing.trace import Run
 from penstock.transport.base import FEEDER
 from penstock.zoo.models.models import load_model
@@ -76,7 +76,7 @@ def bench(
             most = wanted.num_devices
             world = world or (start_peers(most, model, options.seed) if peer else start_local(most))
             comparison = Comparison(zoo, world, options, max_stages=most)
-            measured = _measure(comparison, wanted, say)
+            measured = _measure(comparison, wanted, say, lambda rows: _write(json, model, comparison, rows))
         best = max((row for row, _ in measured), key=lambda row: row["speedup"])
         last_line = f"speed-up {best['speedup']:.2f} with {best['stages']} stages ({best['policy'] or 'serial'})"
         world.last_word = last_line
@@ -88,7 +88,6 @@ def bench(
     if report is not None:
         write_comparison(report, {"model": model, **comparison.settings()}, measured)
     rows = [row for row, _ in measured]
-    opt.write_json(json, {"model": model, "settings": comparison.settings(), "rows": rows})
     _print(rows, report)
     notes.say(last_line)
 
@@ -120,30 +119,42 @@ class _Rows:
 
 
 def _measure(
-    comparison: Comparison, wanted: _Rows, say: Callable[[str], None]
+    comparison: Comparison, wanted: _Rows, say: Callable[[str], None], keep: Callable[[list[dict[str, Any]]], None]
 ) -> list[tuple[dict[str, Any], Run | None]]:
-    """Measure all rows, each with what a pipeline recorded."""
+    """Measure all rows, each with what a pipeline recorded; each is said and kept as it ends."""
     measured: list[tuple[dict[str, Any], Run | None]] = []
-    for said, measure in _measurements(comparison, wanted):
+    measurements = list(_measurements(comparison, wanted))
+    for place, (said, _, measure) in enumerate(measurements, 1):
         say(said)
+        if place > 1:
+            left_s = sum(comparison.expected_s(count) for _, count, _ in measurements[place - 1 :])
+            notes.say(f"row {place} of {len(measurements)}, about {duration(left_s)} to go", err=True)
         row = measure()
         measured.append((row, comparison.last_run if row["mode"] == "pipeline" else None))
+        keep([row for row, _ in measured])
+        notes.say(f"{said}: {row['images_per_second']:.2f} images/s, {row['speedup']:.2f} times", err=True)
     return measured
 
 
-def _measurements(comparison: Comparison, wanted: _Rows) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Return the rows to measure, in order: how each is called, and what measures it."""
-    yield "serial", comparison.serial
+def _write(json: Path | None, model: str, comparison: Comparison, rows: list[dict[str, Any]]) -> None:
+    opt.write_json(json, {"model": model, "settings": comparison.settings(), "rows": rows})
+
+
+def _measurements(comparison: Comparison, wanted: _Rows) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]]:
+    """Return the rows to measure, in order: how each is called, on how many devices, and what measures it."""
+    yield "serial", 1, comparison.serial
     for count in wanted.stages if wanted.peer else []:
         if count > 1:
-            yield f"{count} stages, torch.distributed.pipelining", partial(comparison.peer, count)
+            yield f"{count} stages, torch.distributed.pipelining", count, partial(comparison.peer, count)
     for count in wanted.stages:
         for name in wanted.policies if count > 1 else wanted.policies[:1]:
-            yield f"{count} stages, {name}", partial(comparison.pipeline, count, policy=name)
+            yield f"{count} stages, {name}", count, partial(comparison.pipeline, count, policy=name)
     for names in wanted.cuts:
-        yield f"cuts {names}", partial(comparison.pipeline, names.count(",") + 2, cuts=names.split(","))
+        count = names.count(",") + 2
+        yield f"cuts {names}", count, partial(comparison.pipeline, count, cuts=names.split(","))
     for chosen in wanted.plans:
-        yield f"the plan for {', '.join(chosen.devices)}", partial(comparison.planned, chosen)
+        names = ", ".join(chosen.devices)
+        yield f"the plan for {names}", len(chosen.devices), partial(comparison.planned, chosen)
 
 
 def _read_plan(file: Path, microbatch_size: int) -> Plan:

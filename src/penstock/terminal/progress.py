@@ -81,5 +81,13 @@ def how_far(done: int, total: int, unit: str, seconds: float) -> str:
     if not done or not seconds:
         return f"{done} of {total} {unit}"
     left_s = (total - done) * seconds / done
-    left = f"{left_s / 60:.0f} min" if left_s >= 90 else f"{left_s:.0f} s"
-    return f"{done} of {total} {unit}, {done / seconds:.1f} {unit}/s, about {left} left"
+    return f"{done} of {total} {unit}, {done / seconds:.1f} {unit}/s, about {duration(left_s)} left"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them.
+
+    >>> duration(40.2), duration(600.0)
+    ('40 s', '10 min')
+    """
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

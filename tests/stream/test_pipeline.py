@@ -68,8 +68,9 @@ def test_the_same_bits_for_any_number_of_stages(world: World, vit: nn.Module, st
             assert all(torch.equal(a, b) for a, b in zip(outputs, serially(vit, stream), strict=True))
         assert sum(stage.num_microbatches for stage in pipe.last_report.stages) == 4 * stages
         assert pipe.last_report.num_rows == 4
-        assert len(pipe.stage_states()) == stages
-        assert all(0 <= state.queue <= 4 and state.busy_s >= 0 for state in pipe.stage_states())
+        states = [state for state in pipe.stage_states() if state.computes]
+        assert len(states) == stages
+        assert all(0 <= state.queue <= 4 and state.busy_s >= 0 for state in states)
 
 
 def test_one_batch_of_any_size(world: World, vit: nn.Module) -> None:

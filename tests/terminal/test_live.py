@@ -15,19 +15,28 @@ def recorded(view: LiveView) -> list[str]:
 
 def test_what_stages_do_per_second() -> None:
     now = [0.0]
-    states = [StageState("stage 0", 0, 0.0, 0), StageState("stage 1", 0, 0.0, 0)]
+    states = [
+        StageState("inputs", 0, 0.0, 0, computes=False),
+        StageState("stage 0", 0, 0.0, 0),
+        StageState("stage 1", 0, 0.0, 0),
+    ]
     view = LiveView(
         Console(file=io.StringIO(), force_terminal=True), lambda: list(states), total=100, unit="images",
         clock=lambda: now[0],
     )  # fmt: skip
     recorded(view)
     now[0] = 2.0
-    states[:] = [StageState("stage 0", 40, 1.8, 3), StageState("stage 1", 38, 0.5, 1)]
+    states[:] = [
+        StageState("inputs", 44, 0.0, 0, 25_000_000, computes=False), StageState("stage 0", 40, 1.8, 3, 2_500_000),
+        StageState("stage 1", 38, 0.5, 1),
+    ]  # fmt: skip
     view.advance(36)
     lines = recorded(view)
-    assert lines[0].split() == ["stage", "busy", "waiting", "per", "second"]
-    first, second = (line.replace("━", "").split() for line in lines[1:3])
-    assert (first, second) == (["stage", "0", "90%", "3", "20.0"], ["stage", "1", "25%", "1", "19.0"])
+    assert lines[0].split() == ["stage", "busy", "waiting", "per", "second", "sends"]
+    inputs, first, second = (line.replace("━", "").split() for line in lines[1:4])
+    assert inputs == ["inputs", "22.0", "100", "Mbit/s"]
+    assert first == ["stage", "0", "90%", "3", "20.0", "10", "Mbit/s"]
+    assert second == ["stage", "1", "25%", "1", "19.0"]
     assert "36/100 images, 18.0/s, 0:04 left" in "\n".join(lines)
     now[0] = 60.0  # nothing more was said: rates are those of what was
     assert "90%" in "\n".join(recorded(view))

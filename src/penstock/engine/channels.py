@@ -78,8 +78,8 @@ class Sender(Protocol):
     def width(self) -> int:
         """Return the number of END messages that close one stream, one per rank at the other end."""
 
-    def put(self, message: Message) -> None:
-        """Send a message; the tensors are copied before this returns."""
+    def put(self, message: Message) -> int:
+        """Send a message and return the bytes that go over a link; the tensors are copied before this returns."""
 
     def trace_sending(self, track: Track | None) -> None:
         """Record on a track what goes out; on none, nothing."""
@@ -183,19 +183,19 @@ class RemoteSender:
         self._depth = depth
         self._track: Track | None = None
 
-    def put(self, message: Message) -> None:
-        """Wait for a free buffer, lay the message out in it and send it."""
-        for _ in range(self._depth if message.kind == CLOSE else 1):
-            self._send(message)
+    def put(self, message: Message) -> int:
+        """Wait for a free buffer, lay the message out in it and send it; returns its bytes."""
+        num_bytes = sum(self._send(message) for _ in range(self._depth if message.kind == CLOSE else 1))
         if message.kind == CLOSE:
             while self._sending:
                 self._wait_for_room()
+        return num_bytes
 
     def trace_sending(self, track: Track | None) -> None:
         """Record on a track what goes out; on none, nothing."""
         self._track = track
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message) -> int:
         track = self._track
         begin_s = track.now() if track else 0.0
         if self._free:
@@ -205,11 +205,13 @@ class RemoteSender:
         room_s = track.now() if track else 0.0
         num_bytes = self._format.write(message, buffer, apart)
         sends = [self._transport.send(buffer[:num_bytes], self._to, self._tag)]
-        if apart is not None and (num_apart := apart_of(buffer)):
+        num_apart = apart_of(buffer) if apart is not None else 0
+        if apart is not None and num_apart:
             sends.append(self._transport.send(apart[:num_apart], self._to, device_tag(self._tag)))
         self._sending.append((sends, (buffer, apart)))
         if track:
             track.gave(message.index, begin_s, room_s, size_of(buffer))
+        return num_bytes + num_apart
 
     def _wait_for_room(self) -> tuple[Tensor, Tensor | None]:
         """Wait until the oldest message under way has gone; gives its buffers."""
@@ -261,10 +263,11 @@ class LocalChannel:
     def release(self) -> None:
         """Nothing is kept."""
 
-    def put(self, message: Message) -> None:
-        """Hand over a copy, once there is room."""
+    def put(self, message: Message) -> int:
+        """Hand over a copy, once there is room; no link is used."""
         while not self.offer(message, _POLL_S):
             self._check()
+        return 0
 
     def offer(self, message: Message, timeout_s: float) -> bool:
         """Hand over a copy if there is room within some seconds; tells whether there was."""

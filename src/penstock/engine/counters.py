@@ -23,7 +23,7 @@ def _none() -> dict[str, int]:
 
 
 class Counters(msgspec.Struct, forbid_unknown_fields=True):
-    """One stage's messages by kind and its actions so far on one device, streams' ends included.
+    """One stage's messages by kind, their bytes, and its actions so far on one device, streams' ends included.
 
     `doing` is the kind of message that it waits for, `COMPUTING`, or nothing.
     """
@@ -31,6 +31,7 @@ class Counters(msgspec.Struct, forbid_unknown_fields=True):
     sent: dict[str, _Count] = msgspec.field(default_factory=_none)
     taken: dict[str, _Count] = msgspec.field(default_factory=_none)
     num_run: _Count = 0
+    sent_bytes: _Count = 0  # over a link
     busy_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of computing
     doing: str = ""
 

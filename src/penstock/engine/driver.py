@@ -172,7 +172,7 @@ class Driver:
         try:
             while True:
                 message = self._entry.take()
-                self._sender.put(message)
+                self._place.counters.sent_bytes += self._sender.put(message)
                 self._place.counters.sent[ACTIVATIONS] += 1 if message.kind == DATA else self._sender.width
                 if message.kind != DATA:
                     return

@@ -177,15 +177,14 @@ def _run(
     observer.computed(action)
     sender = channels.senders.get((action.stage, kind))
     if result is not None and sender is not None:
-        sender.put(result)
-        observer.sent(action, kind)
+        observer.sent(action, kind, num_bytes=sender.put(result))
 
 
 def _pass_on(action: Action, message: Message, channels: Channels, observer: Observer) -> None:
     """Forward END or CLOSE to the next stage, with the observer's report on this stage."""
     receiver, sender = channels.receivers[action.stage, ACTIVATIONS], channels.senders[action.stage, ACTIVATIONS]
-    sender.put(Message(message.kind, message.index, body=observer.ended(action, message, receiver.width)))
-    observer.sent(action, ACTIVATIONS, sender.width)
+    ended = Message(message.kind, message.index, body=observer.ended(action, message, receiver.width))
+    observer.sent(action, ACTIVATIONS, sender.width, num_bytes=sender.put(ended))
     if message.kind == END:
         receiver.release()
 

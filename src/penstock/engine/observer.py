@@ -109,9 +109,10 @@ class Observer:
         recorder.span("compute", stage, microbatch, self._since, now_s, action.kind, cpu_s=cpu_s)
         recorder.sample(now_s)
 
-    def sent(self, action: Action, kind: str, width: int = 1) -> None:
+    def sent(self, action: Action, kind: str, width: int = 1, *, num_bytes: int = 0) -> None:
         """What it made has gone, as one message or as the end of a stream for each rank that takes it."""
         self.counters[action.stage].sent[kind] += width
+        self.counters[action.stage].sent_bytes += num_bytes
         now_s = self.clock()
         self.seconds[action.stage].send_s += now_s - self._since
         self._since = now_s

@@ -70,14 +70,15 @@ class RoundRobinSender:
         """Return the number of END messages that close one stream, one per rank at the other end."""
         return len(self._senders.items)
 
-    def put(self, message: Message) -> None:
-        """Send a message; the tensors are copied before this returns."""
+    def put(self, message: Message) -> int:
+        """Send a message and return the bytes that go over a link; the tensors are copied before this returns."""
         if message.kind == DATA:
-            self._senders[message.index].put(message)
-            return
-        for place, sender in enumerate(self._senders.items):
-            # what the end collects on its way goes one way only
+            return self._senders[message.index].put(message)
+        # what the end collects on its way goes one way only
+        return sum(
             sender.put(message if not place else Message(message.kind, message.index))
+            for place, sender in enumerate(self._senders.items)
+        )
 
     def trace_sending(self, track: Track | None) -> None:
         """Record on a track what goes out; on none, nothing."""

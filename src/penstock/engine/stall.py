@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from penstock.engine.counters import Counters, Heartbeat, by_stage, read_counters, write_counters
+from penstock.engine.counters import ACTIVATIONS, Counters, Heartbeat, by_stage, read_counters, write_counters
 from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
 from penstock.engine.wiring import Link
@@ -69,12 +69,18 @@ class StallWatch:
         """Return how far each stage is, as of the last heartbeats; `depth` bounds what may wait for one."""
         counted, states = self._counted(read_counters(self._job, self._listen())), []
         for holders in self._pipelines:
+            if self._own is not None and self._own.sent_bytes:
+                name = f"inputs to {', '.join(holders[0].values())}"
+                num_sent, num_bytes = self._own.sent[ACTIVATIONS], self._own.sent_bytes
+                states.append(StageState(name, num_sent, 0.0, 0, num_bytes, computes=False))
             for stage in sorted(index for index in holders if index != FEEDER_STAGE):
                 waiting = sum(max(0, _backlog(link, holders, counted)) for link in self._links if link.target == stage)
                 for rank, name in holders[stage].items():
                     own = counted.get((stage, rank), Counters())
                     queue = min(2 * depth, waiting // len(holders[stage]))
-                    states.append(StageState(f"stage {stage} on {name}", own.num_run, own.busy_s, queue))
+                    states.append(
+                        StageState(f"stage {stage} on {name}", own.num_run, own.busy_s, queue, own.sent_bytes)
+                    )
         return states
 
     def _counted(self, heard: Iterable[Heartbeat]) -> Counted:

@@ -19,6 +19,7 @@ from rich.text import Text
 from penstock.terminal.console import PlainConsole
 from penstock.terminal.progress import how_far, telling
 from penstock.text import plain
+from penstock.units import format_rate
 
 # rates are over so many seconds, so that they are readable
 _WINDOW_S = 5.0
@@ -27,16 +28,18 @@ _REFRESH_PER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What a stage has counted so far: microbatches that came, that it computed, and its seconds of computing.
+    """What a stage has counted so far: microbatches that it computed, its seconds of computing, bytes that it sent.
 
     `queue` is how many wait in front of it; the two ends of a cut count at different moments, so that this is no more
-    exact than their heartbeats, and at most what the cut's buffers hold.
+    exact than their heartbeats, and at most what the cut's buffers hold. What only feeds others computes nothing.
     """
 
     name: str
     computed: int
     busy_s: float
     queue: int
+    sent_bytes: int = 0
+    computes: bool = True
 
 
 class LiveView:
@@ -88,7 +91,7 @@ class LiveView:
         while len(self._seen) > 2 and now_s - self._seen[1][0] > _WINDOW_S:
             self._seen.popleft()
         table = Table.grid(padding=(0, 2))
-        heads = ("stage", "busy", "", "waiting", "per second")
+        heads = ("stage", "busy", "", "waiting", "per second", "sends")
         table.add_row(*(Text(head, style="dim") for head in heads))
         before_s, before = self._seen[0]
         span_s = self._seen[-1][0] - before_s
@@ -96,12 +99,16 @@ class LiveView:
         for state in states:
             old, name = known.get(state.name), Text(plain(state.name))
             if old is None or span_s <= 0:
-                table.add_row(name, "", "", str(state.queue), "")
+                table.add_row(name, "", "", str(state.queue), "", "")
+                continue
+            rate, sends = (state.computed - old.computed) / span_s, (state.sent_bytes - old.sent_bytes) / span_s
+            link = format_rate(sends) if sends > 0 else ""
+            if not state.computes:
+                table.add_row(name, "", "", "", f"{rate:.1f}", link)
                 continue
             busy = min(1.0, max(0.0, (state.busy_s - old.busy_s) / span_s))
-            rate = (state.computed - old.computed) / span_s
             bar = ProgressBar(total=1.0, completed=busy, width=20)
-            table.add_row(name, f"{busy:.0%}", bar, str(state.queue), f"{rate:.1f}")
+            table.add_row(name, f"{busy:.0%}", bar, str(state.queue), f"{rate:.1f}", link)
         return Group(table, "", Text(self._overall(now_s)))
 
     def _overall(self, now_s: float) -> str:

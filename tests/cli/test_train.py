@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from penstock.cli import train
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row
+from tests.cli.conftest import SMALL
 from tests.recipes.test_fit import VIT
 
 Run = Callable[..., tuple[int, str, str]]
@@ -36,6 +38,7 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
         (["--data", "digits", "--memory", "1GiB"], "leave it out"),
         (["--data", "digits", "--memory", "1GiB", "--cluster", "lab.toml"], "a lab's hosts theirs"),
         (["--data", "digits", "--compare", "data", "--trace", "x"], "--trace records one"),
+        (["--data", "digits", "--weak-scaling"], "--weak-scaling is for --compare"),
         (["--data", "digits", "--schedule", "2f2b"], "is no schedule and no file"),
         (["--data", "digits", "--freeze", "none"], "freeze is for an elastic training; add elastic=True (--elastic)"),
         (["--data", "digits", "--cache-views", "3"], "cache_views is for an elastic training"),
@@ -57,6 +60,48 @@ def test_wrong_usage_is_one_line(arguments: list[str], said: str, penstock: Run,
 def test_the_help_says_that_hosts_share_the_folder(penstock: Run) -> None:
     _, out, _ = penstock("train", "--help")
     assert "Hosts must share the folder" in " ".join(out.replace("│", " ").split())
+
+
+def test_ways_to_train_beside_each_other_in_processes_of_their_own(penstock: Run, tmp_path: Path) -> None:
+    few = ["--data", "digits", "--num-rows", 48, "--batch-size", 8, "--threads", 1]
+    given = [
+        "--compare",
+        "single,data",
+        "--weak-scaling",
+        "-o",
+        tmp_path / "compared",
+        "--json",
+        tmp_path / "rows.json",
+    ]
+    status, out, err = penstock("train", VIT, *few, *given)
+    assert status == 0, err
+    one, two = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["name"], row["processes"], row["settings"]["batch_size"]) for row in (one, two)] == [
+        ("single", 1, 8), ("data", 2, 16),
+    ]  # fmt: skip
+    assert one["units_per_s"] > 0 < two["units_per_s"]
+    for picture in ("training_time", "throughput"):
+        assert (tmp_path / "compared" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    sweep = tmp_path / "sweep.toml"
+    sweep.write_text('[[settings]]\nname = "halves"\nstages = 2\n[[settings]]\nname = "too fast"\nbatch_size = 0\n')
+    assert penstock("train", VIT, *few, "--sweep", sweep, "-o", tmp_path / "swept")[0] == 2
+    sweep.write_text('[[settings]]\nname = "halves"\nstages = 2\nmicrobatches = 2\n')
+    status, out, err = penstock("train", VIT, *few, "--sweep", sweep, "-o", tmp_path / "swept")
+    assert status == 0, err
+    assert json.loads((tmp_path / "swept" / "sweep.json").read_text())["rows"][0]["processes"] == 2
+    assert "halves" in out
+
+
+def test_the_largest_batch_in_processes_of_their_own(penstock: Run, photos: Path, tmp_path: Path) -> None:
+    for index in range(4):  # eleven rows, of which one is for validation
+        Image.new("RGB", (32, 32)).save(photos / "cats" / f"more{index}.png")
+    few = ["--data", photos, "--threads", 1, "--microbatches", 8, "--find-max-batch", "-o", tmp_path / "tries"]
+    status, out, err = penstock("train", SMALL, *few, "--json", tmp_path / "tries.json")
+    assert status == 0, err
+    found = json.loads((tmp_path / "tries.json").read_text())
+    assert [row["settings"]["batch_size"] for row in found["rows"]] == [8, 16]
+    assert found["largest_batch"] == 10
+    assert "the largest batch that fits is 10" in out
 
 
 def test_an_elastic_run_and_its_report(penstock: Run, tmp_path: Path) -> None:

@@ -159,6 +159,8 @@ def test_the_modes_to_compare(tmp_path: Path) -> None:
     assert [runs[name].microbatches for name in ("model", "pipeline")] == [1, 4]
     with pytest.raises(UsageError, match=r"the modes to compare are single, .* not both ways"):
         mode_runs(["both ways"], settings(tmp_path), 2)
+    weak = dict(mode_runs(["single", "both"], settings(tmp_path, batch_size=8), 8, weak_scaling=True))
+    assert [run.batch_size for run in weak.values()] == [8, 8 * weak["both"].num_processes]
 
 
 def test_a_sweep_changes_what_it_names(tmp_path: Path) -> None:

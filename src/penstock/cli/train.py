@@ -44,6 +44,9 @@ def train(
     bind: opt.Bind = None,
     cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Train on the hosts of a lab.")] = None,
     compare: Annotated[str | None, typer.Option(help="single,model,pipeline,data,both: train in each way.")] = None,
+    weak_scaling: Annotated[
+        bool, typer.Option("--weak-scaling", help="With --compare: the batch grows with the number of processes.")
+    ] = False,
     sweep: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with [[settings]]: train with each.")] = None,
     ablation: Annotated[bool, typer.Option("--ablation", help="Train with each part of --elastic off and on.")] = False,
     find_max_batch: Annotated[bool, typer.Option("--find-max-batch", help="The largest batch that fits.")] = False,
@@ -62,14 +65,16 @@ def train(
     }  # fmt: skip
     chosen = [name for name, on in several.items() if on]
     _check_goes_together(settings, chosen, cluster=cluster, memory=memory)
+    if weak_scaling and compare is None:
+        raise UsageError("--weak-scaling is for --compare; leave it out")
     if not chosen:
         _show_one(fit(settings, cluster), json)
     elif cluster is not None:
         with lab_session(read_lab(cluster)) as lab:
-            _several(settings, Place(lab=lab), compare, sweep, json, ablation=ablation)
+            _several(settings, Place(lab=lab), compare, sweep, json, ablation=ablation, weak_scaling=weak_scaling)
     else:
         place = Place(memory_bytes=parse_bytes(memory) if memory else None)
-        _several(settings, place, compare, sweep, json, ablation=ablation)
+        _several(settings, place, compare, sweep, json, ablation=ablation, weak_scaling=weak_scaling)
 
 
 def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: Path | None, memory: str | None) -> None:
@@ -87,8 +92,9 @@ def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: P
 
 
 def _several(
-    settings: FitSettings, place: Place, compare: str | None, sweep: Path | None, json: Path | None, *, ablation: bool
-) -> None:
+    settings: FitSettings, place: Place, compare: str | None, sweep: Path | None, json: Path | None, *,
+    ablation: bool, weak_scaling: bool,
+) -> None:  # fmt: skip
     """Run what consists of several runs, and print their table."""
     console = opt.make_console()
 
@@ -103,7 +109,8 @@ def _several(
         opt.write_json(json, {"largest_batch": size, "rows": [row.document() for row in rows]})
         return
     if compare is not None:
-        runs = mode_runs([name.strip() for name in compare.split(",")], settings, available_cores())
+        names = [name.strip() for name in compare.split(",")]
+        runs = mode_runs(names, settings, available_cores(), weak_scaling=weak_scaling)
     elif ablation:
         runs = ablation_runs(settings)
     else:
@@ -123,17 +130,20 @@ def _several(
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table("run", "processes", "training s", "per s", "validation loss", "accuracy", "memory", "what happened")
+    table = Table(
+        "run", "processes", "batch", "training s", "per s", "validation loss", "accuracy", "memory", "what happened"
+    )
     for row in rows:
+        batch = str(row.settings.batch_size)
         if row.result is None:
-            table.add_row(row.name, "", "", "", "", "", "", "out of memory" if row.out_of_memory else "failed")
+            table.add_row(row.name, "", batch, "", "", "", "", "", "out of memory" if row.out_of_memory else "failed")
             continue
         found, last = row.result, row.result.last
         if last is None:
-            table.add_row(row.name, str(found.num_processes), "", "", "", "", "", "had ended before")
+            table.add_row(row.name, str(found.num_processes), batch, "", "", "", "", "", "had ended before")
             continue
         table.add_row(
-            row.name, str(found.num_processes), f"{found.train_s:.1f}", f"{found.units_per_s:.1f} {last.unit}",
+            row.name, str(found.num_processes), batch, f"{found.train_s:.1f}", f"{found.units_per_s:.1f} {last.unit}",
             _number(last.validation_loss), _percent(last.accuracy), format_bytes(max(last.peak_memory_bytes)), "done",
         )  # fmt: skip
     return table

@@ -100,11 +100,14 @@ def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
     return runs
 
 
-def mode_runs(names: Sequence[str], base: FitSettings, cores: int) -> list[tuple[str, FitSettings]]:
+def mode_runs(
+    names: Sequence[str], base: FitSettings, cores: int, *, weak_scaling: bool = False
+) -> list[tuple[str, FitSettings]]:  # fmt: skip
     """Return the settings of the modes to compare, all with the same threads for each process.
 
     single: one process. model: stages one after the other, one microbatch. pipeline: stages with microbatches.
-    data: replicas. both: replicas of a pipeline. Stages and replicas are the base's, two where not given.
+    data: replicas. both: replicas of a pipeline. Stages and replicas are the base's, two where not given. The batch is
+    the same in all, or with `weak_scaling` as many times the base's as there are processes.
 
     Raises `UsageError` for other names.
     """
@@ -121,6 +124,8 @@ def mode_runs(names: Sequence[str], base: FitSettings, cores: int) -> list[tuple
     if strange or not names:
         raise UsageError(f"the modes to compare are {', '.join(MODES)}, not {', '.join(strange) or 'none'}")
     runs = {name: base.replace(**changes[name], devices=None, output=str(base.folder / name)) for name in names}
+    if weak_scaling:
+        runs = {name: run.replace(batch_size=run.batch_size * run.num_processes) for name, run in runs.items()}
     threads = base.threads or max(1, cores // max(settings.num_processes for settings in runs.values()))
     return [(name, settings.replace(threads=threads)) for name, settings in runs.items()]
 
@@ -217,7 +222,12 @@ def _bars(rows: Sequence[Row], values: Sequence[float | None], label: str, file:
     for place, row, value in zip(places, rows, values, strict=True):
         text = "out of memory" if row.out_of_memory else "failed" if value is None else _short(value)
         axes.annotate(text, (place, value or 0.0), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8)
-    names = [f"{row.name}\n{row.settings.num_processes} × device" for row in rows]
+    batches = {row.settings.batch_size for row in rows}
+    names = [
+        f"{row.name}\n{row.settings.num_processes} × device"
+        + (f"\nbatch {row.settings.batch_size}" if len(batches) > 1 else "")
+        for row in rows
+    ]
     axes.set_xticks(list(places), names, fontsize=8)
     axes.set_ylabel(label, fontsize=8)
     axes.margins(y=0.12)

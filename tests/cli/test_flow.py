@@ -2,13 +2,15 @@
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 import penstock as library
+from penstock.cli import profile as profile_verb
 from penstock.cli.main import main
 from penstock.spec.check import read_plan
 from penstock.spec.profile import read_profile
@@ -27,6 +29,15 @@ name = "board"
 speed = 0.5
 memory = "2 GiB"
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measured_once() -> Iterator[None]:
+    """Let all profiles here have the same figures of messages and of a worker's memory, which take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("measure_messages", "worker_bytes"):
+            patch.setattr(profile_verb, name, cache(getattr(profile_verb, name)))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
+from penstock.deploy.split import split
 from penstock.errors import CaptureError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
@@ -439,6 +441,23 @@ def test_a_length_that_the_model_limits_stays_symbolic() -> None:
         dynamic={"length": {"input_ids": 1, "attention_mask": 1}},
     )  # fmt: skip
     assert graph.symbols == ("batch", "length")
+
+
+def test_a_mixture_of_experts_is_captured_with_products_of_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=50, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model: Any = MixtralForCausalLM(config).eval()
+    before = model.config._experts_implementation
+    parts = split(model, (torch.randint(50, (2, 8)),), stages=2)
+    assert model.config._experts_implementation == before != "batched_mm"
+    assert "call set_experts_implementation('batched_mm')" in capsys.readouterr().err
+    model.set_experts_implementation("batched_mm")
+    for rows in (2, 3):
+        tokens = torch.randint(50, (rows, 8))
+        with torch.no_grad():
+            assert torch.equal(parts(tokens).logits, model(tokens).logits)
 
 
 def test_a_model_that_keeps_a_cache_is_captured_without() -> None:

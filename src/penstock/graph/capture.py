@@ -21,12 +21,14 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CaptureError
 from penstock.graph.graph import Graph
 from penstock.graph.translate import translate
+from penstock.terminal.notes import note
 
 BATCH = "batch"
 # torch.export takes a size of 0 or 1 for a constant, and so do some models with 2
 _EXAMPLE_ROWS = 3
 _LONGEST = 240
 _TORCH = str(Path(torch.__file__).parent)
+_EXPERTS = "batched_mm"
 # What torch says at length, and what a reader of the model needs to know instead
 _KNOWN = (
     (r"Could not guard on data-dependent expression", "it decides by the values of a tensor"),
@@ -49,7 +51,7 @@ def capture(
 
     A model in training mode is captured for training: with its dropout, its updates of statistics, and
     where its code switches gradients off the values are detached. One of Hugging Face's that would return the cache of
-    its keys and values (`config.use_cache`) is captured without.
+    its keys and values (`config.use_cache`) is captured without, and a mixture of experts with `batched_mm`.
 
     `dynamic` declares further symbolic dimensions: a name, then input names or positions and their
     dimension, as in `{"sequence": {"input_ids": 1, "attention_mask": 1}}`.
@@ -62,7 +64,7 @@ def capture(
     """
     arguments, keywords = tuple(args), dict(kwargs or {})
     rows = _batch_rows(arguments, keywords)
-    with _fake_parameters(model), _without_cache(model), torch.set_grad_enabled(model.training):
+    with _fake_parameters(model), _as_one_pass(model), torch.set_grad_enabled(model.training):
         if rows is None:
             return _export(model, arguments, keywords, None, fixed_batch=None)
         wide_arguments, wide_keywords = (_widen(x, rows) for x in (arguments, keywords))
@@ -111,17 +113,30 @@ def _in_order(
 
 
 @contextlib.contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Have a model return no cache for generating text: it is no tensor, and nothing of one pass needs it."""
-    config = getattr(model, "config", None)
-    uses = getattr(config, "use_cache", None)
+def _as_one_pass(model: nn.Module) -> Iterator[None]:
+    """Have a model of Hugging Face's compute one pass in operators of PyTorch's, and nothing beside it.
+
+    It returns no cache for generating text, which is no tensor. Experts of a mixture are computed by products of
+    batches of matrices: the other ways are an operator of the library's own, or decide by values.
+    """
+    config: Any = getattr(model, "config", None)
+    uses, experts = getattr(config, "use_cache", None), getattr(config, "_experts_implementation", None)
+    changes = experts is not None and experts != _EXPERTS and hasattr(model, "set_experts_implementation")
     try:
         if uses:
-            config.use_cache = False  # type: ignore[union-attr]
+            config.use_cache = False
+        if changes:
+            model.set_experts_implementation(_EXPERTS)  # type: ignore[operator]
+            note(
+                f"{type(model).__name__} is captured with its experts computed by {_EXPERTS}, not {experts}; to "
+                f"compare outputs, call set_experts_implementation({_EXPERTS!r})"
+            )
         yield
     finally:
         if uses:
-            config.use_cache = uses  # type: ignore[union-attr]
+            config.use_cache = uses
+        if changes:
+            model.set_experts_implementation(experts)  # type: ignore[operator]
 
 
 @contextlib.contextmanager

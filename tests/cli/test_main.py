@@ -32,6 +32,17 @@ def test_the_list_of_verbs_comes_without_torch() -> None:
         assert found.stdout.splitlines()[-1] == f"{status} False"
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered", "torch"), [("penstock in", ["infer"], 0), ("penstock infer --sta", ["--stages"], 1)]
+)
+def test_a_shell_completes_verbs_without_torch_and_their_options(typed: str, offered: list[str], torch: int) -> None:
+    said = "atexit.register(lambda: print('torch' in sys.modules))"
+    code = f"import atexit, sys; from penstock.cli.main import main; sys.argv[0] = 'penstock'; {said}; main([])"
+    env = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    found = run_python("-c", code, deadline_s=60.0, env=env)
+    assert found.stdout.splitlines() == [*offered, str(bool(torch))]
+
+
 @pytest.mark.parametrize("verb", main_module._HELP)
 def test_each_verb_has_its_own_help(verb: str, penstock: Run) -> None:
     status, out, _ = penstock(verb, "--help")

@@ -5,7 +5,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.cluster import is_lab, refuse_bind, run_on_cluster, take_cluster
 from penstock.cluster.lab.signals import ignore_late_signals
@@ -38,12 +38,24 @@ _HELP = {
 class _Verbs(TyperGroup):
     """The verbs, each in a module of its name, which is imported when the verb runs."""
 
+    _names_only = False
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete the name of a verb, which needs none of their modules."""
+        self._names_only = True
+        try:
+            return super().shell_complete(ctx, incomplete)
+        finally:
+            self._names_only = False
+
     def list_commands(self, _ctx: Any) -> list[str]:
         return list(_HELP)
 
     def get_command(self, _ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _HELP:
             return None
+        if self._names_only:
+            return TyperCommand(cmd_name, help=_HELP[cmd_name])
         module = importlib.import_module(f"penstock.cli.{cmd_name}")
         verb = typer.Typer(**_PLAIN)
         if hasattr(module, "app"):
@@ -59,8 +71,9 @@ class _Verbs(TyperGroup):
 
 _PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 app = typer.Typer(
-    cls=_Verbs, no_args_is_help=True, help="Run one PyTorch model across the machines you have.", **_PLAIN
-)
+    cls=_Verbs, no_args_is_help=True, help="Run one PyTorch model across the machines you have.",
+    **_PLAIN | {"add_completion": True},
+)  # fmt: skip
 _ON_CLUSTERS = {"bench", "infer", "train"}  # in a lab, `train` starts its processes itself
 
 

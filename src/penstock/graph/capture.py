@@ -6,7 +6,7 @@ import io
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,8 @@ def _as_one_pass(model: nn.Module) -> Iterator[None]:
     """
     config: Any = getattr(model, "config", None)
     uses, experts = getattr(config, "use_cache", None), getattr(config, "_experts_implementation", None)
-    changes = experts is not None and experts != _EXPERTS and hasattr(model, "set_experts_implementation")
+    has_experts: Callable[[], bool] = getattr(model, "_can_set_experts_implementation", bool)
+    changes = experts != _EXPERTS and has_experts()
     try:
         if uses:
             config.use_cache = False

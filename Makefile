@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test check docs format clean
 
 setup: .venv/.ready
 
@@ -24,6 +24,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) docs
+
+docs: setup
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -c docs . build/docs
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -102,8 +102,9 @@ class Pipeline:
 
     A model in training mode, or a function that makes one, can be trained: see the methods from `optimizer` on. Whether
     it trains or streams is decided by what is called first. To train, all processes run the same script,
-    and alone this one does everything. That has further arguments:
+    and alone this one does everything.
 
+    Arguments of training:
         replicas: how many whole pipelines share each batch; as many as fit beside `stages`.
         schedule: gpipe, 1f1b, interleaved, zero-bubble, or a schedule of your own: its text, or the path of a file.
             A line for each device, with its actions in order: F a forward, B a backward (or I and W, its halves: the

@@ -4,12 +4,12 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.errors import CutError
 from penstock.plan.search.interleaved_cuts import balanced_devices, interleave
-from penstock.plan.search.partition import stage_costs
+from penstock.plan.search.partition import balanced, stage_costs
 
 
 @st.composite
@@ -73,6 +73,32 @@ def test_a_long_line_is_divided_evenly() -> None:
     loads = [stages[device] + stages[device + 4] for device in range(4)]
     assert max(loads) <= 1.005 * sum(work) / 4
     assert max(stages) <= 1.1 * sum(work) / 8
+
+
+@given(
+    st.lists(st.integers(1, 9).map(float), min_size=8, max_size=60),
+    st.lists(st.integers(1, 3), min_size=2, max_size=4),
+    st.data(),
+)
+def test_devices_whose_stages_are_neighbours_get_equal_parts(
+    work: list[float], counts: list[int], data: st.DataObject
+) -> None:
+    assume(sum(counts) > len(counts))
+    crossing = data.draw(st.lists(st.integers(0, 4), min_size=len(work) + 1, max_size=len(work) + 1))
+    places = [device for device, count in enumerate(counts) for _ in range(count)]
+    assume(sum(counts) <= len(work))
+    cuts = balanced_devices(work, crossing, sum(counts), places=places, work_per_byte=0.1)
+    assert len(cuts) == sum(counts) - 1
+    assert cuts == sorted(set(cuts))
+    edges = [0, *(cut for cut, (one, other) in zip(cuts, pairwise(places), strict=True) if one != other), len(work)]
+    least = balanced(work, crossing, len(counts), work_per_byte=0.1)
+
+    def busiest(ends: list[int]) -> float:
+        return max(sum(work[a:b]) + 0.1 * (crossing[a] + crossing[b]) for a, b in pairwise(ends))
+
+    best = [0, *least, len(work)]
+    if all(b - a >= count for count, (a, b) in zip(counts, pairwise(best), strict=True)):
+        assert busiest(edges) <= busiest(best) * (1 + 1e-9)
 
 
 def test_more_stages_than_units() -> None:

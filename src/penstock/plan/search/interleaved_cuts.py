@@ -12,7 +12,7 @@ most promising ones.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 from penstock.plan.cost.training_step import interleaved_memory
-from penstock.plan.search.partition import check_stages, stage_costs
+from penstock.plan.search.partition import balanced, check_stages, stage_costs
 
 # devices that differ by less than this count as equally busy: then more equal stages are better
 SLACK = 0.003
@@ -84,10 +84,30 @@ def balanced_devices(
     Raises `CutError` for more stages than units.
     """
     check_stages(len(work), num_stages)
+    counts = [len(list(group)) for _, group in groupby(places)]
+    if len(counts) == len(set(places)) and (cuts := _side_by_side(work, crossing_bytes, counts, work_per_byte)):
+        return cuts
     found = interleave([stage_costs(work, crossing_bytes, work_per_byte)] * num_stages, places, slack=SLACK)
     if found is None:
         raise AssertionError("units enough for the stages, and no division")
     return list(found.cuts)
+
+
+def _side_by_side(
+    work: Sequence[float], crossing_bytes: Sequence[int], counts: Sequence[int], work_per_byte: float
+) -> list[int] | None:  # fmt: skip
+    """Divide the line among devices whose stages are neighbours, and each device's part into its stages.
+
+    What crosses between two stages of one device is no message. Returns None where a part has too few units.
+    """
+    outer = balanced(work, crossing_bytes, len(counts), work_per_byte=work_per_byte)
+    cuts = []
+    for count, (start, end) in zip(counts, pairwise([0, *outer, len(work)]), strict=True):
+        if end - start < count:
+            return None
+        cuts += [start + cut for cut in balanced(work[start:end], crossing_bytes[start : end + 1], count)]
+        cuts.append(end)
+    return cuts[:-1]
 
 
 class _Search:

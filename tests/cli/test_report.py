@@ -23,12 +23,35 @@ def test_from_a_run_to_its_page(penstock: Run, photos: Path, tmp_path: Path) -> 
     assert result["num_times"] - sum(line["times"] for line in result["lines"]) == pytest.approx(result["speedup"])
     assert result["advice"][1].startswith("Planned for what was measured")
     assert (run / "trace-2.json").exists()
+    serial, page = tmp_path / "serial", tmp_path / "both.html"
+    arguments = ["--images", photos, "-o", tmp_path / "s.csv", "--stages", 1, "--threads", 1, "--trace", serial]
+    assert penstock("infer", SMALL, *arguments, "--profile")[0] == 0
+    status, out, errors = penstock("report", serial, run, "-o", page, "--json", file)
+    assert status == 0, errors
+    assert out.splitlines()[1].startswith(f"run: {SMALL} in 2 stages, ")
+    result = json.loads(file.read_text())
+    differences = {row[0]: row[1:] for row in result["differences"]}
+    assert differences["stages"] == [1, 2]
+    assert differences["times the first"][0] == "1.00"
+    seconds = {row[0]: row[1:] for row in result["operators"]}
+    assert "aten::addmm" in seconds
+    assert seconds["aten::addmm"][3:] == [None, None, None]  # the other run was not profiled
+    assert seconds["(send a message)"][1::3] == ["1", "2"]
+    text = page.read_text(encoding="utf-8")
+    assert "serial: Timeline" in text
+    assert "run: Timeline" in text
+    assert "No operators were recorded of run" in text
 
 
 def test_what_is_no_run(penstock: Run, tmp_path: Path) -> None:
     status, _, errors = penstock("report", tmp_path)
     assert status == 2
     assert "has no run.json" in errors
+    status, _, errors = penstock("report", tmp_path, "-o", tmp_path / "page.html")
+    assert (status, errors) == (
+        2,
+        "error: --output is for several runs: the page of one lies in its folder; leave it out\n",
+    )
 
 
 def test_an_elastic_training_without_a_trace(penstock: Run, tmp_path: Path) -> None:

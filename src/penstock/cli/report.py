@@ -7,19 +7,34 @@ import msgspec
 import typer
 
 from penstock.cli.options import JsonFile, make_console, write_json
+from penstock.errors import UsageError
+from penstock.report.beside import write_beside
 from penstock.report.run_report import PlansReport, write_any_report
 from penstock.terminal.progress import working
 
 
 def report(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder that --trace was given, or that of an elastic training.")
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="The folder that --trace was given, or that of an elastic training; of several streams, what differs.",
+        ),
     ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The page of several runs.  [default: beside.html]")
+    ] = None,
     pictures: Annotated[bool, typer.Option(help="Also draw PNG and SVG files.")] = True,
     json: JsonFile = None,
 ) -> None:
-    """Write a run's page, its trace for Perfetto, tables and pictures, and print the account."""
+    """Write a run's page, its trace for Perfetto, tables and pictures, and print the account; or several runs' page."""
     console = make_console()
+    if len(runs) > 1:
+        _beside(runs, output or Path("beside.html"), json)
+        return
+    if output is not None:
+        raise UsageError("--output is for several runs: the page of one lies in its folder; leave it out")
+    (run,) = runs
     with working("reading the run"):
         made = write_any_report(run, pictures=pictures)
     for line in made.lead:
@@ -40,3 +55,20 @@ def report(
         }  # fmt: skip
     write_json(json, result)
     console.print(f"the page is {run / 'report.html'}", markup=False, soft_wrap=True)
+
+
+def _beside(runs: list[Path], output: Path, json: Path | None) -> None:
+    """Write the page of several runs, and print what differs."""
+    console = make_console()
+    with working("reading the runs"):
+        made = write_beside(runs, output)
+    for line in made.lead:
+        console.print(line, markup=False, soft_wrap=True)
+    differences, operators = made.tables
+    for row in differences.rows:
+        console.print("  ".join(f"{cell or '':>14}" for cell in row[1:]) + f"  {row[0]}", markup=False, soft_wrap=True)
+    write_json(json, {
+        "differences": [list(row) for row in differences.rows], "operators": [list(row) for row in operators.rows],
+        "files": [str(file) for file in made.files],
+    })  # fmt: skip
+    console.print(f"the page is {output}", markup=False, soft_wrap=True)

@@ -1,0 +1,238 @@
+"""The page of several runs beside each other: what differs, each timeline, and what operators each ran."""
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.errors import UsageError
+from penstock.report.page.figures import Figure, loads, timeline
+from penstock.report.page.page import Text, make_page
+from penstock.report.page.tables import Cell, Table, markdown, predicted_loads, stage_table
+from penstock.report.run_report import profiled_lines
+from penstock.report.stream.measured import MeasuredStage, MeasuredStream, measure_stream
+from penstock.tracing.trace import Run, Span, read_run
+from penstock.units import format_bytes, format_seconds
+
+_SHOWN = 25  # operators
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A run that was read, and how it is called among the others."""
+
+    name: str
+    run: Run
+    stream: MeasuredStream
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows over the whole stream."""
+        return self.run.facts.num_rows / self.run.facts.total_s
+
+    def of_all_stages(self, field: str) -> float:
+        """Return the median seconds, or bytes, of a microbatch, of all stages together: a profiler slows a few down."""
+        return sum(_median(stage, field) for stage in self.stream.stages)
+
+    def peaks(self) -> list[float]:
+        """Return the most memory that each process was seen to have."""
+        found = ([c.value for c in p.counters if c.name == "memory_bytes"] for p in self.run.processes)
+        return [max(values) for values in found if values]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What an operator took of one microbatch, in all stages: calls, seconds without what it called, bytes."""
+
+    calls: float = 0.0
+    seconds: float = 0.0
+    num_bytes: float = 0.0
+
+    def cells(self) -> list[Cell]:
+        """Write milliseconds, calls and memory for a table."""
+        return [
+            f"{self.seconds * 1e3:.3f}", f"{self.calls:.4g}", format_bytes(self.num_bytes) if self.num_bytes else None
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What was written, what it says first, and its tables."""
+
+    lead: tuple[str, ...]
+    tables: tuple[Table, ...]
+    files: tuple[Path, ...]
+
+
+def write_beside(folders: Sequence[str | os.PathLike[str]], file: str | os.PathLike[str]) -> Beside:
+    """Write a page on several streams: the first one is what the others are held against.
+
+    Example:
+        write_beside(["runs/serial", "runs/four"], "beside.html").lead
+
+    Leaves the page, and the tables beside it as Markdown. Raises `DataError` for a folder that holds no whole run,
+    `UsageError` for the run of a training, and where the page cannot be written.
+    """
+    named = _read([Path(folder) for folder in folders])
+    lead = _lead(named)
+    tables = [differences(named), operators(named)]
+    figures = [
+        replace(figure, key=f"{figure.key}{index}", title=f"{each.name}: {figure.title}")
+        for index, each in enumerate(named) for figure in _figures(each)
+    ]  # fmt: skip
+    page = make_page(" beside ".join(each.name for each in named), lead, figures, tables, [_how(named)])
+    place = Path(file)
+    files = {place: page, place.with_suffix(".md"): markdown(tables)}
+    try:
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{place} cannot be written ({error.strerror}); choose another --output") from None
+    return Beside(tuple(lead), tuple(tables), tuple(files))
+
+
+def _read(folders: Sequence[Path]) -> list[Named]:
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    found = []
+    for name, folder in zip(names, folders, strict=True):
+        run = read_run(folder)
+        if run.facts.kind != "stream":
+            raise UsageError(
+                f"{folder} is the run of a training; runs beside each other are streams, as of infer --trace"
+            )
+        found.append(Named(name, run, measure_stream(run)))
+    return found
+
+
+def _figures(each: Named) -> list[Figure]:
+    stages = stage_table(each.run, each.stream, predicted_loads(each.run))
+    return [timeline(each.run, each.stream), loads(each.run, each.stream, stages)]
+
+
+def _lead(named: Sequence[Named]) -> list[str]:
+    """Describe each run against the first one."""
+    first, *others = named
+    lines = [f"{first.name}: {_shape(first)}, {first.rows_per_s:.4g} rows/s."]
+    for each in others:
+        longer = each.of_all_stages("compute_s") / first.of_all_stages("compute_s")
+        faster = each.rows_per_s / first.rows_per_s
+        lines.append(
+            f"{each.name}: {_shape(each)}, {each.rows_per_s:.4g} rows/s, {faster:.2f} times {first.name}. For a "
+            f"microbatch its stages together compute {longer:.2f} times as long, messages take them "
+            f"{format_seconds(each.of_all_stages('message_s'))}, and they wait "
+            f"{format_seconds(each.of_all_stages('wait_s'))}."
+        )
+    return lines
+
+
+def _shape(each: Named) -> str:
+    count = len(each.stream.stages)
+    return f"{each.run.facts.model} in {count} stage{'s' if count > 1 else ''}"
+
+
+def _how(named: Sequence[Named]) -> Text:
+    missing = [each.name for each in named if not any(span.kind == "profile" for span in each.run.spans)]
+    lines = [
+        "Seconds of operators are without those of the operators that they call, for a microbatch in all stages. "
+        "Others are medians over microbatches."
+    ]
+    lines += [f"{each.name}: {line}" for each in named for line in profiled_lines(each.run)]
+    if missing:
+        lines.append(f"No operators were recorded of {', '.join(missing)}: run again with --profile.")
+    return Text("how", "How to read it", lines)
+
+
+def differences(named: Sequence[Named]) -> Table:
+    """Return what each run took, a column each."""
+    rows: list[tuple[Cell, ...]] = [
+        ("stages", *(len(each.stream.stages) for each in named)),
+        ("microbatches", *(each.stream.num_microbatches for each in named)),
+        ("threads of a stage", *(each.run.facts.threads for each in named)),
+        ("rows/s", *(f"{each.rows_per_s:.4g}" for each in named)),
+        ("times the first", *(f"{each.rows_per_s / named[0].rows_per_s:.2f}" for each in named)),
+    ]
+    of_each = {
+        "computing": "compute_s", "messages": "message_s", "waiting": "wait_s", "between them": "gap_s",
+    }  # fmt: skip
+    for what, field in of_each.items():
+        rows.append((f"{what}, of a microbatch", *(format_seconds(each.of_all_stages(field)) for each in named)))
+    longest = ([_median(stage, "compute_s") for stage in each.stream.stages] for each in named)
+    rows.append(("computing in the longest stage", *(format_seconds(max(seconds)) for seconds in longest)))
+    sent = (format_bytes(each.of_all_stages("num_bytes_out")) for each in named)
+    rows.append(("sent by stages, of a microbatch", *sent))
+    peaks = [each.peaks() for each in named]
+    rows.append(("peak memory of a process", *(format_bytes(max(found)) if found else None for found in peaks)))
+    rows.append(("peak memory of all", *(format_bytes(sum(found)) if found else None for found in peaks)))
+    return Table("differences", "What differs", ("what", *(each.name for each in named)), tuple(rows))
+
+
+def operators(named: Sequence[Named]) -> Table:
+    """Return what each operator took in each run, with sends and waits among them, those that took longest first."""
+    found = [operators_of(each.run, each.stream) for each in named]
+    names = sorted({name for each in found for name in each}, key=lambda n: -max(e[n].seconds for e in found if n in e))
+    rows: list[tuple[Cell, ...]] = []
+    for name in names[:_SHOWN]:
+        cells: list[Cell] = [name]
+        for each in found:
+            took = each.get(name)
+            cells += [None] * 3 if took is None else took.cells()
+        rows.append(tuple(cells))
+    heads = (head for each in named for head in (f"{each.name}: ms", "calls", "memory"))
+    return Table("operators", "Operators, of a microbatch", ("operator", *heads), tuple(rows))
+
+
+def operators_of(run: Run, stream: MeasuredStream) -> Mapping[str, Operator]:
+    """Return what torch.profiler's operators took of a microbatch in all stages, with what messages took."""
+    of_stage: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    for process in run.processes:
+        for span in process.spans:
+            if span.kind == "profile":
+                of_stage[process.rank, span.stage].append(span)
+    found: dict[str, Operator] = {}
+    for spans in of_stage.values():
+        num_profiled = len({span.microbatch for span in spans})
+        for span, seconds in own_seconds(spans):
+            was = found.get(span.name, Operator())
+            found[span.name] = Operator(
+                was.calls + 1 / num_profiled, was.seconds + seconds / num_profiled,
+                was.num_bytes + span.num_bytes / num_profiled,
+            )  # fmt: skip
+    for stage in stream.stages:
+        messages = {
+            "(wait for a message or a buffer)": ("wait_s", 0.0),
+            "(read a message)": ("read_s", _median(stage, "num_bytes_in")),
+            "(send a message)": ("give_s", _median(stage, "num_bytes_out")),
+        }  # fmt: skip
+        for name, (field, num_bytes) in messages.items():
+            was = found.get(name, Operator())
+            found[name] = Operator(was.calls + 1, was.seconds + _median(stage, field), was.num_bytes + num_bytes)
+    return found
+
+
+def _median(stage: MeasuredStage, field: str) -> float:
+    return statistics.median(getattr(step, field) for step in stage.steps)
+
+
+def own_seconds(spans: Iterable[Span]) -> list[tuple[Span, float]]:
+    """Return spans of one thread with their seconds, less those of spans within them."""
+    found: list[tuple[Span, float]] = []
+    within: list[tuple[Span, float]] = []  # those that are open, with the seconds of what they contain
+
+    def close() -> None:
+        span, inner_s = within.pop()
+        found.append((span, max(0.0, span.seconds - inner_s)))
+        if within:
+            outer, seconds = within[-1]
+            within[-1] = outer, seconds + span.seconds
+
+    for span in sorted(spans, key=lambda each: (each.begin_s, -each.end_s)):
+        while within and within[-1][0].end_s <= span.begin_s:
+            close()
+        within.append((span, 0.0))
+    while within:
+        close()
+    return found

@@ -63,7 +63,7 @@ def test_a_run_leaves_metrics_checkpoints_and_the_model(tmp_path: Path) -> None:
     assert [line["step"] for line in steps] == list(range(1, 13))
     assert [line["warm_up"] for line in steps] == [True] * 2 + [False] * 10
     assert {"load_s", "forward_s", "backward_s", "synchronize_s", "sent_bytes", "num_synchronizations",
-            "peak_memory_bytes"} <= set(steps[0])  # fmt: skip
+            "synchronized_bytes", "synchronizations_per_s", "peak_memory_bytes"} <= set(steps[0])  # fmt: skip
     assert len(epochs) == len(result.epochs) == 2
     assert epochs[0]["train_s"] == pytest.approx(sum(line["seconds"] for line in steps[2:6]))
     assert epochs[1]["units_per_s"] == pytest.approx((5 * 20 + 8) / epochs[1]["train_s"])

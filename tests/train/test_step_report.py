@@ -42,7 +42,7 @@ def test_a_pipeline_sends_activations_and_gradients() -> None:
     crossing = 4 * WIDTH * 4  # four rows of float32
     for report in (first, last):
         assert crossing < report.sent_bytes < 3 * crossing  # headers and a small document
-        assert report.num_synchronizations == 0
+        assert (report.num_synchronizations, report.synchronized_bytes) == (0, 0)
         assert report.peak_memory_bytes > 2**20
     assert first.backward_s > 0.0
 
@@ -52,6 +52,7 @@ def test_replicas_send_sums_of_gradients() -> None:
     for report, seconds in steps(2, replicas=2, stages=1):
         assert weights < report.sent_bytes < weights + 10_000  # of two: half of it twice
         assert report.num_synchronizations == 1
+        assert report.synchronized_bytes == 4 * 4 * (WIDTH * WIDTH + WIDTH)
         assert report.forward_s + report.backward_s + report.wait_s + report.synchronize_s <= seconds
 
 

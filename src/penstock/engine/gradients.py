@@ -114,6 +114,11 @@ class Synchronizer:
         """Return the number of all-reduces of one step."""
         return len(self._buckets)
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the gradients that are added up with those of other ranks in one step."""
+        return sum(weight.leaves[0].nbytes for bucket in self._buckets for weight in bucket.weights)
+
     def begin(self) -> None:
         """Start another step: no gradient is there yet."""
         self._next = 0

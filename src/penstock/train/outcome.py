@@ -84,7 +84,8 @@ class StepReport:
 
     `wait_s` is for messages of neighbours, sending included; `synchronize_s` for the sums of gradients that
     the backwards did not cover, and for the losses of the others. `peak_memory_bytes` is the process's
-    so far. `num_synchronizations` counts sums of gradients.
+    so far. `num_synchronizations` counts sums of gradients with other processes, `synchronized_bytes` are those of the
+    gradients.
 
     Example:
         loss = pipe.train_step(images, labels, F.cross_entropy)
@@ -98,4 +99,5 @@ class StepReport:
     synchronize_s: float = 0.0
     sent_bytes: int = 0
     num_synchronizations: int = 0
+    synchronized_bytes: int = 0
     peak_memory_bytes: int = 0

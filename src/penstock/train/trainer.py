@@ -220,7 +220,8 @@ class Trainer:
             backward_s=sum(s.backward_s for s in seconds),
             wait_s=sum(s.fill_s + s.wait_s + s.send_s for s in seconds),
             synchronize_s=synchronize_s, sent_bytes=sent_bytes,
-            num_synchronizations=self.now.synchronizer.num_buckets, peak_memory_bytes=most_bytes(self.device),
+            num_synchronizations=self.now.synchronizer.num_buckets,
+            synchronized_bytes=self.now.synchronizer.num_bytes, peak_memory_bytes=most_bytes(self.device),
         )  # fmt: skip
         self.load_s = 0.0
 

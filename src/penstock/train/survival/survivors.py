@@ -190,10 +190,14 @@ class Survivors:
         trainer = self._trainer
         size = trainer.world.transport.size
         grid = self._begun.grid if size == self._num_begun else self._begun.shape(size)
-        stages = len(grid.replicas[0].stages)
+        first = grid.replicas[0]
+        stages = len(first.stages)
         cuts = self._begun.cuts
         if stages != self._begun.num_stages:
-            cuts = choose_cuts(trainer.captured.graph, Cuts(trainer.captured.graph), stages=stages)
+            cuts = choose_cuts(
+                trainer.captured.graph, Cuts(trainer.captured.graph), stages=stages,
+                places=[first.devices.index(rank) for rank in first.stages],
+            )  # fmt: skip
         placed = self._begun.moved(grid, cuts, rank=FEEDER)
         ranks = list(range(size))
         taken = assign(missing_bytes(placed, trainer.captured, trainer.tensors, ranks, ADAMW_STATE), [ranks])

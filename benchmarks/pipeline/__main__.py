@@ -77,6 +77,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "efficiency_2": median("two hosts", "2 stages, balanced", "efficiency"),
         "efficiency_4": median("base", BASE, "efficiency"),
+        "efficiency_6_on_4": median("stages on four hosts", "6 stages, balanced", "efficiency"),
         "efficiency_6": median("six hosts of 0.22", "6 stages, balanced", "efficiency"),
         "speedup_4": median("base", BASE, "speedup"),
         "vs_torch_4": ours / theirs if ours and theirs else None,

@@ -30,6 +30,12 @@ class Case:
         return self.cpu if isinstance(self.cpu, tuple) else (self.cpu,) * self.hosts
 
 
+BY_HAND = {
+    "kind": "pipeline", "label": "4 stages, blocks.{2,5,8}.attn.proj:after", "stages": 4,
+    "cuts": [f"blocks.{block}.attn.proj:after" for block in (2, 5, 8)],
+}  # fmt: skip
+
+
 def pipeline(stages: int, policy: str = "balanced", **more: Any) -> dict[str, Any]:
     """A pipeline as a task."""
     return {"kind": "pipeline", "label": f"{stages} stages, {policy}", "stages": stages, "policy": policy, **more}
@@ -42,17 +48,13 @@ def peer(stages: int, **more: Any) -> dict[str, Any]:
 
 def all_cases() -> list[Case]:
     """Give the cases of the full benchmark."""
-    by_hand = {
-        "kind": "pipeline", "label": "4 stages, blocks.{2,5,8}.attn.proj:after", "stages": 4,
-        "cuts": [f"blocks.{block}.attn.proj:after" for block in (2, 5, 8)],
-    }  # fmt: skip
     narrow = pipeline(4, bandwidth="100 Mbit/s") | {"label": "4 stages, 100 Mbit/s"}
     policies = [pipeline(4, policy) for policy in ("equal-blocks", "equal-size", "smallest-crossing")]
     return [
         Case(name="base", rounds=3, tasks=[peer(4), pipeline(4)]),
         Case(name="base in turns with the ceiling", **TURNS, tasks=[pipeline(4)]),
         Case(name="stages on four hosts", **TURNS, tasks=[pipeline(stages) for stages in (2, 3, 6)]),
-        Case(name="policies", tasks=[*policies, by_hand]),
+        Case(name="policies", tasks=[*policies, BY_HAND]),
         Case(name="replicas", tasks=[{"kind": "replicas", "label": "4 replicas", "count": 4}]),
         Case(name="two hosts", hosts=2, **TURNS, tasks=[pipeline(2)]),
         Case(name="six hosts of 0.22", hosts=6, cpu=0.22, **TURNS, tasks=[pipeline(6)]),

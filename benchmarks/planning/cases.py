@@ -19,7 +19,7 @@ from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.measure.hosts import measure_messages
 from penstock.measure.profiler import profile_graph, worker_bytes
-from penstock.spec.cluster import parse_cluster
+from penstock.spec.cluster import Cluster, parse_cluster
 from penstock.zoo.models.models import load_model
 
 TINY = "timm:deit_tiny_patch16_224"
@@ -82,10 +82,7 @@ def _measure(case: Case, request: dict[str, Any]) -> list[dict[str, Any]]:
         cluster = msgspec.structs.replace(
             cluster, devices=(*others, msgspec.structs.replace(last, memory_bytes=limit))
         )  # fmt: skip
-    task = {
-        "kind": "plan", "label": f"{case.name}: plan", "request": request,
-        "profile": profile, "cluster": msgspec.json.encode(cluster).decode(),
-    }  # fmt: skip
+    task = plan_task(f"{case.name}: plan", cluster, profile, request)
     rows = run(replace(case, serial_images=4, tasks=[*case.tasks, task]), depth=2)
     planned = next(row for row in rows if row.get("policy") == "plan")
     planned |= {
@@ -103,6 +100,14 @@ def _measure(case: Case, request: dict[str, Any]) -> list[dict[str, Any]]:
     if case.name == "in turns with the ceiling":
         planned["summary"] = {"alternating_efficiency": planned["efficiency"]}
     return [row for row in rows if row["mode"] != "serial"]
+
+
+def plan_task(label: str, cluster: Cluster, profile: str, request: dict[str, Any]) -> dict[str, Any]:
+    """A plan of a profile, made when the hosts have been seen at work, as a task of a pipeline's session."""
+    return {
+        "kind": "plan", "label": label, "request": request, "profile": profile,
+        "cluster": msgspec.json.encode(cluster).decode(),
+    }  # fmt: skip
 
 
 @cache

@@ -214,7 +214,7 @@ def operators_of(run: Run, stream: MeasuredStream) -> Mapping[str, Operator]:
 
 
 def _median(stage: MeasuredStage, field: str) -> float:
-    return statistics.median(getattr(step, field) for step in stage.steps)
+    return float(statistics.median(getattr(step, field) for step in stage.steps))
 
 
 def own_seconds(spans: Iterable[Span]) -> list[tuple[Span, float]]:

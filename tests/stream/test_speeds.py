@@ -7,13 +7,14 @@ from penstock.stream.speeds import Count, ObservedSpeeds
 class Watched:
     """Two devices that compute for as long as is said."""
 
-    def __init__(self, *, at_first: bool = False) -> None:
+    def __init__(self, *, at_first: bool = False, planned: dict[str, float] | None = None) -> None:
         self.now_s = 0.0
         self.counts = {"a": Count(0.0, 0), "b": Count(0.0, 0)}
         self.broken = False
         self.speeds = ObservedSpeeds(
-            self.count, lambda: {"a": 0.1, "b": 0.2}, at_first=at_first, clock=lambda: self.now_s, window_s=5.0
-        )
+            self.count, lambda: {"a": 0.1, "b": 0.2}, planned=planned, at_first=at_first, clock=lambda: self.now_s,
+            window_s=5.0,
+        )  # fmt: skip
 
     def count(self) -> dict[str, Count]:
         if self.broken:
@@ -62,3 +63,16 @@ def test_the_first_speeds_are_news() -> None:
     assert watched.work(10, a=0.1, b=0.4)
     assert watched.speeds.now() == {"a": 1.0, "b": 0.5}
     assert not watched.work(10, a=0.1, b=0.4)
+
+
+def test_a_device_that_is_slower_than_it_was_planned_for() -> None:
+    # it slowed down while the speeds were measured that the plan was made of
+    watched = Watched(planned={"a": 1.0, "b": 1.0})
+    assert not watched.work(10, a=0.1, b=0.6)
+    assert watched.work(10, a=0.1, b=0.6)
+    assert watched.speeds.most_changed()[0] == "b"
+    # what it does there is known no better: that is usual from now on
+    watched = Watched(planned={"a": 1.0, "b": 1.0})
+    watched.work(10, a=0.1, b=0.28)
+    assert not watched.work(10, a=0.1, b=0.28)
+    assert watched.work(10, a=0.1, b=0.2)

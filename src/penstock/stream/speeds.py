@@ -11,6 +11,9 @@ WINDOW_S = 5.0
 MIN_MICROBATCHES = 4
 # what has changed by less is as it was: on shared cores speeds differ that much from one moment to the next
 CHANGE = 0.2
+# what a part of the model takes is known no better than by this factor, where it is counted from shapes: a device is
+# only then slower or faster than it was planned for
+FAR = 1.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,9 @@ class ObservedSpeeds:
     """Watches the devices of stages in place, window by window.
 
     `count` returns what each has counted, by name, `expected_s` what a device of speed 1 takes for each microbatch.
-    With `at_first` the first speeds that are seen count as a change: so far all were taken for equal.
+    The usual speed of a device is the first one that is seen, unless that is far from the one in `planned`, which the
+    stages in place were planned for. With `at_first` the first speeds count as a change: all devices were taken for
+    equal.
 
     Example:
         speeds = ObservedSpeeds(count, lambda: {"board0": 0.02, "board1": 0.02})
@@ -35,12 +40,14 @@ class ObservedSpeeds:
 
     def __init__(
         self, count: Callable[[], Mapping[str, Count]], expected_s: Callable[[], Mapping[str, float]], *,
-        at_first: bool = False, clock: Callable[[], float] = time.monotonic, window_s: float = WINDOW_S,
+        planned: Mapping[str, float] | None = None, at_first: bool = False,
+        clock: Callable[[], float] = time.monotonic, window_s: float = WINDOW_S,
     ) -> None:  # fmt: skip
         self._count, self._expected_s = count, expected_s
         self._clock, self._window_s = clock, window_s
         self._since_s: float | None = None
         self._before: Mapping[str, Count] = {}
+        self._planned = dict(planned or {})
         self._usual: dict[str, float] = {}  # speeds when they were last found good
         self._speeds: dict[str, float] = {}  # of the last window
         self._at_first = at_first
@@ -63,7 +70,8 @@ class ObservedSpeeds:
             if num >= MIN_MICROBATCHES and busy_s > 0 and expected_s.get(name, 0.0) > 0:
                 self._speeds[name] = expected_s[name] * num / busy_s
         for name, speed in self._speeds.items():
-            self._usual.setdefault(name, speed)
+            planned = self._planned.get(name, speed)
+            self._usual.setdefault(name, speed if 1 / FAR < speed / planned < FAR else planned)
         if self._at_first and self._speeds:
             self._at_first = False
             return True

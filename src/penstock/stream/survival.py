@@ -78,7 +78,8 @@ class SurvivingStages:
         self._next: tuple[str, Plan | None] = ("", None)  # why the stages change, and to what
         self._number = 0
         self.deployment: Deployment | Replicas = Replicas(())
-        self._speeds = self._watch_speeds(at_first=adapts)
+        self._adapts = adapts
+        self._speeds = self._watch_speeds({})
         try:
             self.deployment = deploy()
             self._number = len(self.deployments)
@@ -185,7 +186,7 @@ class SurvivingStages:
             if plan is None:
                 self.world.dismiss(again=True)
                 self._regroup(set())
-            self._place(plan or self._replanner.plan(list(self._ranks()), speeds))
+            self._place(plan or self._replanner.plan(list(self._ranks()), speeds), speeds)
         except (DeviceLost, OutOfMemory, TransportError) as error:
             self._recover(error, 0)
             return
@@ -203,7 +204,7 @@ class SurvivingStages:
             self._wait_for_others(len(lost), first)
             self._regroup(lost)
             try:
-                self._place(self._replanner.plan(list(self._ranks()), speeds))
+                self._place(self._replanner.plan(list(self._ranks()), speeds), speeds)
             except PlanError as problem:
                 raise DeviceLost(f"{_sentence(first)}, and the others cannot do without it: {problem}") from problem
             except (DeviceLost, OutOfMemory, TransportError):
@@ -242,15 +243,17 @@ class SurvivingStages:
         members = _members(self.world)
         return {self._names[members[rank]]: rank for rank in self.world.devices}
 
-    def _place(self, plan: Plan) -> None:
-        """Put the stages of a plan in place."""
+    def _place(self, plan: Plan, speeds: Mapping[str, float]) -> None:
+        """Put the stages of a plan in place, which was made for devices of these speeds."""
         self.deployment = self._put(self.world, plan, self._ranks(), self._number)
         self._number += len(plan.pipelines)
         self._replanner.take(plan)
-        self._speeds = self._watch_speeds()
+        self._speeds = self._watch_speeds(speeds)
 
-    def _watch_speeds(self, *, at_first: bool = False) -> ObservedSpeeds:
+    def _watch_speeds(self, planned: Mapping[str, float]) -> ObservedSpeeds:
+        """Watch the devices of stages in place: against what they were planned for, not what they first do there."""
         by_rank = {rank: name for name, rank in self._ranks().items()}
+        known = {name: planned[name] for name in by_rank.values() if name in planned}
 
         def count() -> dict[str, Count]:
             found: dict[str, Count] = {}
@@ -260,7 +263,9 @@ class SurvivingStages:
                     found[by_rank[rank]] = Count(counters.busy_s, counters.num_run)
             return found
 
-        return ObservedSpeeds(count, self._replanner.seconds, at_first=at_first)
+        # also after a loss before anything was seen: devices are taken for equal then
+        at_first = self._adapts and len(known) < len(by_rank)
+        return ObservedSpeeds(count, self._replanner.seconds, planned=known, at_first=at_first)
 
     def _tell(self, why: str, began_s: float, num_again: int) -> None:
         now_s = time.perf_counter()

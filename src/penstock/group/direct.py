@@ -61,7 +61,7 @@ def why_not(devices: Mapping[str, Mapping[str, str]]) -> str:
     """Return why NCCL cannot be used between processes with these devices; nothing where it can.
 
     >>> why_not({"rank 0": {"gpu": "GPU-1", "nccl": "yes"}, "rank 1": {"gpu": "GPU-1", "nccl": "yes"}})
-    "NCCL needs a GPU for each process, but rank 0 and rank 1 share one; leave between_gpus out"
+    'NCCL needs a GPU for each process, but rank 0 and rank 1 share one; leave between_gpus out'
     """
     seen: dict[str, str] = {}
     for name, device in devices.items():

@@ -52,7 +52,7 @@ class Alignment(msgspec.Struct, frozen=True):
 def read_clock(exchanges: Sequence[Exchange]) -> Reading:
     """Read another clock by the quickest of several exchanges.
 
-    >>> read_clock([Exchange(0.0, 10.5, 10.5, 1.0), Exchange(2.0, 12.1, 12.2, 2.3)]).offset_s
+    >>> round(read_clock([Exchange(0.0, 10.5, 10.5, 1.0), Exchange(2.0, 12.1, 12.2, 2.3)]).offset_s, 6)
     -10.0
     """
     best = min(exchanges, key=lambda exchange: exchange.way_s)

@@ -138,7 +138,7 @@ def _how(named: Sequence[Named]) -> Text:
     missing = [each.name for each in named if not any(span.kind == "profile" for span in each.run.spans)]
     lines = [
         "Seconds of operators are without those of the operators that they call, for a microbatch in all stages. "
-        "Others are medians over microbatches."
+        "Their memory is with it. Other figures are medians over microbatches."
     ]
     lines += [f"{each.name}: {line}" for each in named for line in profiled_lines(each.run)]
     if missing:

@@ -6,14 +6,15 @@ All rows are of one run, in turns with what the hosts do alone.
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pipeline.__main__ import LAB, environment, lab_of, run
+from benchmarks.pipeline.__main__ import LAB, environment, lab_of, run, seconds_of
 from benchmarks.pipeline.cases import BY_HAND, DEIT_S, TURNS, Case, pipeline
 from benchmarks.planning.cases import frozen_profile, plan_task
 from penstock.cluster.lab import take_down
+from penstock.measure.profiler import device_kind
 from penstock.spec.cluster import parse_cluster
 
 ALTERNATING = "4 stages, cut sets that take turns"
@@ -63,7 +64,7 @@ def main() -> None:
         ALTERNATING, parse_cluster(lab_of(case)), profile, {"replicas": False, "shared": False, "rows": [1]}
     )
     tasks = [*(pipeline(stages) for stages in (2, 3, 4, 6)), pipeline(4, "equal-size"), BY_HAND, alternating]
-    rows = {row.get("label", "serial"): row for row in run(Case(**_fields(case), tasks=tasks), depth=2)}
+    rows = {row.get("label", "serial"): row for row in run(replace(case, tasks=tasks), depth=2)}
     result = {"summary": summarize(rows), "environment": environment(), "rows": list(rows.values())}
     given.json.write_text(json.dumps(result, indent=2) + "\n")
     text = measured(rows, case, f"python -m benchmarks.compared --json {given.json.name} --page docs/compared.md")
@@ -72,10 +73,6 @@ def main() -> None:
         before, _, rest = given.page.read_text().partition(_BEGIN)
         given.page.write_text(before + text + rest.partition(_END)[2])
     print(json.dumps(result["summary"]), file=sys.stderr)
-
-
-def _fields(case: Case) -> dict[str, Any]:
-    return {"name": case.name, "num_images": case.num_images, "passes": case.passes}
 
 
 def summarize(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -89,7 +86,7 @@ def summarize(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def measured(rows: dict[str, dict[str, Any]], case: Case, command: str) -> str:
     """Write what the page says of the rows by name."""
     return _MEASURED.format(
-        **environment(), command=command, processor=_processor(), passes=case.passes, num_images=case.num_images,
+        **environment(), command=command, processor=device_kind(), passes=case.passes, num_images=case.num_images,
         rows="\n".join(_row(each, rows) for each in PUBLISHED), begin=_BEGIN, end=_END,
         account="\n".join(_sentence(each.label, rows[each.label]) for each in PUBLISHED),
     )  # fmt: skip
@@ -97,11 +94,10 @@ def measured(rows: dict[str, dict[str, Any]], case: Case, command: str) -> str:
 
 def _row(published: Published, rows: dict[str, dict[str, Any]]) -> str:
     row = rows[published.label]
-    stages = "  ".join(f"{s['compute_s']:.1f}/{s['wait_s']:.1f}/{s['send_s']:.1f}" for s in row["per_stage"])
     devices = min(4, row["stages"])
     cells = [
         published.label, "" if published.speedup is None else f"{published.speedup:g}", f"{row['speedup']:.2f}",
-        f"{row['efficiency'] * devices:.2f}", "yes" if row["bit_equal"] else "no", stages,
+        f"{row['efficiency'] * devices:.2f}", "yes" if row["bit_equal"] else "no", seconds_of(row),
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -119,11 +115,6 @@ def _sentence(label: str, row: dict[str, Any]) -> str:
         f"- {label}: {name} computes {most / total:.1%} of the seconds, {most / even:.2f} times an even part, in "
         f"{busy:.0%} of its time."
     )
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

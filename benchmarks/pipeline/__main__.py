@@ -102,6 +102,11 @@ def environment() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def seconds_of(row: dict[str, Any]) -> str:
+    """Write the seconds of a row's stages: computing, waiting, sending."""
+    return "  ".join(f"{s['compute_s']:.1f}/{s['wait_s']:.1f}/{s['send_s']:.1f}" for s in row["per_stage"])
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Print the rows as Markdown, medians over rounds with the smallest and the largest."""
     print("| case | what | images/s | speed-up | efficiency | of torch's | bit-equal | compute / wait / send, s |")
@@ -115,13 +120,12 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         error = standard_error(passes)
         between = f" ± {error:.3f} ({min(passes):.3f} to {max(passes):.3f})" if error is not None else ""
         against = [row["images_per_second"] / p for row in group if (p := row.get("peer_images_per_second"))]
-        stages = "  ".join(f"{s['compute_s']:.1f}/{s['wait_s']:.1f}/{s['send_s']:.1f}" for s in group[-1]["per_stage"])
         cells = [case, label, f"{statistics.median(rates):.2f}{spread}"]
         cells.append(f"{statistics.median(row['speedup'] for row in group):.2f}")
         cells.append(f"{statistics.median(known):.3f}{between}" if known else "")
         cells.append(f"{statistics.median(against):.2f}" if against else "")
         cells.append({True: "yes", False: "no", None: ""}[group[-1]["bit_equal"]])
-        print("| " + " | ".join([*cells, stages]) + " |")
+        print("| " + " | ".join([*cells, seconds_of(group[-1])]) + " |")
 
 
 if __name__ == "__main__":

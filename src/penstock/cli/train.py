@@ -1,5 +1,6 @@
 """`penstock train`: train or fine-tune a model, in one way, in several to compare, or as a table says."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -69,11 +70,9 @@ def train(
         raise UsageError("--weak-scaling is for --compare; leave it out")
     if not chosen:
         _show_one(fit(settings, cluster), json)
-    elif cluster is not None:
-        with lab_session(read_lab(cluster)) as lab:
-            _several(settings, Place(lab=lab), compare, sweep, json, ablation=ablation, weak_scaling=weak_scaling)
-    else:
-        place = Place(memory_bytes=parse_bytes(memory) if memory else None)
+        return
+    with contextlib.nullcontext() if cluster is None else lab_session(read_lab(cluster)) as lab:
+        place = Place(lab=lab, memory_bytes=parse_bytes(memory) if memory else None)
         _several(settings, place, compare, sweep, json, ablation=ablation, weak_scaling=weak_scaling)
 
 

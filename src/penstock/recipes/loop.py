@@ -245,14 +245,9 @@ class _Fit:
             tally.counted_s += seconds
             tally.counted_units += rows * self._task.units_per_row
         self._folder.write(
-            "step",
-            step=self._trainer.step,
-            loss=loss,
-            seconds=seconds,
-            warm_up=not warm,
-            synchronizations_per_s=report.num_synchronizations / seconds,
-            **dataclasses.asdict(report),
-        )
+            "step", step=self._trainer.step, loss=loss, seconds=seconds, warm_up=not warm,
+            synchronizations_per_s=report.num_synchronizations / seconds, **dataclasses.asdict(report),
+        )  # fmt: skip
 
     def _finish(self, epoch: int, tally: _Tally) -> EpochResult:
         """Evaluate, gather what the devices took, and write it down."""

@@ -38,8 +38,7 @@ class Named:
 
     def peaks(self) -> list[float]:
         """Return the most memory that each process was seen to have."""
-        found = ([c.value for c in p.counters if c.name == "memory_bytes"] for p in self.run.processes)
-        return [max(values) for values in found if values]
+        return [process.peak_bytes for process in self.run.processes if process.peak_bytes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,11 @@ class _Recorded(msgspec.Struct, frozen=True):
     num_dropped: int = 0
     version: int = 1
 
+    @property
+    def peak_bytes(self) -> float:
+        """The most memory that the process was seen to have; 0 where nobody looked."""
+        return max((counter.value for counter in self.counters if counter.name == "memory_bytes"), default=0.0)
+
 
 class ProcessTrace(_Recorded, frozen=True):
     """Everything that one process recorded during one stream."""

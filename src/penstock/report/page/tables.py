@@ -137,8 +137,8 @@ def predicted_loads(run: Run) -> dict[str, float]:
 
 def memory_of(run: Run, rank: int) -> str | None:
     """Return the most memory that a process was seen to have."""
-    values = [c.value for p in run.processes if p.rank == rank for c in p.counters if c.name == "memory_bytes"]
-    return format_bytes(max(values)) if values else None
+    most = max((process.peak_bytes for process in run.processes if process.rank == rank), default=0.0)
+    return format_bytes(most) if most else None
 
 
 def _host(run: Run, rank: int) -> str:

@@ -123,7 +123,7 @@ def advise_memory(run: Run) -> list[str]:
         hosts.setdefault(run.facts.hosts[process.rank] if known else process.device, []).append(process)
     lines = []
     for host, processes in hosts.items():
-        held = sum(_peak(process) for process in processes)
+        held = sum(process.peak_bytes for process in processes)
         limit = max(process.machine.memory_bytes for process in processes)
         if limit and held > NEAR * limit:
             stages = [str(s) for s, rank in enumerate(run.facts.ranks) if rank in {p.rank for p in processes}]
@@ -133,7 +133,3 @@ def advise_memory(run: Run) -> list[str]:
                 "microbatches."
             )
     return lines
-
-
-def _peak(process: ProcessTrace) -> float:
-    return max((c.value for c in process.counters if c.name == "memory_bytes"), default=0.0)

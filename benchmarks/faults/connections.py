@@ -20,11 +20,11 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.training.__main__ import environment
-from penstock.group.secured_store import SecuredStore, StoreServer
+from penstock.group.zmq_store import StoreServer, ZmqStore
 from penstock.transport.base import Transport
 from penstock.transport.curve import Curve, read_key, write_key
 from penstock.transport.gloo import GlooTransport
-from penstock.transport.secured import SecuredTransport
+from penstock.transport.zeromq import ZmqTransport
 
 HOST, SIZE, COUNT, PAUSE_S = "127.0.0.1", 300_000, 400, 0.02
 WAYS = ("gloo", "CURVE", "TLS")
@@ -94,7 +94,7 @@ def measure(way: str, folder: Path) -> dict[str, float]:
         take: Callable[[], None] = lambda: read_whole(stream, memoryview(buffer.numpy()))  # type: ignore[arg-type]  # noqa: E731
     else:
         transport: Transport = (
-            SecuredTransport(curve, server, 0, 2, HOST) if way == "CURVE" else GlooTransport(store, 0, 2, HOST)
+            ZmqTransport(curve, server, 0, 2, HOST) if way == "CURVE" else GlooTransport(store, 0, 2, HOST)
         )
         take = lambda: transport.receive(buffer, 1, 1).wait()  # noqa: E731
     done = threading.Event()
@@ -136,7 +136,7 @@ def send(way: str, port: int, folder: Path) -> None:
     else:
         if way == "CURVE":
             curve = Curve(read_key(folder / "run.key"))
-            transport: Transport = SecuredTransport(curve, SecuredStore(curve, HOST, port), 1, 2, HOST)
+            transport: Transport = ZmqTransport(curve, ZmqStore(curve, HOST, port), 1, 2, HOST)
         else:
             transport = GlooTransport(TCPStore(HOST, port, None, False, wait_for_workers=False), 1, 2, HOST)
         give = lambda: transport.send(data, 0, 1).wait()  # noqa: E731

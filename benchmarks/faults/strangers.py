@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.training.__main__ import environment
-from penstock.group.secured_store import Prefixed, SecuredStore, StoreServer
+from penstock.group.zmq_store import Prefixed, StoreServer, ZmqStore
 from penstock.transport.curve import Curve, make_key
-from penstock.transport.secured import SecuredTransport
+from penstock.transport.zeromq import ZmqTransport
 
 HOST = "127.0.0.1"
 _REPLAYED_BYTES = 4096
@@ -71,7 +71,7 @@ def record_handshake(curve: Curve, port: int) -> bytes:
 
         thread = threading.Thread(target=carry, daemon=True)
         thread.start()
-        store = SecuredStore(curve, HOST, between.getsockname()[1])
+        store = ZmqStore(curve, HOST, between.getsockname()[1])
         store.set("recorded", "1")
         store.close()
         thread.join(5.0)
@@ -115,11 +115,11 @@ def main() -> None:
     key = make_key()
     curves = [Curve(key), Curve(key)]
     server = StoreServer(curves[0], HOST)
-    transports: dict[int, SecuredTransport] = {}
+    transports: dict[int, ZmqTransport] = {}
 
     def join(rank: int) -> None:
-        store = Prefixed(SecuredStore(curves[rank], HOST, server.port), "run")  # type: ignore[arg-type]
-        transports[rank] = SecuredTransport(curves[rank], store, rank, 2, HOST)
+        store = Prefixed(ZmqStore(curves[rank], HOST, server.port), "run")  # type: ignore[arg-type]
+        transports[rank] = ZmqTransport(curves[rank], store, rank, 2, HOST)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -144,7 +144,7 @@ def main() -> None:
         exchanged += 1
         time.sleep(0.005)
     seconds = time.monotonic() - began_s
-    with_key = SecuredStore(curves[1], HOST, server.port)
+    with_key = ZmqStore(curves[1], HOST, server.port)
     with_key.set("after", "fine")
     found = {
         "forged": given.count, "seconds": seconds, "exchanged": exchanged, "slowest_message_s": worst_s,

@@ -1,6 +1,7 @@
 """Streams whose processes prove a key: the same results, the same survival, and nobody without the key."""
 
 import json
+import time
 from pathlib import Path
 
 from penstock.transport.curve import write_key
@@ -48,7 +49,7 @@ def tell(**what):
 
 if case == "stranger" and rank < 2:
     if not rank:  # the run that a process with another key would be part of
-        store = entry.links_of_run().serve_store("127.0.0.1", int(port))
+        store = entry.links_of_run("127.0.0.1").serve_store("127.0.0.1", int(port))
         while not (folder / f"{case}-2.json").exists():
             time.sleep(0.05)
         store.close()
@@ -83,7 +84,7 @@ def test_streams_behind_a_key(tmp_path: Path) -> None:
         for case in cases for rank in range(3) if (path := tmp_path / f"{case}-{rank}.json").exists()
     }  # fmt: skip
     for case in ("fine", "busy"):
-        assert told[case, 0] == {"equal": True, "changes": [], "transport": "SecuredTransport"}, told
+        assert told[case, 0] == {"equal": True, "changes": [], "transport": "ZmqTransport"}, told
         assert told[case, 1] == told[case, 2] == {"message": "fine"}
     # the same survival as without a key
     assert told["lost", 0]["equal"]
@@ -93,6 +94,44 @@ def test_streams_behind_a_key(tmp_path: Path) -> None:
     assert told["lost", 2] == {"message": "fine"}
     # who has another key gets nowhere, and is told why
     assert "does not prove this run's key" in told["stranger", 2]["message"]
+
+
+OWN = """
+import glob, os, signal, stat, sys, tempfile
+from pathlib import Path
+import psutil, torch
+from penstock.pipeline import Pipeline
+from tests.worlds import tower, tower_inputs
+
+model, inputs = tower(), tower_inputs(30)
+torch.set_num_threads(1)
+with Pipeline(model, inputs[0], stages=2, threads=1) as pipe:
+    outputs = list(pipe.stream(inputs))
+    processes = [psutil.Process(), *psutil.Process().children()]
+    assert len(processes) == 3
+    listening = [c for p in processes for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert not listening, listening
+    (folder,) = Path(tempfile.gettempdir()).glob("penstock-*")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    if sys.argv[1:] == ["killed"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+assert not folder.exists()
+with torch.no_grad():
+    assert all(torch.equal(one, model(*two)) for one, two in zip(outputs, inputs, strict=True))
+"""
+
+
+def test_workers_of_this_machine_open_no_port(tmp_path: Path) -> None:
+    """Other accounts reach loopback too, and a folder of mode 0700 not; the last to go removes it."""
+    places = {case: tmp_path / case for case in ("ended", "killed")}
+    for case, place in places.items():
+        place.mkdir()
+        done = run_python("-c", OWN, case, deadline_s=60.0, env={"TMPDIR": str(place)})
+        assert done.status == (-9 if case == "killed" else 0), done.stderr
+    deadline = time.monotonic() + 20.0
+    while any(list(place.glob("penstock-*")) for place in places.values()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [path for place in places.values() for path in place.glob("penstock-*")]
 
 
 LOCAL = """

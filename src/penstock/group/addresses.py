@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+from pathlib import Path
 
 from penstock.errors import RunError
 
@@ -9,6 +10,7 @@ LOOPBACK = "127.0.0.1"
 BIND = "PENSTOCK_BIND"  # the address that this process and those that it starts listen on
 # an address for documentation (RFC 5737), which nobody has: the way to it is the way out
 _ANYWHERE = "192.0.2.1"
+_PORT_OF_FOLDER = 29500  # none that its processes take for themselves, who count from 1
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -28,11 +30,40 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return listener
 
 
+def free_port(address: str) -> int:
+    """Return a port of an address on which nobody listens now."""
+    if is_folder(address):
+        return _PORT_OF_FOLDER
+    with listen(address) as probe:
+        return int(probe.getsockname()[1])
+
+
+def is_folder(address: str) -> bool:
+    """Return whether an address is a folder of this machine, whose ports are sockets in it (`transport/folder.py`).
+
+    >>> is_folder("/tmp/penstock-5f0c"), is_folder("192.168.1.10")
+    (True, False)
+    """
+    return address.startswith("/")
+
+
+def reach(address: str, port: int, timeout_s: float) -> None:
+    """Connect and let go again; raises `OSError` where nobody listens there."""
+    if not is_folder(address):
+        socket.create_connection((address, port), timeout=timeout_s).close()
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(timeout_s)
+        probe.connect(str(Path(address) / str(port)))
+
+
 def local_address(towards: str) -> str:
     """Find the address that this machine uses towards another, since its name often means loopback.
 
     No packet is sent: a connected datagram socket only asks the routing table.
     """
+    if is_folder(towards):
+        return towards
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError
-from penstock.group.addresses import listen
+from penstock.group.addresses import listen, reach
 from penstock.transport.watched import StoreSilent, run_watched
 
 # of torch's own waits, which end only where the other side answers at all
@@ -52,7 +52,7 @@ def connect_board(address: str, port: int, timeout: datetime.timedelta = _TIMEOU
 
     def knock() -> None:
         try:
-            socket.create_connection((address, port), timeout=5.0).close()
+            reach(address, port, 5.0)
         except OSError as error:
             raise RuntimeError(str(error)) from None
 
@@ -73,8 +73,8 @@ def lookup_s(address: str) -> float:
 def nobody_listens(address: str, port: int) -> bool:
     """Return whether a machine says that nothing listens there; one that does not answer says nothing."""
     try:
-        socket.create_connection((address, port), timeout=5.0).close()
-    except ConnectionRefusedError:
+        reach(address, port, 5.0)
+    except (ConnectionRefusedError, FileNotFoundError):
         return True
     except OSError:
         return False
@@ -86,7 +86,7 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection((address, port), timeout=5.0).close()
+            reach(address, port, 5.0)
             return
         except OSError as error:
             if time.monotonic() > deadline:

@@ -11,12 +11,13 @@ from functools import partial
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError, UsageError
-from penstock.group.addresses import BIND, LOOPBACK, first_address, is_everywhere, local_address
+from penstock.group.addresses import BIND, LOOPBACK, first_address, is_everywhere, is_folder, local_address
 from penstock.group.board import wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
 from penstock.group.launcher import LocalWorkers, available_cores
-from penstock.group.links import Links, choose_links, close_store
+from penstock.group.links import Links, PlainLinks, choose_links, close_store
 from penstock.group.liveness import Boards, Health
+from penstock.group.private_folder import PrivateFolder
 from penstock.group.roll_call import Membership, Rendezvous, RollCall
 from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World
@@ -29,7 +30,7 @@ from penstock.transport.memory_network import MemoryNetwork
 _joins = itertools.count()
 # where they meet if torchrun gives no place: kept, since others may join again before this process does
 _serving: dict[tuple[str, int], TCPStore] = {}
-# one for each key, for the same reason
+# one for each key, and for folders, for the same reason
 _links: dict[str, Links] = {}
 WORKER = "penstock.deploy.worker"
 # what gloo waits for while it connects
@@ -41,17 +42,32 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def links_of_run() -> Links:
-    """Return what this process reaches those of other machines by; raises `UsageError` for a key that is no use."""
-    path = os.environ.get(KEY, "")
-    if path not in _links:
-        _links[path] = choose_links()
-    return _links[path]
+def links_of_run(address: str) -> Links:
+    """Return what this process reaches those of its run by, who meet at an address.
+
+    Raises `UsageError` for a key that is no use.
+    """
+    kind = "/" if is_folder(address) else os.environ.get(KEY, "")
+    if kind not in _links:
+        _links[kind] = choose_links(address)
+    return _links[kind]
 
 
 def own_address() -> str:
     """Return where processes of this machine alone meet: loopback, unless another address was chosen."""
     return _chosen_address() or LOOPBACK
+
+
+def meeting_place() -> tuple[str, PrivateFolder | None]:
+    """Return where processes that this one starts on its machine meet: in a folder that no other account may enter.
+
+    A chosen address, and the key of PENSTOCK_KEY, have their own ways, and no folder comes with them.
+    """
+    chosen = _chosen_address()
+    if os.environ.get(KEY) or (chosen is not None and not is_folder(chosen)):
+        return own_address(), None
+    folder = PrivateFolder()
+    return folder.path, folder
 
 
 def _chosen_address() -> str | None:
@@ -75,8 +91,7 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     cores = keep_to_share(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     all_here, chosen = os.environ.get("LOCAL_WORLD_SIZE") == str(size), _chosen_address()
-    links = links_of_run()
-    if hosted and links.secured:
+    if hosted and os.environ.get(KEY):
         raise UsageError(
             f"a key is of no use where torchrun's agents serve the store, which asks for none; leave {KEY} out, or "
             "start with penstock hosts run"
@@ -84,6 +99,7 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
     # processes of one machine have been given one address, and the first of them serves the store there
     first = chosen if chosen and all_here and not hosted else first_address(host, all_here=all_here)
     address = chosen or local_address(first)
+    links = links_of_run(first)
     if rank == FEEDER and not hosted:
         first = address
         if (host, port) not in _serving:
@@ -112,33 +128,37 @@ def start_local(
     arguments: Sequence[str] = (),
     *,
     again: bool = False,
+    over_network: bool = False,
 ) -> World:
     """Start fresh workers on this machine, with this process as the one that feeds them.
 
     `module` is the program that they run, which ends as `penstock.deploy.worker` does, with `arguments` of its own.
-    With `again` the run goes on in another group where one of this is lost. They speak plainly over loopback, which
-    other accounts of this machine reach too, but where PENSTOCK_KEY names a key.
+    With `again` the run goes on in another group where one of this is lost. They meet in a folder that no other account
+    may enter (`meeting_place`), but speak as processes of several machines do where they are `over_network`.
     """
-    address, links = own_address(), links_of_run()
+    address, folder = meeting_place() if not over_network else (own_address(), None)
+    links = links_of_run(address)
     store = links.serve_store(address)
     size, port = num_workers + 1, store.port
     own = [["--port", str(port), "--rank", str(rank), "--size", str(size), *arguments] for rank in range(1, size)]
-    workers = LocalWorkers(module, own, {"OMP_NUM_THREADS": "1", **(env or {})})
+    workers = LocalWorkers(module, own, {"OMP_NUM_THREADS": "1", BIND: address, **(env or {})})
 
     def watch_workers() -> None:
         gone = workers.exited()
         if gone is not None:
             raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
 
-    connect = partial(links.connect_store, address, port) if links.secured else lambda: store
+    connect = (lambda: store) if isinstance(links, PlainLinks) else partial(links.connect_store, address, port)
     try:
         rendezvous = Rendezvous(links, connect, address, port, address, "the feeding process")
         world = join_group(rendezvous, FEEDER, size, "run", range(1, size), watch_workers, again=again)
     except BaseException:
         workers.stop(0.0)
         close_store(store)
+        if folder is not None:
+            folder.close()
         raise
-    world.workers, world.served = workers, store
+    world.workers, world.served, world.folder = workers, store, folder
     world.followed = True
     world.health.why_ended = partial(why_ended, world)
     return world
@@ -146,7 +166,8 @@ def start_local(
 
 def join_local(port: int, rank: int, size: int) -> World:
     """Join, as a worker, the process that started this one."""
-    address, links = own_address(), links_of_run()
+    address = own_address()
+    links = links_of_run(address)
     connect = partial(links.connect_store, address, port)
     rendezvous = Rendezvous(links, connect, address, port, address, f"worker {rank}")
     world = join_group(rendezvous, rank, size, "run", range(1, size))

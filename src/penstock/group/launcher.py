@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import UsageError
+from penstock.group.addresses import BIND
+from penstock.group.private_folder import remove_left
 
 # torch's own lines about broken connections, with C++ frames: what they mean is said by whoever explains the loss
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -88,6 +90,7 @@ def leave_with_parent(grace_s: float = 0.0) -> None:
         while os.read(sys.stdin.fileno(), 1):
             pass
         time.sleep(grace_s)
+        remove_left(os.environ.get(BIND, ""))
         os._exit(1)
 
     threading.Thread(target=watch, name="penstock-parent", daemon=True).start()

@@ -138,7 +138,7 @@ def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
         world = join_later("192.168.1.10", 29500)
     """
     wait_for_server(host, port, patience_s)
-    links = links_of_run()
+    links = links_of_run(host)
     connect = partial(links.connect_store, host, port)
     own = uuid.uuid4().hex
     store = PatientStore(connect, STORE_S + CONNECT_S)

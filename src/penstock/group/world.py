@@ -18,6 +18,7 @@ from penstock.errors import ConnectionBroken, PenstockError, TransportError, Usa
 from penstock.group.launcher import WorkerExit
 from penstock.group.links import close_store
 from penstock.group.liveness import Health
+from penstock.group.private_folder import PrivateFolder
 from penstock.group.roll_call import Membership
 from penstock.group.verdict import Verdict
 from penstock.tracing.record import Clock
@@ -82,6 +83,7 @@ class World:
     worker_ranks: Mapping[int, int] | None = None  # of `workers`, by index; one more where all of them are here
     membership: Membership | None = None  # where the run goes on in another group once one of this is lost
     served: Store | None = None  # by this process, for the workers that it has started
+    folder: PrivateFolder | None = None  # and where they meet
 
     @property
     def rank(self) -> int:
@@ -198,6 +200,8 @@ class World:
         self.transport.close()
         if self.served is not None:
             close_store(self.served)
+        if self.folder is not None:
+            self.folder.close()
 
 
 # what a world has of the group that it is

@@ -83,7 +83,7 @@ def measure_messages(world: World | None = None, *, num_microbatches: int = 100)
     """
     if world is not None and list(world.devices) != [FEEDER]:
         return _measure(world, num_microbatches)
-    with start_local(1) as own:
+    with start_local(1, over_network=True) as own:
         return _measure(own, num_microbatches)
 
 

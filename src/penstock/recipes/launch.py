@@ -12,8 +12,8 @@ from penstock.cluster.lab import Lab, lab_session, read_lab
 from penstock.cluster.output import EndTogether, OutputLine, print_line
 from penstock.errors import OutOfMemory, PenstockError, RunError, UsageError
 from penstock.files import written_whole
-from penstock.group.addresses import listen
-from penstock.group.entry import own_address, under_torchrun
+from penstock.group.addresses import BIND, free_port
+from penstock.group.entry import meeting_place, under_torchrun
 from penstock.group.launcher import LocalWorkers, WorkerExit, module_command, module_path
 from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
 from penstock.recipes.loop import fit_here
@@ -115,10 +115,11 @@ def _read_result(path: Path, problem: RunError | None) -> FitResult:
 def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_bytes: int | None) -> RunError | None:
     """Run on this machine; returns what went wrong as seen from here."""
     count = num_processes(settings, plan)
-    address = own_address()
-    with listen(address) as probe:
-        port = probe.getsockname()[1]
-    env = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    address, folder = meeting_place()
+    env = {
+        "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address)), BIND: address, "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }  # fmt: skip
     if count > 1:
         env["OMP_NUM_THREADS"] = "1"
     arguments = [[str(file), "--rank", str(rank)] for rank in range(count)]
@@ -129,6 +130,8 @@ def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_byte
         return _watch(workers, memory_bytes, outlives=settings.on_loss != "stop")
     finally:
         workers.stop(0.0)
+        if folder is not None:
+            folder.close()
 
 
 def _watch(workers: LocalWorkers, memory_bytes: int | None, *, outlives: bool) -> RunError | None:

@@ -1,24 +1,21 @@
-"""Connections that prove a key: what a transport promises, and what a stranger gets."""
+"""What a transport promises, over connections that prove a key and over those in a folder of one account."""
 
-import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-import zmq
 from torch import Tensor
 
-from benchmarks.faults.strangers import FORGED, attack, record_handshake, replayed
-from penstock.errors import ConnectionBroken, RunError, TransportError, UsageError
-from penstock.group.secured_store import Prefixed, SecuredStore, StoreServer
+from penstock.errors import ConnectionBroken, RunError, TransportError
+from penstock.group.private_folder import PrivateFolder
+from penstock.group.zmq_store import Prefixed, StoreServer, ZmqStore
 from penstock.transport.base import receive_bytes, send_bytes
-from penstock.transport.curve import PART_BYTES, Curve, make_key, read_key, write_key
-from penstock.transport.secured import SecuredTransport
-
-HOST = "127.0.0.1"
+from penstock.transport.connections import PART_BYTES, Connections
+from penstock.transport.curve import Curve, make_key
+from penstock.transport.folder import FolderConnections
+from penstock.transport.zeromq import ZmqTransport
 
 
 def filled(value: int, size: int = 8) -> Tensor:
@@ -26,17 +23,19 @@ def filled(value: int, size: int = 8) -> Tensor:
 
 
 class Room:
-    """Three ranks in this process, each with sockets of its own, and where they meet."""
+    """Three ranks in this process, each with sockets of its own, and where they meet; with a key or in a folder."""
 
-    def __init__(self, size: int = 3) -> None:
-        self.key = make_key()
-        self.curves = [Curve(self.key) for _ in range(size)]
-        self.store = StoreServer(self.curves[0], HOST)
-        made: dict[int, SecuredTransport] = {}
+    def __init__(self, size: int = 3, *, key: bytes | None) -> None:
+        self.folder = PrivateFolder() if key is None else None
+        self.host = self.folder.path if self.folder is not None else "127.0.0.1"
+        self.connections = [FolderConnections() if key is None else Curve(key) for _ in range(size)]
+        self.store = StoreServer(self.connections[0], self.host)
+        made: dict[int, ZmqTransport] = {}
 
         def make(rank: int) -> None:
-            store = SecuredStore(self.curves[rank], HOST, self.store.port)
-            made[rank] = SecuredTransport(self.curves[rank], Prefixed(store, "g"), rank, size, HOST, join_s=20.0)  # type: ignore[arg-type]
+            own = self.connections[rank]
+            store = ZmqStore(own, self.host, self.store.port)
+            made[rank] = ZmqTransport(own, Prefixed(store, "g"), rank, size, self.host, join_s=20.0)  # type: ignore[arg-type]
             store.close()
 
         threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
@@ -50,15 +49,32 @@ class Room:
         for transport in self.ranks:
             transport.close()
         self.store.close()
-        for curve in self.curves:
-            curve.close()
+        for connections in self.connections:
+            connections.close()
+        if self.folder is not None:
+            self.folder.close()
+
+
+@pytest.fixture(scope="module", params=["key", "folder"])
+def key(request: pytest.FixtureRequest) -> bytes | None:
+    return make_key() if request.param == "key" else None
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Room]:
-    made = Room()
+def room(key: bytes | None) -> Iterator[Room]:
+    made = Room(key=key)
     yield made
     made.close()
+
+
+@pytest.fixture
+def place(key: bytes | None) -> Iterator[tuple[Connections, str]]:
+    """Connections, and an address on which nobody listens yet."""
+    folder = PrivateFolder()
+    connections = FolderConnections() if key is None else Curve(key)
+    yield connections, folder.path if key is None else "127.0.0.1"
+    connections.close()
+    folder.close()
 
 
 def test_messages_on_a_tag_arrive_in_order_and_apart_from_others(room: Room) -> None:
@@ -116,8 +132,8 @@ def test_a_message_that_is_too_long_is_an_error_and_no_crash(room: Room) -> None
         receive.wait()
 
 
-def test_abort_ends_every_wait() -> None:
-    room = Room(2)
+def test_abort_ends_every_wait(key: bytes | None) -> None:
+    room = Room(2, key=key)
     try:
         pending = [room.ranks[0].receive(filled(0), 1, 1), room.ranks[0].send(filled(0), 1, 2)]
         failed: list[Exception] = []
@@ -143,7 +159,7 @@ def test_abort_ends_every_wait() -> None:
 
 
 def test_a_store_does_what_torchs_does(room: Room) -> None:
-    store = SecuredStore(room.curves[1], HOST, room.store.port)
+    store = ZmqStore(room.connections[1], room.host, room.store.port)
     try:
         store.set("a", "1")
         assert store.get("a") == b"1"
@@ -163,22 +179,21 @@ def test_a_store_does_what_torchs_does(room: Room) -> None:
         store.close()
 
 
-def test_a_store_whose_process_is_gone() -> None:
-    curve = Curve(make_key())
-    server = StoreServer(curve, HOST)
-    store = SecuredStore(curve, HOST, server.port)
+def test_a_store_whose_process_is_gone(place: tuple[Connections, str]) -> None:
+    connections, host = place
+    server = StoreServer(connections, host)
+    store = ZmqStore(connections, host, server.port)
     server.close()
     with pytest.raises(RuntimeError, match="broke"):
         store.get("a")
     store.close()
-    curve.close()
 
 
-def test_a_store_that_went_between_two_questions() -> None:
+def test_a_store_that_went_between_two_questions(place: tuple[Connections, str]) -> None:
     """There is nobody to send to then, and ZeroMQ would wait for somebody."""
-    curve = Curve(make_key())
-    server = StoreServer(curve, HOST)
-    store = SecuredStore(curve, HOST, server.port)
+    connections, host = place
+    server = StoreServer(connections, host)
+    store = ZmqStore(connections, host, server.port)
     store.set("a", "1")
     server.close()
     time.sleep(0.5)
@@ -187,11 +202,10 @@ def test_a_store_that_went_between_two_questions() -> None:
         store.get("a")
     assert time.monotonic() - began_s < 2.0
     store.close()
-    curve.close()
 
 
-def test_a_rank_that_is_gone_ends_what_goes_to_it_and_nothing_else() -> None:
-    room = Room(3)
+def test_a_rank_that_is_gone_ends_what_goes_to_it_and_nothing_else(key: bytes | None) -> None:
+    room = Room(3, key=key)
     try:
         room.ranks[2].close()
         time.sleep(0.5)
@@ -208,69 +222,9 @@ def test_a_rank_that_is_gone_ends_what_goes_to_it_and_nothing_else() -> None:
         room.close()
 
 
-def test_another_key_gets_nowhere(room: Room) -> None:
-    stranger = Curve(make_key())
-    try:
-        with pytest.raises(RuntimeError, match=r"does not prove this run's key|has not answered"):
-            stranger.connect(HOST, room.store.port, b"x", 3.0)
-    finally:
-        stranger.close()
-
-
-def test_who_knows_the_public_key_alone_gets_nowhere(room: Room) -> None:
-    """The listener's key is not enough: whoever connects proves that it has the secret."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    connecting = context.socket(zmq.DEALER)
-    connecting.linger = 0
-    connecting.curve_serverkey = zmq.curve_public(room.key)
-    connecting.curve_publickey, connecting.curve_secretkey = zmq.curve_keypair()
-    connecting.connect(f"tcp://{HOST}:{room.store.port}")
-    connecting.send(b'[1,"check",["a"]]')
-    assert not connecting.poll(1000)
-    context.destroy(linger=0)
-
-
-def test_bytes_of_strangers_change_nothing(room: Room) -> None:
-    first, second, _ = room.ranks
-    ports = [room.store.port, *(int(room.store.get(f"g/data/{rank}").split()[1]) for rank in range(3))]
-    forge = [*FORGED, replayed(record_handshake(room.curves[2], room.store.port))]
-    for index in range(10):
-        attack(ports, forge, 40, seed=index)
-        buffer = torch.zeros(8, dtype=torch.uint8)
-        receive = second.receive(buffer, 0, 4)
-        first.send(filled(index), 1, 4).wait()
-        receive.wait()
-        assert int(buffer[0]) == index
-    store = SecuredStore(room.curves[1], HOST, room.store.port)
-    store.set("after", "fine")
-    assert store.get("after") == b"fine"
-    store.close()
-
-
-def test_a_rank_that_does_not_come() -> None:
-    curve = Curve(make_key())
-    server = StoreServer(curve, HOST)
-    try:
-        with pytest.raises(RunError, match="rank 1 has not said where it listens"):
-            SecuredTransport(curve, server, 0, 2, HOST, join_s=0.3)
-    finally:
-        server.close()
-        curve.close()
-
-
-def test_keys_are_files_of_one_account(tmp_path: Path) -> None:
-    path = tmp_path / "run.key"
-    write_key(path)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert len(read_key(path)) == 40
-    with pytest.raises(UsageError, match="is not written over"):
-        write_key(path)
-    os.chmod(path, 0o640)
-    with pytest.raises(UsageError, match="others may read"):
-        read_key(path)
-    os.chmod(path, 0o600)
-    path.write_text("no key at all")
-    with pytest.raises(UsageError, match="holds no key"):
-        read_key(path)
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_key(tmp_path / "none")
+def test_a_rank_that_does_not_come(place: tuple[Connections, str]) -> None:
+    connections, host = place
+    server = StoreServer(connections, host)
+    with pytest.raises(RunError, match="rank 1 has not said where it listens"):
+        ZmqTransport(connections, server, 0, 2, host, join_s=0.3)
+    server.close()

@@ -1,4 +1,4 @@
-"""A small store behind the run's key: what `torch`'s is for processes that trust their network (`group/board.py`)."""
+"""A small store over ZeroMQ's connections, as `torch`'s is one for networks that are trusted (`group/board.py`)."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ import zmq
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.text import plain
-from penstock.transport.curve import CONNECT_S, Connection, Curve
+from penstock.transport.connections import CONNECT_S, Connection, Connections
 
 MAX_KEYS, MAX_VALUE_BYTES = 100_000, 64 * 1024
 _POLL_MS = 100
@@ -65,14 +65,14 @@ class _Values:
 
 
 class StoreServer(_Values):
-    """A store of this process, served to those that have the key; used here as the others use it.
+    """A store of this process, served to those that prove what its connections ask for; used here as the others use it.
 
     Example:
         store = StoreServer(curve, "192.168.1.10", 29500)
     """
 
-    def __init__(self, curve: Curve, address: str, port: int = 0) -> None:
-        self._socket, self.port = curve.listen(address, port)
+    def __init__(self, connections: Connections, address: str, port: int = 0) -> None:
+        self._socket, self.port = connections.listen(address, port)
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -132,15 +132,15 @@ class StoreServer(_Values):
             return Answer(number, [], str(error)[:200] or type(error).__name__)
 
 
-class SecuredStore(_Values):
+class ZmqStore(_Values):
     """Another process's `StoreServer`.
 
     Every call raises `RuntimeError` once the connection is broken. It waits as long as the connection stands, which
     libzmq's threads look after, up to a minute; `heard_s` is when it was last known to.
     """
 
-    def __init__(self, curve: Curve, address: str, port: int, timeout_s: float = CONNECT_S) -> None:
-        self._connection: Connection = curve.connect(address, port, b"", timeout_s)
+    def __init__(self, connections: Connections, address: str, port: int, timeout_s: float = CONNECT_S) -> None:
+        self._connection: Connection = connections.connect(address, port, b"", timeout_s)
         self._lock = threading.Lock()
         self._number = 0
         self.heard_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The transport over connections that prove a key and are encrypted (`transport/curve.py`).
+"""The transport over ZeroMQ's connections: behind a key, or in a folder of this account's.
 
 Each process listens once and connects to every other. A message waits at its sender until the receiver has a buffer
 for it, of which it says so by a credit: what is under way is bounded, and a send is done when a receive is posted.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.transport.base import Pending
-from penstock.transport.curve import PART_BYTES, Connection, Curve
+from penstock.transport.connections import PART_BYTES, Connection, Connections
 
 _HEADER = struct.Struct("<Bq")
 _CREDIT, _DATA = 1, 2
@@ -42,18 +42,18 @@ class Addresses(Protocol):
         """Return whether all of these are there."""
 
 
-class SecuredTransport:
-    """Point-to-point messages over encrypted connections to those alone that have the run's key.
+class ZmqTransport:
+    """Point-to-point messages to those alone that prove what the connections ask for.
 
     Connecting takes at most `join_s` seconds; `watch` is called meanwhile and may raise something sooner. Raises
     `RunError` where the ranks do not reach each other.
 
     Example:
-        SecuredTransport(Curve(key), store, rank=0, size=2, address="192.168.1.10")
+        ZmqTransport(Curve(key), store, rank=0, size=2, address="192.168.1.10")
     """
 
     def __init__(
-        self, curve: Curve, store: Addresses, rank: int, size: int, address: str, *, join_s: float = 60.0,
+        self, connections: Connections, store: Addresses, rank: int, size: int, address: str, *, join_s: float = 60.0,
         watch: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, size
@@ -65,18 +65,18 @@ class SecuredTransport:
         self._failure: str | None = None
         self._broken: set[int] = set()
         self._others: dict[int, Connection] = {}
-        self._inbox, port = curve.listen(address)
+        self._inbox, port = connections.listen(address)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._take_in, name="penstock-secured", daemon=True)
+        self._thread = threading.Thread(target=self._take_in, name="penstock-zmq", daemon=True)
         self._thread.start()
         try:
             store.set(f"data/{rank}", f"{address} {port}")
-            self._connect(curve, store, time.monotonic() + join_s, watch)
+            self._connect(connections, store, time.monotonic() + join_s, watch)
         except BaseException:
             self.close()
             raise
 
-    def _connect(self, curve: Curve, store: Addresses, deadline: float, watch: Callable[[], None]) -> None:
+    def _connect(self, connections: Connections, store: Addresses, deadline: float, watch: Callable[[], None]) -> None:
         for peer in (rank for rank in range(self.size) if rank != self.rank):
             while not store.check([f"data/{peer}"]):
                 watch()
@@ -87,7 +87,7 @@ class SecuredTransport:
                 time.sleep(0.02)
             host, port = store.get(f"data/{peer}").decode().split()
             try:
-                self._others[peer] = curve.connect(
+                self._others[peer] = connections.connect(
                     host, int(port), _NAME.pack(b"r", self.rank), max(1.0, deadline - time.monotonic())
                 )
             except RuntimeError as error:

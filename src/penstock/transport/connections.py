@@ -1,0 +1,128 @@
+"""Connections of ZeroMQ's between the processes of a run, kept by a thread of libzmq's own.
+
+What each side proves before a byte of it is read is the kind's: a key (`transport/curve.py`), or that it is of this
+account (`transport/folder.py`).
+"""
+
+import os
+import time
+import uuid
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+# no part of a message is longer: what a stranger announces before it has proved anything is not made room for
+PART_BYTES = 4 * 2**20
+# whether a key is right is decided in Python: by a process that imports, or has little of a core, seconds later
+CONNECT_S = 30.0
+_AROUND_BYTES = 1024  # what encryption adds to a part
+# libzmq's thread asks by itself whether the other side's is alive, also while that interpreter's lock is held
+_BEAT_MS, _SILENCE_MS = 1000, 4000
+_PROVED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_BROKEN = (
+    zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)  # fmt: skip
+
+
+class Connections:
+    """Sockets of one process that speak with those alone that prove what their kind asks for.
+
+    Example:
+        listener, port = connections.listen("192.168.1.10")
+        connection = connections.connect("192.168.1.10", port, b"1")
+    """
+
+    refused = "closes the connection"  # what an address does whose connection breaks before it stands
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def place(self, address: str, port: int) -> str:
+        """Return what libzmq calls a place."""
+        raise NotImplementedError
+
+    def bind(self, socket: "zmq.Socket[bytes]", address: str, port: int) -> int:
+        """Listen on a port, any where it is 0; returns it. Raises `OSError` or `zmq.ZMQError` where it is taken."""
+        raise NotImplementedError
+
+    def prove(self, socket: "zmq.Socket[bytes]", *, listens: bool) -> None:
+        """Have a socket prove what it must, and ask the other side for it."""
+
+    def listen(self, address: str, port: int = 0) -> "tuple[zmq.Socket[bytes], int]":
+        """Listen on one address; returns the socket and its port. Raises `OSError` where the port is taken."""
+        socket = self._socket(zmq.ROUTER, address)
+        try:
+            self.prove(socket, listens=True)
+            return socket, self.bind(socket, address, port)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise OSError(error.errno, os.strerror(error.errno or 0)) from None
+        except OSError:
+            socket.close(0)
+            raise
+
+    def connect(self, address: str, port: int, name: bytes, timeout_s: float = CONNECT_S) -> "Connection":
+        """Connect, and wait until both sides have proved what they must; raises `RuntimeError` where they do not."""
+        socket = self._socket(zmq.DEALER, address)
+        self.prove(socket, listens=False)
+        if name:
+            socket.setsockopt(zmq.IDENTITY, name)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        # a name of its own: what pyzmq makes of the file's number is taken while another socket of it is being closed
+        place = f"inproc://monitor-{uuid.uuid4().hex}"
+        socket.monitor(place, zmq.EVENT_ALL)
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.connect(place)
+        connection = Connection(socket, monitor)
+        socket.connect(self.place(address, port))
+        deadline = time.monotonic() + timeout_s
+        while not connection.proved:
+            connection.look(100)
+            if connection.broken or time.monotonic() > deadline:
+                connection.close()
+                raise RuntimeError(
+                    f"{address}:{port} "
+                    + (self.refused if connection.broken else f"has not answered for {timeout_s:g} s")
+                )  # fmt: skip
+        return connection
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._context.destroy(linger=0)
+
+    def _socket(self, kind: int, address: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, int(":" in address))
+        socket.linger = 0
+        socket.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + _AROUND_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * CONNECT_S))  # a connection that proves nothing is dropped
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        socket.set_hwm(0)  # credits bound what is under way
+        socket.setsockopt(zmq.SNDTIMEO, 0)  # so that only a connection that is gone takes nothing, which is an error
+        return socket
+
+
+class Connection:
+    """A connecting socket, and whether its connection stands; it breaks for good."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
+        self.socket, self._monitor = socket, monitor
+        self.proved = self.broken = False
+        self._poller = zmq.Poller()
+        self._poller.register(monitor, zmq.POLLIN)
+
+    def look(self, wait_ms: int = 0) -> None:
+        """Take note of what has happened to the connection."""
+        while self._poller.poll(wait_ms):
+            event = recv_monitor_message(self._monitor)["event"]
+            self.proved |= event == _PROVED
+            self.broken |= event in _BROKEN
+            wait_ms = 0
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(0)

@@ -1,0 +1,83 @@
+"""Connections that prove a key: what a stranger gets."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from benchmarks.faults.strangers import FORGED, attack, record_handshake, replayed
+from penstock.errors import UsageError
+from penstock.group.zmq_store import ZmqStore
+from penstock.transport.curve import Curve, make_key, read_key, write_key
+from tests.transport.test_zeromq import Room, filled
+
+HOST, KEY = "127.0.0.1", make_key()
+
+
+@pytest.fixture(scope="module")
+def room() -> Iterator[Room]:
+    made = Room(key=KEY)
+    yield made
+    made.close()
+
+
+def test_another_key_gets_nowhere(room: Room) -> None:
+    stranger = Curve(make_key())
+    try:
+        with pytest.raises(RuntimeError, match=r"does not prove this run's key|has not answered"):
+            stranger.connect(HOST, room.store.port, b"x", 3.0)
+    finally:
+        stranger.close()
+
+
+def test_who_knows_the_public_key_alone_gets_nowhere(room: Room) -> None:
+    """The listener's key is not enough: whoever connects proves that it has the secret."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    connecting = context.socket(zmq.DEALER)
+    connecting.linger = 0
+    connecting.curve_serverkey = zmq.curve_public(KEY)
+    connecting.curve_publickey, connecting.curve_secretkey = zmq.curve_keypair()
+    connecting.connect(f"tcp://{HOST}:{room.store.port}")
+    connecting.send(b'[1,"check",["a"]]')
+    assert not connecting.poll(1000)
+    context.destroy(linger=0)
+
+
+def test_bytes_of_strangers_change_nothing(room: Room) -> None:
+    first, second, _ = room.ranks
+    ports = [room.store.port, *(int(room.store.get(f"g/data/{rank}").split()[1]) for rank in range(3))]
+    recorded = Curve(KEY)
+    forge = [*FORGED, replayed(record_handshake(recorded, room.store.port))]
+    recorded.close()
+    for index in range(10):
+        attack(ports, forge, 40, seed=index)
+        buffer = torch.zeros(8, dtype=torch.uint8)
+        receive = second.receive(buffer, 0, 4)
+        first.send(filled(index), 1, 4).wait()
+        receive.wait()
+        assert int(buffer[0]) == index
+    store = ZmqStore(room.connections[1], HOST, room.store.port)
+    store.set("after", "fine")
+    assert store.get("after") == b"fine"
+    store.close()
+
+
+def test_keys_are_files_of_one_account(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    write_key(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(read_key(path)) == 40
+    with pytest.raises(UsageError, match="is not written over"):
+        write_key(path)
+    os.chmod(path, 0o640)
+    with pytest.raises(UsageError, match="others may read"):
+        read_key(path)
+    os.chmod(path, 0o600)
+    path.write_text("no key at all")
+    with pytest.raises(UsageError, match="holds no key"):
+        read_key(path)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_key(tmp_path / "none")

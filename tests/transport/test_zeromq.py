@@ -204,6 +204,21 @@ def test_a_store_that_went_between_two_questions(place: tuple[Connections, str])
     store.close()
 
 
+def test_stores_that_are_dropped_hold_up_nobody(place: tuple[Connections, str]) -> None:
+    """libzmq's threads waited for ever to tell a monitor that was gone before its socket, now and then."""
+    connections, host = place
+    server = StoreServer(connections, host)
+    store = ZmqStore(connections, host, server.port)
+    for _ in range(100):
+        ZmqStore(connections, host, server.port).check(["a"])
+    server.close()
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="broke"):
+        store.get("a")
+    assert time.monotonic() - began_s < 2.0
+    store.close()
+
+
 def test_a_rank_that_is_gone_ends_what_goes_to_it_and_nothing_else(key: bytes | None) -> None:
     room = Room(3, key=key)
     try:

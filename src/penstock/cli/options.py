@@ -51,7 +51,7 @@ Bind = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Listen on this address of this machine; the one towards the first host, or none on one machine, if not given.",
+        help="Listen on this address; the one towards the first host, or on one machine none, if not given.",
     ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")]

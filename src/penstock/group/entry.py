@@ -16,13 +16,13 @@ from penstock.group.board import wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
 from penstock.group.launcher import LocalWorkers, available_cores
 from penstock.group.links import Links, PlainLinks, choose_links, close_store
-from penstock.group.liveness import Boards, Health
+from penstock.group.liveness import WATCHFUL_S, Boards, Health
 from penstock.group.private_folder import PrivateFolder
 from penstock.group.roll_call import Membership, Rendezvous, RollCall
 from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World
 from penstock.terminal.notes import note
-from penstock.transport.base import FEEDER
+from penstock.transport.base import FEEDER, SILENCE_S
 from penstock.transport.faulty import wrap_if_faulty
 from penstock.transport.memory_network import MemoryNetwork
 
@@ -114,7 +114,11 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
     prefix = f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joins)}"
     connect = partial(links.connect_store, first, port)
     rendezvous = Rendezvous(links, connect, first, port, address, f"rank {rank} on {host_name()}")
-    world = join_group(rendezvous, rank, size, prefix, range(size), again=again and not hosted)
+    survives = again and not hosted
+    world = join_group(
+        rendezvous, rank, size, prefix, range(size), again=survives,
+        silence_s=WATCHFUL_S if survives and followed else SILENCE_S,
+    )  # fmt: skip
     world.cores = cores
     world.followed = followed
     world.position = int(os.environ.get("LOCAL_RANK", rank))
@@ -141,19 +145,24 @@ def start_local(
     store = links.serve_store(address)
     size, port = num_workers + 1, store.port
     own = [["--port", str(port), "--rank", str(rank), "--size", str(size), *arguments] for rank in range(1, size)]
-    workers = LocalWorkers(module, own, {"OMP_NUM_THREADS": "1", BIND: address, **(env or {})})
+    workers: LocalWorkers | None = None
 
     def watch_workers() -> None:
-        gone = workers.exited()
+        gone = workers.exited() if workers is not None else None
         if gone is not None:
             raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
 
     connect = (lambda: store) if isinstance(links, PlainLinks) else partial(links.connect_store, address, port)
     try:
+        workers = LocalWorkers(module, own, {"OMP_NUM_THREADS": "1", BIND: address, **(env or {})})
         rendezvous = Rendezvous(links, connect, address, port, address, "the feeding process")
-        world = join_group(rendezvous, FEEDER, size, "run", range(1, size), watch_workers, again=again)
+        world = join_group(
+            rendezvous, FEEDER, size, "run", range(1, size), watch_workers, again=again,
+            silence_s=WATCHFUL_S if again else SILENCE_S,
+        )  # fmt: skip
     except BaseException:
-        workers.stop(0.0)
+        if workers is not None:
+            workers.stop(0.0)
         close_store(store)
         if folder is not None:
             folder.close()
@@ -194,16 +203,19 @@ def thread_worlds(names: Sequence[str]) -> list[World]:
 def join_group(
     rendezvous: Rendezvous, rank: int, size: int, prefix: str, devices: Sequence[int],
     watch_others: Callable[[], None] = lambda: None, *, again: bool = False, join_s: float = JOIN_S,
-    before: Membership | None = None,
+    before: Membership | None = None, silence_s: float = SILENCE_S,
 ) -> World:  # fmt: skip
     """Meet the other processes of a group and connect to them; `before` is what this one was in, where it was in one.
 
     Raises `RunError` where they do not all come, and `DeviceLost` where one is lost meanwhile.
     """
-    own = before.own if before is not None else None
-    meeting = Meeting(rendezvous, rank, size, prefix=prefix, watch=watch_others, join_s=join_s, again=again, own=own)
+    own, silence_s = (before.own, before.silence_s) if before is not None else (None, silence_s)
+    meeting = Meeting(
+        rendezvous, rank, size, prefix=prefix, watch=watch_others, join_s=join_s, again=again, own=own,
+        silence_s=silence_s,
+    )  # fmt: skip
     names = [hello.name for hello in meeting.hellos]
-    health = Health(meeting.boards, rank, names, lambda: None)
+    health = Health(meeting.boards, rank, names, lambda: None, silence_s=meeting.silence_s)
 
     def watch() -> None:
         watch_others()
@@ -236,7 +248,9 @@ def _membership(meeting: Meeting, rendezvous: Rendezvous, before: Membership | N
         return replace(before, members=members, generation=before.generation + 1)
     run = members[FEEDER]
     roll = RollCall(rendezvous.connect(), run) if meeting.own == run else None
-    return Membership(rendezvous=rendezvous, run=run, own=meeting.own, members=members, roll=roll)
+    return Membership(
+        rendezvous=rendezvous, run=run, own=meeting.own, members=members, roll=roll, silence_s=meeting.silence_s
+    )
 
 
 def why_ended(world: World, rank: int) -> str | None:

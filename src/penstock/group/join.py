@@ -21,12 +21,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, RunError
 from penstock.group.board import PatientStore, read_if_there
-from penstock.group.links import Links
+from penstock.group.links import Links, close_store
 from penstock.group.liveness import Boards
 from penstock.group.roll_call import Rendezvous
 from penstock.group.verdict import prepare_board
 from penstock.text import first_line
-from penstock.transport.base import FEEDER
+from penstock.transport.base import FEEDER, SILENCE_S
 from penstock.transport.watched import StoreSilent
 from penstock.version import __version__
 
@@ -50,6 +50,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     board_port: int
     bandwidth_bytes_per_s: float | None = None
     again: bool = False  # of the first one: whether it calls another group where one of this is lost
+    silence_s: float = SILENCE_S  # of the first one: for how long a process may be silent
 
 
 class Meeting:
@@ -64,7 +65,7 @@ class Meeting:
     def __init__(
         self, rendezvous: Rendezvous, rank: int, size: int, *, prefix: str,
         watch: Callable[[], None] = lambda: None, join_s: float = JOIN_S, again: bool = False,
-        own: str | None = None,
+        own: str | None = None, silence_s: float = SILENCE_S,
     ) -> None:  # fmt: skip
         self._rank, self._size, self._prefix, self._links = rank, size, prefix, rendezvous.links
         address = rendezvous.address
@@ -73,20 +74,23 @@ class Meeting:
             rank=rank, size=size, run=os.environ.get("TORCHELASTIC_RUN_ID", ""), nonce=own or uuid.uuid4().hex,
             penstock=__version__, torch=str(torch.__version__).partition("+")[0], name=rendezvous.name,
             host=host_name(), address=address, board_port=self.board.port, bandwidth_bytes_per_s=_bandwidth(),
-            again=again,
+            again=again, silence_s=silence_s,
         )  # fmt: skip
         store = PatientStore(rendezvous.connect, STORE_S)
         try:
             self.hellos = self._meet(store, watch, join_s)
-        except StoreSilent as error:
-            raise DeviceLost(
-                f"the first host was lost by rank {rank} while the processes met: {error}, so it was stopped, cut off "
-                "or has lost power; start again"
-            ) from None
-        except RuntimeError as error:
-            raise DeviceLost(
-                f"the first host was lost by rank {rank} while the processes met: {first_line(error)}; start again"
-            ) from error
+        except BaseException as error:
+            close_store(self.board)
+            if isinstance(error, StoreSilent):
+                raise DeviceLost(
+                    f"the first host was lost by rank {rank} while the processes met: {error}, so it was stopped, cut "
+                    "off or has lost power; start again"
+                ) from None
+            if isinstance(error, RuntimeError):
+                raise DeviceLost(
+                    f"the first host was lost by rank {rank} while the processes met: {first_line(error)}; start again"
+                ) from error
+            raise
         finally:
             store.close()
 
@@ -101,12 +105,20 @@ class Meeting:
         return f"{self._prefix}.{self.hellos[FEEDER].nonce}"
 
     @property
+    def silence_s(self) -> float:
+        """For how long a process of this group may be silent, as the first one says."""
+        return self.hellos[FEEDER].silence_s
+
+    @property
     def boards(self) -> Boards:
         """The boards of those that this process looks after: the first one after all, the others after the first."""
         watched = [hello for hello in self.hellos if hello.rank != self._rank and FEEDER in (hello.rank, self._rank)]
         return Boards(
             self.board,
-            {hello.rank: partial(self._links.connect_store, hello.address, hello.board_port) for hello in watched},
+            {
+                hello.rank: partial(self._links.connect_store, hello.address, hello.board_port, self.silence_s)
+                for hello in watched
+            },
             {hello.rank: hello.address for hello in watched},
             self._links.connect_s,
         )

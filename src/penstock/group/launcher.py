@@ -89,8 +89,8 @@ def leave_with_parent(grace_s: float = 0.0) -> None:
         # not through the file object, whose lock the interpreter's own end would want
         while os.read(sys.stdin.fileno(), 1):
             pass
-        time.sleep(grace_s)
         remove_left(os.environ.get(BIND, ""))
+        time.sleep(grace_s)
         os._exit(1)
 
     threading.Thread(target=watch, name="penstock-parent", daemon=True).start()

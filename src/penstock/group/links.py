@@ -11,7 +11,7 @@ from penstock.group.addresses import is_folder
 from penstock.group.board import connect_board, serve_store
 from penstock.group.liveness import Boards
 from penstock.group.variables import KEY
-from penstock.transport.base import Transport
+from penstock.transport.base import SILENCE_S, Transport
 from penstock.transport.gloo import GlooTransport
 from penstock.transport.watched import run_watched
 
@@ -30,8 +30,8 @@ class Links(Protocol):
     def serve_store(self, address: str, port: int = 0) -> TCPStore:
         """Serve a store on one address alone; raises `OSError` where the port is taken."""
 
-    def connect_store(self, address: str, port: int) -> Store:
-        """Connect to a store; raises `RuntimeError` where that cannot be."""
+    def connect_store(self, address: str, port: int, silence_s: float = SILENCE_S) -> Store:
+        """Connect to a store whose process may be silent for so long; raises `RuntimeError` where that cannot be."""
 
     def make_transport(
         self, connect: Callable[[], Store], name: str, rank: int, size: int, address: str, join_s: float, watch: Watch
@@ -49,8 +49,8 @@ class PlainLinks:
         """Serve a store on one address alone."""
         return serve_store(address, port)
 
-    def connect_store(self, address: str, port: int) -> Store:
-        """Connect to a store."""
+    def connect_store(self, address: str, port: int, silence_s: float = SILENCE_S) -> Store:  # noqa: ARG002
+        """Connect to a store; whether it has been silent is looked after by whoever asks."""
         return connect_board(address, port)
 
     def make_transport(
@@ -78,11 +78,11 @@ class ZmqLinks:
 
         return cast(TCPStore, StoreServer(self._connections, address, port))
 
-    def connect_store(self, address: str, port: int) -> Store:
+    def connect_store(self, address: str, port: int, silence_s: float = SILENCE_S) -> Store:
         """Connect to a store."""
         from penstock.group.zmq_store import ZmqStore
 
-        return cast(Store, ZmqStore(self._connections, address, port))
+        return cast(Store, ZmqStore(self._connections, address, port, silence_s=silence_s))
 
     def make_transport(
         self, connect: Callable[[], Store], name: str, rank: int, size: int, address: str, join_s: float, watch: Watch

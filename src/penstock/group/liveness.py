@@ -24,10 +24,10 @@ from penstock.errors import DeviceLost, OutOfMemory, RunError
 from penstock.group.board import lookup_s
 from penstock.group.verdict import MAX_MESSAGE, VERDICT_KEY, Verdict, beat_key, gone_key, read_verdict, write_verdict
 from penstock.memory import is_out_of_memory
-from penstock.transport.base import FEEDER
+from penstock.transport.base import FEEDER, SILENCE_S
 
-BEAT_S = 1.0
-SILENCE_S = 5.0
+BEAT_S = 0.5
+WATCHFUL_S = 3.0  # where taking a process that is only slow for lost costs little: it comes back
 _FIRST_BEAT = 6  # times the silence, where beats must be seen: processes that have only just met
 _LAST_WORD_S = 1.0  # after a connection broke: in which whoever ended says why, or its parent does
 _LOOKUP_S = 60.0  # until which a name server is waited for
@@ -98,7 +98,7 @@ class Health:
         self.status: Callable[[], str] = str  # what this process says of itself with every beat; nothing
         self.why_ended: Callable[[int], str | None] = lambda _rank: None
         self.failure: Verdict | None = None
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
         self._failing = threading.Lock()
         self._closed = False
         now = time.monotonic()
@@ -178,6 +178,7 @@ class Health:
         elif self._rank == FEEDER and not self._boards.shared:
             self._tell(list(self._peers.values()), VERDICT_KEY, write_verdict(self.failure))
         self._stop.set()
+        self._wake.set()
         for peer in self._peers.values():
             peer.awake.set()
         self._thread.join()
@@ -215,7 +216,8 @@ class Health:
                         peer.answered_s = max(peer.answered_s, now - self.beat_s)
                 seen_s = now
                 self._look(now)
-                self._stop.wait(self.beat_s)
+                self._wake.wait(min(self.beat_s, max(_GRACE_S, self._soonest(now) - time.monotonic())))
+                self._wake.clear()
         except Exception as error:
             name = self._names[self._rank]
             self.announce(Verdict(rank=self._rank, message=f"{name}: watching over it failed: {error}", lost=False))
@@ -232,13 +234,24 @@ class Health:
             silence_s = now - max(peer.answered_s, getattr(peer.store, "heard_s", 0.0))
             patience_s = self._silence_s * (_FIRST_BEAT if self._boards.shared and not peer.beat else 1)
             patience_s = max(patience_s, peer.connect_s or 0.0)
-            broken = peer.broken_s is not None and now - peer.broken_s > min(_LAST_WORD_S, self._silence_s)
+            broken = peer.broken_s is not None and now > self._last_word_at(peer.broken_s, peer.answered_s)
             if peer.verdict:
                 self._fail(read_verdict(peer.verdict))
                 return
             if (broken or silence_s > patience_s) and not self._has_left(peer):
                 self.announce(self._verdict_on(peer, silence_s))
                 return
+
+    def _soonest(self, now: float) -> float:
+        """Return when there may next be something to say of a process that is silent or whose connection broke."""
+        waited = [peer for peer in self._peers.values() if not peer.left]
+        broken = [self._last_word_at(peer.broken_s, peer.answered_s) for peer in waited if peer.broken_s is not None]
+        silent = [peer.answered_s + self._silence_s for peer in waited if peer.connect_s is None]
+        return min([at_s for at_s in (*broken, *silent) if at_s > now], default=float("inf"))
+
+    def _last_word_at(self, broken_s: float, answered_s: float) -> float:
+        """Return until when a process whose connection broke may have its last word: not one that had been silent."""
+        return min(broken_s + min(_LAST_WORD_S, self._silence_s), max(broken_s, answered_s + self._silence_s))
 
     def _has_left(self, peer: _Peer) -> bool:
         peer.left = self._boards.own.check([gone_key(peer.rank)])
@@ -278,6 +291,7 @@ class Health:
                 peer.awake.clear()
         except RuntimeError:
             peer.broken_s = time.monotonic()
+            self._wake.set()
         except Exception as error:  # as of an answer that is no text: then nobody would look after that process
             message = f"{self._names[peer.rank]} answers what cannot be read ({type(error).__name__}); start again"
             self._fail(Verdict(rank=peer.rank, message=message, lost=False))

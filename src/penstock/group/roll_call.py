@@ -19,7 +19,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import RunError
 from penstock.group.board import PatientStore, read_if_there
-from penstock.group.links import Links
+from penstock.group.links import Links, close_store
+from penstock.transport.base import SILENCE_S
 from penstock.version import __version__
 
 _RUN_KEY = "penstock/again"
@@ -46,7 +47,7 @@ class RollCall:
     """
 
     def __init__(self, store: Store, run: str) -> None:
-        self._store, self._run = store, run
+        self._store, self._run, self._over = store, run, False
         self._seen = 0
         self._waiting: list[str] = []
         self._failures: Counter[str] = Counter()
@@ -99,8 +100,11 @@ class RollCall:
         return members
 
     def end(self) -> None:
-        """Say that there will be no further group."""
-        self._store.set(_key(self._run, "call"), _OVER)
+        """Say that there will be no further group; nothing more can be called."""
+        if not self._over:
+            self._over = True
+            self._store.set(_key(self._run, "call"), _OVER)
+            close_store(self._store)
 
     def _answered(self, generation: int, name: str) -> bool:
         return self._store.check([_key(self._run, "answer", str(generation), name)])
@@ -134,6 +138,7 @@ class Membership:
     own: str
     members: tuple[str, ...]
     generation: int = 0
+    silence_s: float = SILENCE_S  # for which a process may be silent
     roll: RollCall | None = None
 
 

@@ -9,6 +9,7 @@ import zmq
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.text import plain
+from penstock.transport.base import SILENCE_S
 from penstock.transport.connections import CONNECT_S, Connection, Connections
 
 MAX_KEYS, MAX_VALUE_BYTES = 100_000, 64 * 1024
@@ -139,8 +140,11 @@ class ZmqStore(_Values):
     libzmq's threads look after, up to a minute; `heard_s` is when it was last known to.
     """
 
-    def __init__(self, connections: Connections, address: str, port: int, timeout_s: float = CONNECT_S) -> None:
-        self._connection: Connection = connections.connect(address, port, b"", timeout_s)
+    def __init__(
+        self, connections: Connections, address: str, port: int, timeout_s: float = CONNECT_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:  # fmt: skip
+        self._connection: Connection = connections.connect(address, port, b"", timeout_s, silence_s)
         self._lock = threading.Lock()
         self._number = 0
         self.heard_s = time.monotonic()

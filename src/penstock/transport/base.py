@@ -47,6 +47,7 @@ class Transport(Protocol):
         """Let go of all connections."""
 
 
+SILENCE_S = 5.0  # after which a process that does not answer is lost
 WORD_BYTES = 64 * 2**10  # of a signal, a number, a name or an error
 DOCUMENT_BYTES = 16 * 2**20  # of what ranks tell each other, an entry for each of them
 JOB_BYTES = 256 * 2**20  # of a job, with the programs of a rank's stages as text

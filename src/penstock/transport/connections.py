@@ -11,13 +11,16 @@ import uuid
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from penstock.transport.base import SILENCE_S
+
 # no part of a message is longer: what a stranger announces before it has proved anything is not made room for
 PART_BYTES = 4 * 2**20
 # whether a key is right is decided in Python: by a process that imports, or has little of a core, seconds later
 CONNECT_S = 30.0
 _AROUND_BYTES = 1024  # what encryption adds to a part
 # libzmq's thread asks by itself whether the other side's is alive, also while that interpreter's lock is held
-_BEAT_MS, _SILENCE_MS = 1000, 4000
+_BEAT_MS = 1000
+_OF_SILENCE = 0.8  # it is to have noticed before whoever waits for that long
 _PROVED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _BROKEN = (
     zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -62,9 +65,14 @@ class Connections:
             socket.close(0)
             raise
 
-    def connect(self, address: str, port: int, name: bytes, timeout_s: float = CONNECT_S) -> "Connection":
-        """Connect, and wait until both sides have proved what they must; raises `RuntimeError` where they do not."""
-        socket = self._socket(zmq.DEALER, address)
+    def connect(
+        self, address: str, port: int, name: bytes, timeout_s: float = CONNECT_S, silence_s: float = SILENCE_S
+    ) -> "Connection":
+        """Connect, and wait until both sides have proved what they must; raises `RuntimeError` where they do not.
+
+        The connection breaks where the other side is silent for about `silence_s`.
+        """
+        socket = self._socket(zmq.DEALER, address, silence_s)
         self.prove(socket, listens=False)
         if name:
             socket.setsockopt(zmq.IDENTITY, name)
@@ -91,14 +99,14 @@ class Connections:
         """Let go of everything."""
         self._context.destroy(linger=0)
 
-    def _socket(self, kind: int, address: str) -> "zmq.Socket[bytes]":
+    def _socket(self, kind: int, address: str, silence_s: float = SILENCE_S) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.IPV6, int(":" in address))
         socket.linger = 0
         socket.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + _AROUND_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * CONNECT_S))  # a connection that proves nothing is dropped
         socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * _OF_SILENCE * silence_s))
         socket.set_hwm(0)  # credits bound what is under way
         socket.setsockopt(zmq.SNDTIMEO, 0)  # so that only a connection that is gone takes nothing, which is an error
         return socket
@@ -122,7 +130,11 @@ class Connection:
             wait_ms = 0
 
     def close(self) -> None:
-        """Let go of the connection."""
-        self.socket.disable_monitor()
-        self._monitor.close(0)
-        self.socket.close(0)
+        """Let go of the connection, in this order: libzmq's threads wait for ever to tell a monitor that went first."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self._monitor.close(0)
+            self.socket.close(0)
+
+    def __del__(self) -> None:
+        self.close()

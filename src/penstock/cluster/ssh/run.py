@@ -103,6 +103,11 @@ class RemoteRun:
         return {member.host.name: member.process.returncode for member in self._members}
 
     @property
+    def exit_codes(self) -> dict[str, int | None]:
+        """How each machine's process ended: None while it runs, else its exit status."""
+        return {member.host.name: member.process.poll() for member in self._members}
+
+    @property
     def first_failure(self) -> str | None:
         """A machine whose process failed, as in `board1 ended with status 3`; None if none did."""
         for member in self._members:

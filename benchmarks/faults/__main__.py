@@ -17,10 +17,14 @@ from PIL import Image
 
 from benchmarks.faults.stream import KINDS, Stream, streaming
 from benchmarks.labs import lab_text
+from benchmarks.ssh_hosts import SshLab, ssh_lab
 from benchmarks.training.__main__ import environment
-from penstock.cluster.lab import Lab, lab_session, parse_lab, take_down
+from penstock.cluster.lab import parse_lab, take_down
+from penstock.cluster.ssh.push import push
+from penstock.cluster.ssh.remote import hosts_of
 from penstock.group.launcher import module_command
-from penstock.transport.curve import write_key
+from penstock.spec.cluster import read_cluster
+from penstock.transport.curve import make_key
 
 LAB, HOSTS, CPU = "faults", 4, 0.35
 MODEL = "timm:vit_tiny_patch16_224,img_size=64,patch_size=8,depth=12,num_classes=10"
@@ -28,6 +32,7 @@ LARGER, DEIT = "timm:deit_tiny_patch16_224", "timm:deit_small_patch16_224"
 NUM_FAULTS, PER_STREAM, SEED = 200, 40, 0
 STREAM_IMAGES, FIRST_IMAGES, STEADY_IMAGES, SECURED_IMAGES = 12000, 1500, 900, 300
 _PAIRS = 3
+_KEY = make_key()  # as penstock hosts run makes one for each run
 _STREAM_S = 900.0  # of one stream with all its faults: longer is a hang
 
 
@@ -53,7 +58,10 @@ def main() -> None:
         folder = Path(name)
         images = make_images(folder / "images", STREAM_IMAGES)
         reference = folder / "reference.csv"
-        with lab_session(parse_lab(lab_text(LAB, [CPU] * HOSTS, memory="1 GiB"))) as lab:
+        (folder / "ssh").mkdir()
+        spec = parse_lab(lab_text(LAB, [CPU] * HOSTS, memory="1 GiB"))
+        with ssh_lab(spec, folder / "ssh") as lab:
+            push(hosts_of(read_cluster(lab.cluster)), install=False)
             if wanted("faults") or wanted("first"):
                 subprocess.run(
                     module_command(
@@ -98,12 +106,12 @@ def make_images(folder: Path, count: int, size: int = 64) -> Path:
 
 
 def stream_with_faults(
-    lab: Lab, images: Path, reference: Path, folder: Path, result: dict[str, Any], seed: int, many: int, log: Path
+    lab: SshLab, images: Path, reference: Path, folder: Path, result: dict[str, Any], seed: int, many: int, log: Path
 ) -> None:
     """Stream all images with faults one after the other, and hold what was written against one process's rows."""
     draw, rows = random.Random(seed), folder / f"rows-{seed}.csv"
     hung = False
-    with streaming(lab, infer(MODEL, images, rows), rows, log) as stream:
+    with streaming(lab, infer(MODEL, images, rows), rows, log, key=_KEY) as stream:
         if not stream.wait_for_rows(1, 120.0):
             sys.exit(f"faults: no result came; see {log}")
         done = 0
@@ -130,7 +138,7 @@ def stream_with_faults(
             stream.look()
             time.sleep(0.1)
             hung |= time.monotonic() - began_s > _STREAM_S
-        status = stream.run.exit_codes[lab.spec.hosts[0].name]
+        status = stream.run.exit_codes[lab.lab.spec.hosts[0].name]
     result["streams"].append(compared(rows, reference) | {"seed": seed, "status": status, "hung": hung})
     print(f"seed {seed}: {result['streams'][-1]}", file=sys.stderr)
 
@@ -151,16 +159,16 @@ def compared(rows: Path, reference: Path, count: int = STREAM_IMAGES) -> dict[st
 
 
 def lose_the_first(
-    lab: Lab, images: Path, reference: Path, folder: Path, seed: int, log: Path
+    lab: SshLab, images: Path, reference: Path, folder: Path, seed: int, log: Path
 ) -> dict[str, Any]:  # fmt: skip
     """Kill the first host's process somewhere in the stream, and go on from what is there."""
     rows = folder / f"first-{seed}.csv"
     words = [*infer(MODEL, images, rows), "--num-images", str(FIRST_IMAGES)]
-    with streaming(lab, words, rows, log) as stream:
+    with streaming(lab, words, rows, log, key=_KEY) as stream:
         stream.wait_for_rows(random.Random(seed).randint(1, 400), 120.0)
-        lab.kill(lab.spec.hosts[0].name)
+        stream.kill(lab.lab.spec.hosts[0].name)
     kept = stream.look()
-    with streaming(lab, [*words, "--resume"], rows, log) as stream:
+    with streaming(lab, [*words, "--resume"], rows, log, key=_KEY) as stream:
         while not stream.ended:
             time.sleep(0.2)
     found = compared(rows, reference, FIRST_IMAGES) | {"kept": kept, "seed": seed}
@@ -168,10 +176,10 @@ def lose_the_first(
     return found
 
 
-def steady(lab: Lab, folder: Path, log: Path, count: int) -> dict[str, float]:
+def steady(lab: SshLab, folder: Path, log: Path, count: int) -> dict[str, float]:
     """Measure steady throughput: on all hosts, on three, after one was lost, after one was slowed to a third."""
     images = make_images(folder / "larger", count, 224)
-    names = [host.name for host in lab.spec.hosts]
+    names = [host.name for host in lab.lab.spec.hosts]
     lost, slowed = names[2], names[2]
 
     def slow(stream: Stream) -> None:
@@ -180,29 +188,27 @@ def steady(lab: Lab, folder: Path, log: Path, count: int) -> dict[str, float]:
     found = {
         "all": rate(lab, images, folder / "all.csv", log),
         "three": rate(lab, images, folder / "three.csv", log, on=[name for name in names if name != lost]),
-        "after_a_loss": rate(lab, images, folder / "lost.csv", log, lambda stream: stream.lab.kill(lost)),
+        "after_a_loss": rate(lab, images, folder / "lost.csv", log, lambda stream: stream.kill(lost)),
         "after_slowing": rate(lab, images, folder / "slow.csv", log, slow),
     }
-    lab.slow(slowed, cpu=CPU)
+    lab.lab.slow(slowed, cpu=CPU)
     return found
 
 
-def secured(lab: Lab, folder: Path, log: Path, count: int) -> dict[str, list[float]]:
+def secured(lab: SshLab, folder: Path, log: Path, count: int) -> dict[str, list[float]]:
     """Measure DeiT-S without and with a key, in turns."""
     images = make_images(folder / "deit", count, 224)
-    key = folder / "run.key"
-    write_key(key)
     found: dict[str, list[float]] = {"plain": [], "secured": []}
     for number in range(_PAIRS):
-        for name, own in (("plain", None), ("secured", key)):
+        for name, own in (("plain", b""), ("secured", _KEY)):
             rows = folder / f"{name}-{number}.csv"
             found[name].append(rate(lab, images, rows, log, key=own, model=DEIT))
     return found
 
 
 def rate(
-    lab: Lab, images: Path, rows: Path, log: Path, change: Callable[[Stream], object] | None = None,
-    on: list[str] | None = None, key: Path | None = None, model: str = LARGER,
+    lab: SshLab, images: Path, rows: Path, log: Path, change: Callable[[Stream], object] | None = None,
+    on: list[str] | None = None, key: bytes = _KEY, model: str = LARGER,
 ) -> float:  # fmt: skip
     """Return the images per second of the second half of a stream; the change comes after its first sixth."""
     total = len(list(images.iterdir()))

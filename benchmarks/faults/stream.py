@@ -1,4 +1,4 @@
-"""A long stream on the hosts of a lab, and what is done to it: faults that come and go, results that are counted."""
+"""A long stream on hosts that are reached by ssh, and what is done to it: faults that come and go, rows counted."""
 
 import contextlib
 import os
@@ -8,18 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
+import msgspec
+
+from benchmarks.ssh_hosts import SshLab
+from penstock.cli.cluster import commands_by_ssh
 from penstock.cluster.lab import Lab
-from penstock.cluster.lab.run import LabRun
 from penstock.cluster.output import OutputLine
+from penstock.cluster.ssh.run import RemoteRun
 from penstock.errors import ClusterError
-from penstock.group.launcher import module_command, module_path
-from penstock.group.variables import JOIN, KEY, TRUSTED
+from penstock.spec.cluster import read_cluster
 
 KINDS = ("kill", "cut", "freeze", "slow", "memory")
 _PORT = 29500
@@ -49,25 +52,34 @@ class Fault:
     hung: bool = False
 
 
+class Started(contextlib.AbstractContextManager["Started"], Protocol):
+    """A command on some hosts, which is ended with its block."""
+
+    @property
+    def exit_codes(self) -> Mapping[str, int | None]:
+        """How each host ended, None while it runs."""
+
+
 @dataclass
 class Stream:
     """`penstock infer` on the hosts of a lab, seen by the rows that it writes.
 
+    `join` starts a process on a host that has none, which asks to be taken in.
+
     Example:
-        with streaming(lab, command, rows) as stream:
+        with streaming(hosts, arguments, rows, log) as stream:
             fault = stream.break_(random.Random(0))
     """
 
     lab: Lab
     rows: Path
-    run: LabRun = field(init=False)
+    join: Callable[[str], Started]
+    run: Started = field(init=False)
     arrivals: list[float] = field(default_factory=list)  # when each row was seen
-    joining: dict[str, LabRun] = field(default_factory=dict)
+    joining: dict[str, Started] = field(default_factory=dict)
     errors: IO[str] | None = None
     members: set[str] = field(default_factory=set)  # hosts that take part, as the first one says
     num_together: int = 0  # processes of a training, as the first one says
-    join_command: Sequence[str] | None = None  # with PENSTOCK_JOIN; a worker's if there is none
-    join_env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hosts(self) -> list[str]:
@@ -146,7 +158,7 @@ class Stream:
 
     def _do(self, kind: str, host: str) -> None:
         if kind == "kill":
-            self.lab.kill(host)
+            self._signal(host, signal.SIGKILL)
         elif kind == "cut":
             self.lab.cut(host)
         elif kind == "freeze":
@@ -174,15 +186,19 @@ class Stream:
     def rejoin(self) -> None:
         """Start a process on every host that has none, as a board that was switched on again does."""
         for host in self.hosts:
-            if not self._processes(host) and not self.ended:
+            coming = host in self.joining and self.joining[host].exit_codes[host] is None
+            if not coming and not self._processes(host) and not self.ended:
                 with contextlib.suppress(ClusterError):  # what took the memory is not quite gone: it comes next time
-                    self._join(host)
+                    self.joining[host] = self.join(host)
 
-    def _join(self, host: str) -> None:
-        first = f"10.77.0.1:{_PORT}"
-        command = self.join_command or module_command("penstock", "worker", "--join", first)
-        env = {"PYTHONPATH": module_path(), "TORCH_CPP_LOG_LEVEL": "ERROR", JOIN: first, **self.join_env}
-        self.joining[host] = self.lab.start(command, on=[host], env=env, output=self.show, end_together=False)
+    def kill(self, host: str) -> None:
+        """Kill what runs on a host, as where it loses power."""
+        self._signal(host, signal.SIGKILL)
+
+    def end_joining(self) -> None:
+        """End what was started on hosts that had lost their process."""
+        for other in self.joining.values():
+            other.__exit__(None, None, None)
 
     def alive(self) -> list[str]:
         """Return the hosts, but for the first, that have a process."""
@@ -204,27 +220,42 @@ class Stream:
                 os.kill(pid, number)
 
     def _processes(self, host: str) -> set[int]:
-        return self.lab._machine.cgroups.processes(self.lab.spec.name, host)
+        """Return what runs on a host but for the daemon by which it is reached."""
+        found = self.lab._machine.cgroups.processes(self.lab.spec.name, host)
+        return {pid for pid in found if not _name(pid).startswith("sshd")}
 
     def _directories(self, host: str) -> list[Path]:
         return self.lab._machine.cgroups.directories(self.lab.spec.name, host)
 
 
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return "sshd"  # it is gone
+
+
 @contextlib.contextmanager
 def streaming(
-    lab: Lab, arguments: Sequence[str], rows: Path, log: Path, on: Sequence[str] | None = None, key: Path | None = None
+    hosts: SshLab, arguments: Sequence[str], rows: Path, log: Path, on: Sequence[str] | None = None, *, key: bytes
 ) -> Iterator[Stream]:
-    """Run a verb that writes rows on the hosts of a lab, behind a key if there is one, until it or the block ends."""
-    command = module_command("penstock", *arguments)
-    env = {"PYTHONPATH": module_path(), "TORCH_CPP_LOG_LEVEL": "ERROR", KEY: str(key or ""), TRUSTED: "1"}
+    """Run a verb that writes rows on the hosts of a lab by ssh, until it or the block ends; an empty key is none."""
+    lab, cluster = hosts.lab, read_cluster(hosts.cluster)
+    if on is not None:
+        cluster = msgspec.structs.replace(cluster, devices=tuple(d for d in cluster.devices if d.name in on))
+    machines, commands = commands_by_ssh(cluster, arguments, _PORT)
+    _, joining = commands_by_ssh(cluster, ["worker", "--join", f"10.77.0.1:{_PORT}"], _PORT)
+    names = [machine.name for machine in machines]
+
+    def join(host: str) -> Started:
+        index = names.index(host)
+        return RemoteRun([machines[index]], [joining[index]], key=key, output=stream.show, end_together=False)
+
     with contextlib.ExitStack() as stack:
         errors = stack.enter_context(log.open("a"))
-        stream = Stream(lab, rows, errors=errors, members={host.name for host in lab.spec.hosts})
+        stream = Stream(lab, rows, join, errors=errors, members=set(names))
+        stack.callback(stream.end_joining)
         stream.run = stack.enter_context(
-            lab.start(command, on=on, env=env, output=stream.show, end_together="first", port=_PORT)
+            RemoteRun(machines, commands, key=key, output=stream.show, end_together="first")
         )
-        try:
-            yield stream
-        finally:
-            for other in stream.joining.values():
-                other.terminate()
+        yield stream

@@ -18,6 +18,9 @@ from benchmarks.faults.stream import Stream
 from benchmarks.labs import ROOT, lab_text
 from benchmarks.training.__main__ import environment
 from penstock.cluster.lab import Lab, lab_session, parse_lab, take_down
+from penstock.cluster.lab.run import LabRun
+from penstock.cluster.ssh.run import PORT
+from penstock.group.variables import JOIN
 
 LAB, HOSTS, CPU = "losses", 4, 0.35
 KINDS = ("kill", "cut", "freeze")
@@ -62,12 +65,15 @@ def train(lab: Lab, folder: Path, steps: int, draw: random.Random | None, log: P
     faults = []
     with contextlib.ExitStack() as stack:
         errors = stack.enter_context(log.open("a"))
-        stream = Stream(
-            lab, rows, errors=errors, members={host.name for host in lab.spec.hosts}, join_command=command,
-            join_env=env,
-        )  # fmt: skip
-        stream.run = stack.enter_context(lab.start(command, env=env, output=stream.show, end_together="first"))
-        stack.callback(end_joining, stream)
+
+        def join(host: str) -> LabRun:
+            own = env | {JOIN: f"10.77.0.1:{PORT}"}
+            return lab.start(command, on=[host], env=own, output=stream.show, end_together=False)
+
+        stream = Stream(lab, rows, join, errors=errors, members={host.name for host in lab.spec.hosts})
+        stack.callback(stream.end_joining)
+        run = stack.enter_context(lab.start(command, env=env, output=stream.show, end_together="first", port=PORT))
+        stream.run = run
         while not stream.ended:
             if draw is None:
                 stream.wait_for_rows(steps, 10 * _STEP_S)
@@ -85,7 +91,7 @@ def train(lab: Lab, folder: Path, steps: int, draw: random.Random | None, log: P
                 stream.wait_for_rows(1, _STEP_S)
                 if len(stream.alive()) == HOSTS - 1 and stream.num_together == HOSTS:
                     break
-        status = stream.run.wait(120.0)
+        status = run.wait(120.0)
     lines = [line.split(",") for line in rows.read_text().splitlines()[1:]]
     changes = folder / "changes.json"
     return {
@@ -94,12 +100,6 @@ def train(lab: Lab, folder: Path, steps: int, draw: random.Random | None, log: P
         "changes": json.loads(changes.read_text()) if changes.exists() else [],
         "status": status["host0"], "model": load_file(folder / "model.safetensors"),
     }  # fmt: skip
-
-
-def end_joining(stream: Stream) -> None:
-    """End what was started on hosts that had lost their process."""
-    for other in stream.joining.values():
-        other.terminate()
 
 
 def summarize(still: dict[str, Any], faulty: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import warm
+
 # a shell starts what runs in its background with interrupts ignored, and `nohup` what it runs with hang-ups: so would
 # be every process of the tests
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,7 +49,8 @@ def _left_behind(known: Collection[int] = ()) -> dict[str, dict[Any, str]]:
     What a known process starts is its own: the browser of several tests takes other processes for other pages.
     """
     process = psutil.Process()
-    children = {child.pid: f"{child.pid} {_command(child)}" for child in _children(process, known)}
+    forked = [psutil.Process(pid) for pid in warm.started_by(process.pid) if psutil.pid_exists(pid)]
+    children = {child.pid: f"{child.pid} {_command(child)}" for child in (*_children(process, known), *forked)}
     threads = {t.native_id: t.name for t in threading.enumerate() if not t.daemon or t.name.startswith("penstock")}
     sockets = {c.laddr.port: str(c.laddr) for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
@@ -70,8 +73,25 @@ def _command(process: psutil.Process) -> str:
         return "(gone)"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def process_that_stands_by() -> Iterator[None]:
+    """Have the Python processes that tests start forked from one that has imported everything; see `tests/warm.py`."""
+    with warm.standing_by():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind() -> Iterator[None]:
+def fresh_where_asked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start processes as a person's shell does in tests that are marked `fresh`."""
+    fresh = request.node.get_closest_marker("fresh") is not None
+    place = os.environ.pop(warm.NAME) if fresh else ""
+    yield
+    if fresh:
+        os.environ[warm.NAME] = place
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(fresh_where_asked: None) -> Iterator[None]:  # noqa: ARG001 (undone after this looks)
     """Fail a test that leaves a process, a thread, a socket, a file or a changed environment."""
     before = _left_behind()
     environment = dict(os.environ)

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from tests.warm import started_by
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
@@ -53,6 +55,10 @@ class Running:
         """Every process that it or its children started and that still runs."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._known |= set(psutil.Process(self.pid).children(recursive=True))
+        for pid in started_by(self.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                forked = psutil.Process(pid)
+                self._known |= {forked, *forked.children(recursive=True)}
         return [child for child in self._known if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
     def line(self) -> str:

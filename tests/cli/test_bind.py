@@ -1,4 +1,4 @@
-"""Where the processes of a verb listen: on loopback or the address that was chosen, and nowhere else."""
+"""Where the processes of a verb listen: nowhere on one machine, or on the address that was chosen alone."""
 
 import contextlib
 import sys
@@ -45,6 +45,7 @@ def start(arguments: Collection[object], env: dict[str, str] | None = None) -> R
     return Running([sys.executable, "-m", "penstock", *map(str, arguments)], deadline_s=120.0, env=env)
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize(("bind", "address"), [((), "127.0.0.1"), (("--bind", "127.0.0.2"), "127.0.0.2")])
 def test_one_process_under_torchrun(bind: tuple[str, ...], address: str, photos: Path, tmp_path: Path) -> None:
     port = str(free_port())
@@ -54,16 +55,15 @@ def test_one_process_under_torchrun(bind: tuple[str, ...], address: str, photos:
         assert addresses_while(running, 1) == {address}
 
 
-@pytest.mark.parametrize(
-    ("verb", "bind", "address"), [("infer", (), "127.0.0.1"), ("train", ("--bind", "127.0.0.2"), "127.0.0.2")]
-)
-def test_several_processes_of_one_machine(verb: str, bind: tuple[str, ...], address: str, tmp_path: Path) -> None:
+@pytest.mark.fresh
+@pytest.mark.parametrize(("verb", "bind"), [("infer", ()), ("train", ()), ("train", ("--bind", "127.0.0.2"))])
+def test_several_processes_of_one_machine(verb: str, bind: tuple[str, ...], tmp_path: Path) -> None:
     arguments: dict[str, list[object]] = {
         "infer": [SMALL.replace("=4", "=10"), "--images", "digits", "--num-images", 300, "-o", tmp_path / "out.csv"],
         "train": [VIT, "--data", "digits", "--num-rows", 400, "--steps", 10, "-o", tmp_path / "run"],
     }
     with start([verb, *arguments[verb], "--stages", 2, *bind]) as running:
-        assert addresses_while(running, 2) == {address}
+        assert addresses_while(running, 2 if bind else 0) == set(bind[1:])
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def test_resume_goes_on_behind_complete_rows(penstock: Run, photos: Path, tmp_pa
     assert "resume with the same images" in err
 
 
+@pytest.mark.fresh
 def test_ctrl_c_leaves_rows_on_disk_and_no_process_behind(tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     model = SMALL.replace("num_classes=4", "num_classes=10")

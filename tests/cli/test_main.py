@@ -23,6 +23,7 @@ def test_help_names_every_verb(penstock: Run) -> None:
         assert f"\n  {verb} " in out
 
 
+@pytest.mark.fresh
 def test_the_list_of_verbs_comes_without_torch() -> None:
     for arguments, status in ((["--help"], 0), (["no-such-verb"], 2)):
         code = (
@@ -32,6 +33,7 @@ def test_the_list_of_verbs_comes_without_torch() -> None:
         assert found.stdout.splitlines()[-1] == f"{status} False"
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize(
     ("typed", "offered", "torch"), [("penstock in", ["infer"], 0), ("penstock infer --sta", ["--stages"], 1)]
 )

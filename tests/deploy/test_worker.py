@@ -30,6 +30,7 @@ def test_no_job_loads_a_model_by_its_name(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "was-here").exists()
 
 
+@pytest.mark.fresh
 def test_workers_know_no_models() -> None:
     """Nothing that a worker imports can find a model by its name."""
     code = "import sys, penstock.deploy.worker; print([m for m in sys.modules if m.startswith('penstock.zoo.models')])"

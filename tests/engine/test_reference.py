@@ -113,6 +113,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
+@pytest.mark.fresh
 def test_what_recording_takes_does_not_grow_with_the_cut_sets() -> None:
     ended = run_python("-c", RECORDED, deadline_s=120.0, env={"MALLOC_ARENA_MAX": "1"})
     assert ended.status == 0, ended.stderr

@@ -39,6 +39,7 @@ with penstock.Pipeline(zoo.module, (image,), stages=4, threads=1, weights=zoo.we
 """
 
 
+@pytest.mark.fresh
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads peak memory from /proc")
 def test_each_process_holds_its_own_share(tmp_path: Path) -> None:
     import json

@@ -318,6 +318,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert finished.stdout.count("fine") == 2
 
 
+@pytest.mark.fresh
 def test_what_goes_wrong_while_starting() -> None:
     x = tower_inputs(1)[0]
     with pytest.raises(UsageError, match="needs the model"):

@@ -1,8 +1,11 @@
 """Streams whose processes prove a key: the same results, the same survival, and nobody without the key."""
 
 import json
+import tempfile
 import time
 from pathlib import Path
+
+import pytest
 
 from penstock.transport.curve import write_key
 from tests.forks import run_forked
@@ -121,11 +124,16 @@ with torch.no_grad():
 """
 
 
-def test_workers_of_this_machine_open_no_port(tmp_path: Path) -> None:
+@pytest.mark.fresh
+def test_workers_of_this_machine_open_no_port() -> None:
     """Other accounts reach loopback too, and a folder of mode 0700 not; the last to go removes it."""
-    places = {case: tmp_path / case for case in ("ended", "killed")}
+    with tempfile.TemporaryDirectory() as ended, tempfile.TemporaryDirectory() as killed:  # paths that are short enough
+        places = {"ended": Path(ended), "killed": Path(killed)}
+        run_and_look(places)
+
+
+def run_and_look(places: dict[str, Path]) -> None:
     for case, place in places.items():
-        place.mkdir()
         done = run_python("-c", OWN, case, deadline_s=60.0, env={"TMPDIR": str(place)})
         assert done.status == (-9 if case == "killed" else 0), done.stderr
     deadline = time.monotonic() + 20.0

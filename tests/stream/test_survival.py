@@ -150,7 +150,7 @@ def test_a_new_device_is_waited_for() -> None:
         assert resent[2] == "a newcomer on board7"
     out, _ = joining[0].communicate(timeout=20)
     assert joining[0].returncode == 0
-    assert re.match(r"taken in by the run at 127.0.0.1:\d+\nthe run is over", out)
+    assert re.match(r"taken in by the run at /\S+:\d+\nthe run is over", out)
 
 
 def test_one_that_is_lost_while_stages_are_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def test_one_line_is_one_line_and_short() -> None:
     assert len(one_line(ValueError("x" * 999), 50)) == 50
 
 
+@pytest.mark.fresh
 def test_importing_the_room_imports_no_optional_library() -> None:
     code = (
         "import sys, penstock.zoo\n"

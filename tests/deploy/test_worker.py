@@ -31,6 +31,16 @@ def test_no_job_loads_a_model_by_its_name(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.fresh
+def test_a_worker_of_infer_imports_what_a_worker_needs() -> None:
+    """It starts as every other process of the run, with the whole command; on a small board each import is seconds."""
+    others = "{'sympy', 'timm', 'transformers', 'penstock.pipeline', 'penstock.graph.capture', 'penstock.train'}"
+    found = run_python(
+        "-c", f"import sys, penstock.cli.infer; print(sorted({others} & set(sys.modules)))", deadline_s=60
+    )
+    assert found.stdout == "[]\n", found.stderr
+
+
+@pytest.mark.fresh
 def test_workers_know_no_models() -> None:
     """Nothing that a worker imports can find a model by its name."""
     code = "import sys, penstock.deploy.worker; print([m for m in sys.modules if m.startswith('penstock.zoo.models')])"

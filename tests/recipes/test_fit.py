@@ -274,7 +274,7 @@ def test_training_goes_on_where_metrics_do_not_fit(
 
 
 def test_the_best_epoch_is_kept_and_stays_the_best_when_a_run_goes_on(tmp_path: Path) -> None:
-    given = settings(tmp_path / "run", keep_best=True, epochs=3, lr=0.01)
+    given = settings(tmp_path / "run", epochs=3, lr=0.01)
     result = fit(given)
     accuracies = [epoch.accuracy for epoch in result.epochs]
     with safe_open(tmp_path / "run" / "best.safetensors", framework="pt") as kept:
@@ -307,7 +307,7 @@ def test_a_narrowed_model_is_trained_and_saved_as_one(tmp_path: Path) -> None:
     file = tmp_path / "pruned.safetensors"
     how = Pruning(ratio=0.5, importance="magnitude", everywhere=False)
     save_pruned(prune(whole.module, whole.example_args[0], how), whole.module, file)
-    fit(settings(tmp_path / "run", weights=str(file), keep_best=True))
+    fit(settings(tmp_path / "run", weights=str(file)))
     for saved in ("model", "best"):
         trained = load_model(name, weights=tmp_path / "run" / f"{saved}.safetensors").module
         narrowed = load_model(name, weights=file).module

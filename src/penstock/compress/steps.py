@@ -154,7 +154,7 @@ class _Search:
             return path
         settings = FitSettings(
             model=self._name, data=given.data, output=str(self._folder / name), weights=str(path),
-            teacher=str(original), hold_out=None if given.test else HOLD_OUT, keep_best=True, epochs=given.epochs,
+            teacher=str(original), hold_out=None if given.test else HOLD_OUT, epochs=given.epochs,
             lr=given.lr, lr_schedule="cosine", batch_size=given.batch_size, weight_decay=given.weight_decay,
             optimizer=given.optimizer, num_rows=given.num_rows, threads=given.threads,
             seed=given.seed,

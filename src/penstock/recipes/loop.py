@@ -255,7 +255,7 @@ class _Fit:
         if self._elastic is not None:
             self._elastic.validated(loss=loss, accuracy=accuracy)
         mine = {"s": tally.counted_s, "units": tally.counted_units, "sent": tally.sent_bytes,
-                "memory": tally.peak_memory_bytes, "rows": tally.batch_rows}  # fmt: skip
+                "memory": tally.peak_memory_bytes, "rows": tally.batch_rows, "best": self._best}  # fmt: skip
         gathered = self._trainer.together(lambda: mine)
         rate = 0.0
         replicas = self._trainer.grid.replicas
@@ -273,7 +273,9 @@ class _Fit:
         self._folder.write("epoch", **msgspec.structs.asdict(result))
         if self._settings.save or self._is_checkpoint_due():
             self._checkpoint()
-        if self._settings.keep_best and accuracy is not None and (self._best is None or accuracy > self._best):
+        self._best = gathered[FEEDER]["best"]  # which one that has come meanwhile does not know
+        keeps = self._settings.save and self._settings.keep_best
+        if keeps and accuracy is not None and (self._best is None or accuracy > self._best):
             self._best = accuracy
             self._pipe.save(best_model(self._settings), {**self._task.metadata, ACCURACY: repr(accuracy)})
         return result

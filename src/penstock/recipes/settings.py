@@ -88,7 +88,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     resume: Annotated[bool, Meta(description="Go on from the last whole checkpoint.")] = False
     keep_best: Annotated[bool, Meta(description="Keep the model of the most accurate epoch as best.safetensors.")] = (
-        False
+        True
     )
     teacher: Annotated[
         PathText | None,

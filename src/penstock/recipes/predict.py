@@ -1,0 +1,201 @@
+"""Predictions for a set of images, written to a file as they come."""
+
+import contextlib
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock.errors import UsageError
+from penstock.group.world import World
+from penstock.pipeline import Pipeline
+from penstock.recipes.classify import Prediction, classify, labels_comparable
+from penstock.recipes.predictions import PredictionFile
+from penstock.spec.check import read_plan
+from penstock.spec.cluster import read_cluster
+from penstock.spec.profile import read_profile
+from penstock.terminal.console import PlainConsole
+from penstock.terminal.live import LiveView
+from penstock.terminal.notes import note, say
+from penstock.terminal.progress import how_far, telling, working
+from penstock.zoo.data.image_names import open_images
+from penstock.zoo.data.image_set import ImageSet
+from penstock.zoo.models.models import ZooModel, load_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictSettings:
+    """What `penstock infer` was asked for; see its options."""
+
+    model: str
+    images: str
+    output: Path
+    on_loss: str
+    stages: int | None = None
+    policy: str = "balanced"
+    cuts: list[str] | None = None
+    plan: Path | None = None
+    microbatch_size: int = 1
+    num_images: int | None = None
+    resume: bool = False
+    trace: Path | None = None
+    profile: bool = False
+    live: bool = False
+    weights: Path | None = None
+    pretrained: bool = False
+    seed: int = 0
+    threads: int | None = None
+    device: str = "cpu"
+    runtime: str = "eager"
+    wait_s: float = 300.0
+    profiled: Path | None = None
+    planned_for: Path | None = None
+
+
+def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[dict[str, Any], str | None]:
+    """Write a row for every image, in order; returns the counts and the stream's times, and which images failed if any.
+
+    Example:
+        predict_images(PredictSettings(model="timm:deit_small_patch16_224", images="photos", output=Path("out.csv")))
+
+    Raises `UsageError` for names and files that do not fit together, and `KeyboardInterrupt` that says what is on disk.
+    """
+    with world if world is not None else contextlib.nullcontext():
+        known = read_profile(asked.profiled) if asked.profiled else None
+        machines = read_cluster(asked.planned_for) if asked.planned_for else None
+        with working("loading the model"):
+            zoo = load_model(asked.model, weights=asked.weights, pretrained=asked.pretrained, seed=asked.seed)
+            found = open_images(asked.images)
+        chosen = found.take(asked.num_images) if asked.num_images else found
+        if zoo.transform is None or zoo.task != "image":
+            raise UsageError(f"{asked.model} does not classify images; name an image classification model")
+        plan = read_plan(asked.plan) if asked.plan else None
+        microbatch_size = asked.microbatch_size if plan is None else plan.microbatch_rows
+        with PredictionFile(asked.output, resume=asked.resume) as file:
+            _check_done(file, chosen)
+            example = _example(zoo, microbatch_size)
+            with working("putting the stages in place"):
+                pipe = Pipeline(
+                    zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
+                    stages=asked.stages or (len(world.devices) if world else 2), policy=asked.policy, cuts=asked.cuts,
+                    plan=plan, weights=zoo.weights, threads=asked.threads, world=world, device=asked.device,
+                    runtime=asked.runtime, trace=asked.trace, trace_profile=asked.profile, on_loss=asked.on_loss,
+                    wait_s=asked.wait_s, profile=known, cluster=machines,
+                )  # fmt: skip
+            pipe.model_name = zoo.name
+            if world is not None and (place := pipe.joins_at) is not None:
+                note(f"another device joins with: penstock worker --join {place}")
+            tally = _run(pipe, zoo, chosen, file, microbatch_size, live=asked.live)
+    summary = tally.summary(pipe)
+    say(_sentence(summary, file.path))
+    if not tally.failed:
+        return summary, None
+    return summary, f"{len(tally.failed)} of {len(chosen)} images failed, the first one: {tally.failed[0].error}"
+
+
+def _example(zoo: ZooModel, rows: int) -> torch.Tensor:
+    given = zoo.example_args[0] if zoo.example_args else next(iter(zoo.example_kwargs.values()))
+    example: torch.Tensor = given[:1].repeat(rows, *[1] * (given.dim() - 1))
+    return example
+
+
+def _check_done(file: PredictionFile, images: ImageSet) -> None:
+    """The rows of the earlier run must be the first images of this one."""
+    for index, row in enumerate(file.done):
+        if index >= len(images) or row.get("image") != images.name(index):
+            raise UsageError(
+                f"row {index + 1} of {file.path} is for {row.get('image')!r}, which is not image {index + 1} "
+                "of this set; resume with the same images, or leave --resume out"
+            )
+
+
+def _run(
+    pipe: Pipeline, zoo: ZooModel, images: ImageSet, file: PredictionFile, microbatch_size: int, *, live: bool
+) -> "_Tally":  # fmt: skip
+    """Write a row for every image; returns what came out."""
+    tally = _Tally(zoo, images, file)
+    console = PlainConsole(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.1f} images/s"), TimeRemainingColumn(),
+        console=console, disable=live or not console.is_terminal, transient=True,
+    )  # fmt: skip
+    start = len(file.done)
+    left = len(images) - start
+    view = LiveView(console, pipe.stage_states, total=len(images), unit="images", done=start, shown=live)
+    try:
+        with progress, pipe, view, telling(lambda: how_far(tally.num_rows, left, "images", tally.seconds), console):
+            task = progress.add_task("infer", total=len(images), completed=start, rate=0.0)
+            for prediction in classify(pipe, zoo, images, microbatch_size=microbatch_size, start=start):
+                file.write(prediction.row())
+                tally.add(prediction)
+                progress.update(task, advance=1, rate=pipe.last_report.rows_per_s)
+                view.advance()
+    except KeyboardInterrupt:
+        pipe.abandon()
+        raise KeyboardInterrupt(
+            f"interrupted: {start + tally.num_rows} of {len(images)} images are in {file.path}; go on with --resume"
+        ) from None
+    return tally
+
+
+class _Tally:
+    """Counts what came out."""
+
+    def __init__(self, zoo: ZooModel, images: ImageSet, file: PredictionFile) -> None:
+        self._zoo, self._images = zoo, images
+        self._classes: dict[int, int] | None = None
+        self.num_rows = 0
+        self._began_s = time.monotonic()
+        self.failed: list[Prediction] = []
+        self._labelled = self._right = 0
+        self._start = len(file.done)
+
+    def add(self, prediction: Prediction) -> None:
+        """Count one row."""
+        self.num_rows += 1
+        if prediction.error is not None:
+            self.failed.append(prediction)
+            return
+        if self._classes is None:
+            self._classes = labels_comparable(self._zoo, self._images, _num_classes(self._zoo)) or {}
+        if prediction.label in self._classes:
+            self._labelled += 1
+            self._right += self._classes[prediction.label] == prediction.prediction
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it has taken so far."""
+        return time.monotonic() - self._began_s
+
+    def summary(self, pipe: Pipeline) -> dict[str, Any]:
+        """Return the counts and the stream's times."""
+        report = pipe.last_report
+        shown = ("stage", "device", "compute_s", "wait_s", "send_s", "memory_bytes")
+        return {
+            "num_images": self.num_rows, "num_resumed": self._start, "num_failed": len(self.failed),
+            "accuracy": self._right / self._labelled if self._labelled else None,
+            "images_per_second": report.rows_per_s, "fill_s": report.fill_s,
+            "stages": [{name: getattr(stage, name) for name in shown} for stage in report.stages],
+            "cuts": [cut.name for cut in pipe.cuts],
+            "changes": [asdict(change) for change in pipe.changes],
+        }  # fmt: skip
+
+
+def _num_classes(zoo: ZooModel) -> int:
+    config = getattr(zoo.module, "config", None)
+    return int(getattr(zoo.module, "num_classes", getattr(config, "num_labels", 0)) or 0)
+
+
+def _sentence(summary: dict[str, Any], path: Path) -> str:
+    stages = len(summary["cuts"]) + 1
+    devices = len({stage["device"] for stage in summary["stages"]})
+    text = f"{summary['num_images']} images at {summary['images_per_second']:.2f} images/s"
+    text += " through one stage" if stages == 1 else f" through {stages} stages"
+    text += f" on {devices} devices" if devices > 1 else ""
+    if summary["accuracy"] is not None:
+        text += f", accuracy {summary['accuracy']:.2%}"
+    return f"{text}; predictions in {path}"

@@ -32,6 +32,7 @@ LARGER, DEIT = "timm:deit_tiny_patch16_224", "timm:deit_small_patch16_224"
 NUM_FAULTS, PER_STREAM, SEED = 200, 40, 0
 STREAM_IMAGES, FIRST_IMAGES, STEADY_IMAGES, SECURED_IMAGES = 12000, 1500, 900, 300
 _PAIRS = 3
+_TURNS = 3
 _KEY = make_key()  # as penstock hosts run makes one for each run
 _STREAM_S = 900.0  # of one stream with all its faults: longer is a hang
 
@@ -83,7 +84,9 @@ def main() -> None:
                 ]
                 write(given.json, result)
             if wanted("steady"):
-                result["steady"] = steady(lab, folder, given.log, 300 if given.quick else STEADY_IMAGES)
+                result["steady"] = steady(
+                    lab, folder, given.log, 300 if given.quick else STEADY_IMAGES, 1 if given.quick else _TURNS
+                )
                 write(given.json, result)
             if wanted("secured"):
                 result["secured"] = secured(lab, folder, given.log, 100 if given.quick else SECURED_IMAGES)
@@ -176,8 +179,8 @@ def lose_the_first(
     return found
 
 
-def steady(lab: SshLab, folder: Path, log: Path, count: int) -> dict[str, float]:
-    """Measure steady throughput: on all hosts, on three, after one was lost, after one was slowed to a third."""
+def steady(lab: SshLab, folder: Path, log: Path, count: int, turns: int) -> dict[str, list[float]]:
+    """Measure steady throughput in turns: on three hosts, after one was lost, on all, after one slowed to a third."""
     images = make_images(folder / "larger", count, 224)
     names = [host.name for host in lab.lab.spec.hosts]
     lost, slowed = names[2], names[2]
@@ -185,13 +188,14 @@ def steady(lab: SshLab, folder: Path, log: Path, count: int) -> dict[str, float]
     def slow(stream: Stream) -> None:
         stream.lab.slow(slowed, cpu=CPU / 3)
 
-    found = {
-        "all": rate(lab, images, folder / "all.csv", log),
-        "three": rate(lab, images, folder / "three.csv", log, on=[name for name in names if name != lost]),
-        "after_a_loss": rate(lab, images, folder / "lost.csv", log, lambda stream: stream.kill(lost)),
-        "after_slowing": rate(lab, images, folder / "slow.csv", log, slow),
-    }
-    lab.lab.slow(slowed, cpu=CPU)
+    found: dict[str, list[float]] = {"three": [], "after_a_loss": [], "all": [], "after_slowing": []}
+    others = [name for name in names if name != lost]
+    for turn in range(turns):
+        for name, own in found.items():
+            rows = folder / f"{name}-{turn}.csv"
+            change = {"after_a_loss": lambda stream: stream.kill(lost), "after_slowing": slow}.get(name)
+            own.append(rate(lab, images, rows, log, change, on=others if name == "three" else None))
+            lab.lab.slow(slowed, cpu=CPU)
     return found
 
 
@@ -244,9 +248,14 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
         "median_gap_s": statistics.median(gaps) if gaps else None,
         "worst_gap_s": max(gaps) if gaps else None,
         "median_gap_by_kind_s": by_kind,
-        "degraded_efficiency": rates["after_a_loss"] / rates["three"] if rates else None,
+        "degraded_efficiency": statistics.median(rates["after_a_loss"]) / statistics.median(rates["three"])
+        if rates
+        else None,
         # three hosts and a third of one
-        "slowed_efficiency": rates["after_slowing"] / (rates["all"] * (3 + 1 / 3) / 4) if rates else None,
+        "slowed_efficiency": statistics.median(rates["after_slowing"])
+        / (statistics.median(rates["all"]) * (3 + 1 / 3) / 4)
+        if rates
+        else None,
         # by how much throughput is less behind a key
         "secure_cost": 1 - statistics.median(keyed["secured"]) / statistics.median(keyed["plain"]) if keyed else None,
     }

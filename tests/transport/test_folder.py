@@ -66,13 +66,17 @@ def test_a_port_is_had_once() -> None:
 
 
 def test_what_others_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    left, other = tmp_path / "penstock-1", tmp_path / "photos"
-    for path in (left, other):
+    left, other, kept = tmp_path / "penstock-1", tmp_path / "photos", tmp_path / "penstock-2"
+    for path in (left, other, kept):
         path.mkdir()
+        (path / "29500.taken").touch()
+    (kept / "weights.safetensors").touch()
+    for path in (left, other, kept, tmp_path / "penstock-3"):
         remove_left(str(path))
     remove_left("")
     assert not left.exists()
-    assert other.exists()
+    assert (other / "29500.taken").exists()
+    assert (kept / "weights.safetensors").exists()
 
 
 def test_a_folder_with_too_long_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A folder in which the processes of one account on one machine meet: sockets in it are nobody else's to reach."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -9,6 +10,7 @@ from pathlib import Path
 from penstock.errors import UsageError
 
 _PREFIX = "penstock-"
+_OWN = {".taken", ".store"}  # beside sockets
 _MOST_PATH = 94  # of 104 bytes that the path of a socket may have, the least of all systems
 
 
@@ -39,9 +41,15 @@ class PrivateFolder:
 
 
 def remove_left(path: str) -> None:
-    """Remove a folder whose maker has ended before it could do so itself."""
-    if Path(path).name.startswith(_PREFIX):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove what processes have put into a folder whose maker has ended before it could, and then the folder."""
+    folder = Path(path)
+    if not folder.name.startswith(_PREFIX) or not folder.is_dir():
+        return
+    with contextlib.suppress(OSError):  # another one removes it as well, or somebody has put something else there
+        for file in folder.iterdir():
+            if file.is_socket() or file.suffix in _OWN:
+                file.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _remove(path: str, process: int) -> None:

@@ -116,7 +116,7 @@ class Connection:
     """A connecting socket, and whether its connection stands; it breaks for good."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
-        self.socket, self._monitor = socket, monitor
+        self.socket, self._monitor, self._process = socket, monitor, os.getpid()
         self.proved = self.broken = False
         self._poller = zmq.Poller()
         self._poller.register(monitor, zmq.POLLIN)
@@ -137,4 +137,5 @@ class Connection:
             self.socket.close(0)
 
     def __del__(self) -> None:
-        self.close()
+        if self._process == os.getpid():  # what a fork of it has is not its own
+            self.close()

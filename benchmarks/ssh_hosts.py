@@ -17,6 +17,13 @@ from penstock.cluster.lab import Lab, LabSpec, OutputLine, lab_session
 from penstock.cluster.ssh.remote import SSH
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+# `ip netns exec` hides the cgroups, of which a machine of its own would know: version 1 or 2, whichever there is
+_SEES_QUOTA = (
+    "{ mount -t cgroup2 none /sys/fs/cgroup && test -e /sys/fs/cgroup/cpu.max; } 2>/dev/null || "
+    "{ mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/cpu && "
+    "mount -t cgroup -o cpu none /sys/fs/cgroup/cpu; } 2>/dev/null; "
+    'exec "$0" "$@"'
+)
 _COMES_S = 30.0  # in which a daemon answers
 
 
@@ -65,7 +72,7 @@ def ssh_lab(spec: LabSpec, folder: Path) -> Iterator[SshLab]:
     with lab_session(spec) as lab:
         namespace = f"penstock.{spec.name}.{spec.hosts[0].name}"
         made = SshLab(lab, folder / "cluster.toml", f"ip netns exec {namespace} ssh -F {folder}/ssh_config")
-        daemon = [str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")]
+        daemon = ["sh", "-c", _SEES_QUOTA, str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")]
         with lab.start(daemon, output=made.lines.append, end_together=False):
             for index in range(len(spec.hosts)):
                 _wait_for([*shlex.split(made.ssh), f"10.77.0.{index + 1}", "true"])

@@ -1,15 +1,18 @@
 """Slow work and lost messages told apart."""
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
 
 from penstock.engine import stall
 from penstock.engine.counters import ACTIVATIONS, COMPUTING, GRADIENTS, Counters, read_counters, write_counters
+from penstock.engine.observer import Observer
 from penstock.engine.stall import StallWatch
 from penstock.engine.wiring import Link
 from penstock.errors import TransportError
+from penstock.plan.schedule.actions import Action
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.tracing.record import FEEDER_STAGE
 
@@ -147,3 +150,16 @@ def test_heartbeats_come_back_as_they_were() -> None:
     (beat,) = read_counters(3, ["", json.dumps(BEAT), write_counters(4, 0, {})])
     assert read_counters(3, [write_counters(3, 1, beat.stages)]) == [beat]
     assert (beat.rank, beat.stages[0].num_run, beat.stages[0].sent[ACTIVATIONS]) == (1, 1, 1)
+
+
+def test_beneath_a_quota_rest_does_not_make_a_device_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has rested computes at full speed until its quota is used up: its CPU time by that is what counts."""
+    monkeypatch.setattr("penstock.engine.observer.cpu_quota", lambda: 0.25)
+    observer = Observer([0])
+    observer.starts(Action("F", 0, 0), None)
+    until_s = time.thread_time() + 0.02
+    while time.thread_time() < until_s:
+        pass
+    observer.computed(Action("F", 0, 0))
+    counters = observer.counters[0]
+    assert counters.needed_s >= max(0.08, counters.busy_s)

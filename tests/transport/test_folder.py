@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import UsageError
-from penstock.group.addresses import local_address, reach
+from penstock.group.addresses import PrivateFolder, local_address, reach, remove_left
 from penstock.group.board import nobody_listens
-from penstock.group.private_folder import PrivateFolder, remove_left
 from penstock.transport.folder import FolderConnections
 from tests.processes import run_python
 
@@ -22,7 +21,7 @@ def test_a_folder_is_this_accounts_alone_and_goes_with_its_maker() -> None:
     assert not path.exists()
     ended = run_python(
         "-c",
-        "from penstock.group.private_folder import PrivateFolder; folder = PrivateFolder(); print(folder.path)",
+        "from penstock.group.addresses import PrivateFolder; folder = PrivateFolder(); print(folder.path)",
         deadline_s=60.0,
     )
     assert ended.status == 0, ended.stderr

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConnectionBroken, RunError, TransportError
-from penstock.group.private_folder import PrivateFolder
+from penstock.group.addresses import PrivateFolder
 from penstock.group.zmq_store import Prefixed, StoreServer, ZmqStore
 from penstock.transport.base import receive_bytes, send_bytes
 from penstock.transport.connections import PART_BYTES, Connections

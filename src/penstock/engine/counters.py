@@ -33,6 +33,8 @@ class Counters(msgspec.Struct, forbid_unknown_fields=True):
     num_run: _Count = 0
     sent_bytes: _Count = 0  # over a link
     busy_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of computing
+    # and of that without a pause: beneath a CPU quota whoever rests computes faster than it could for long
+    needed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     doing: str = ""
 
     def __post_init__(self) -> None:

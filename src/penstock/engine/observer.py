@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.engine.counters import COMPUTING, Counters
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_baseline
+from penstock.group.launcher import cpu_quota
 from penstock.plan.schedule.actions import Action
 from penstock.tensors import copy_exactly, held_bytes
 from penstock.tracing.record import KEPT_BYTES, Clock, Recorder
@@ -18,6 +20,9 @@ from penstock.transport.messages import DATA, END, Message
 
 if TYPE_CHECKING:
     from penstock.engine.executor import ForwardStage
+
+
+_QUOTA_S = 1.0  # after which a quota is read again
 
 
 @dataclass(slots=True)
@@ -53,7 +58,14 @@ class Observer:
         self.recorder: Recorder | None = None
         self.profile: ProfileWindow | None = None
         self._since = self._since_cpu_s = 0.0  # when what is under way began
+        self._quota, self._quota_s = 1.0, -math.inf  # and when it was read
         self._computed: dict[int, tuple[float, float]] = {}  # the end of a stage's last computation, and in CPU seconds
+
+    def _cores(self, now_s: float) -> float:
+        """Return the part of a core that this process may use, which can change; no more than one computes."""
+        if now_s - self._quota_s > _QUOTA_S:
+            self._quota, self._quota_s = min(1.0, cpu_quota() or 1.0), now_s
+        return self._quota
 
     def begin(self) -> None:
         """Begin to time another stream or step."""
@@ -94,6 +106,7 @@ class Observer:
         seconds.compute_cpu_s += cpu_s
         counters.num_run += 1
         counters.busy_s += took_s
+        counters.needed_s += max(took_s, cpu_s / self._cores(now_s))
         counters.doing = ""
         if self.recorder is not None:
             self._record(self.recorder, action, now_s, cpu_s)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.group.launcher import quota_cores
+from penstock.group.launcher import cpu_quota
 from penstock.memory import limit_bytes
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime
@@ -98,7 +98,7 @@ def measure_machine() -> Machine:
 
 def usable_cpus() -> float:
     """Return how many CPUs this process may use, a fraction where a quota says so."""
-    quota = float(os.environ["PENSTOCK_CPU"]) if "PENSTOCK_CPU" in os.environ else quota_cores()
+    quota = cpu_quota()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(float(cores), quota or float(cores))
 

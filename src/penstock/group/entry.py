@@ -11,13 +11,20 @@ from functools import partial
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError, UsageError
-from penstock.group.addresses import BIND, LOOPBACK, first_address, is_everywhere, is_folder, local_address
+from penstock.group.addresses import (
+    BIND,
+    LOOPBACK,
+    PrivateFolder,
+    first_address,
+    is_everywhere,
+    is_folder,
+    local_address,
+)
 from penstock.group.board import wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
 from penstock.group.launcher import LocalWorkers, available_cores
 from penstock.group.links import Links, PlainLinks, choose_links, close_store
 from penstock.group.liveness import WATCHFUL_S, Boards, Health
-from penstock.group.private_folder import PrivateFolder
 from penstock.group.roll_call import Membership, Rendezvous, RollCall
 from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 import msgspec
 import torch
@@ -50,7 +51,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     board_port: int
     bandwidth_bytes_per_s: float | None = None
     again: bool = False  # of the first one: whether it calls another group where one of this is lost
-    silence_s: float = SILENCE_S  # of the first one: for how long a process may be silent
+    silence_s: Annotated[float, msgspec.Meta(gt=0, le=3600.0)] = SILENCE_S  # of the first: how long one may be
 
 
 class Meeting:

@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import UsageError
-from penstock.group.addresses import BIND
-from penstock.group.private_folder import remove_left
+from penstock.group.addresses import BIND, remove_left
 
 # torch's own lines about broken connections, with C++ frames: what they mean is said by whoever explains the loss
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -170,8 +169,15 @@ def _running(processes: Sequence["subprocess.Popen[bytes]"], timeout_s: float) -
 def available_cores() -> int:
     """Count the cores that this process may use: its affinity, and its container's or lab host's CPU quota."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = float(os.environ["PENSTOCK_CPU"]) if "PENSTOCK_CPU" in os.environ else quota_cores()
+    quota = cpu_quota()
     return max(1, min(affinity, int(quota))) if quota is not None else affinity
+
+
+def cpu_quota() -> float | None:
+    """Return the cores that this process was told it has, or that its cgroup leaves it if they are fewer; else None."""
+    told = [float(os.environ["PENSTOCK_CPU"])] if "PENSTOCK_CPU" in os.environ else []
+    left = quota_cores()
+    return min([*told, *([left] if left is not None else [])], default=None)
 
 
 def quota_cores(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> float | None:

@@ -15,10 +15,10 @@ import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, PenstockError, TransportError, UsageError
+from penstock.group.addresses import PrivateFolder
 from penstock.group.launcher import WorkerExit
 from penstock.group.links import close_store
 from penstock.group.liveness import Health
-from penstock.group.private_folder import PrivateFolder
 from penstock.group.roll_call import Membership
 from penstock.group.verdict import Verdict
 from penstock.tracing.record import Clock

@@ -18,7 +18,7 @@ FAR = 1.6
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What a device has computed so far."""
+    """What a device has computed so far, and the seconds that it needs for that."""
 
     busy_s: float
     num_run: int

@@ -260,7 +260,7 @@ class SurvivingStages:
             for deployment in self.deployments:
                 heard = read_counters(deployment.job.number, self.world.health.statuses())
                 for (_stage, rank), counters in by_stage(heard).items():
-                    found[by_rank[rank]] = Count(counters.busy_s, counters.num_run)
+                    found[by_rank[rank]] = Count(counters.needed_s, counters.num_run)
             return found
 
         # also after a loss before anything was seen: devices are taken for equal then

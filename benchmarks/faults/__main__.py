@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="every row and the summary")
     parser.add_argument("--faults", type=int, default=NUM_FAULTS, help="how many in all")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--turns", type=int, default=_TURNS, help="of the rows of throughput")
     parser.add_argument("--quick", action="store_true", help="20 faults, one lost first host, fewer images")
     parser.add_argument("--only", action="append", help="only rows whose name has this in it; may be repeated")
     parser.add_argument("--log", type=Path, default=Path("faults.log"), help="what the hosts write")
@@ -85,7 +86,7 @@ def main() -> None:
                 write(given.json, result)
             if wanted("steady"):
                 result["steady"] = steady(
-                    lab, folder, given.log, 300 if given.quick else STEADY_IMAGES, 1 if given.quick else _TURNS
+                    lab, folder, given.log, 300 if given.quick else STEADY_IMAGES, 1 if given.quick else given.turns
                 )
                 write(given.json, result)
             if wanted("secured"):

@@ -1,9 +1,11 @@
 """What a transport promises, over connections that prove a key and over those in a folder of one account."""
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -204,13 +206,22 @@ def test_a_store_that_went_between_two_questions(place: tuple[Connections, str])
     store.close()
 
 
-def test_stores_that_are_dropped_hold_up_nobody(place: tuple[Connections, str]) -> None:
+@pytest.mark.parametrize("cycle", [False, True])
+def test_stores_that_are_dropped_hold_up_nobody(place: tuple[Connections, str], cycle: bool) -> None:
     """libzmq's threads waited for ever to tell a monitor that was gone before its socket, now and then."""
     connections, host = place
     server = StoreServer(connections, host)
     store = ZmqStore(connections, host, server.port)
+    num_open = psutil.Process().num_fds()
     for _ in range(100):
-        ZmqStore(connections, host, server.port).check(["a"])
+        dropped = ZmqStore(connections, host, server.port)
+        dropped.check(["a"])
+        if cycle:
+            dropped.itself = dropped  # type: ignore[attr-defined]
+    del dropped
+    gc.collect()
+    time.sleep(0.5)
+    assert psutil.Process().num_fds() < num_open + 20
     server.close()
     began_s = time.monotonic()
     with pytest.raises(RuntimeError, match="broke"):

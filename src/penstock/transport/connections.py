@@ -7,6 +7,7 @@ account (`transport/folder.py`).
 import os
 import time
 import uuid
+import weakref
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -116,8 +117,11 @@ class Connection:
     """A connecting socket, and whether its connection stands; it breaks for good."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
-        self.socket, self._monitor, self._process = socket, monitor, os.getpid()
+        self.socket, self._monitor = socket, monitor
         self.proved = self.broken = False
+        # holds both sockets: where a cycle is collected, they would be closed one by one in any order
+        self._close = weakref.finalize(self, _close, socket, monitor, os.getpid())
+        self._close.atexit = False
         self._poller = zmq.Poller()
         self._poller.register(monitor, zmq.POLLIN)
 
@@ -130,12 +134,13 @@ class Connection:
             wait_ms = 0
 
     def close(self) -> None:
-        """Let go of the connection, in this order: libzmq's threads wait for ever to tell a monitor that went first."""
-        if not self.socket.closed:
-            self.socket.disable_monitor()
-            self._monitor.close(0)
-            self.socket.close(0)
+        """Let go of the connection."""
+        self._close()
 
-    def __del__(self) -> None:
-        if self._process == os.getpid():  # what a fork of it has is not its own
-            self.close()
+
+def _close(socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", process: int) -> None:
+    """Close what a connection is made of, in this order: libzmq's threads wait for ever to tell a monitor that went."""
+    if os.getpid() == process:  # what a fork of it has is not its own
+        socket.disable_monitor()
+        monitor.close(0)
+        socket.close(0)

@@ -10,12 +10,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.warm import started_by
 
@@ -30,6 +31,14 @@ class Finished:
     status: int
     stdout: str
     stderr: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process of a group ended: its status (minus the signal that killed it), and when."""
+
+    status: int
+    at_s: float
 
 
 class Running:
@@ -120,6 +129,45 @@ def run_python(*arguments: str, deadline_s: float, stdin: str = "", env: Mapping
     """Run `python ARGUMENTS` to its end."""
     with Running([sys.executable, *arguments], deadline_s=deadline_s, stdin=stdin, env=env) as running:
         return running.wait()
+
+
+def run_groups(script: Path, groups: Sequence[tuple[int, Sequence[str]]], deadline_s: float) -> list[list[Ended]]:
+    """Run groups of a script's processes at once, each `(num_processes, arguments)`; 0 is one without torchrun.
+
+    Gives how the processes of each group ended. A process that fails without being killed fails the test with what
+    it wrote. What torchrun would set in their environment is set; that torchrun itself starts the script is for one
+    test to show.
+    """
+    with contextlib.ExitStack() as stack:
+        running = []
+        for size, arguments in groups:
+            environments = [dict[str, str]()] if not size else _as_torchrun(size, stack)
+            command = [sys.executable, str(script), *arguments]
+            running.append(
+                [stack.enter_context(Running(command, deadline_s=deadline_s, env=env)) for env in environments]
+            )
+        everybody = [process for group in running for process in group]
+        with ThreadPoolExecutor(len(everybody)) as pool:
+            ended = dict(zip(everybody, pool.map(_end_of, everybody), strict=True))
+    failed = "\n".join(finished.stderr for finished, _ in ended.values())
+    assert all(end.status <= 0 for _, end in ended.values()), failed
+    return [[ended[process][1] for process in group] for group in running]
+
+
+def _end_of(running: Running) -> tuple[Finished, Ended]:
+    finished = running.wait()
+    return finished, Ended(finished.status, time.monotonic())
+
+
+def _as_torchrun(size: int, stack: contextlib.ExitStack) -> list[dict[str, str]]:
+    """Serve a store for as long as the stack lasts, and return what torchrun would set for each process."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    stack.callback(lambda: store)  # which holds it
+    meeting = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    return [meeting | {"RANK": str(rank)} for rank in range(size)]
 
 
 def run_ranks(

@@ -35,8 +35,10 @@ _SOCKET, _CHILDREN = "socket", "children"
 _READY_S = 120.0
 _REQUEST_BYTES = 150_000
 _IMPORTED = (
-    "numpy", "torch", "torch.export", "torch.distributed.run", "timm", "transformers", "sklearn.datasets", "PIL.Image",
-    "penstock.pipeline", "penstock.deploy.worker", "penstock.recipes.training_worker", "penstock.cli.main",
+    "numpy", "torch", "torch.export", "torch.distributed.run", "torch.distributed.pipelining", "timm",
+    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "sklearn.datasets", "PIL.Image",
+    "penstock.pipeline", "penstock.deploy.worker", "penstock.recipes.training_worker", "penstock.recipes.loop",
+    "penstock.cli.main",
 )  # fmt: skip
 _REAL = subprocess.Popen
 
@@ -227,8 +229,9 @@ def _become(request: _Request) -> tuple[types.CodeType, dict[str, Any]]:
     import torch
 
     np.random.seed(None)
-    if "OMP_NUM_THREADS" in request.env:
-        torch.set_num_threads(int(request.env["OMP_NUM_THREADS"]))
+    # always, and by this thread alone: torch's pool is made anew by the first call after a fork, and a second thread
+    # that asks meanwhile, as autograd's do, finds none ("Invalid thread pool!") and ends the process
+    torch.set_num_threads(int(request.env.get("OMP_NUM_THREADS", torch.get_num_threads())))
     if request.env.get("PYTHONUNBUFFERED") or "-u" in request.arguments[:2]:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     flags = [each for each in request.arguments[:2] if each in {"-P", "-u"}]

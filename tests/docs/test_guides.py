@@ -19,8 +19,7 @@ from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row
 from penstock.spec.cluster import Cluster, Device, write_cluster
 from tests.cli.conftest import SMALL
-from tests.forks import run_forked
-from tests.processes import ROOT
+from tests.processes import ROOT, run_groups
 
 Run = Callable[..., tuple[int, str, str]]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -39,8 +38,6 @@ sys.stdout = open(f"rank{os.environ.get('RANK', '0')}.txt", "w")
 exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
 sys.stdout.flush()
 """
-WARM = "import torch.distributed.pipelining, transformers; transformers.BertForSequenceClassification; "
-WARM += "transformers.GPT2LMHeadModel"
 # on machines of their own, with a real sshd or as root: by tests/cluster
 ELSEWHERE = r"penstock hosts (check|push|measure|run) |--cluster |scripts/run\.sh "
 
@@ -81,7 +78,7 @@ def test_examples_learn_alike_in_any_number_of_processes(tmp_path: Path) -> None
             folders.append((name, size, tmp_path / f"{name}-{size}"))
             folders[-1][2].mkdir()
             groups.append((size, [str(folders[-1][2]), str(ROOT / "examples" / name)]))
-    for ended in run_forked(script, groups, 200.0, warm=WARM):
+    for ended in run_groups(script, groups, 200.0):
         assert [end.status for end in ended] == [0] * len(ended)
     printed: dict[str, list[list[float]]] = {name: [] for name in STARTED}
     for name, _, folder in folders:

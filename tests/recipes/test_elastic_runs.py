@@ -16,7 +16,7 @@ from penstock.report.training.plans import read_plans
 from penstock.spec.profile import write_profile
 from penstock.train.captured import Captured
 from tests.elastic.trainings import profile_of
-from tests.forks import run_forked
+from tests.processes import run_groups
 from tests.recipes.test_fit import VIT, lines, settings
 
 MODEL = VIT.replace("depth=2", "depth=4")
@@ -56,10 +56,6 @@ def losses(folder: Path) -> list[float]:
 
 
 # what takes seconds to import or to do for the first time
-WARM = """
-import sklearn.datasets, timm, penstock.recipes.loop
-sklearn.datasets.load_digits()
-"""
 # kills itself in the moment that it is told
 SCRIPT = """
 import os, signal, sys
@@ -120,12 +116,12 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(whole: Path, costs:
         groups[0].append((2, [str(folder / "settings.json"), moment, str(at), who]))
         if moment != "validation":
             groups[1].append((2, [str(folder / "resume.json"), "", "0", ""]))
-    killed = run_forked(script, groups[0], deadline_s=90.0, warm=WARM)
+    killed = run_groups(script, groups[0], deadline_s=90.0)
     for (_, _, who, _), ended in zip(moments, killed, strict=True):
         assert [end.status == -signal.SIGKILL for end in ended] == [who in ("all", rank) for rank in "01"]
     before = [losses(folder) for folder in folders]
     assert all(len(found) < len(expected) for found in before)
-    for ended in run_forked(script, groups[1], deadline_s=90.0, warm=WARM):
+    for ended in run_groups(script, groups[1], deadline_s=90.0):
         assert [end.status for end in ended] == [0, 0]
     for folder in folders[3:]:  # which one process takes over
         fit(read_settings(folder / "resume.json").replace(devices=None))

@@ -9,8 +9,7 @@ import pytest
 from penstock.errors import RunError
 from penstock.group.launcher import WorkerExit
 from penstock.recipes import launch
-from tests.forks import run_forked
-from tests.processes import free_port
+from tests.processes import free_port, run_groups
 
 SCRIPT = """
 import os, signal, sys, time
@@ -52,7 +51,7 @@ if rank <= 0:
 def test_a_run_waits_for_another_that_joins(tmp_path: Path) -> None:
     script, given = tmp_path / "script.py", [str(tmp_path), str(free_port())]
     script.write_text(SCRIPT)
-    ended, (joined,) = run_forked(script, [(4, given), (0, given)], 120.0)
+    ended, (joined,) = run_groups(script, [(4, given), (0, given)], 120.0)
     assert [end.status for end in ended] == [0, 0, 0, -signal.SIGKILL]
     assert joined.status == 0
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank-1").read_text() == "4 24"

@@ -20,7 +20,7 @@ from penstock.pipeline import Pipeline
 from penstock.spec.plan import CutSet, DeviceLoad, Plan, Prediction, Stage
 from penstock.spec.plan import Pipeline as PlannedPipeline
 from penstock.zoo.weights.weights import ModuleWeights
-from tests.forks import run_forked
+from tests.processes import run_groups
 
 NUM, WIDTH = 12, 64
 
@@ -183,7 +183,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     groups = [(processes, [str(stages)]) for processes in (1, 2, 3) for stages in (1, 2, 3) if stages >= processes]
-    ended = run_forked(script, groups, 120.0)
+    ended = run_groups(script, groups, 120.0)
     assert all(end.status == 0 for group in ended for end in group)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.forks import run_forked
-from tests.processes import free_port
+from tests.processes import free_port, run_groups
 
 MOMENTS = ["start", "stream", "between", "leave"]
 # more processes at a time than two cores carry would be lost to each other
@@ -102,7 +101,7 @@ def test_whoever_is_lost_is_named(tmp_path: Path, moment: str) -> None:
     script.write_text(SCRIPT)
     groups = [(3, [str(tmp_path), moment, str(victim), str(int(number)), str(free_port())]) for victim, number in CASES]
     with warnings.catch_warnings():
-        run_forked(script, groups, 120.0)
+        run_groups(script, groups, 120.0)
     for victim, number in CASES:
         told = {
             rank: json.loads((tmp_path / f"{moment}-{victim}-{int(number)}-{rank}.json").read_text())
@@ -171,5 +170,5 @@ else:
 def test_who_is_busy_is_not_lost(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(BUSY)
-    ended = run_forked(script, [(3, [str(busy)]) for busy in range(3)], 120.0)
+    ended = run_groups(script, [(3, [str(busy)]) for busy in range(3)], 120.0)
     assert all(end.status == 0 for group in ended for end in group)

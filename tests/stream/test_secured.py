@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.transport.curve import write_key
-from tests.forks import run_forked
-from tests.processes import free_port, run_python
+from tests.processes import free_port, run_groups, run_python
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -81,7 +80,7 @@ def test_streams_behind_a_key(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     cases = ["fine", "lost", "busy", "stranger"]
-    run_forked(script, [(3, [str(tmp_path), case, str(free_port())]) for case in cases], 120.0)
+    run_groups(script, [(3, [str(tmp_path), case, str(free_port())]) for case in cases], 120.0)
     told = {
         (case, rank): json.loads(path.read_text())
         for case in cases for rank in range(3) if (path := tmp_path / f"{case}-{rank}.json").exists()

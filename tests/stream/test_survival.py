@@ -21,8 +21,7 @@ from penstock.graph.ops import State
 from penstock.group.entry import start_local
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
-from tests.forks import run_forked
-from tests.processes import ROOT, free_port
+from tests.processes import ROOT, free_port, run_groups
 from tests.worlds import Tower, tower, tower_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -229,6 +228,6 @@ if os.environ["RANK"] == "0":
 def test_the_same_script_in_every_process(tmp_path: Path) -> None:
     script, told = tmp_path / "script.py", tmp_path / "told.json"
     script.write_text(SCRIPT)
-    (ended,) = run_forked(script, [(3, [str(told), str(free_port())])], 90.0)
+    (ended,) = run_groups(script, [(3, [str(told), str(free_port())])], 90.0)
     assert [end.status for end in ended] == [0, -signal.SIGKILL, 0]
     assert json.loads(told.read_text()) == [True, 60, 0]  # nothing changed during the last stream

@@ -13,7 +13,7 @@ from penstock.group.world import World
 from penstock.train.captured import Captured
 from penstock.transport.faulty import Fault, FaultyTransport
 from penstock.transport.tags import link_tag, training_set
-from tests.forks import run_forked
+from tests.processes import run_groups
 from tests.train.test_pipeline import images, small
 from tests.trainers import in_threads, make_trainer
 
@@ -42,7 +42,7 @@ def test_a_killed_process_is_named(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     all_stages = (1, 2)
     said = [tmp_path / f"{stages}.txt" for stages in all_stages]
-    ended = run_forked(
+    ended = run_groups(
         script, [(2, [str(stages), str(file)]) for stages, file in zip(all_stages, said, strict=True)], deadline_s=60.0
     )
     for file, (first, second) in zip(said, ended, strict=True):

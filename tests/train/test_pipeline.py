@@ -15,8 +15,7 @@ import penstock
 from penstock.errors import DataError, ModelError, RunError, UsageError
 from penstock.group.world import World
 from penstock.train.evaluation import predict
-from tests.forks import run_forked
-from tests.processes import run_python
+from tests.processes import run_groups, run_python
 from tests.trainers import in_threads, make_trainer
 
 SCRIPT = """
@@ -75,7 +74,7 @@ def run(folder: Path, *groups: tuple[int, Cases]) -> list[list[list[list[Any]]]]
     for number, (_, cases) in enumerate(groups):
         (folder / str(number)).mkdir()
         calls.append([json.dumps(cases), str(folder / str(number))])
-    run_forked(file, [(size, call) for (size, _), call in zip(groups[:-1], calls, strict=False)], deadline_s=120.0)
+    run_groups(file, [(size, call) for (size, _), call in zip(groups[:-1], calls, strict=False)], deadline_s=120.0)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(groups[-1][0])]
     finished = run_python(*torchrun, str(file), *calls[-1], deadline_s=120.0)
     assert finished.status == 0, finished.stderr

@@ -17,8 +17,7 @@ from penstock.recipes.settings import FitSettings
 from penstock.spec.cluster import Cluster, Device
 from penstock.train.trainer import Trainer
 from penstock.zoo.weights.weight_files import FileWeights
-from tests.forks import run_forked
-from tests.processes import free_port
+from tests.processes import free_port, run_groups
 
 # {"moment": [rank, step, where]}: a rank ends itself in that step, where a function is called
 SCRIPT = '''
@@ -146,7 +145,7 @@ def train(tmp_path: Path, size: int, asked: dict[str, object], *, newcomers: int
     given = [str(tmp_path), port, json.dumps(asked)]
     reference = [str(tmp_path), port, json.dumps({})]
     groups = [(0, reference), (size, given), *[(0, given)] * newcomers]
-    _alone, ended, *_came = run_forked(script, groups, 150.0)
+    _alone, ended, *_came = run_groups(script, groups, 150.0)
     alone, together = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "together"))
     for what in ("losses", "accuracies"):
         assert together[what].keys() == alone[what].keys()

@@ -63,7 +63,7 @@ def infer(
         follow(world)
         return
     # what a worker does not need, and takes seconds and memory on a small board
-    from penstock.recipes.predict import PredictSettings, predict_images
+    from penstock.recipes.predict_images import PredictSettings, predict_images
 
     settings = PredictSettings(
         model=model, images=images, output=output, stages=stages, policy=policy, cuts=cut, plan=plan,

@@ -75,11 +75,6 @@ class Running:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
-    def error_line(self) -> str:
-        """Wait for a line of its errors."""
-        assert self._process.stderr is not None
-        return self._process.stderr.readline().strip()
-
     def kill(self) -> None:
         """Kill it alone, and see what its children do."""
         self.children()

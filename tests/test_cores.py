@@ -2,12 +2,13 @@
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.group.entry import keep_to_share, share
+from penstock.cores import available_cores, keep_to_share, quota_cores, share, usable_cpus
 
 
 @given(st.integers(1, 16), st.integers(1, 8), st.integers(0, 7))
@@ -43,3 +44,34 @@ def test_a_quota_decides_instead(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert bound("0.5") == cores
     assert bound(str(len(cores))) == {min(cores)}
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "expected"),
+    [
+        ("0::/a/b", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000"}, 0.5),
+        ("0::/a/b", {"a/cpu.max": "max 100000"}, None),
+        ("0::/a", {"a/cpu.max": "damaged"}, None),
+        (
+            "3:cpu,cpuacct:/a",
+            {"cpu,cpuacct/a/cpu.cfs_quota_us": "3500", "cpu,cpuacct/a/cpu.cfs_period_us": "10000"},
+            0.35,
+        ),
+        ("3:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "10000"}, None),
+        ("4:memory:/a", {"memory/a/cpu.max": "1 100"}, None),
+    ],
+)
+def test_quotas_of_both_versions(group: str, files: dict[str, str], expected: float | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    process = tmp_path / "process"
+    process.write_text(f"{group}\n")
+    assert quota_cores(tmp_path, process) == expected
+
+
+def test_cores_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 <= available_cores() <= (os.cpu_count() or 1)
+    monkeypatch.setenv("PENSTOCK_CPU", "0.35")
+    assert usable_cpus() == 0.35
+    assert available_cores() == 1

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from penstock.group import launcher
-from penstock.group.launcher import LocalWorkers, WorkerExit, available_cores, code_command, module_command
+from penstock.group.launcher import LocalWorkers, WorkerExit, code_command, module_command
 from tests.processes import ROOT, lay_trap, run_python
 
 SLEEP = "import sys, time; time.sleep(60)"
@@ -89,10 +89,6 @@ def test_the_environment_and_the_process_group(module: Path, tmp_path: Path) -> 
     wait_for_exit(workers)
     workers.stop(0.0)
     assert (tmp_path / "said").read_text() == "yesTrue"
-
-
-def test_cores() -> None:
-    assert 1 <= available_cores() <= (os.cpu_count() or 1)
 
 
 WORLD = """

@@ -55,7 +55,6 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines(folder / "run", "step")]
 
 
-# what takes seconds to import or to do for the first time
 # kills itself in the moment that it is told
 SCRIPT = """
 import os, signal, sys

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.bench.ceiling import Baseline, Ceilings, WholeModel
 from penstock.bench.peer import PeerSettings, block_after, do_peer
 from penstock.bench.samples import Difference, Measured, Samples, limit_of
+from penstock.cores import available_cores
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.documents import write_document
 from penstock.deploy.jobs import FromWeights
@@ -29,7 +30,6 @@ from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.ops import State
 from penstock.graph.stages import divide
 from penstock.graph.work import count_work
-from penstock.group.launcher import available_cores
 from penstock.group.world import World, check_world
 from penstock.plan.search.partition import stage_sums
 from penstock.runtime.registry import parse_runtime

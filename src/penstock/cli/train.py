@@ -11,9 +11,9 @@ from rich.table import Table
 from penstock.cli import options as opt
 from penstock.cli.settings_options import Given, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
+from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
 from penstock.group.entry import under_torchrun
-from penstock.group.launcher import available_cores
 from penstock.recipes.launch import available_memory, fit
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.cores import cpu_quota
 from penstock.engine.counters import COMPUTING, Counters
 from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.reference import measure_baseline
-from penstock.group.launcher import cpu_quota
 from penstock.plan.schedule.actions import Action
 from penstock.tensors import copy_exactly, held_bytes
 from penstock.tracing.record import KEPT_BYTES, Clock, Recorder

@@ -1,6 +1,5 @@
 """What a device and its stages can do by themselves, against which a run is held."""
 
-import os
 import socket
 import threading
 import time
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.group.launcher import cpu_quota
+from penstock.cores import usable_cpus
 from penstock.memory import limit_bytes
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import StageRuntime
@@ -94,13 +93,6 @@ def measure_machine() -> Machine:
     finally:
         torch.set_num_threads(threads)
     return Machine(seconds, usable_cpus(), byte_seconds(), float(limit_bytes() or 0))
-
-
-def usable_cpus() -> float:
-    """Return how many CPUs this process may use, a fraction where a quota says so."""
-    quota = cpu_quota()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(float(cores), quota or float(cores))
 
 
 def byte_seconds() -> float:

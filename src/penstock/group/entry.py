@@ -1,6 +1,6 @@
 """The ways into a world: what torchrun started, and fresh workers on this machine."""
 
-import datetime
+import contextlib
 import errno
 import itertools
 import os
@@ -10,6 +10,7 @@ from functools import partial
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
+from penstock.cores import keep_to_share
 from penstock.errors import RunError, UsageError
 from penstock.group.addresses import (
     BIND,
@@ -22,7 +23,7 @@ from penstock.group.addresses import (
 )
 from penstock.group.board import wait_for_server
 from penstock.group.join import JOIN_S, Meeting, host_name
-from penstock.group.launcher import LocalWorkers, available_cores
+from penstock.group.launcher import LocalWorkers
 from penstock.group.links import Links, PlainLinks, choose_links, close_store
 from penstock.group.liveness import WATCHFUL_S, Boards, Health
 from penstock.group.roll_call import Membership, Rendezvous, RollCall
@@ -40,8 +41,6 @@ _serving: dict[tuple[str, int], TCPStore] = {}
 # one for each key, and for folders, for the same reason
 _links: dict[str, Links] = {}
 WORKER = "penstock.deploy.worker"
-# what gloo waits for while it connects
-_STORE_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def under_torchrun() -> bool:
@@ -148,32 +147,29 @@ def start_local(
     may enter (`meeting_place`), but speak as processes of several machines do where they are `over_network`.
     """
     address, folder = meeting_place() if not over_network else (own_address(), None)
-    links = links_of_run(address)
-    store = links.serve_store(address)
-    size, port = num_workers + 1, store.port
-    own = [["--port", str(port), "--rank", str(rank), "--size", str(size), *arguments] for rank in range(1, size)]
-    workers: LocalWorkers | None = None
-
-    def watch_workers() -> None:
-        gone = workers.exited() if workers is not None else None
-        if gone is not None:
-            raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
-
-    connect = (lambda: store) if isinstance(links, PlainLinks) else partial(links.connect_store, address, port)
-    try:
+    with contextlib.ExitStack() as where_it_fails:
+        if folder is not None:
+            where_it_fails.callback(folder.close)
+        links = links_of_run(address)
+        store = links.serve_store(address)
+        where_it_fails.callback(close_store, store)
+        size, port = num_workers + 1, store.port
+        own = [["--port", str(port), "--rank", str(rank), "--size", str(size), *arguments] for rank in range(1, size)]
         workers = LocalWorkers(module, own, {"OMP_NUM_THREADS": "1", BIND: address, **(env or {})})
+        where_it_fails.callback(workers.stop, 0.0)
+
+        def watch_workers() -> None:
+            gone = workers.exited()
+            if gone is not None:
+                raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
+
+        connect = (lambda: store) if isinstance(links, PlainLinks) else partial(links.connect_store, address, port)
         rendezvous = Rendezvous(links, connect, address, port, address, "the feeding process")
         world = join_group(
             rendezvous, FEEDER, size, "run", range(1, size), watch_workers, again=again,
             silence_s=WATCHFUL_S if again else SILENCE_S,
         )  # fmt: skip
-    except BaseException:
-        if workers is not None:
-            workers.stop(0.0)
-        close_store(store)
-        if folder is not None:
-            folder.close()
-        raise
+        where_it_fails.pop_all()
     world.workers, world.served, world.folder = workers, store, folder
     world.followed = True
     world.health.why_ended = partial(why_ended, world)
@@ -278,32 +274,3 @@ def _serve(links: Links, address: str, host: str, port: int) -> TCPStore:
                 "host's own address, and --bind another one of it"
             )
         raise RunError(message) from None
-
-
-def keep_to_share(position: int, num_processes: int) -> int:
-    """Bind this thread, and those that it starts from now on, to one process's share of the cores.
-
-    Gives how many cores that are. Nothing is bound where the cores do not divide evenly, or where a
-    quota decides instead.
-
-    Example:
-        keep_to_share(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    """
-    num_cores = available_cores()
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) == num_cores:
-            os.sched_setaffinity(0, share(cores, position, num_processes))
-    return max(1, num_cores // num_processes)
-
-
-def share(cores: Sequence[int], position: int, num_processes: int) -> set[int]:
-    """Return one of several processes its share of the cores; all of them unless they divide evenly.
-
-    >>> share([0, 1, 2, 3], position=1, num_processes=2)
-    {2, 3}
-    """
-    each, rest = divmod(len(cores), num_processes)
-    if rest or not each:
-        return set(cores)
-    return set(cores[position * each : (position + 1) * each])

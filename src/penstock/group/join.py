@@ -8,6 +8,7 @@ Every call to the store has a deadline, and what is said first carries the name 
 run, or a second one with the same rank, is refused.
 """
 
+import contextlib
 import os
 import socket
 import time
@@ -78,22 +79,22 @@ class Meeting:
             again=again, silence_s=silence_s,
         )  # fmt: skip
         store = PatientStore(rendezvous.connect, STORE_S)
-        try:
-            self.hellos = self._meet(store, watch, join_s)
-        except BaseException as error:
-            close_store(self.board)
-            if isinstance(error, StoreSilent):
+        with contextlib.ExitStack() as where_it_fails:
+            where_it_fails.callback(close_store, self.board)
+            try:
+                self.hellos = self._meet(store, watch, join_s)
+            except StoreSilent as error:
                 raise DeviceLost(
                     f"the first host was lost by rank {rank} while the processes met: {error}, so it was stopped, cut "
                     "off or has lost power; start again"
                 ) from None
-            if isinstance(error, RuntimeError):
+            except RuntimeError as error:
                 raise DeviceLost(
                     f"the first host was lost by rank {rank} while the processes met: {first_line(error)}; start again"
                 ) from error
-            raise
-        finally:
-            store.close()
+            finally:
+                store.close()
+            where_it_fails.pop_all()
 
     @property
     def own(self) -> str:

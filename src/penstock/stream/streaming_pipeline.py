@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch.utils import _pytree as pytree
 
+from penstock.cores import available_cores
 from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.modules import runtime_maker
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
@@ -27,7 +28,6 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import Ref
 from penstock.graph.work import count_work
 from penstock.group.entry import join_torchrun, under_torchrun
-from penstock.group.launcher import available_cores
 from penstock.group.world import World, end_when_dropped, failed
 from penstock.spec.check import check_purpose
 from penstock.spec.plan import Plan

@@ -1,4 +1,4 @@
-"""DeiT-S on four emulated hosts beside what others published: `python -m benchmarks.compared --json FILE --page FILE`.
+"""DeiT-S on four emulated hosts beside what others published: `python -m benchmarks.compared --json FILE`.
 
 All rows are of one run, in turns with what the hosts do alone.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.pipeline.__main__ import LAB, environment, lab_of, run, seconds_of
 from benchmarks.pipeline.cases import BY_HAND, DEIT_S, TURNS, Case, pipeline
+from benchmarks.pipeline.figure import draw
 from benchmarks.planning.cases import frozen_profile, plan_task
 from penstock.cluster.lab import take_down
 from penstock.measure.profiler import device_kind
@@ -32,6 +33,8 @@ torch {torch}; {passes} streams of {num_images} images for each row.
 By the account of each row:
 
 {account}
+
+![Efficiency of each row, and where its stages' time went](compared.png)
 {end}"""
 
 
@@ -54,7 +57,7 @@ def main() -> None:
     """Measure the rows, and write JSON and page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compared")
     parser.add_argument("--json", type=Path, required=True, help="every row and the summary")
-    parser.add_argument("--page", type=Path, help="also write the page, as docs/compared.md")
+    parser.add_argument("--page", type=Path, help="also write the page, as docs/compared.md, and a picture beside it")
     parser.add_argument("--passes", type=int, default=TURNS["passes"], help="streams of each row")
     given = parser.parse_args()
     take_down(LAB)
@@ -72,6 +75,7 @@ def main() -> None:
     if given.page is not None:
         before, _, rest = given.page.read_text().partition(_BEGIN)
         given.page.write_text(before + text + rest.partition(_END)[2])
+        draw(list(rows.values()), given.page.with_suffix(".png"))
     print(json.dumps(result["summary"]), file=sys.stderr)
 
 

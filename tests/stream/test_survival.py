@@ -193,9 +193,11 @@ def test_modules_cannot_be_moved() -> None:
 
 
 SCRIPT = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 import torch
+from penstock.errors import RunError
+from penstock.group import entry
 from penstock.runtime.eager import Runtime
 from penstock.pipeline import Pipeline
 from tests.worlds import tower, tower_inputs
@@ -203,7 +205,18 @@ from tests.worlds import tower, tower_inputs
 del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 os.environ["MASTER_PORT"] = sys.argv[2]
 torch.set_num_threads(1)
-calls, run = [], Runtime.__call__
+calls, run, made, wrap = [], Runtime.__call__, [], entry.wrap_if_faulty
+
+
+def late(transport):
+    made.append(0)
+    if (os.environ["RANK"], len(made), sys.argv[3]) == ("2", 2, "late"):  # in the group after the loss
+        time.sleep(1.0)  # the first process has connected to it, and goes on if it does not wait
+        raise RunError("rank 2 cannot connect to another")
+    return wrap(transport)
+
+
+entry.wrap_if_faulty = late
 
 
 def held(*given):
@@ -225,9 +238,11 @@ if os.environ["RANK"] == "0":
 """
 
 
-def test_the_same_script_in_every_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["at once", "late"])
+def test_the_same_script_in_every_process(tmp_path: Path, how: str) -> None:
+    """Also where one finds that it cannot reach all of the next group, once others have."""
     script, told = tmp_path / "script.py", tmp_path / "told.json"
     script.write_text(SCRIPT)
-    (ended,) = run_groups(script, [(3, [str(told), str(free_port())])], 90.0)
+    (ended,) = run_groups(script, [(3, [str(told), str(free_port()), how])], 90.0)
     assert [end.status for end in ended] == [0, -signal.SIGKILL, 0]
     assert json.loads(told.read_text()) == [True, 60, 0]  # nothing changed during the last stream

@@ -11,7 +11,7 @@ from functools import partial
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from penstock.cores import keep_to_share
-from penstock.errors import RunError, UsageError
+from penstock.errors import PenstockError, RunError, TransportError, UsageError
 from penstock.group.addresses import (
     BIND,
     LOOPBACK,
@@ -30,7 +30,7 @@ from penstock.group.roll_call import Membership, Rendezvous, RollCall
 from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World
 from penstock.terminal.notes import note
-from penstock.transport.base import FEEDER, SILENCE_S
+from penstock.transport.base import FEEDER, SILENCE_S, Transport, receive_bytes, send_bytes
 from penstock.transport.faulty import wrap_if_faulty
 from penstock.transport.memory_network import MemoryNetwork
 
@@ -41,6 +41,7 @@ _serving: dict[tuple[str, int], TCPStore] = {}
 # one for each key, and for folders, for the same reason
 _links: dict[str, Links] = {}
 WORKER = "penstock.deploy.worker"
+_REASON_S = 2.0  # after a connection broke: in which the reason comes
 
 
 def under_torchrun() -> bool:
@@ -224,22 +225,43 @@ def join_group(
         watch_others()
         health.check()
 
-    try:
-        made, store = rendezvous.links.make_transport(
-            rendezvous.connect, meeting.name, rank, size, rendezvous.address, join_s, watch
-        )
-        transport = wrap_if_faulty(made)
-    except BaseException as error:
-        health.report(error)  # who leaves without a word seems to leave in order
-        health.close()
-        raise
-    health.call_instead(transport.abort)
+    with contextlib.ExitStack() as where_it_fails:
+        where_it_fails.callback(health.close)
+        try:
+            made, store = rendezvous.links.make_transport(
+                rendezvous.connect, meeting.name, rank, size, rendezvous.address, join_s, watch
+            )
+            where_it_fails.callback(made.close)
+            transport = wrap_if_faulty(made)
+            health.call_instead(transport.abort)
+            if before is not None:
+                _stand_together(transport, health)
+        except BaseException as error:
+            # who leaves without a word seems to leave in order; a run that goes on tries again without who is gone
+            health.report(error, again=before is not None and isinstance(error, PenstockError))
+            raise
+        where_it_fails.pop_all()
     return World(
         transport=transport, health=health, names=names, devices=list(devices), store=store,
         bandwidths=[hello.bandwidth_bytes_per_s for hello in meeting.hellos],
         hosts=[hello.host for hello in meeting.hellos], membership=_membership(meeting, rendezvous, before),
         secured=rendezvous.links.secured,
     )  # fmt: skip
+
+
+def _stand_together(transport: Transport, health: Health) -> None:
+    """Wait until every process of a group has connected to every other: who had not would end a group under way.
+
+    The first process hears from each of the others, whose messages it takes once it has connected itself.
+    """
+    try:
+        if transport.rank != FEEDER:
+            send_bytes(transport, b"", FEEDER)
+        for rank in range(1, transport.size) if transport.rank == FEEDER else ():
+            receive_bytes(transport, rank, limit=0)
+    except TransportError as error:
+        health.wait_for_failure(_REASON_S)
+        raise RunError(f"the processes that are left have met, but not all stayed: {error}") from error
 
 
 def _membership(meeting: Meeting, rendezvous: Rendezvous, before: Membership | None) -> Membership | None:

@@ -117,12 +117,15 @@ class Health:
         if self.failure is not None:
             on_failure()
 
-    def report(self, error: BaseException) -> None:
-        """Report to everybody that this process failed; only the first report of a group counts."""
+    def report(self, error: BaseException, *, again: bool = False) -> None:
+        """Report to everybody that this process failed; only the first report of a group counts.
+
+        With `again` another group follows, of those that are left.
+        """
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         memory = is_out_of_memory(error)
         message = f"{self._names[self._rank]}: {text}"
-        self.announce(Verdict(rank=self._rank, message=message, lost=False, memory=memory))
+        self.announce(Verdict(rank=self._rank, message=message, lost=False, memory=memory, again=again))
 
     def statuses(self) -> list[str]:
         """Return what this process says of itself, and what those that it looks after said last."""

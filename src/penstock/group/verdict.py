@@ -16,7 +16,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     message: str
     lost: bool
     memory: bool = False  # it ran out of memory
-    again: bool = False  # nothing is wrong: another group follows, with whoever waits to be taken in
+    again: bool = False  # another group follows, with whoever waits to be taken in
 
 
 def prepare_board(board: Store, rank: int) -> None:

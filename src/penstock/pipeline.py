@@ -95,7 +95,7 @@ class Pipeline:
             slower does less. In training what moves comes from replicas, or everything from the last checkpoint. Not
             for lists of modules, traces, or under torchrun's agents, which end all processes. The first process itself
             cannot be lost.
-        profile, cluster: what the plan of a stream was made from, to plan again; without them what parts cost is
+        profile, cluster: what the planner goes by after a loss; a training takes both. Without them what parts cost is
             counted from shapes, and devices are taken for equal until they are seen at work.
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
             counts as lost; longer than the slowest link takes for one message. In training, while all wait.

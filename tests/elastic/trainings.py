@@ -15,7 +15,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from penstock.elastic.costs import common_cuts
 from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.elastic.freezing.history import EpochRecord, FreezePolicy
 from penstock.elastic.options import ElasticOptions
@@ -27,6 +26,7 @@ from penstock.spec.profile import Boundary, Profile, Unit
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint
 from penstock.train.loader import Loader
+from penstock.train.planned import common_cuts
 from penstock.train.trainer import Trainer
 from tests.models import seeded
 from tests.trainers import errors, gathered, in_threads, make_trainer

@@ -1,7 +1,6 @@
 """An elastic training's plans as arrangements, and its arrangements as plans."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby, pairwise
 
@@ -13,15 +12,13 @@ from penstock.engine.placement import Grid
 from penstock.errors import CutError, PlanError
 from penstock.graph.cuts import Cuts
 from penstock.graph.stages import fingerprint as fingerprint_of
-from penstock.spec.cluster import Device
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage
-from penstock.train.arrangement import Arrangement, plan_grid
+from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
-from penstock.train.survival.rearrange import assign, missing_bytes
+from penstock.train.planned import grid_of_plan
+from penstock.train.survival.rearrange import alike, assign, missing_bytes
 from penstock.train.trainer import Trainer
-
-_ALIKE = 0.05
 
 
 def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int, state_factor: float) -> Plan:
@@ -80,14 +77,11 @@ def arrangement_of(
 
     Those are held by the device with the stage after them, for evaluation. Devices that the plan leaves out are idle.
     """
-    cuts = Cuts(captured.graph)
-    places = {name: cuts.find(name).position for p in plan.pipelines for name in p.cut_sets[0].cuts}
-    grid, names = plan_grid(plan, ranks, places)
-    found = cuts.find_all(names)
+    grid, found = grid_of_plan(captured.graph, plan, ranks)
     if cached_layers:
-        found = [cuts.find(captured.layers[cached_layers - 1].name), *found]
+        found = [Cuts(captured.graph).find(captured.layers[cached_layers - 1].name), *found]
         grid = Grid(tuple(replace(r, stages=(r.stages[0], *r.stages)) for r in grid.replicas))
-    return placed.moved(grid.with_idle(sorted(ranks.values())), found, skipped=int(cached_layers > 0))
+    return placed.moved(grid, found, skipped=int(cached_layers > 0))
 
 
 def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
@@ -120,23 +114,5 @@ def near(
     names = sorted(costs.ranks, key=lambda name: costs.ranks[name])
     ranks = [costs.ranks[name] for name in names]
     missing = missing_bytes(placed, captured, trainer.tensors, ranks, state_factor)
-    taken = assign(missing, _alike([costs.cluster.device(name) for name in names]))
+    taken = assign(missing, alike([costs.cluster.device(name) for name in names]))
     return {name: ranks[device] for name, device in zip(names, taken, strict=True)}
-
-
-def _alike(devices: Sequence[Device]) -> list[list[int]]:
-    """Group devices whose speed and memory are the same but for what measurements vary, and whose links are."""
-    groups: list[list[int]] = []
-    for number, device in enumerate(devices):
-        for group in groups:
-            first = devices[group[0]]
-            if (
-                math.isclose(first.speed, device.speed, rel_tol=_ALIKE)
-                and math.isclose(first.memory_bytes, device.memory_bytes, rel_tol=_ALIKE)
-                and first.bandwidth_bytes_per_s == device.bandwidth_bytes_per_s
-            ):
-                group.append(number)
-                break
-        else:
-            groups.append([number])
-    return groups

@@ -1,6 +1,5 @@
 """What an elastic training costs, for the planner: measured where nobody has said it."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -11,9 +10,8 @@ from penstock.deploy.state import load_state
 from penstock.elastic.options import ElasticOptions
 from penstock.engine.reference import calibrate
 from penstock.errors import PlanError
-from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.cuts import Cuts
 from penstock.graph.ops import State
-from penstock.graph.stages import fingerprint
 from penstock.measure.hosts import measure_messages
 from penstock.measure.profiler import profile_graph
 from penstock.memory import allowed_bytes
@@ -23,6 +21,7 @@ from penstock.spec.profile import Profile
 from penstock.terminal.notes import note
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
+from penstock.train.planned import check_profile, common_cuts, names_of
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
 from penstock.transport.collectives import all_gather
@@ -50,7 +49,8 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
     """
     world = trainer.world
     given, cluster = options.profile, options.cluster
-    _check_profile(captured, given)
+    if given is not None:
+        check_profile(captured.graph, given)
     ranks = {f"rank{rank}": rank for rank in world.devices}
     if cluster is not None:
         ranks = ranks_of(world, [device.name for device in cluster.devices])
@@ -78,18 +78,6 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
     return Costs(keep_cuts(profile, common_cuts(captured)), cluster, ranks)
 
 
-def _check_profile(captured: Captured, profile: Profile | None) -> None:
-    if profile is None:
-        return
-    if profile.graph != fingerprint(captured.graph):
-        raise PlanError(
-            f"the profile is of the graph {profile.graph} of {profile.model}, but this model's is "
-            f"{fingerprint(captured.graph)}; profile this model as it trains, with --data or --training"
-        )
-    if any(unit.backward_s is None for unit in profile.units):
-        raise PlanError("the profile has no backward seconds; profile with --training or --data")
-
-
 def measure_profile(captured: Captured, placed: Arrangement, rows: int, calibration_s: float) -> Profile:
     """Measure the model by its layers, for microbatches of some rows, and what messages cost on this machine.
 
@@ -107,14 +95,3 @@ def measure_profile(captured: Captured, placed: Arrangement, rows: int, calibrat
         messages=measure_messages(num_microbatches=_MESSAGES),
     )  # fmt: skip
     return msgspec.structs.replace(profile, calibration_s=calibration_s)
-
-
-def common_cuts(captured: Captured) -> Collection[str]:
-    """Return the cuts that the model has in training and in evaluation, so that either part may be cut there."""
-    evaluated = {name for cut in Cuts(captured.evaluation) for name in names_of(cut)}
-    return {cut.name for cut in Cuts(captured.graph) if evaluated & set(names_of(cut))}
-
-
-def names_of(cut: Cut) -> tuple[str, ...]:
-    """Return all names of a place."""
-    return (cut.name, *cut.aliases)

@@ -33,6 +33,8 @@ from penstock.recipes.metrics import (
 )
 from penstock.recipes.settings import FitSettings, elastic_options, plan_of
 from penstock.recipes.tasks import Task
+from penstock.spec.cluster import read_cluster
+from penstock.spec.profile import read_profile
 from penstock.terminal.live import FitProgress
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
@@ -79,6 +81,7 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
         survival=SurvivalOptions(
             on_loss=settings.on_loss, wait_s=settings.wait_for,
             joins=read_place(settings.join) if settings.join is not None else None,
+            **_planned_by(settings, world),
         ),
     )  # fmt: skip
     options = TrainOptions(
@@ -87,6 +90,13 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
         checkpointing=settings.checkpointing,
     )  # fmt: skip
     return TrainingPipeline(call, cut, run, options, world)
+
+
+def _planned_by(settings: FitSettings, world: World | None) -> dict[str, Any]:
+    """Read what the planner arranges a training by after a loss: on the first process, which has the files."""
+    if settings.from_cluster is None or settings.costs is None or (world is not None and world.rank != FEEDER):
+        return {}
+    return {"profile": read_profile(settings.costs), "cluster": read_cluster(settings.from_cluster)}
 
 
 @dataclass(slots=True)

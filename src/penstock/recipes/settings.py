@@ -26,7 +26,6 @@ DEFAULT_FREEZE = "gradient-norms"
 # what only an elastic training is asked
 _ELASTIC = (
     "freeze", "pack", "replicate", "cache", "cache_dir", "cache_limit", "cache_dtype", "cache_views", "keep_cache",
-    "costs",
 )  # fmt: skip
 
 
@@ -124,12 +123,22 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep_cache: Annotated[bool, Meta(description="Leave it there after the run.")] = False
     costs: Annotated[
         WholePath | None,
-        Meta(description="Of `penstock profile --data`; measured if not given.", extra={"metavar": "profile.json"}),
+        Meta(
+            description="Of `penstock profile --data`, for --elastic, which else measures, and --on-loss.",
+            extra={"metavar": "profile.json"},
+        ),
     ] = None
     on_loss: Annotated[
         Literal["stop", "continue", "wait"],
         Meta(description="When a process is lost: stop, go on with the others, or first wait for another."),
     ] = "stop"
+    from_cluster: Annotated[
+        WholePath | None,
+        Meta(
+            description="With --on-loss and --costs: the devices that the planner arranges the training for.",
+            extra={"metavar": "cluster.toml"},
+        ),
+    ] = None
     wait_for: Annotated[float, Meta(ge=1.0, description="Seconds that --on-loss wait waits for another.")] = 300.0
     join: Annotated[
         str | None,
@@ -172,7 +181,14 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     given = [name for name in _ELASTIC if getattr(settings, name) != defaults[name]]
     if given and not settings.elastic:
         raise UsageError(f"{given[0]} is for an elastic training; add elastic=True (--elastic), or leave it out")
-    if settings.on_loss != "stop" and (settings.elastic or settings.trace is not None):
+    survives = settings.on_loss != "stop"
+    if settings.costs is not None and not settings.elastic and not survives:
+        raise UsageError("costs are for an elastic training, or one that goes on after a loss; leave --costs out")
+    if settings.from_cluster is not None and not (survives and settings.costs is not None):
+        raise UsageError(
+            "devices are planned for after a loss, by costs; add --on-loss and --costs, or leave --from-cluster out"
+        )
+    if survives and (settings.elastic or settings.trace is not None):
         raise UsageError("an elastic training, or one with a trace, does not go on after a loss; leave --on-loss out")
     if settings.join is not None:
         read_place(settings.join)

@@ -8,15 +8,13 @@ import msgspec
 from penstock.errors import PlanError
 from penstock.plan.choose import plan_again
 from penstock.plan.cost.fastest_runtime import column_of, computed_on
-from penstock.spec.cluster import Cluster, Device
+from penstock.spec.cluster import Cluster, cluster_among
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, Pipeline, Plan, Prediction, Stage
 from penstock.spec.profile import Profile
 
 # a plan changes while nothing is lost only for more than this: changing drains the pipeline and moves weights
 WORTH = 0.1
-# of a device of which nothing is known: the planner may give it anything
-_ENOUGH_BYTES = 2**50
 
 
 class Replanner:
@@ -33,7 +31,6 @@ class Replanner:
     def __init__(self, plan: Plan | None, profile: Callable[[], Profile], cluster: Cluster | None) -> None:
         self._plan, self._make_profile = plan, profile
         self._profile: Profile | None = None
-        self._known = {device.name: device for device in cluster.devices} if cluster is not None else {}
         self._cluster = cluster
         self._replicas = cluster is not None or (plan is not None and len(plan.pipelines) > 1)
 
@@ -107,13 +104,5 @@ class Replanner:
         """Return what is known of devices; the first one that is there feeds where the cluster's feeder is gone."""
         names, first = [*present, *gone], present[0]
         usual = sorted(speeds.values())[len(speeds) // 2] if speeds else 1.0
-        devices = tuple(
-            self._known.get(name) or Device(name=name, speed=usual, memory_bytes=_ENOUGH_BYTES) for name in names
-        )
-        if self._cluster is None:
-            return Cluster(devices=devices, feeder=first)
-        links = tuple(link for link in self._cluster.links if set(link.between) <= set(names))
-        feeder = self._cluster.feeding.name
-        return msgspec.structs.replace(
-            self._cluster, devices=devices, links=links, feeder=feeder if feeder in present else first
-        )
+        feeder = self._cluster.feeding.name if self._cluster is not None else first
+        return cluster_among(self._cluster, names, feeder=feeder if feeder in present else first, speed=usual)

@@ -162,6 +162,11 @@ class Arrangement:
         # of all replicas' microbatches the number of this replica's first one
         self.first_microbatch = sum(replica.num_microbatches or self.usual_microbatches for replica in before)
 
+    @property
+    def all_microbatches(self) -> int:
+        """The microbatches of a step, over all replicas."""
+        return sum(replica.num_microbatches or self.usual_microbatches for replica in self.grid.replicas)
+
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the actions of every device of this process's replica for one step."""
         running = replace(self.replica, stages=self.replica.stages[self.skipped :])
@@ -209,7 +214,7 @@ class Arrangement:
         stay as many as they are.
         """
         replicas = self.grid.replicas
-        total = sum(replica.num_microbatches or self.usual_microbatches for replica in replicas)
+        total = self.all_microbatches
         each = max(len(set(replica.stages)) for replica in replicas)
         count = max(1, min(num_devices // each, total))
         stages = max(self.num_stages // each, 1) * -(-num_devices // count)

@@ -79,7 +79,7 @@ class TrainingPipeline:
             self.cuts = tuple(find_cuts(self.graph, cut, options, num_processes))
             ScheduleChoice(options.schedule, 2 * DEPTH)
             if run.survival.survives or self._place is not None:
-                check_survivable(options, run, self._device)
+                check_survivable(self.graph, options, run, self._device)
         except BaseException as error:
             if self._owns_world and self._joined is not None:
                 self._joined.health.report(error)  # the others wait for this process

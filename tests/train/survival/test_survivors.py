@@ -12,11 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import RunError, UsageError
+from penstock.errors import PlanError, RunError, UsageError
 from penstock.recipes.settings import FitSettings
 from penstock.spec.cluster import Cluster, Device
+from penstock.train.captured import Captured
 from penstock.train.trainer import Trainer
 from penstock.zoo.weights.weight_files import FileWeights
+from tests.elastic.trainings import profile_of
 from tests.processes import free_port, run_groups
 
 # {"moment": [rank, step, where]}: a rank ends itself in that step, where a function is called
@@ -30,8 +32,11 @@ import penstock
 from penstock.engine import gradients
 from penstock.group import variables
 from penstock.train import checkpoint, migration, trainer as trainers
+from penstock.spec.cluster import Cluster, Device
+from penstock.train.captured import Captured
 from penstock.train.loader import Loader
 from penstock.transport import collectives
+from tests.elastic.trainings import profile_of
 
 os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 folder, port, asked = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
@@ -42,6 +47,8 @@ if joins:
         time.sleep(0.05)
     os.environ["PENSTOCK_JOIN"] = f"127.0.0.1:{port}"
 os.environ["MASTER_PORT"] = port
+if "planned" in asked:  # each process is a host of its own
+    os.environ["PENSTOCK_HOST"] = f"board{rank if rank >= 0 else asked['comes']}"
 torch.set_num_threads(1)
 torch.manual_seed(0)
 
@@ -70,6 +77,12 @@ class Block(nn.Module):
 
 model = nn.Sequential(*[Block() for _ in range(6)], nn.Linear(8, 4)).double()
 how = {"microbatches": 12} if alone else {**asked["how"], "threads": 1}
+if "planned" in asked and rank == 0:
+    captured = Captured(model, (torch.zeros(2, 8, dtype=torch.float64),))
+    boards = tuple(
+        Device(name=f"board{number}", speed=speed, memory_bytes=2**40) for number, speed in enumerate(asked["planned"])
+    )
+    how |= {"profile": profile_of(captured), "cluster": Cluster(devices=boards)}
 pipe = penstock.Pipeline(model, torch.zeros(2, 8, dtype=torch.float64), **how)
 optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
 scheduler = pipe.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24))
@@ -129,7 +142,9 @@ for epoch in range(loader.epoch, 6):
         accuracies[epoch] = pipe.evaluate(x, y, F.cross_entropy)
 pipe.save(folder / ("alone" if alone else "together"))
 if rank <= 0:
+    hosts = pipe.trainer.world.hosts or ["here"]
     told = {"losses": losses, "accuracies": accuracies, "lr": optimizer.param_groups[0]["lr"],
+            "hosts": sorted({hosts[r] for each in pipe.trainer.grid.replicas for r in each.stages}),
             "shape": [len(pipe.trainer.grid.replicas), len(pipe.trainer.grid.replicas[0].devices)]}
     (folder / ("alone.json" if alone else "joined.json" if joins else "together.json")).write_text(json.dumps(told))
 pipe.close()
@@ -183,6 +198,18 @@ def test_one_is_lost_and_another_while_it_is_waited_for_and_others_come(tmp_path
     assert [*joined["losses"]] == [str(step) for step in range(8, 25)]
     assert together["losses"].items() >= joined["losses"].items()
     assert joined["lr"] == together["lr"]
+
+
+def test_the_planner_arranges_what_is_left(tmp_path: Path) -> None:
+    """One board is much slower than the others: it has no part, however many are left."""
+    how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "continue"}
+    asked = {
+        "how": how, "moments": [[1, 3, "leaf_done"]], "planned": [1.0, 1.0, 0.001, 1.0], "joins": "lost", "comes": 1,
+    }  # fmt: skip
+    ended = train(tmp_path, 4, asked, newcomers=1)
+    assert ended == [0, KILLED, 0, 0]
+    told = json.loads((tmp_path / "together.json").read_text())
+    assert told["hosts"] == ["board0", "board1", "board3"]
 
 
 class Alone:
@@ -239,7 +266,7 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
     ("asked", "message"),
     [
         ({"schedule": "F0 B0"}, "cannot of your own; name one"),
-        ({"cluster": Cluster(devices=(Device(name="a", speed=1.0, memory_bytes=1),))}, "are of no use yet"),
+        ({"cluster": Cluster(devices=(Device(name="a", speed=1.0, memory_bytes=1),))}, "or neither of them"),
         ({}, "one process has no other"),
     ],
 )
@@ -252,8 +279,25 @@ def test_what_cannot_go_on_after_a_loss(asked: dict[str, Any], message: str) -> 
         pipe.train_step(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), F.cross_entropy)
 
 
+def test_a_profile_is_of_the_model_that_trains() -> None:
+    other = profile_of(Captured(nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 2)), (torch.zeros(2, 3),)))
+    cluster = Cluster(devices=(Device(name="a", speed=1.0, memory_bytes=1),))
+    with (
+        pytest.raises(PlanError, match="profile this model"),
+        penstock.Pipeline(
+            nn.Linear(3, 2), torch.zeros(2, 3), on_loss="continue", profile=other, cluster=cluster
+        ) as pipe,
+    ):
+        pipe.train_step(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), F.cross_entropy)
+
+
 def test_settings_that_do_not_go_together() -> None:
     settings = FitSettings(model="a", data="b", stages=2)
+    with pytest.raises(UsageError, match="leave --costs out"):
+        settings.replace(costs="profile.json")
+    for given in ({"on_loss": "continue"}, {"costs": "profile.json", "elastic": True}):
+        with pytest.raises(UsageError, match="leave --from-cluster out"):
+            settings.replace(from_cluster="cluster.toml", **given)
     with pytest.raises(UsageError, match="leave --on-loss out"):
         settings.replace(on_loss="continue", elastic=True)
     with pytest.raises(UsageError, match="HOST:PORT"):

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import torch
 
+from penstock.deploy.placing import name_devices
 from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.engine.wiring import DEPTH
 from penstock.errors import RunError, UsageError
 from penstock.graph.cuts import Cuts
+from penstock.graph.graph import Graph
 from penstock.group.regroup import join_later
 from penstock.group.world import World
 from penstock.plan.schedule.schedules import SCHEDULES
@@ -15,22 +17,27 @@ from penstock.tensors import HOST
 from penstock.train.arrangement import Arrangement, ScheduleChoice, TrainOptions
 from penstock.train.captured import Captured
 from penstock.train.migration import fix_microbatches
+from penstock.train.planned import check_profile
 from penstock.train.survival.exchanges import Exchanges
 from penstock.train.survival.rearrange import read_grid
 from penstock.train.survival.survivors import Survivors
 from penstock.train.trainer import Trainer
+from penstock.transport.base import FEEDER
 from penstock.transport.metered import MeteredTransport
 
 _OF_THE_MODEL = 5  # of what is alike: what a process that comes must have, whatever the arrangement
 
 
-def check_survivable(options: TrainOptions, run: RunOptions, device: torch.device) -> None:
-    """Raise `UsageError` for a training that cannot go on after a loss."""
-    if run.survival.profile is not None or run.survival.cluster is not None:
+def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, device: torch.device) -> None:
+    """Raise `UsageError` for a training that cannot go on after a loss, `PlanError` for a profile of another one."""
+    profile, cluster = run.survival.profile, run.survival.cluster
+    if (profile is None) != (cluster is None):
         raise UsageError(
-            "a training that goes on after a loss is arranged by the number of its processes, so profile and cluster "
-            "are of no use yet; leave them out"
+            "the planner arranges a training by what it costs and by the memory and speed of devices; give profile "
+            "and cluster, or neither of them"
         )
+    if profile is not None:
+        check_profile(graph, profile)
     if device != HOST:
         raise UsageError("a training goes on after a loss on CPUs only so far; leave on_loss out")
     if options.schedule not in SCHEDULES:
@@ -43,7 +50,7 @@ def check_survivable(options: TrainOptions, run: RunOptions, device: torch.devic
 def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
     """Have a training that begins go on after losses; `outer` is the world that it was begun in.
 
-    Raises `UsageError` where its processes can form no other group.
+    Raises `UsageError` where its processes can form no other group, `ClusterError` for one that the cluster lacks.
     """
     if outer.membership is None:
         raise UsageError(
@@ -51,6 +58,9 @@ def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
             "end them all, and one process has no other; start several with penstock train, a lab or penstock hosts "
             "run, or leave on_loss out"
         )
+    if run.survival.cluster is not None and outer.rank == FEEDER:
+        for name in name_devices(outer):
+            run.survival.cluster.device(name)
     fix_microbatches(trainer)
     exchanges = Exchanges(trainer.world, outer)
     trainer.survivors = Survivors(trainer, exchanges, run.survival, trainer.placed)

@@ -1,5 +1,6 @@
 """Which device takes which part where a training is arranged anew: so that little has to move; grids as documents."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -8,9 +9,12 @@ from penstock.engine.placement import Grid, Replica
 from penstock.errors import CutError, DeviceLost
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.freeze import sources_in
+from penstock.spec.cluster import Device
 from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
+
+_ALIKE = 0.05  # speeds and memories that measurements tell no further apart
 
 
 def missing_bytes(
@@ -58,6 +62,24 @@ def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -
                         taken[first], taken[second] = other, one
                         better = True
     return taken
+
+
+def alike(devices: Sequence[Device]) -> list[list[int]]:
+    """Group devices whose speed and memory are the same but for what measurements vary, and whose links are."""
+    groups: list[list[int]] = []
+    for number, device in enumerate(devices):
+        for group in groups:
+            first = devices[group[0]]
+            if (
+                math.isclose(first.speed, device.speed, rel_tol=_ALIKE)
+                and math.isclose(first.memory_bytes, device.memory_bytes, rel_tol=_ALIKE)
+                and first.bandwidth_bytes_per_s == device.bandwidth_bytes_per_s
+            ):
+                group.append(number)
+                break
+        else:
+            groups.append([number])
+    return groups
 
 
 def write_grid(grid: Grid) -> list[dict[str, object]]:

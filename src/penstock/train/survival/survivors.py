@@ -13,13 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.policies import choose_cuts
 from penstock.deploy.run_options import SurvivalOptions
-from penstock.errors import DeviceLost, PenstockError
-from penstock.graph.cuts import Cuts
+from penstock.errors import DeviceLost, PenstockError, PlanError
 from penstock.group.regroup import wait_for_newcomers
 from penstock.group.verdict import Verdict
-from penstock.plan.cost.training_step import ADAMW_STATE
 from penstock.terminal.notes import note
 from penstock.train.arrangement import Arrangement
 from penstock.train.checkpoint import load_checkpoint, scheduler_state
@@ -28,14 +25,8 @@ from penstock.train.migration import Prepared, gather_groups, prepare
 from penstock.train.named_optimizer import NamedOptimizer, restore_settings
 from penstock.train.outcome import TrainingChange, everywhere
 from penstock.train.survival.exchanges import Documents, Exchanges
-from penstock.train.survival.rearrange import (
-    assign,
-    cuts_here,
-    lost_names,
-    missing_bytes,
-    read_grid,
-    write_grid,
-)
+from penstock.train.survival.rearrange import cuts_here, lost_names, read_grid, write_grid
+from penstock.train.survival.regrid import choose_grid
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
 from penstock.transport.collectives import all_gather
@@ -172,6 +163,8 @@ class Survivors:
         try:
             mine = self._say() if trainer.world.rank == FEEDER else {}
             self._said = all_gather(trainer.world.transport, mine)[FEEDER]
+            if self._said["problem"]:
+                raise everywhere(DeviceLost(f"{self._exchanges.why}; {self._said['problem']}"))
             if self._said["lost"] and self._said["checkpoint"] is None:
                 raise everywhere(DeviceLost(
                     f"{self._exchanges.why}; {self._said['lost']} was held by no other process, and there is no "
@@ -188,24 +181,15 @@ class Survivors:
     def _say(self) -> dict[str, Any]:
         """Return how the training goes on, on the first process."""
         trainer = self._trainer
-        size = trainer.world.transport.size
-        grid = self._begun.grid if size == self._num_begun else self._begun.shape(size)
-        first = grid.replicas[0]
-        stages = len(first.stages)
-        cuts = self._begun.cuts
-        if stages != self._begun.num_stages:
-            cuts = choose_cuts(
-                trainer.captured.graph, Cuts(trainer.captured.graph), stages=stages,
-                places=[first.devices.index(rank) for rank in first.stages],
-            )  # fmt: skip
-        placed = self._begun.moved(grid, cuts, rank=FEEDER)
-        ranks = list(range(size))
-        taken = assign(missing_bytes(placed, trainer.captured, trainer.tensors, ranks, ADAMW_STATE), [ranks])
+        try:
+            grid, cuts = choose_grid(trainer, self._begun, self._options)
+        except PlanError as error:
+            return {"problem": str(error)}
         lost = sorted(lost_names(trainer.captured, trainer.tensors))
         batch = trainer.trained
         return {
-            "grid": write_grid(grid.renumbered(dict(zip(ranks, taken, strict=True)))),
-            "cuts": [cut.name for cut in cuts], "groups": trainer.known_groups, "step": trainer.step,
+            "problem": "", "grid": write_grid(grid), "cuts": [cut.name for cut in cuts],
+            "groups": trainer.known_groups, "step": trainer.step,
             "lost": lost[0] if lost else "", "place": batch.place if batch is not None else (0, 0),
             "checkpoint": str(self._checkpoint) if self._checkpoint is not None else None,
             "goes_back": bool(lost) or self._going_back is not None,

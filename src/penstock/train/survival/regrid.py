@@ -1,0 +1,60 @@
+"""Which grid a training has on the processes that there are now: as the planner says, or by their number alone."""
+
+from collections.abc import Sequence
+
+from penstock.deploy.placing import name_devices
+from penstock.deploy.policies import choose_cuts
+from penstock.deploy.run_options import SurvivalOptions
+from penstock.engine.placement import Grid
+from penstock.graph.cuts import Cut, Cuts
+from penstock.plan.cost.frozen import keep_cuts
+from penstock.plan.cost.training_step import ADAMW_STATE
+from penstock.spec.cluster import Cluster, cluster_among
+from penstock.spec.profile import Profile
+from penstock.train.arrangement import Arrangement
+from penstock.train.planned import common_cuts, grid_of_plan, plan_training
+from penstock.train.survival.rearrange import alike, assign, missing_bytes
+from penstock.train.trainer import Trainer
+from penstock.transport.base import FEEDER
+
+
+def choose_grid(trainer: Trainer, begun: Arrangement, options: SurvivalOptions) -> tuple[Grid, Sequence[Cut]]:
+    """Return stages, replicas and cuts for the group that there is now, each part with who lacks little of it.
+
+    Raises `PlanError` where nothing fits the devices.
+    """
+    ranks = list(range(trainer.world.transport.size))
+    groups: Sequence[Sequence[int]] = [ranks]
+    if options.profile is not None and options.cluster is not None:
+        grid, cuts, groups = _planned(trainer, begun, options.profile, options.cluster)
+    else:
+        grid, cuts = _by_number(trainer, begun, len(ranks))
+    placed = begun.moved(grid, cuts, rank=FEEDER)
+    taken = assign(missing_bytes(placed, trainer.captured, trainer.tensors, ranks, ADAMW_STATE), groups)
+    return grid.renumbered(dict(zip(ranks, taken, strict=True))), cuts
+
+
+def _planned(
+    trainer: Trainer, begun: Arrangement, profile: Profile, known: Cluster
+) -> tuple[Grid, Sequence[Cut], Sequence[Sequence[int]]]:
+    """Return what the planner says for these devices, and which of them may change parts, by rank."""
+    ranks = name_devices(trainer.world)
+    cluster = cluster_among(known, list(ranks), feeder=trainer.world.hosts[FEEDER])
+    batch = trainer.trained
+    rows = profile.rows[-1] if batch is None else max(1, len(batch.samples) // begun.all_microbatches)
+    costs = keep_cuts(profile, common_cuts(trainer.captured))
+    plan = plan_training(costs, cluster, begun, rows=rows, state_factor=ADAMW_STATE)
+    return *grid_of_plan(trainer.captured.graph, plan, ranks), alike(cluster.devices)
+
+
+def _by_number(trainer: Trainer, begun: Arrangement, num_processes: int) -> tuple[Grid, Sequence[Cut]]:
+    """Return a grid of as many processes: that of the beginning, or as many replicas as its stages fit in."""
+    num_begun = len({rank for replica in begun.grid.replicas for rank in replica.devices})
+    grid = begun.grid if num_processes == num_begun else begun.shape(num_processes)
+    first = grid.replicas[0]
+    if len(first.stages) == begun.num_stages:
+        return grid, begun.cuts
+    graph = trainer.captured.graph
+    return grid, choose_cuts(
+        graph, Cuts(graph), stages=len(first.stages), places=[first.devices.index(rank) for rank in first.stages]
+    )

@@ -133,10 +133,12 @@ def run_groups(script: Path, groups: Sequence[tuple[int, Sequence[str]]], deadli
     it wrote. What torchrun would set in their environment is set; that torchrun itself starts the script is for one
     test to show.
     """
+    # each serves its group for as long as it is held
+    stores = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in groups]
     with contextlib.ExitStack() as stack:
         running = []
-        for size, arguments in groups:
-            environments = [dict[str, str]()] if not size else _as_torchrun(size, stack)
+        for (size, arguments), store in zip(groups, stores, strict=True):
+            environments = [dict[str, str]()] if not size else _as_torchrun(size, store.port)
             command = [sys.executable, str(script), *arguments]
             running.append(
                 [stack.enter_context(Running(command, deadline_s=deadline_s, env=env)) for env in environments]
@@ -154,12 +156,10 @@ def _end_of(running: Running) -> tuple[Finished, Ended]:
     return finished, Ended(finished.status, time.monotonic())
 
 
-def _as_torchrun(size: int, stack: contextlib.ExitStack) -> list[dict[str, str]]:
-    """Serve a store for as long as the stack lasts, and return what torchrun would set for each process."""
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    stack.callback(lambda: store)  # which holds it
+def _as_torchrun(size: int, port: int) -> list[dict[str, str]]:
+    """Return what torchrun would set for each process of a group whose store is at a port."""
     meeting = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     return [meeting | {"RANK": str(rank)} for rank in range(size)]

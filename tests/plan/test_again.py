@@ -3,8 +3,9 @@ import pytest
 
 from penstock.errors import ClusterError, PlanError
 from penstock.plan.candidates import Request
-from penstock.plan.choose import make_plan, observed, plan_again
+from penstock.plan.choose import cluster_among, make_plan, observed, plan_again
 from penstock.spec.check import check_made_from
+from penstock.spec.cluster import Cluster, Device, Link
 from tests.spec.samples import make_cluster, make_profile
 
 PROFILE = make_profile([1.0] * 40)
@@ -66,3 +67,15 @@ def test_what_no_longer_fits() -> None:
     plan = make_plan(profile, cluster, Request())
     with pytest.raises(PlanError, match="the model does not fit"):
         plan_again(plan, profile, cluster, missing={"b", "c"})
+
+
+def test_what_is_not_known_of_a_device_is_assumed() -> None:
+    known = Cluster(
+        devices=(Device(name="a", speed=2.0, memory_bytes=100), Device(name="b", speed=1.0, memory_bytes=100)),
+        links=(Link(between=("a", "b"), bandwidth_bytes_per_s=1e6),),
+    )
+    among = cluster_among(known, ["a", "new"], feeder="new", speed=0.5)
+    assert (among.feeding.name, among.device("a"), among.links) == ("new", known.device("a"), ())
+    assert among.device("new").speed == 0.5
+    assert among.device("new").memory_bytes > 2**40
+    assert cluster_among(known, ["b", "a"], feeder="b").links == known.links

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.cluster.lab import preset, write_lab
 from penstock.errors import ClusterError, UsageError
-from penstock.spec.cluster import Cluster, Device, Link, cluster_among, parse_cluster, read_cluster, write_cluster
+from penstock.spec.cluster import Cluster, Device, Link, parse_cluster, read_cluster, write_cluster
 from penstock.units import parse_seconds
 from tests.spec.samples import make_cluster
 
@@ -148,15 +148,3 @@ def test_devices_that_are_alike_get_the_mean_of_their_speeds(devices: list[tuple
 
 def test_devices_that_are_not_alike_keep_their_own_speeds() -> None:
     assert [device.speed for device in make_cluster(0.5, 0.2).at_mean_speeds([0.7, 0.1]).devices] == [0.7, 0.1]
-
-
-def test_what_is_not_known_of_a_device_is_assumed() -> None:
-    known = Cluster(
-        devices=(Device(name="a", speed=2.0, memory_bytes=100), Device(name="b", speed=1.0, memory_bytes=100)),
-        links=(Link(between=("a", "b"), bandwidth_bytes_per_s=1e6),),
-    )
-    among = cluster_among(known, ["a", "new"], feeder="new", speed=0.5)
-    assert (among.feeding.name, among.device("a"), among.links) == ("new", known.device("a"), ())
-    assert among.device("new").speed == 0.5
-    assert among.device("new").memory_bytes > 2**40
-    assert cluster_among(known, ["b", "a"], feeder="b").links == known.links

@@ -29,7 +29,7 @@ def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int,
     """
     names = {rank: name for name, rank in costs.ranks.items()}
     cuts = _known(placed, costs, captured)
-    total = sum(replica.num_microbatches or 0 for replica in placed.grid.replicas)
+    total = placed.all_microbatches
     pipelines = []
     for replica in placed.grid.replicas:
         ranks = replica.stages[placed.skipped :]

@@ -190,8 +190,7 @@ class ElasticTraining:
 
     def _rows(self) -> int:
         """Return the rows of a microbatch of a whole batch."""
-        total = sum(replica.num_microbatches or 1 for replica in self._trainer.grid.replicas)
-        return max(1, self._loader.batch_size // total)
+        return max(1, self._loader.batch_size // self._trainer.placed.all_microbatches)
 
     def _go_on(self, frozen: int, *, first: bool) -> None:
         """Take the training to where it is best with so many layers frozen, and say so."""

@@ -43,6 +43,11 @@ class Grid:
         replica = self.replicas[self.replica_of(rank)]
         return [stage for stage, holder in enumerate(replica.stages) if holder == rank]
 
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks of all devices, with a stage or idle."""
+        return {rank for replica in self.replicas for rank in replica.devices}
+
     def holders(self, stage: int) -> list[int]:
         """Return the rank of a stage in every replica where it has one."""
         return [replica.stages[stage] for replica in self.replicas if replica.stages[stage] != LOST]
@@ -68,7 +73,7 @@ class Grid:
         (0, 1, 2)
         """
         first, *others = self.replicas
-        known = {rank for replica in self.replicas for rank in replica.devices}
+        known = self.ranks
         idle = (rank for rank in ranks if rank not in known)
         return Grid((replace(first, devices=(*first.devices, *idle)), *others))
 

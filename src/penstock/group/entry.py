@@ -255,10 +255,11 @@ def _stand_together(transport: Transport, health: Health) -> None:
     The first process hears from each of the others, whose messages it takes once it has connected itself.
     """
     try:
-        if transport.rank != FEEDER:
+        if transport.rank == FEEDER:
+            for rank in range(1, transport.size):
+                receive_bytes(transport, rank, limit=0)
+        else:
             send_bytes(transport, b"", FEEDER)
-        for rank in range(1, transport.size) if transport.rank == FEEDER else ():
-            receive_bytes(transport, rank, limit=0)
     except TransportError as error:
         health.wait_for_failure(_REASON_S)
         raise RunError(f"the processes that are left have met, but not all stayed: {error}") from error

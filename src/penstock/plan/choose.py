@@ -14,7 +14,7 @@ from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Problem
 from penstock.plan.cost.stage_cost import Vector
 from penstock.spec.check import check_plan
-from penstock.spec.cluster import Cluster
+from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, RuntimeColumn, on_runtime
@@ -22,6 +22,8 @@ from penstock.units import format_bytes
 
 # how many pipelines beside the best are tried with rotating cuts
 _ROTATED = 3
+# of a device of which nothing is known: the planner may give it anything
+_ENOUGH_BYTES = 2**50
 _KEEPING_MORE = {"gpipe", "interleaved", "zero-bubble"}
 
 
@@ -259,6 +261,20 @@ def observed(cluster: Cluster, speeds: Mapping[str, float], missing: Collection[
     if feeder in missing:
         raise PlanError(f"{feeder} feeds and is gone; name another feeder in the cluster file and start again there")
     return msgspec.structs.replace(cluster.at_speeds(speeds), feeder=feeder).without(missing)
+
+
+def cluster_among(known: Cluster | None, names: Sequence[str], *, feeder: str, speed: float = 1.0) -> Cluster:
+    """Return the cluster that devices of these names are; of one that is not known, `speed` and any memory are assumed.
+
+    >>> cluster_among(None, ["desk", "board"], feeder="desk").device("board").speed
+    1.0
+    """
+    of_name = {device.name: device for device in known.devices} if known is not None else {}
+    devices = tuple(of_name.get(name) or Device(name=name, speed=speed, memory_bytes=_ENOUGH_BYTES) for name in names)
+    if known is None:
+        return Cluster(devices=devices, feeder=feeder)
+    links = tuple(link for link in known.links if set(link.between) <= set(names))
+    return msgspec.structs.replace(known, devices=devices, links=links, feeder=feeder)
 
 
 def request_of(plan: Plan) -> Request:

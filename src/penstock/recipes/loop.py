@@ -12,11 +12,10 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.elastic.elastic_training import ElasticTraining, PlanChange
 from penstock.errors import UsageError
 from penstock.group.entry import join_torchrun, under_torchrun
-from penstock.group.regroup import read_place
 from penstock.group.world import World
 from penstock.recipes.data_tasks import make_task
 from penstock.recipes.metrics import (
@@ -31,10 +30,8 @@ from penstock.recipes.metrics import (
     drop_old_checkpoints,
     newest_checkpoint,
 )
-from penstock.recipes.settings import FitSettings, elastic_options, plan_of
+from penstock.recipes.settings import FitSettings, elastic_options, plan_of, survival_options
 from penstock.recipes.tasks import Task
-from penstock.spec.cluster import read_cluster
-from penstock.spec.profile import read_profile
 from penstock.terminal.live import FitProgress
 from penstock.terminal.notes import note
 from penstock.terminal.progress import working
@@ -78,11 +75,7 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
     run = RunOptions(
         threads=settings.threads or (world.cores if world else None), device=settings.device,
         trace=Path(settings.trace) if settings.trace is not None else None, trace_profile=settings.profile,
-        survival=SurvivalOptions(
-            on_loss=settings.on_loss, wait_s=settings.wait_for,
-            joins=read_place(settings.join) if settings.join is not None else None,
-            **_planned_by(settings, world),
-        ),
+        survival=survival_options(settings, first=world is None or world.rank == FEEDER),
     )  # fmt: skip
     options = TrainOptions(
         replicas=settings.replicas, schedule=settings.schedule, microbatches=settings.microbatches,
@@ -90,13 +83,6 @@ def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> Tra
         checkpointing=settings.checkpointing,
     )  # fmt: skip
     return TrainingPipeline(call, cut, run, options, world)
-
-
-def _planned_by(settings: FitSettings, world: World | None) -> dict[str, Any]:
-    """Read what the planner arranges a training by after a loss: on the first process, which has the files."""
-    if settings.from_cluster is None or settings.costs is None or (world is not None and world.rank != FEEDER):
-        return {}
-    return {"profile": read_profile(settings.costs), "cluster": read_cluster(settings.from_cluster)}
 
 
 @dataclass(slots=True)

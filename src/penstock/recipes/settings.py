@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from penstock.deploy.run_options import SurvivalOptions
 from penstock.elastic.options import ElasticOptions, Stored
 from penstock.errors import UsageError
 from penstock.group.regroup import read_place
 from penstock.plan.schedule.picture import find_schedule
 from penstock.spec.check import check_purpose, read_plan
-from penstock.spec.cluster import Cluster
+from penstock.spec.cluster import Cluster, read_cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import read_profile
 from penstock.train.arrangement import check_given_once
@@ -206,6 +207,20 @@ def elastic_options(settings: FitSettings, cluster: Cluster | None = None) -> El
         cache=settings.cache, cache_dir=settings.cache_dir, cache_limit=settings.cache_limit,
         cache_dtype=settings.cache_dtype, cache_views=settings.cache_views, keep_cache=settings.keep_cache,
         profile=read_profile(settings.costs) if settings.costs is not None else None, cluster=cluster,
+    )  # fmt: skip
+
+
+def survival_options(settings: FitSettings, *, first: bool) -> SurvivalOptions:
+    """Return what a run does after a loss; the `first` process reads the files that the planner goes by, and has them.
+
+    Raises `ProfileError` and `ClusterError` for files that cannot be read.
+    """
+    plans = first and settings.from_cluster is not None
+    return SurvivalOptions(
+        on_loss=settings.on_loss, wait_s=settings.wait_for,
+        joins=read_place(settings.join) if settings.join is not None else None,
+        profile=read_profile(settings.costs) if plans and settings.costs is not None else None,
+        cluster=read_cluster(settings.from_cluster) if plans and settings.from_cluster is not None else None,
     )  # fmt: skip
 
 

@@ -50,8 +50,6 @@ _REACHED = ("ssh", "folder", "venv", "python")
 _DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency", *_REACHED)
 _HOST_FIELDS = ("name", "cpu", "memory", "bandwidth")
 _LINK_FIELDS = ("between", "bandwidth", "latency")
-# of a device of which nothing is known: the planner may give it anything
-_ENOUGH_BYTES = 2**50
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,20 +180,6 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             feeder="" if self.feeder in names else self.feeder,
             links=tuple(link for link in self.links if not set(link.between) & set(names)),
         )
-
-
-def cluster_among(known: Cluster | None, names: Sequence[str], *, feeder: str, speed: float = 1.0) -> Cluster:
-    """Return the cluster that devices of these names are; of one that is not known, `speed` and any memory are assumed.
-
-    >>> cluster_among(None, ["desk", "board"], feeder="desk").device("board").speed
-    1.0
-    """
-    of_name = {device.name: device for device in known.devices} if known is not None else {}
-    devices = tuple(of_name.get(name) or Device(name=name, speed=speed, memory_bytes=_ENOUGH_BYTES) for name in names)
-    if known is None:
-        return Cluster(devices=devices, feeder=feeder)
-    links = tuple(link for link in known.links if set(link.between) <= set(names))
-    return msgspec.structs.replace(known, devices=devices, links=links, feeder=feeder)
 
 
 def parse_cluster(text: str) -> Cluster:

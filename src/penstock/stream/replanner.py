@@ -6,9 +6,9 @@ from itertools import pairwise
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.plan.choose import plan_again
+from penstock.plan.choose import cluster_among, plan_again
 from penstock.plan.cost.fastest_runtime import column_of, computed_on
-from penstock.spec.cluster import Cluster, cluster_among
+from penstock.spec.cluster import Cluster
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, Pipeline, Plan, Prediction, Stage
 from penstock.spec.profile import Profile

@@ -60,7 +60,7 @@ def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
         )
     if run.survival.cluster is not None and outer.rank == FEEDER:
         for name in name_devices(outer):
-            run.survival.cluster.device(name)
+            run.survival.cluster.device(name)  # or there is none
     fix_microbatches(trainer)
     exchanges = Exchanges(trainer.world, outer)
     trainer.survivors = Survivors(trainer, exchanges, run.survival, trainer.placed)

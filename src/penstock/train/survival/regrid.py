@@ -7,9 +7,10 @@ from penstock.deploy.policies import choose_cuts
 from penstock.deploy.run_options import SurvivalOptions
 from penstock.engine.placement import Grid
 from penstock.graph.cuts import Cut, Cuts
+from penstock.plan.choose import cluster_among
 from penstock.plan.cost.frozen import keep_cuts
 from penstock.plan.cost.training_step import ADAMW_STATE
-from penstock.spec.cluster import Cluster, cluster_among
+from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile
 from penstock.train.arrangement import Arrangement
 from penstock.train.planned import common_cuts, grid_of_plan, plan_training
@@ -49,8 +50,7 @@ def _planned(
 
 def _by_number(trainer: Trainer, begun: Arrangement, num_processes: int) -> tuple[Grid, Sequence[Cut]]:
     """Return a grid of as many processes: that of the beginning, or as many replicas as its stages fit in."""
-    num_begun = len({rank for replica in begun.grid.replicas for rank in replica.devices})
-    grid = begun.grid if num_processes == num_begun else begun.shape(num_processes)
+    grid = begun.grid if num_processes == len(begun.grid.ranks) else begun.shape(num_processes)
     first = grid.replicas[0]
     if len(first.stages) == begun.num_stages:
         return grid, begun.cuts

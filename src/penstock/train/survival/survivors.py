@@ -207,7 +207,7 @@ class Survivors:
 
     @property
     def _num_begun(self) -> int:
-        return len({rank for replica in self._begun.grid.replicas for rank in replica.devices})
+        return len(self._begun.grid.ranks)
 
     def _commit(self) -> None:
         """Train as it was prepared; nothing is sent any more."""

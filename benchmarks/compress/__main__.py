@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="CIFAR-10 tars")
     parser.add_argument("--folder", type=Path, default=Path("runs/compress-benchmark"), help="what the search keeps")
     parser.add_argument("--figure", type=Path, help="draw the frontier")
+    parser.add_argument("--microbatch-size", type=int, default=1, help="images at a time of the search's rates")
+    parser.add_argument("--epochs", type=int, default=2, help="of the search, on 8,000 images for each part pruned")
     parser.add_argument("--quick", action="store_true", help="fewer images, two ratios, one epoch")
     parser.add_argument("--only", action="append", choices=["lab", "search", "serial"], help="some parts again")
     given = parser.parse_args()
@@ -54,7 +56,9 @@ def main() -> None:
     if {"search", "serial"} & set(wanted) and given.weights is None:
         sys.exit("the ViT's weights are not given; train them with python -m benchmarks.compress.pretrain, --weights")
     if "search" in wanted:
-        outcome = search(given.weights, given.data, given.folder, quick=given.quick)
+        outcome = search(
+            given.weights, given.data, given.folder, given.microbatch_size, given.epochs, quick=given.quick
+        )
         result["search"] = msgspec.to_builtins(outcome)
         keep(given.json, result)
     if given.figure is not None and "search" in result:
@@ -93,13 +97,17 @@ def in_lab(folder: Path, *, images: int) -> dict[str, Any]:
     return found
 
 
-def search(weights: Path, data: Path, folder: Path, *, quick: bool) -> Outcome:
+def search(
+    weights: Path, data: Path, folder: Path, microbatch_size: int, epochs: int, *, quick: bool
+) -> Outcome:  # fmt: skip
     """Look for the fastest form of the ViT that loses at most a point on test images."""
+    output = folder / f"{'quick' if quick else 'search'}-{microbatch_size}-{epochs}"
     settings = CompressSettings(
         model=NAME, weights=str(weights.resolve()), data=str(data / "cifar10-train.tar"),
-        test=str(data / "cifar10-test.tar"), max_drop=MAX_DROP, output=str(folder / ("quick" if quick else "search")),
-        ratios=(0.3,) if quick else (0.15, 0.3, 0.45), epochs=1 if quick else 2, num_rows=2000 if quick else 8000,
-        num_test_rows=500 if quick else 2000, batch_size=64, lr=1e-3, optimizer="adamw",
+        test=str(data / "cifar10-test.tar"), max_drop=MAX_DROP, output=str(output),
+        ratios=(0.3,) if quick else (0.15, 0.3, 0.45, 0.6), epochs=1 if quick else epochs,
+        num_rows=2000 if quick else 8000, num_test_rows=500 if quick else 2000, batch_size=64, lr=1e-3,
+        optimizer="adamw", microbatch_size=microbatch_size,
     )  # fmt: skip
     return compress(settings, lambda found: print(
         f"{found.name}: {found.accuracy:.2%} right, {found.rows_per_s:.0f} images/s", file=sys.stderr

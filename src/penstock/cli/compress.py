@@ -17,7 +17,7 @@ from penstock.terminal.notes import note
 
 _SHARED = {
     "model": opt.Model, "weights": opt.WeightsFile, "pretrained": opt.Pretrained, "seed": opt.Seed,
-    "threads": opt.Threads,
+    "threads": opt.Threads, "microbatch_size": opt.MicrobatchSize,
     "ratios": Annotated[
         list[float], typer.Option("--ratio", help="Part of the channels to prune; may be repeated.")
     ],
@@ -40,10 +40,11 @@ def compress(*, given: Given, json: opt.JsonFile = None) -> None:
     picture = Path(settings.output) / "frontier.png"
     draw_frontier(outcome, picture)
     best, base = outcome.best, baseline(outcome.found)
+    rows = f" --microbatch-size {settings.microbatch_size}" if settings.microbatch_size > 1 else ""
     console.print(
         f"{best.name}: {best.accuracy:.2%} right ({best.accuracy - base.accuracy:+.2%}), "
         f"{best.rows_per_s / base.rows_per_s:.2f} times as fast; penstock infer {settings.model} "
-        f"--weights {best.weights} --runtime {best.runtime}", markup=False, soft_wrap=True,
+        f"--weights {best.weights} --runtime {best.runtime}{rows}", markup=False, soft_wrap=True,
     )  # fmt: skip
     console.print(f"figure: {picture}", markup=False)
     opt.write_json(json, {"rows": outcome.found, "best": best, "met": outcome.met})

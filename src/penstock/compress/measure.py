@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.deploy.state import load_state
+from penstock.errors import UsageError
 from penstock.graph.capture import capture
 from penstock.graph.stages import divide
 from penstock.runtime.registry import RUNTIMES, RuntimeChoice, StageRuntime, parse_runtime
@@ -40,16 +41,16 @@ def names_of_runtimes() -> list[str]:
 
 
 class OnRuntimes:
-    """A model for one row at a time, on any runtime.
+    """A model on any runtime.
 
     Example:
-        OnRuntimes(model, (image,)).measure("openvino:bfloat16", examples)
+        OnRuntimes(model, (image,)).measure("openvino:bfloat16", examples, microbatch_size=8)
 
     Raises `CaptureError` for a model that cannot be captured.
     """
 
     def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
-        graph = capture(module, tuple(args), dict(kwargs or {}))
+        self._graph = graph = capture(module, tuple(args), dict(kwargs or {}))
         (self._program,) = divide(graph, [])
         weights = ModuleWeights(module)
         self._tensors = {state.value.name: load_state(graph, state, weights) for state in graph.states}
@@ -68,19 +69,29 @@ class OnRuntimes:
         )  # fmt: skip
         return list(dict.fromkeys(source.rpartition(".")[0] for source in found))
 
-    def measure(self, runtime: str, examples: Examples) -> Performance:
-        """Measure one image at a time; raises what `load` raises.
+    def measure(self, runtime: str, examples: Examples, microbatch_size: int = 1) -> Performance:
+        """Measure accuracy and rate, so many images at a time.
 
-        The rate is that of the median row, so what else the machine did for a moment does not count.
+        The rate is that of the median microbatch, so what else the machine did for a moment does not count. Raises
+        what `load` raises, and `UsageError` for a model that takes another number of rows.
         """
+        fixed = self._graph.fixed_batch
+        if fixed not in (None, microbatch_size):
+            raise UsageError(
+                f"{self._graph.model} fixes its batch size at {fixed}, so it cannot be measured with "
+                f"{microbatch_size} images at a time; use --microbatch-size {fixed}"
+            )
         loaded = self.load(runtime)
-        for image in examples.inputs[:_WARM_UP]:
-            loaded(self.sizes, [image[None].clone()])
-        right, seconds = 0, []
+        starts = range(0, len(examples.inputs), microbatch_size)
+        microbatches = [torch.stack(list(examples.inputs[start : start + microbatch_size])) for start in starts]
+        for images in microbatches[:_WARM_UP]:
+            loaded(self._graph.sizes(len(images)), [images.clone()])
+        classes, rates = [], []
         with torch.no_grad():
-            for image, label in zip(examples.inputs, examples.labels, strict=True):
+            for images in microbatches:
                 begin = time.perf_counter()
-                scores = loaded(self.sizes, [image[None].clone()])[0]
-                seconds.append(time.perf_counter() - begin)
-                right += int(scores.argmax(-1)) == label
-        return Performance(right / len(examples.labels), 1.0 / statistics.median(seconds))
+                scores = loaded(self._graph.sizes(len(images)), [images.clone()])[0]
+                rates.append(len(images) / (time.perf_counter() - begin))
+                classes.append(scores.argmax(-1))
+        right = int((torch.cat(classes) == torch.tensor(examples.labels)).sum())
+        return Performance(right / len(examples.labels), statistics.median(rates))

@@ -25,8 +25,8 @@ class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     One of `accuracy_floor`, `max_drop` and `target_speedup` is given. `runtimes` are all that there are where none is
     named. In 8 bits models are also tried with as many of the layers that lose most in float32 as `keep` says. Nothing
-    is learned from the images of `test`, or from every fifth of `data` where none are given. A field with a description
-    is an option of `penstock compress`.
+    is learned from the images of `test`, or from every fifth of `data` where none are given. Rates are of
+    `microbatch_size` images at a time. A field with a description is an option of `penstock compress`.
     """
 
     model: str
@@ -66,6 +66,7 @@ class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     keep: tuple[Annotated[int, Meta(ge=1)], ...] = (2, 4)
     num_rows: Annotated[Positive | None, Meta(description="Use only this many images of --data.")] = None
     num_test_rows: Annotated[Positive, Meta(description="Measure with at most this many images.")] = 1000
+    microbatch_size: Positive = 1
     threads: int = 1
     seed: int = 0
 

@@ -111,7 +111,7 @@ class _Search:
         new: list[Found] = []
         for runtime in runtimes:
             try:
-                measured = model.measure(runtime, self._held_out())
+                measured = model.measure(runtime, self._held_out(), self._settings.microbatch_size)
             except PlanError as error:
                 if runtime in self._settings.runtimes:
                     raise

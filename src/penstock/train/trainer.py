@@ -146,10 +146,9 @@ class Trainer:
 
     def _settings(self, captured: Captured, placed: Arrangement, options: TrainOptions) -> list[Any]:
         """Return what is the same on all processes: model and settings, and after them cuts and plan."""
-        graph = captured.graph
-        return [graph.model, [op.name for op in graph.ops][-1:], len(graph.ops), self.seed,
-                options.autocast and self.device.type, [cut.name for cut in placed.cuts], len(placed.grid.replicas),
-                placed.usual_microbatches, None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
+        return [*identity_of(captured, options, self.device), [cut.name for cut in placed.cuts],
+                len(placed.grid.replicas), placed.usual_microbatches,
+                None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
 
     def _check_alike(self) -> None:
         """Raise `UsageError` unless all processes have the same model, cuts and settings."""
@@ -297,3 +296,10 @@ class Trainer:
             with contextlib.suppress(TransportError):
                 all_gather(self.world.transport, {})
         self.now.close()
+
+
+def identity_of(captured: Captured, options: TrainOptions, device: torch.device = HOST) -> list[Any]:
+    """Return what every process of a training has alike, however it is arranged."""
+    graph = captured.graph
+    last = [op.name for op in graph.ops][-1:]
+    return [graph.model, last, len(graph.ops), options.seed, options.autocast and device.type]

@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.processes import free_port, run_groups
 
 # {"moment": [rank, step, where]}: a rank ends itself in that step, where a function is called
 SCRIPT = '''
-import json, os, signal, sys, threading, time
+import atexit, json, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,10 @@ if joins:
         time.sleep(0.05)
     os.environ["PENSTOCK_JOIN"] = f"127.0.0.1:{port}"
 os.environ["MASTER_PORT"] = port
+unlike = asked.get("unlike", "")
+if unlike:  # it says why it cannot take part, and ends by itself
+    sys.excepthook = lambda kind, error, trace: (folder / unlike).write_text(f"{kind.__name__}: {error}")
+    atexit.register(os._exit, 0)
 if "planned" in asked:  # each process is a host of its own
     os.environ["PENSTOCK_HOST"] = f"board{rank if rank >= 0 else asked['comes']}"
 torch.set_num_threads(1)
@@ -75,7 +79,7 @@ class Block(nn.Module):
         return x + F.dropout(F.gelu(self.linear(x)), 0.1, self.training)
 
 
-model = nn.Sequential(*[Block() for _ in range(6)], nn.Linear(8, 4)).double()
+model = nn.Sequential(*[Block() for _ in range(5 if unlike == "model" else 6)], nn.Linear(8, 4)).double()
 how = {"microbatches": 12} if alone else {**asked["how"], "threads": 1}
 if "planned" in asked and rank == 0:
     captured = Captured(model, (torch.zeros(2, 8, dtype=torch.float64),))
@@ -85,6 +89,8 @@ if "planned" in asked and rank == 0:
     how |= {"profile": profile_of(captured), "cluster": Cluster(devices=boards)}
 pipe = penstock.Pipeline(model, torch.zeros(2, 8, dtype=torch.float64), **how)
 optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+if unlike == "groups":
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 scheduler = pipe.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24))
 loader = pipe.loader(Data(), batch_size=12, shuffle=True)
 moments = [moment for moment in asked.get("moments", []) if moment[0] == rank and not joins]
@@ -153,13 +159,16 @@ pipe.close()
 KILLED = -signal.SIGKILL
 
 
-def train(tmp_path: Path, size: int, asked: dict[str, object], *, newcomers: int = 0) -> list[int]:
+def train(
+    tmp_path: Path, size: int, asked: dict[str, object], *, newcomers: int = 0, unlike: Sequence[str] = ()
+) -> list[int]:  # fmt: skip
     """Train in one process and in several; returns how these ended, once what was learned is the same."""
     script, port = tmp_path / "script.py", str(free_port())
     script.write_text(SCRIPT)
     given = [str(tmp_path), port, json.dumps(asked)]
     reference = [str(tmp_path), port, json.dumps({})]
-    groups = [(0, reference), (size, given), *[(0, given)] * newcomers]
+    others = [(0, [str(tmp_path), port, json.dumps({**asked, "unlike": kind})]) for kind in unlike]
+    groups = [(0, reference), (size, given), *[(0, given)] * newcomers, *others]
     _alone, ended, *_came = run_groups(script, groups, 150.0)
     alone, together = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "together"))
     for what in ("losses", "accuracies"):
@@ -198,6 +207,19 @@ def test_one_is_lost_and_another_while_it_is_waited_for_and_others_come(tmp_path
     assert [*joined["losses"]] == [str(step) for step in range(8, 25)]
     assert together["losses"].items() >= joined["losses"].items()
     assert joined["lr"] == together["lr"]
+
+
+def test_one_that_comes_with_another_script_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+    how = {"stages": 2, "replicas": 2, "microbatches": 6, "on_loss": "wait", "wait_s": 60.0}
+    asked: dict[str, object] = {"how": how, "moments": [[3, 7, "leaf_done"]], "joins": "lost"}
+    ended = train(tmp_path, 4, asked, newcomers=1, unlike=["model", "groups"])
+    assert ended == [0, 0, 0, KILLED]
+    assert json.loads((tmp_path / "together.json").read_text())["shape"] == [2, 2]
+    assert (tmp_path / "model").read_text().startswith("UsageError: the training at 127.0.0.1:")
+    assert (tmp_path / "groups").read_text() == (
+        "UsageError: a process that comes to a training runs its script, but this one has [2] groups of parameters in "
+        "its optimizers and the training [1]"
+    )
 
 
 def test_the_planner_arranges_what_is_left(tmp_path: Path) -> None:
@@ -295,7 +317,7 @@ def test_settings_that_do_not_go_together() -> None:
     settings = FitSettings(model="a", data="b", stages=2)
     with pytest.raises(UsageError, match="leave --costs out"):
         settings.replace(costs="profile.json")
-    for given in ({"on_loss": "continue"}, {"costs": "profile.json", "elastic": True}):
+    for given in ({}, {"on_loss": "continue"}):
         with pytest.raises(UsageError, match="leave --from-cluster out"):
             settings.replace(from_cluster="cluster.toml", **given)
     with pytest.raises(UsageError, match="leave --on-loss out"):

@@ -21,11 +21,9 @@ from penstock.train.planned import check_profile
 from penstock.train.survival.exchanges import Exchanges
 from penstock.train.survival.rearrange import read_grid
 from penstock.train.survival.survivors import Survivors
-from penstock.train.trainer import Trainer
+from penstock.train.trainer import Trainer, identity_of
 from penstock.transport.base import FEEDER
 from penstock.transport.metered import MeteredTransport
-
-_OF_THE_MODEL = 5  # of what is alike: what a process that comes must have, whatever the arrangement
 
 
 def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, device: torch.device) -> None:
@@ -79,7 +77,9 @@ def join_training(
     world = replace(outer, transport=MeteredTransport(outer.transport))
     try:
         exchanges = Exchanges(world, outer, joins=True)
-        told = exchanges.described
+        told, own = exchanges.described, identity_of(captured, options)
+        if (theirs := told["alike"][: len(own)]) != own:
+            raise UsageError(f"the training at {place[0]}:{place[1]} is of {theirs}, and this is {own}; run its script")
         choice = ScheduleChoice(options.schedule if cut.plan is None else cut.plan.schedule, 2 * DEPTH)
         asked = cut.plan is not None or options.microbatches is not None
         begun, held = (
@@ -90,11 +90,9 @@ def join_training(
             for grid, cuts in (("begun", "begun_cuts"), ("held", "cuts"))
         )  # fmt: skip
         trainer = Trainer(captured, world, cut, run, options, placed=held)
-        theirs, own = told["alike"][:_OF_THE_MODEL], trainer.alike[:_OF_THE_MODEL]
-        if theirs != own:
-            raise UsageError(f"the training at {place[0]}:{place[1]} is of {theirs}, and this is {own}; run its script")
-    except BaseException:
-        outer.close()  # without a word: the others go on
+    except BaseException as error:
+        outer.leave(error)
+        outer.close()
         raise
     trainer.now.number = told["number"]
     trainer.survivors = Survivors(trainer, exchanges, run.survival, begun, joins=True)

@@ -10,7 +10,7 @@ synchrony: who goes on from one group to the next has seen the same messages.)
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.errors import PenstockError
 from penstock.group.following import Following
@@ -81,6 +81,11 @@ class Exchanges:
                 error = problem
                 continue
             return
+
+    def leave(self, error: PenstockError) -> NoReturn:
+        """Leave the run, which goes on without this process, and raise why."""
+        self._world.leave(error)
+        raise error
 
     def close(self) -> None:
         """Go over to no other group."""

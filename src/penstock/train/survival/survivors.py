@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.run_options import SurvivalOptions
-from penstock.errors import DeviceLost, PenstockError, PlanError
+from penstock.errors import DeviceLost, PenstockError, PlanError, UsageError
 from penstock.group.regroup import wait_for_newcomers
 from penstock.group.verdict import Verdict
 from penstock.terminal.notes import note
@@ -170,6 +170,8 @@ class Survivors:
                     f"{self._exchanges.why}; {self._said['lost']} was held by no other process, and there is no "
                     "checkpoint to go back to: save one every so often, or use replicas"
                 ))  # fmt: skip
+            if self._joins:
+                self._check_alike()
             trainer.known_groups[:] = [dict(groups) for groups in self._said["groups"]]
             cuts = cuts_here(trainer.captured, self._said["cuts"])
             placed = self._begun.moved(read_grid(self._said["grid"]), cuts, rank=trainer.world.rank)
@@ -177,6 +179,20 @@ class Survivors:
         finally:
             self._moving = False
         return {}
+
+    def _check_alike(self) -> None:
+        """Leave, as one that has come, where optimizers and schedulers of the others could not be taken over."""
+        trainer, said = self._trainer, self._said
+        groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
+        for what, own, theirs in (
+            ("groups of parameters in its optimizers", groups, [len(each) for each in said["settings"]]),
+            ("schedulers", len(trainer.schedulers), len(said["schedulers"])),
+        ):
+            if own != theirs:
+                self._exchanges.leave(UsageError(
+                    f"a process that comes to a training runs its script, but this one has {own} {what} and the "
+                    f"training {theirs}"
+                ))  # fmt: skip
 
     def _say(self) -> dict[str, Any]:
         """Return how the training goes on, on the first process."""

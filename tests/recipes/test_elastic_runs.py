@@ -13,6 +13,7 @@ from penstock.recipes.launch import fit
 from penstock.recipes.settings import FitSettings, elastic_options, read_settings, write_settings
 from penstock.recipes.several import ablation_runs
 from penstock.report.training.plans import read_plans
+from penstock.spec.cluster import Cluster, Device, write_cluster
 from penstock.spec.profile import write_profile
 from penstock.train.captured import Captured
 from tests.elastic.trainings import profile_of
@@ -181,9 +182,11 @@ def test_a_guard_sees_the_validation_of_each_epoch(costs: Path, tmp_path: Path) 
 
 
 def test_settings_are_the_same_after_a_file(costs: Path, tmp_path: Path) -> None:
+    cluster = Cluster(devices=tuple(Device(name=name, speed=0.5, memory_bytes=2**30) for name in ("desk", "board")))
+    (tmp_path / "boards.toml").write_text(write_cluster(cluster))
     given = elastic(
-        tmp_path, costs, pack=False, replicate=False, cache=False, cache_limit="1GiB", cache_dtype="bfloat16",
-        cache_views=3, keep_cache=True,
+        tmp_path, costs, from_cluster=str(tmp_path / "boards.toml"), pack=False, replicate=False, cache=False,
+        cache_limit="1GiB", cache_dtype="bfloat16", cache_views=3, keep_cache=True,
     )  # fmt: skip
     write_settings(given, tmp_path / "settings.json")
     assert read_settings(tmp_path / "settings.json") == given
@@ -191,6 +194,7 @@ def test_settings_are_the_same_after_a_file(costs: Path, tmp_path: Path) -> None
     assert (asked.pack, asked.replicate, asked.cache, asked.keep_cache) == (False, False, False, True)
     assert (asked.limit_bytes(), asked.cache_dtype, asked.cache_views, asked.epochs) == (2**30, "bfloat16", 3, 4)
     assert asked.profile is not None
+    assert asked.cluster == cluster
 
 
 @pytest.mark.parametrize(
@@ -200,6 +204,7 @@ def test_settings_are_the_same_after_a_file(costs: Path, tmp_path: Path) -> None
         ({"freeze": "thaw"}, "is no freezing policy"),
         ({"cache_limit": "much"}, "much"),
         ({"costs": "nowhere.json"}, "nowhere.json"),
+        ({"from_cluster": "nowhere.toml"}, "nowhere.toml"),
         ({"trace": "trace"}, "leave the trace out"),
     ],
 )

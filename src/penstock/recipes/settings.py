@@ -12,7 +12,7 @@ from penstock.errors import UsageError
 from penstock.group.regroup import read_place
 from penstock.plan.schedule.picture import find_schedule
 from penstock.spec.check import check_purpose, read_plan
-from penstock.spec.cluster import Cluster, read_cluster
+from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import read_profile
 from penstock.train.arrangement import check_given_once
@@ -136,7 +136,8 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     from_cluster: Annotated[
         WholePath | None,
         Meta(
-            description="With --on-loss and --costs: the devices that the planner arranges the training for.",
+            description="The devices that the planner arranges the training for: with --elastic, which else measures, "
+            "or with --on-loss and --costs.",
             extra={"metavar": "cluster.toml"},
         ),
     ] = None
@@ -185,9 +186,10 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     survives = settings.on_loss != "stop"
     if settings.costs is not None and not settings.elastic and not survives:
         raise UsageError("costs are for an elastic training, or one that goes on after a loss; leave --costs out")
-    if settings.from_cluster is not None and not (survives and settings.costs is not None):
+    if settings.from_cluster is not None and not (settings.elastic or (survives and settings.costs is not None)):
         raise UsageError(
-            "devices are planned for after a loss, by costs; add --on-loss and --costs, or leave --from-cluster out"
+            "devices are planned for in an elastic training, or by costs after a loss; add --elastic, or --on-loss and "
+            "--costs, or leave --from-cluster out"
         )
     if survives and (settings.elastic or settings.trace is not None):
         raise UsageError("an elastic training, or one with a trace, does not go on after a loss; leave --on-loss out")
@@ -200,13 +202,17 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     return settings
 
 
-def elastic_options(settings: FitSettings, cluster: Cluster | None = None) -> ElasticOptions:
-    """Return how a run is elastic; raises `UsageError` for what cannot be, `ProfileError` for an unreadable profile."""
+def elastic_options(settings: FitSettings) -> ElasticOptions:
+    """Return how a run is elastic; raises `UsageError` for what cannot be.
+
+    Raises `ProfileError` and `ClusterError` for files that cannot be read.
+    """
     return ElasticOptions(
         freeze=settings.freeze, epochs=settings.epochs, pack=settings.pack, replicate=settings.replicate,
         cache=settings.cache, cache_dir=settings.cache_dir, cache_limit=settings.cache_limit,
         cache_dtype=settings.cache_dtype, cache_views=settings.cache_views, keep_cache=settings.keep_cache,
-        profile=read_profile(settings.costs) if settings.costs is not None else None, cluster=cluster,
+        profile=read_profile(settings.costs) if settings.costs is not None else None,
+        cluster=read_cluster(settings.from_cluster) if settings.from_cluster is not None else None,
     )  # fmt: skip
 
 

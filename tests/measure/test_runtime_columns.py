@@ -8,10 +8,15 @@ from penstock.deploy.state import load_state
 from penstock.graph.capture import capture
 from penstock.measure.costs import Timing
 from penstock.measure.runtime_columns import measure_runtimes
+from penstock.plan.cost.fastest_runtime import factor_at
+from penstock.plan.cost.problem import Placed, Problem
+from penstock.plan.cost.stage_cost import Setting
 from penstock.runtime.registry import RuntimeChoice
-from penstock.spec.profile import on_runtime
+from penstock.spec.profile import Boundary, RuntimeColumn, Unit
 from penstock.zoo.weights.weights import ModuleWeights
-from tests.spec.samples import make_profile
+from tests.spec.samples import make_cluster, make_profile
+
+BOUNDARIES = (Boundary(name="input", bytes_per_row=0.0), Boundary(name="output", bytes_per_row=0.0))
 
 
 def test_each_runtime_has_a_column_and_what_cannot_run_is_left_out(capfd: pytest.CaptureFixture[str]) -> None:
@@ -42,5 +47,15 @@ def test_units_are_faster_as_the_whole_model_is() -> None:
     )
     profile = make_profile([1.0, 3.0])
     factor = column.forward_s[0] / column.eager_s[0]
-    faster = on_runtime(profile, column)
-    assert [unit.forward_s[0] for unit in faster.units] == [pytest.approx(factor), pytest.approx(3 * factor)]
+    problem = Problem(profile, make_cluster(2.0), Setting(), {"a": column})
+    assert problem.own_s(0, Placed((0,), 1, 2)) == pytest.approx(3.0 * factor / 2.0)
+    assert factor_at(profile, column, 5) == factor
+
+
+def test_what_lies_between_two_sizes_that_were_measured() -> None:
+    profile = make_profile([], rows=(1, 4), units=(Unit(forward_s=(1.0, 1.0)),), boundaries=BOUNDARIES)
+    column = RuntimeColumn(
+        runtime="openvino", precision="bfloat16", forward_s=(0.5, 0.2), eager_s=(1.0, 1.0), error=0.0
+    )
+    assert [factor_at(profile, column, rows) for rows in (1, 2, 4, 9)] == pytest.approx([0.5, 0.4, 0.2, 0.2])
+    assert column.name == "openvino:bfloat16"

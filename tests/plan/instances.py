@@ -8,7 +8,7 @@ from penstock.plan.cost.pipeline_cost import bottleneck_s, fits_all, latency_s
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.spec.cluster import Cluster, Device, Link
-from penstock.spec.profile import Boundary, Profile, Unit
+from penstock.spec.profile import Boundary, Profile, RuntimeColumn, Unit
 
 
 def random_problem(seed: int, *, max_units: int = 10, max_devices: int = 4, trains: bool = False) -> Problem:
@@ -61,7 +61,9 @@ def random_problem(seed: int, *, max_units: int = 10, max_devices: int = 4, trai
         num_microbatches=rng.randint(1, 6) if trains else None,
         optimizer_state_factor=rng.choice([0.0, 2.0]),
     )  # fmt: skip
-    return Problem(profile, cluster, setting)
+    column = RuntimeColumn(runtime="openvino", precision="float32", forward_s=(0.4,), eager_s=(1.0,), error=0.0)
+    faster = {name: column for name in names if rng.random() < 0.5} if rng.random() < 0.5 and not trains else {}
+    return Problem(profile, cluster, setting, faster)
 
 
 def every_division(problem: Problem, *, share: bool = False) -> Iterator[Division]:

@@ -15,7 +15,7 @@ from penstock.plan.cost.problem import Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.search.replicas import rates_of
 from penstock.spec.check import check_made_from, check_plan
-from penstock.spec.cluster import Cluster, Device
+from penstock.spec.cluster import Cluster, Device, parse_cluster, write_cluster
 from penstock.spec.plan import decode_plan, encode_plan
 from penstock.spec.profile import RuntimeColumn, Unit
 from tests.plan.instances import random_problem
@@ -247,6 +247,31 @@ def test_the_fastest_runtime_that_is_near_enough(max_error: float, runtime: tupl
     assert decode_plan(encode_plan(plan)) == plan
     fewer = plan_again(plan, profile, cluster, missing={"d"})
     assert {(stage.runtime, stage.precision) for stage in fewer.pipelines[0].stages} == {runtime}
+
+
+def test_each_device_computes_on_the_fastest_runtime_that_it_has() -> None:
+    profile = msgspec.structs.replace(make_profile([1.0] * 14), runtimes=columns())
+    devices = make_cluster(1, 1, 1).devices
+    has = [None, ("onnxruntime",), ()]
+    cluster = Cluster(devices=tuple(
+        msgspec.structs.replace(device, runtimes=names) for device, names in zip(devices, has, strict=True)
+    ))  # fmt: skip
+    assert parse_cluster(write_cluster(cluster)).devices == cluster.devices
+    request = replace(PLAIN, max_error=0.02)
+    plan = make_plan(profile, cluster, request)
+    used = {stage.devices[0]: stage.runtime for stage in plan.pipelines[0].stages}
+    assert used == {"a": "openvino", "b": "onnxruntime", "c": "eager"}
+    assert plan.prediction.rows_per_s == pytest.approx(0.5)  # eight, four and two units in two seconds
+    assert [load.load_s for load in plan.prediction.devices] == [pytest.approx(2.0)] * 3
+    assert predict(plan, profile, cluster).prediction.rows_per_s == pytest.approx(0.5)
+    fewer = plan_again(plan, profile, cluster, missing={"c"})
+    found = {stage.devices[0]: stage.runtime for each in fewer.pipelines for stage in each.stages}
+    assert found == {name: used[name] for name in "ab"}
+    shared = make_plan(profile, cluster, replace(request, shared=True))
+    assert {stage.runtime for stage in shared.pipelines[0].stages} == {"eager"}
+    wrong = Cluster(devices=tuple(msgspec.structs.replace(device, runtimes=("abacus",)) for device in devices))
+    with pytest.raises(PlanError, match="a has the runtime abacus, of which the profile says nothing; profile again"):
+        make_plan(profile, wrong, request)
 
 
 def test_where_other_runtimes_are_not_known_or_do_not_train() -> None:

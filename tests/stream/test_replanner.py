@@ -1,5 +1,6 @@
 """Plans for the devices that there are now, with and without a plan, a profile and a cluster to begin from."""
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from penstock.graph.cuts import Cuts
 from penstock.measure.counted import counted_profile
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.plan import Stage
-from penstock.spec.profile import Profile
+from penstock.spec.profile import Profile, RuntimeColumn
 from penstock.stream.replanner import Replanner
 from tests.worlds import tower, tower_inputs
 
@@ -59,6 +60,25 @@ def test_a_slower_device_does_less(profile: Profile) -> None:
     plan = replanner.plan(["a", "b"], {"a": 1.0, "b": 0.25})
     replanner.take(plan)
     assert replanner.seconds().get("b", 0.0) < before["b"] / 2
+
+
+def test_a_device_on_a_faster_runtime_is_held_against_what_it_takes_there(profile: Profile) -> None:
+    column = RuntimeColumn(
+        runtime="openvino", precision="float32", forward_s=(0.5,) * len(profile.rows),
+        eager_s=(1.0,) * len(profile.rows), error=0.0,
+    )  # fmt: skip
+    profile = msgspec.structs.replace(profile, runtimes=(column,))
+    replanner = begun(profile, ["a", "b"])
+    eager = replanner.seconds()
+    plan = replanner.current
+    (pipeline,) = plan.pipelines
+    first = msgspec.structs.replace(pipeline.stages[0], runtime="openvino")
+    replanner.take(msgspec.structs.replace(plan, pipelines=(
+        msgspec.structs.replace(pipeline, stages=(first, *pipeline.stages[1:])),
+    )))  # fmt: skip
+    assert replanner.seconds() == pytest.approx({"a": eager["a"] / 2, "b": eager["b"]})
+    fresh = replanner.plan(["a", "b"], {"a": 1.0, "b": 1.0})
+    assert {stage.runtime for stage in fresh.pipelines[0].stages} == {"openvino"}
 
 
 def test_what_gains_little_is_left_as_it_is(profile: Profile) -> None:

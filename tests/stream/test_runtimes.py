@@ -1,14 +1,23 @@
 """Streams on another runtime than eager: the same outputs through any number of stages."""
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PlanError, RunError, UsageError
+from penstock.graph.capture import capture
 from penstock.group.entry import start_local
 from penstock.group.world import World
+from penstock.measure.counted import counted_profile
+from penstock.plan.candidates import Request
+from penstock.plan.choose import make_plan
+from penstock.plan.cost.fastest_runtime import computed_like
 from penstock.runtime.bfloat16 import has_bfloat16
+from penstock.spec.cluster import Cluster, Device
+from penstock.spec.plan import Stage
+from penstock.spec.profile import RuntimeColumn
 from tests.models import deit
 
 # how far from eager float32, as a part of the outputs' length
@@ -50,6 +59,30 @@ def test_any_number_of_stages(world: World, model: nn.Module, runtime: str) -> N
         assert x.dtype == y.dtype
         assert torch.linalg.vector_norm(x - y) < LIMITS[runtime] * torch.linalg.vector_norm(y)
         assert ":" not in runtime or not torch.equal(x, y)
+
+
+def test_a_runtime_for_each_stage(world: World, model: nn.Module) -> None:
+    profile = counted_profile(capture(model, (images()[0],)), rows=2)
+    ones = (1.0,) * len(profile.rows)
+    column = RuntimeColumn(
+        runtime="onnxruntime", precision="int8", forward_s=tuple(0.5 * one for one in ones), eager_s=ones, error=0.05
+    )
+    devices = (("a", ("onnxruntime:int8",)), ("b", ()))
+    cluster = Cluster(devices=tuple(
+        Device(name=name, speed=1.0, memory_bytes=2**34, runtimes=runtimes) for name, runtimes in devices
+    ))  # fmt: skip
+    plan = make_plan(
+        msgspec.structs.replace(profile, runtimes=(column,)), cluster,
+        Request(rows=(2,), alternate=False, replicas=False, max_error=0.1),
+    )  # fmt: skip
+    (pipeline,) = plan.pipelines
+    assert {stage.devices[0]: stage.runtime for stage in pipeline.stages} == {"a": "onnxruntime", "b": "eager"}
+    found = []
+    for chosen in (plan, msgspec.structs.replace(plan, pipelines=computed_like(plan.pipelines, Stage(devices=())))):
+        with penstock.Pipeline(model, (images()[0],), plan=chosen, world=world, threads=1) as pipe:
+            found.append(torch.cat(list(pipe.stream(images()))))
+    mixed, eager = found
+    assert 0 < torch.linalg.vector_norm(mixed - eager) < LIMITS["onnxruntime:int8"] * torch.linalg.vector_norm(eager)
 
 
 @pytest.mark.parametrize(

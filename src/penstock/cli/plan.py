@@ -50,7 +50,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_error: Annotated[
         float | None,
         Meta(
-            description="Compute on the profile's fastest runtime whose outputs differ by at most this part.",
+            description="Compute on the fastest runtime measured that a device has and whose outputs differ by at most "
+            "this part.",
             extra={"min": 0},
         ),
     ] = None

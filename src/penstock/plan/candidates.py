@@ -29,8 +29,8 @@ class Request:
     to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
     `replicas` allows whole pipelines side by side, `shared` stages that devices share round-robin. A training step has
     `num_microbatches`, or as many as make up `batch_rows`, over all replicas. `recording_bytes` stay free on every
-    device for a trace. With `max_error` stages compute on the fastest runtime of the profile whose outputs are at most
-    so far from eager's, as a part of their length.
+    device for a trace. With `max_error` a stage computes on the fastest runtime of the profile that its device has
+    and whose outputs are at most so far from eager's, as a part of their length.
 
     >>> Request(aim="latency").depth
     2
@@ -230,7 +230,7 @@ def _many(problem: Problem, request: Request) -> list[Candidate]:
 
 def _fewer(problem: Problem, request: Request) -> list[Candidate]:
     """Find by halving how many of the fastest devices are enough for the target."""
-    order = sorted(range(len(problem.devices)), key=lambda number: -problem.devices[number].speed)
+    order = sorted(range(len(problem.devices)), key=lambda number: -problem.speeds[number])
     low, high = 1, len(order)
     found: list[Candidate] = []
     while low < high:

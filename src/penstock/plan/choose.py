@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.plan.candidates import EQUAL, Candidate, Request, candidates_of, fits, with_rotation
-from penstock.plan.cost.fastest_runtime import column_of, computed_on, fastest_within
+from penstock.plan.cost.fastest_runtime import Columns, columns_of, columns_within, computed_on
 from penstock.plan.cost.frozen import without_cuts
 from penstock.plan.cost.predict import predict
 from penstock.plan.cost.problem import Problem
@@ -17,7 +17,7 @@ from penstock.spec.check import check_plan
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import Plan
-from penstock.spec.profile import Profile, RuntimeColumn, on_runtime
+from penstock.spec.profile import Profile
 from penstock.units import format_bytes
 
 # how many pipelines beside the best are tried with rotating cuts
@@ -50,9 +50,10 @@ def make_plan(profile: Profile, cluster: Cluster, request: Request | None = None
 def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
     """Choose a plan and keep what else was considered; see `make_plan`."""
     candidates: list[Candidate] = []
-    column = None if request.max_error is None else fastest_within(profile, request.max_error)
-    costs = profile if column is None else on_runtime(profile, column)
-    problems = [Problem(costs, cluster, setting) for setting in request.settings(profile.rows)]
+    columns: Columns = {}
+    if request.max_error is not None:  # devices that share a stage compute it alike
+        columns = columns_within(profile, cluster, request.max_error, alike=request.shared)
+    problems = [Problem(profile, cluster, setting, columns) for setting in request.settings(profile.rows)]
     for problem in problems:
         candidates += candidates_of(problem, request)
     if not candidates:
@@ -64,7 +65,7 @@ def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
         fastest = max(rotating, key=lambda c: c.prediction.rows_per_s, default=best)
         if fastest.prediction.rows_per_s > best.prediction.rows_per_s * (1 + EQUAL):
             ranked, best = [fastest, *ranked], fastest
-    plan = write_down(best, profile, cluster, request, column)
+    plan = write_down(best, profile, cluster, request)
     return Choice(plan=plan, best=best, others=tuple(ranked[1:]))
 
 
@@ -86,15 +87,14 @@ def rank(candidates: Sequence[Candidate], request: Request) -> list[Candidate]:
     return sorted(candidates, key=lambda c: _by_throughput(c, top))
 
 
-def write_down(
-    candidate: Candidate, profile: Profile, cluster: Cluster, request: Request, column: RuntimeColumn | None = None
-) -> Plan:  # fmt: skip
-    """Make a plan of a candidate, whose stages compute on a runtime of the profile."""
+def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """Make a plan of a candidate."""
     feeder = cluster.feeding.name
     plan = Plan(
         model=profile.model, graph=profile.graph, profile=fingerprint(profile), cluster=fingerprint(cluster),
-        microbatch_rows=candidate.rows, pipelines=computed_on(candidate.pipelines, column), loader=feeder,
-        writer=feeder, prediction=candidate.prediction, schedule=request.schedule, depth=request.depth,
+        microbatch_rows=candidate.rows, loader=feeder, writer=feeder,
+        pipelines=computed_on(candidate.pipelines, candidate.problem.columns),
+        prediction=candidate.prediction, schedule=request.schedule, depth=request.depth,
         num_microbatches=candidate.problem.setting.num_microbatches,
         optimizer_state_factor=request.optimizer_state_factor,
     )  # fmt: skip
@@ -232,8 +232,8 @@ def plan_again(
     nothing fits any more or the feeder is gone, `ClusterError` for names that the cluster does not have.
     """
     now = observed(cluster, speeds or {}, missing)
-    column = column_of(plan, profile)
-    request = replace(request_of(plan), replicas=replicas, max_error=None if column is None else column.error)
+    errors = [column.error for column in (columns_of(plan, profile) or {}).values()]
+    request = replace(request_of(plan), replicas=replicas, max_error=max(errors, default=None))
     kept = None
     if not set(plan.devices) & set(missing):
         stays = msgspec.structs.replace(

@@ -14,6 +14,7 @@ ssh = "pi@board0"                 # optional: what `ssh` calls it, if not by its
 folder = "penstock"               # optional: where things lie there, from the home folder on; people who share a board
 venv = "penstock/.venv"           #   give each their own; and the virtual environment
 python = "python3"                # optional: what makes the virtual environment
+runtimes = ["onnxruntime:int8"]   # optional: what it computes on beside eager; all that a profile has, if not given
 bandwidth = "100 Mbit/s"          # optional, as is latency
 [[links]]                         # optional: what two devices have between them, if not what each has
 between = ["desk", "board"]
@@ -47,7 +48,7 @@ from penstock.units import parse_bytes, parse_rate, parse_seconds, write_bytes
 
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
 _REACHED = ("ssh", "folder", "venv", "python")
-_DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency", *_REACHED)
+_DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency", "runtimes", *_REACHED)
 _HOST_FIELDS = ("name", "cpu", "memory", "bandwidth")
 _LINK_FIELDS = ("between", "bandwidth", "latency")
 
@@ -55,7 +56,8 @@ _LINK_FIELDS = ("between", "bandwidth", "latency")
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One device: its speed in multiples of the profiled one's, its memory, and its link to the others.
 
-    `bandwidth_bytes_per_s` is each direction's, and None where nothing limits it.
+    `bandwidth_bytes_per_s` is each direction's, and None where nothing limits it. `runtimes` are those that it has
+    beside eager, None for all that a profile has.
 
     >>> Device(name="board", speed=0.25, memory_bytes=2**30).threads
     1
@@ -72,6 +74,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     folder: str = ""
     venv: str = ""
     python: str = ""
+    runtimes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in (*_REACHED, "address"):
@@ -234,6 +237,9 @@ def write_cluster(cluster: Cluster) -> str:
         if device.address:
             lines.append(f'address = "{device.address}"')
         lines += [f'{field} = "{getattr(device, field)}"' for field in _REACHED if getattr(device, field)]
+        if device.runtimes is not None:
+            names = ", ".join(f'"{name}"' for name in device.runtimes)
+            lines.append(f"runtimes = [{names}]")
         lines += _link_lines(device.bandwidth_bytes_per_s, device.latency_s)
     for link in cluster.links:
         lines += ["", "[[links]]", f'between = ["{link.between[0]}", "{link.between[1]}"]']
@@ -256,8 +262,15 @@ def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: flo
         bandwidth_bytes_per_s=read_quantity(f"bandwidth of {where}", table.get("bandwidth"), parse_rate) or bandwidth,
         latency_s=read_quantity(f"latency of {where}", table["latency"], parse_seconds) or 0.0
         if "latency" in table else latency_s,
+        runtimes=_runtimes(where, table["runtimes"]) if "runtimes" in table else None,
         **{field: read_text(f"{field} of {where}", table[field]) for field in _REACHED if field in table},
     )  # fmt: skip
+
+
+def _runtimes(where: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and name and '"' not in name for name in value):
+        raise ClusterError(f'runtimes of {where} are names, not {value!r}; write them like ["onnxruntime:int8"]')
+    return tuple(value)
 
 
 def _link(table: Mapping[str, object]) -> Link:

@@ -67,6 +67,12 @@ class RuntimeColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     eager_s: tuple[float, ...]
     error: float
 
+    @property
+    def name(self) -> str:
+        """What people call it, as in `onnxruntime:int8+head`."""
+        precision = "" if self.precision == "float32" else f":{self.precision}"
+        return "+".join((self.runtime + precision, *self.keep))
+
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a model costs on one kind of device: `boundaries[u]` and `boundaries[u + 1]` enclose `units[u]`.
@@ -154,7 +160,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 f"{spared_s} of {most_s}; profile again"
             )
         for column in self.runtimes:
-            where = f"the runtime {column.runtime}:{column.precision}"
+            where = f"the runtime {column.name}"
             _check_number(f"{where}.error", column.error)
             for name in ("forward_s", "eager_s"):
                 table = getattr(column, name)
@@ -172,19 +178,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                         f"a tensor has one size, but {name} has {sizes[name]} and {num_bytes} bytes in "
                         f"units[{index}].parameters; profile again"
                     )
-
-
-def on_runtime(profile: Profile, column: RuntimeColumn) -> Profile:
-    """Return what the model costs on another runtime: every unit's forward is faster as the whole model is.
-
-    What a unit alone takes there is not known: such runtimes join operations beyond the edges of units.
-    """
-    factors = [fast / eager for fast, eager in zip(column.forward_s, column.eager_s, strict=True)]
-    units = (
-        msgspec.structs.replace(unit, forward_s=tuple(s * f for s, f in zip(unit.forward_s, factors, strict=True)))
-        for unit in profile.units
-    )
-    return msgspec.structs.replace(profile, units=tuple(units))
 
 
 def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: int) -> float:

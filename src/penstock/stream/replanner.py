@@ -7,7 +7,7 @@ import msgspec
 
 from penstock.errors import PlanError
 from penstock.plan.choose import cluster_among, plan_again
-from penstock.plan.cost.fastest_runtime import column_of, computed_on
+from penstock.plan.cost.fastest_runtime import columns_of, computed_like, factor_at
 from penstock.spec.cluster import Cluster
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import CutSet, Pipeline, Plan, Prediction, Stage
@@ -72,10 +72,10 @@ class Replanner:
         fresh = plan_again(
             old, self.profile, cluster, speeds=known, missing=missing, worth=WORTH, replicas=self._replicas
         )
-        if column_of(old, self.profile) is not None:
+        if columns_of(old, self.profile) is not None:
             return fresh
         # of what it computes on the profile says nothing: that stays as it is
-        return msgspec.structs.replace(fresh, pipelines=computed_on(fresh.pipelines, old.pipelines[0].stages[0]))
+        return msgspec.structs.replace(fresh, pipelines=computed_like(fresh.pipelines, old.pipelines[0].stages[0]))
 
     def take(self, plan: Plan) -> None:
         """Take note of a plan that is in place."""
@@ -87,6 +87,7 @@ class Replanner:
         place = profile.rows.index(plan.microbatch_rows) if plan.microbatch_rows in profile.rows else 0
         taken = [unit.forward_s[place] for unit in profile.units]
         names = [boundary.name for boundary in profile.boundaries]
+        columns = columns_of(plan, profile) or {}
         found: dict[str, float] = {}
         for pipeline in plan.pipelines:
             total = sum(cut_set.weight for cut_set in pipeline.cut_sets)
@@ -97,7 +98,8 @@ class Replanner:
                     start, stop = list(pairwise(ends))[index]
                     seconds += cut_set.weight / total * sum(taken[start:stop])
                 for name in stage.devices:
-                    found[name] = found.get(name, 0.0) + seconds
+                    factor = factor_at(profile, columns.get(name), plan.microbatch_rows)
+                    found[name] = found.get(name, 0.0) + seconds * factor
         return found
 
     def _cluster_of(self, present: Sequence[str], gone: Sequence[str], speeds: Mapping[str, float]) -> Cluster:

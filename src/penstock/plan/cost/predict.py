@@ -15,7 +15,7 @@ from itertools import cycle, islice, pairwise
 
 import msgspec
 
-from penstock.plan.cost.fastest_runtime import column_of
+from penstock.plan.cost.fastest_runtime import columns_of
 from penstock.plan.cost.pipeline_cost import bottleneck_s, latency_s
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Setting
@@ -25,7 +25,7 @@ from penstock.plan.schedule.simulate import Channel, Job, Line, play
 from penstock.spec.check import check_cuts, check_devices
 from penstock.spec.cluster import Cluster
 from penstock.spec.plan import DeviceLoad, Pipeline, Plan, Prediction
-from penstock.spec.profile import Profile, on_runtime
+from penstock.spec.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +116,7 @@ def problem_of(plan: Plan, profile: Profile, cluster: Cluster) -> Problem:
         rows=plan.microbatch_rows, depth=plan.depth, schedule=plan.schedule,
         num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,
     )  # fmt: skip
-    column = column_of(plan, profile)
-    return Problem(profile if column is None else on_runtime(profile, column), cluster, setting)
+    return Problem(profile, cluster, setting, columns_of(plan, profile))
 
 
 def predict(plan: Plan, profile: Profile, cluster: Cluster, *, num_rows: int | None = None) -> Plan:

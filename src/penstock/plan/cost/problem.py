@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from penstock.plan.cost.fastest_runtime import Columns, factor_at
 from penstock.plan.cost.stage_cost import Costs, Pair, Setting, Vector
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.profile import Profile
@@ -42,18 +43,26 @@ class Terms:
 class Problem:
     """A profile, a cluster and a setting, with costs by device number.
 
+    `columns` are the runtimes of devices that compute on others than eager. `speeds` are those of units, on each
+    device's runtime; messages and what else a stage does are at the device's own.
+
     Example:
         problem = Problem(profile, cluster, Setting(rows=1))
         problem.load_s(0, 3, 7), problem.memory_bytes(0, 3, 7, in_flight=0)
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster, setting: Setting) -> None:
+    def __init__(
+        self, profile: Profile, cluster: Cluster, setting: Setting, columns: Columns | None = None
+    ) -> None:  # fmt: skip
         self.profile = profile
+        self.columns: Columns = columns or {}
         self.cluster = cluster
         self.setting = setting
         self.costs = Costs(profile, setting)
         self.devices = cluster.devices
-        self.speeds = np.array([device.speed for device in self.devices])
+        self.speeds = np.array([
+            device.speed / factor_at(profile, self.columns.get(device.name), setting.rows) for device in self.devices
+        ])  # fmt: skip
         self.num_units = self.costs.num_units
         self.numbers = {device.name: number for number, device in enumerate(self.devices)}
         self.feeder = self.numbers[cluster.feeding.name]
@@ -66,12 +75,12 @@ class Problem:
         """Return the same problem for one of several pipelines that train, with its part of a step's microbatches."""
         if num_microbatches not in self._replicas:
             setting = replace(self.setting, num_microbatches=num_microbatches, replicated=True)
-            self._replicas[num_microbatches] = Problem(self.profile, self.cluster, setting)
+            self._replicas[num_microbatches] = Problem(self.profile, self.cluster, setting, self.columns)
         return self._replicas[num_microbatches]
 
     def for_stages(self, num_stages: int) -> "Problem":
         """Return the same problem for pipelines of `num_stages` stages, where that says what stages keep."""
-        return Problem(self.profile, self.cluster, replace(self.setting, num_stages=num_stages))
+        return Problem(self.profile, self.cluster, replace(self.setting, num_stages=num_stages), self.columns)
 
     def in_flight(self, division: Division) -> list[int]:
         """Return how many microbatches each stage of a pipeline keeps for their backward."""
@@ -164,10 +173,11 @@ class Problem:
             incoming[0] = outgoing[-1] = 0.0
         per_byte = 1 / device.bandwidth_bytes_per_s if device.bandwidth_bytes_per_s else 0.0
         own = [
-            ((before - costs.seconds) / device.speed, (costs.seconds + costs.overhead_s + after) / device.speed),
+            (before / device.speed - costs.seconds / self.speeds[number],
+             costs.seconds / self.speeds[number] + (costs.overhead_s + after) / device.speed),
             (costs.returning * per_byte, outgoing * per_byte),
             (incoming * per_byte, costs.returning * per_byte),
-        ]
+        ]  # fmt: skip
         feeding = self._feeding(device, per_byte) if feeds else [_zeros(costs)] * 3
         if self._pairs and not feeds:
             first, last = _zeros(costs)
@@ -234,7 +244,7 @@ class Problem:
         links = tuple((other, link.bandwidth_bytes_per_s, link.latency_s) for link, other in mine)
         speed, rate = device.speed, device.bandwidth_bytes_per_s
         feeds = number == self.feeder and not self.setting.trains
-        return speed, device.memory_bytes, rate, device.latency_s, feeds, links
+        return speed, float(self.speeds[number]), device.memory_bytes, rate, device.latency_s, feeds, links
 
 
 def _zeros(costs: Costs) -> Pair:

@@ -79,7 +79,7 @@ class _Search:
         # without links of their own it does not matter which device a message comes from
         self.uniform = not problem.cluster.links and aim == "pace"
         self.options = self._options(share and self.uniform and not problem.setting.trains)
-        self.speeds = np.array([problem.devices[kind[0]].speed for kind in self.kinds])
+        self.speeds = problem.speeds[[kind[0] for kind in self.kinds]]
         self.seconds = problem.costs.seconds
         self.table: dict[_Key, _Window] = {}
         self.cache: dict[_State, Vector] = {}

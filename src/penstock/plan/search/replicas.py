@@ -99,13 +99,13 @@ def _partitions(numbers: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
 
 def _equal_groups(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
     """Return groups of about equal strength, for several numbers of them; then every device that can hold it all."""
-    order = sorted(range(len(problem.devices)), key=lambda number: -problem.devices[number].speed)
+    order = sorted(range(len(problem.devices)), key=lambda number: -problem.speeds[number])
     numbers = range(2, min(_MAX_GROUPS, len(order)) + 1) if len(order) <= _MANY else _GROUPS_OF_MANY
     for num_groups in numbers:
         groups: list[list[int]] = [[] for _ in range(num_groups)]
         for number in order:
             # the weakest group takes the next device
-            min(groups, key=lambda group: sum(problem.devices[n].speed for n in group)).append(number)
+            min(groups, key=lambda group: sum(problem.speeds[n] for n in group)).append(number)
         yield [tuple(sorted(group)) for group in groups]
     yield [(number,) for number in order if problem.fits(number, 0, problem.num_units, problem.setting.in_flight(1))]
 

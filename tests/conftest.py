@@ -38,7 +38,8 @@ with contextlib.suppress(OSError):
     if "GenuineIntel" in processor and "avx512f" in processor:
         os.environ.setdefault("MKL_CBWR", "AVX512,STRICT")
 
-_SETTLE_S = 3.0
+_SETTLE_S = 5.0
+_COLLECT_S = 1.0
 # pytest's own, and what torch and scikit-learn set for themselves when they are first used
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 
@@ -108,10 +109,10 @@ def leaves_nothing_behind(fresh_where_asked: None) -> Iterator[None]:  # noqa: A
         ]
         if not new or time.monotonic() > deadline:
             break
-        if (begin := time.monotonic()) > collect_at:
+        if time.monotonic() > collect_at:
             gc.collect()
             # late in the suite this takes most of a second, in which no other thread runs, also not one that cleans up
-            collect_at = time.monotonic() + 10.0 * (time.monotonic() - begin)
+            collect_at = time.monotonic() + _COLLECT_S
         time.sleep(0.02)
     changed = {
         name

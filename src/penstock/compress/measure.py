@@ -82,16 +82,21 @@ class OnRuntimes:
                 f"{microbatch_size} images at a time; use --microbatch-size {fixed}"
             )
         loaded = self.load(runtime)
+
+        def run(start: int) -> tuple[Tensor, float]:
+            images = torch.stack(list(examples.inputs[start : start + microbatch_size]))
+            begin = time.perf_counter()
+            scores = loaded(self._graph.sizes(len(images)), [images])[0]
+            return scores, len(images) / (time.perf_counter() - begin)
+
         starts = range(0, len(examples.inputs), microbatch_size)
-        microbatches = [torch.stack(list(examples.inputs[start : start + microbatch_size])) for start in starts]
-        for images in microbatches[:_WARM_UP]:
-            loaded(self._graph.sizes(len(images)), [images.clone()])
         classes, rates = [], []
         with torch.no_grad():
-            for images in microbatches:
-                begin = time.perf_counter()
-                scores = loaded(self._graph.sizes(len(images)), [images.clone()])[0]
-                rates.append(len(images) / (time.perf_counter() - begin))
+            for start in starts[:_WARM_UP]:
+                run(start)
+            for start in starts:
+                scores, rate = run(start)
+                rates.append(rate)
                 classes.append(scores.argmax(-1))
         right = int((torch.cat(classes) == torch.tensor(examples.labels)).sum())
         return Performance(right / len(examples.labels), statistics.median(rates))

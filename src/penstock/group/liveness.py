@@ -117,15 +117,16 @@ class Health:
         if self.failure is not None:
             on_failure()
 
-    def report(self, error: BaseException, *, again: bool = False) -> None:
+    def report(self, error: BaseException, *, again: bool = False, lost: bool = False) -> None:
         """Report to everybody that this process failed; only the first report of a group counts.
 
-        With `again` another group follows, of those that are left.
+        With `again` another group follows, of those that are left. With `lost` it follows without this process, whose
+        own mistake the error is.
         """
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         memory = is_out_of_memory(error)
         message = f"{self._names[self._rank]}: {text}"
-        self.announce(Verdict(rank=self._rank, message=message, lost=False, memory=memory, again=again))
+        self.announce(Verdict(rank=self._rank, message=message, lost=lost, memory=memory, again=again))
 
     def statuses(self) -> list[str]:
         """Return what this process says of itself, and what those that it looks after said last."""

@@ -21,7 +21,6 @@ from penstock.group.links import close_store
 from penstock.group.liveness import Health
 from penstock.group.roll_call import Membership
 from penstock.group.verdict import Verdict
-from penstock.text import first_line
 from penstock.tracing.record import Clock
 from penstock.transport.base import FEEDER, WORD_BYTES, Transport, receive_bytes, send_bytes
 
@@ -138,14 +137,6 @@ class World:
             if not getattr(error, "everywhere", False):
                 self.health.report(error)
             raise
-
-    def leave(self, error: BaseException) -> None:
-        """Leave a run that goes on without this process, since an error of its own keeps it from taking part.
-
-        The others take it for lost, with this for a reason.
-        """
-        message = f"{self.names[self.rank]} has left: {first_line(error)}"
-        self.health.announce(Verdict(rank=self.rank, message=message, lost=True))
 
     def dismiss(self, message: str = "", deadline_s: float = DISMISS_S, *, again: bool = False) -> None:
         """Dismiss every other rank, with a last word to people at that machine; with `again` for another group.

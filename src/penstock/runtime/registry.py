@@ -14,6 +14,7 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.runtime.bfloat16 import Bfloat16Runtime
 from penstock.runtime.eager import Runtime
 from penstock.runtime.training import TrainingRuntime
+from penstock.spec.plan import runtime_name
 from penstock.tensors import HOST
 
 
@@ -115,8 +116,7 @@ class RuntimeChoice:
             )
 
     def __str__(self) -> str:
-        name = self.name if self.precision == RUNTIMES[self.name].precisions[0] else f"{self.name}:{self.precision}"
-        return "+".join((name, *self.keep))
+        return runtime_name(self.name, self.precision, self.keep)
 
     def load(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> StageRuntime:
         """Make a runtime of a program."""

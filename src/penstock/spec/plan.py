@@ -1,6 +1,7 @@
 """Which units run on which device, in what portions, and what is expected of it."""
 
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -31,6 +32,15 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     precision: Precision = "float32"
     runtime: str = "eager"
     keep: tuple[str, ...] = ()
+
+
+def runtime_name(runtime: str, precision: str, keep: Sequence[str] = ()) -> str:
+    """Return what people call a runtime with its precision, and with the layers that stay in float32.
+
+    >>> runtime_name("onnxruntime", "int8", ["head"])
+    'onnxruntime:int8+head'
+    """
+    return "+".join((runtime if precision == "float32" else f"{runtime}:{precision}", *keep))
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.errors import ProfileError
 from penstock.spec.fields import decode_json, read_bytes, write_json
-from penstock.spec.plan import Precision
+from penstock.spec.plan import Precision, runtime_name
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,8 +70,7 @@ class RuntimeColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def name(self) -> str:
         """What people call it, as in `onnxruntime:int8+head`."""
-        precision = "" if self.precision == "float32" else f":{self.precision}"
-        return "+".join((self.runtime + precision, *self.keep))
+        return runtime_name(self.runtime, self.precision, self.keep)
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,16 +1,19 @@
 """Which runtime each device's stages compute on: the fastest that it has whose outputs are near enough to eager's."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import fmean
 
 import msgspec
+import numpy as np
 
 from penstock.errors import PlanError
 from penstock.spec.cluster import Cluster
-from penstock.spec.plan import Pipeline, Plan, Stage
+from penstock.spec.plan import Pipeline, Plan, Stage, runtime_name
 from penstock.spec.profile import Profile, RuntimeColumn
 
 # by the names of devices; stages of one that is not there compute eagerly
 Columns = Mapping[str, RuntimeColumn]
+_EAGER = "eager"
 
 
 def columns_within(profile: Profile, cluster: Cluster, max_error: float, *, alike: bool = False) -> Columns:
@@ -25,47 +28,42 @@ def columns_within(profile: Profile, cluster: Cluster, max_error: float, *, alik
     """
     if not profile.runtimes:
         raise PlanError("the profile has no other runtime than eager; profile again with --runtime NAME")
-    known = [column.name for column in profile.runtimes]
-    everywhere: set[str] = set(known)
-    for device in cluster.devices:
-        names = known if device.runtimes is None else device.runtimes
-        if unknown := sorted(set(names) - {*known, "eager"}):
+    known = {column.name for column in profile.runtimes}
+    has = {device.name: known if device.runtimes is None else set(device.runtimes) for device in cluster.devices}
+    for name, names in has.items():
+        if unknown := sorted(names - known - {_EAGER}):
             raise PlanError(
-                f"{device.name} has the runtime {unknown[0]}, of which the profile says nothing; profile again with "
+                f"{name} has the runtime {unknown[0]}, of which the profile says nothing; profile again with "
                 f"--runtime {unknown[0]}, or leave it out of the cluster file"
             )
-        everywhere &= set(names)
-    found = {}
-    for device in cluster.devices:
-        own = everywhere if alike else set(known if device.runtimes is None else device.runtimes)
-        fastest = _fastest(profile, max_error, own)
-        if fastest is not None:
-            found[device.name] = fastest
-    return found
+    if alike:
+        has = dict.fromkeys(has, set.intersection(*has.values()))
+    found = {name: _fastest(profile, max_error, names) for name, names in has.items()}
+    return {name: column for name, column in found.items() if column is not None}
 
 
 def columns_of(plan: Plan, profile: Profile) -> Columns | None:
     """Return what a profile knows of the runtimes of a plan's devices; None where it does not know one of them."""
+    known = {column.name: column for column in profile.runtimes}
     found: dict[str, RuntimeColumn] = {}
-    by_use = {(column.runtime, column.precision, column.keep): column for column in profile.runtimes}
     for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
-        use = stage.runtime, stage.precision, stage.keep
-        if use == ("eager", "float32", ()):
+        name = runtime_name(stage.runtime, stage.precision, stage.keep)
+        if name == _EAGER:
             continue
-        if use not in by_use:
+        if name not in known:
             return None
-        found |= dict.fromkeys(stage.devices, by_use[use])
+        found |= dict.fromkeys(stage.devices, known[name])
     return found
 
 
 def computed_on(pipelines: Sequence[Pipeline], columns: Columns) -> tuple[Pipeline, ...]:
     """Return pipelines whose stages compute on the runtimes of their devices."""
-    return _with_stages(pipelines, [[columns.get(stage.devices[0]) for stage in each.stages] for each in pipelines])
+    return _with_runtimes(pipelines, lambda stage: columns.get(stage.devices[0], stage))
 
 
 def computed_like(pipelines: Sequence[Pipeline], like: Stage) -> tuple[Pipeline, ...]:
     """Return pipelines whose stages compute as another stage does."""
-    return _with_stages(pipelines, [[like] * len(each.stages) for each in pipelines])
+    return _with_runtimes(pipelines, lambda _stage: like)
 
 
 def factor_at(profile: Profile, column: RuntimeColumn | None, rows: int) -> float:
@@ -73,38 +71,28 @@ def factor_at(profile: Profile, column: RuntimeColumn | None, rows: int) -> floa
 
     What a unit alone takes there is not known: such runtimes join operations beyond the edges of units.
     """
-    if column is None:
-        return 1.0
-    factors = [fast / eager for fast, eager in zip(column.forward_s, column.eager_s, strict=True)]
-    place = sum(measured <= rows for measured in profile.rows)
-    if place == 0 or place == len(factors):
-        return factors[max(place - 1, 0)]
-    left, right = profile.rows[place - 1], profile.rows[place]
-    part = (rows - left) / (right - left)
-    return factors[place - 1] * (1 - part) + factors[place] * part
+    return 1.0 if column is None else float(np.interp(rows, profile.rows, _factors(column)))
 
 
 def _fastest(profile: Profile, max_error: float, names: Collection[str]) -> RuntimeColumn | None:
     near = [
         column for column in profile.runtimes
-        if column.name in names and column.error <= max_error and _mean_factor(column) < 1.0
+        if column.name in names and column.error <= max_error and fmean(_factors(column)) < 1.0
     ]  # fmt: skip
-    return min(near, key=_mean_factor, default=None)
+    return min(near, key=lambda column: fmean(_factors(column)), default=None)
 
 
-def _mean_factor(column: RuntimeColumn) -> float:
-    return sum(fast / eager for fast, eager in zip(column.forward_s, column.eager_s, strict=True)) / len(column.eager_s)
+def _factors(column: RuntimeColumn) -> list[float]:
+    return [fast / eager for fast, eager in zip(column.forward_s, column.eager_s, strict=True)]
 
 
-def _with_stages(
-    pipelines: Sequence[Pipeline], likes: Sequence[Sequence[RuntimeColumn | Stage | None]]
+def _with_runtimes(
+    pipelines: Sequence[Pipeline], like_of: Callable[[Stage], RuntimeColumn | Stage]
 ) -> tuple[Pipeline, ...]:  # fmt: skip
-    made = []
-    for pipeline, own in zip(pipelines, likes, strict=True):
-        stages = tuple(
-            stage if like is None
-            else msgspec.structs.replace(stage, runtime=like.runtime, precision=like.precision, keep=like.keep)
-            for stage, like in zip(pipeline.stages, own, strict=True)
-        )  # fmt: skip
-        made.append(msgspec.structs.replace(pipeline, stages=stages))
-    return tuple(made)
+    def changed(stage: Stage) -> Stage:
+        like = like_of(stage)
+        return msgspec.structs.replace(stage, runtime=like.runtime, precision=like.precision, keep=like.keep)
+
+    return tuple(
+        msgspec.structs.replace(pipeline, stages=tuple(map(changed, pipeline.stages))) for pipeline in pipelines
+    )

@@ -172,9 +172,9 @@ class Problem:
             before[0], after[-1] = -costs.own_input_s, -costs.own_output_s
             incoming[0] = outgoing[-1] = 0.0
         per_byte = 1 / device.bandwidth_bytes_per_s if device.bandwidth_bytes_per_s else 0.0
+        units_s = costs.seconds / self.speeds[number]
         own = [
-            (before / device.speed - costs.seconds / self.speeds[number],
-             costs.seconds / self.speeds[number] + (costs.overhead_s + after) / device.speed),
+            (before / device.speed - units_s, units_s + (costs.overhead_s + after) / device.speed),
             (costs.returning * per_byte, outgoing * per_byte),
             (incoming * per_byte, costs.returning * per_byte),
         ]  # fmt: skip

@@ -91,7 +91,7 @@ def join_training(
         )  # fmt: skip
         trainer = Trainer(captured, world, cut, run, options, placed=held)
     except BaseException as error:
-        outer.leave(error)
+        outer.health.report(error, lost=True)
         outer.close()
         raise
     trainer.now.number = told["number"]

@@ -84,7 +84,7 @@ class Exchanges:
 
     def leave(self, error: PenstockError) -> NoReturn:
         """Leave the run, which goes on without this process, and raise why."""
-        self._world.leave(error)
+        self._world.health.report(error, lost=True)
         raise error
 
     def close(self) -> None:

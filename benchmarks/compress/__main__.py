@@ -42,24 +42,26 @@ def main() -> None:
     parser.add_argument("--microbatch-size", type=int, default=1, help="images at a time of the search's rates")
     parser.add_argument("--epochs", type=int, default=2, help="of the search, on 8,000 images for each part pruned")
     parser.add_argument("--quick", action="store_true", help="fewer images, two ratios, one epoch")
-    parser.add_argument("--only", action="append", choices=["lab", "search", "serial"], help="some parts again")
+    parser.add_argument(
+        "--only", action="append", choices=["lab", "search", "recipe", "serial"], help="some parts again"
+    )
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"environment": environment()}
     if given.json.exists() and given.only:
         result |= json.loads(given.json.read_text())
-    wanted = given.only or ["lab", "search", "serial"]
+    wanted = given.only or ["lab", "search", "recipe", "serial"]
     if "lab" in wanted:
         take_down(LAB)
         result["lab"] = in_lab(given.folder, images=24 if given.quick else 96)
         keep(given.json, result)
-    if {"search", "serial"} & set(wanted) and given.weights is None:
+    if {"search", "recipe", "serial"} & set(wanted) and given.weights is None:
         sys.exit("the ViT's weights are not given; train them with python -m benchmarks.compress.pretrain, --weights")
     if "search" in wanted:
-        outcome = search(
-            given.weights, given.data, given.folder, given.microbatch_size, given.epochs, quick=given.quick
-        )
-        result["search"] = msgspec.to_builtins(outcome)
+        result["search"] = msgspec.to_builtins(search(given))
+        keep(given.json, result)
+    if "recipe" in wanted:
+        result["recipe"] = msgspec.to_builtins(recipe(given))
         keep(given.json, result)
     if given.figure is not None and "search" in result:
         draw_frontier(msgspec.convert(result["search"], Outcome), given.figure)
@@ -97,17 +99,30 @@ def in_lab(folder: Path, *, images: int) -> dict[str, Any]:
     return found
 
 
-def search(
-    weights: Path, data: Path, folder: Path, microbatch_size: int, epochs: int, *, quick: bool
-) -> Outcome:  # fmt: skip
+def search(given: argparse.Namespace) -> Outcome:
     """Look for the fastest form of the ViT that loses at most a point on test images."""
-    output = folder / f"{'quick' if quick else 'search'}-{microbatch_size}-{epochs}"
+    return found_by(
+        given, "search", ratios=(0.3,) if given.quick else (0.3, 0.45, 0.55, 0.65),
+        epochs=1 if given.quick else given.epochs, batch_size=64, lr=1e-3, optimizer="adamw",
+    )  # fmt: skip
+
+
+def recipe(given: argparse.Namespace) -> Outcome:
+    """Prune by the known recipe: 15% of all layers together, by Hessians over ten batches, then SGD for 15 epochs."""
+    return found_by(
+        given, "recipe", ratios=(0.15,), epochs=1 if given.quick else 15, batch_size=16, lr=5e-4, optimizer="sgd",
+        weight_decay=1e-4, importance="hessian", everywhere=True, round_to=2,
+    )  # fmt: skip
+
+
+def found_by(given: argparse.Namespace, name: str, **how: Any) -> Outcome:
+    """Run a search, on 8,000 images to learn from and 2,000 to measure with, or fewer."""
+    kind = f"{name}-{'quick' if given.quick else 'whole'}-{given.microbatch_size}-{how['epochs']}"
     settings = CompressSettings(
-        model=NAME, weights=str(weights.resolve()), data=str(data / "cifar10-train.tar"),
-        test=str(data / "cifar10-test.tar"), max_drop=MAX_DROP, output=str(output),
-        ratios=(0.3,) if quick else (0.15, 0.3, 0.45, 0.6), epochs=1 if quick else epochs,
-        num_rows=2000 if quick else 8000, num_test_rows=500 if quick else 2000, batch_size=64, lr=1e-3,
-        optimizer="adamw", microbatch_size=microbatch_size,
+        model=NAME, weights=str(given.weights.resolve()), data=str(given.data / "cifar10-train.tar"),
+        test=str(given.data / "cifar10-test.tar"), max_drop=MAX_DROP, output=str(given.folder / kind),
+        num_rows=2000 if given.quick else 8000, num_test_rows=500 if given.quick else 2000,
+        microbatch_size=given.microbatch_size, keep=(), **how,
     )  # fmt: skip
     return compress(settings, lambda found: print(
         f"{found.name}: {found.accuracy:.2%} right, {found.rows_per_s:.0f} images/s", file=sys.stderr
@@ -196,12 +211,13 @@ def show(result: dict[str, Any]) -> None:
         print(
             f"| {runtime} | {one['speedup']:.2f} | {four['speedup']:.2f} | {part:.2f} | {four['top1_agreement']:.1%} |"
         )
-    if "search" in result:
-        found = [msgspec.convert(row, Found) for row in result["search"]["found"]]
+    for part in ("search", "recipe"):
+        if part not in result:
+            continue
+        found = [msgspec.convert(row, Found) for row in result[part]["found"]]
         base = baseline(found)
-        print(
-            "\n| pruned | runtime | parameters | accuracy | images/s | times |\n| --- | --- | --- | --- | --- | --- |"
-        )
+        print(f"\n{part}\n\n| pruned | runtime | parameters | accuracy | images/s | times |")
+        print("| --- | --- | --- | --- | --- | --- |")
         for each in found:
             print(f"| {each.ratio:.0%} | {each.runtime} | {each.num_parameters / 1e6:.2f} M | {each.accuracy:.2%} | "
                   f"{each.rows_per_s:.0f} | {each.rows_per_s / base.rows_per_s:.2f} |")  # fmt: skip

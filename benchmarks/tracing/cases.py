@@ -27,13 +27,17 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Toggled:
-    """One run in which recording goes on and off, block by block; of a training, a block is a step."""
+    """One run in which recording goes on and off, block by block; of a training, a block is a step.
+
+    With `profile` recording stays on, and torch's profiler goes on and off.
+    """
 
     name: str
     kind: str
     model: str
     num_blocks: int
     rows: int = 0
+    profile: bool = False
 
 
 _UNEVEN = ("blocks.5:after", "blocks.7:after", "blocks.9:after")
@@ -50,6 +54,7 @@ CASES = (
 TOGGLED = (
     Toggled(name="tracing on and off", kind="stream", model=MODEL, num_blocks=60),
     Toggled(name="training traced on and off", kind="training", model=TRAINED, num_blocks=80, rows=16),
+    Toggled(name="profiler on and off", kind="stream", model=MODEL, num_blocks=24, profile=True),
 )
 
 

@@ -22,6 +22,7 @@ import penstock
 from benchmarks.tracing.cases import HOSTS, TINY
 from penstock.deploy.worker import work
 from penstock.engine.placement import StagesJob
+from penstock.engine.profile_window import ProfileWindow
 from penstock.engine.tracers import StageTracer
 from penstock.group.entry import join_torchrun
 from penstock.group.world import World
@@ -45,9 +46,13 @@ def is_on(block: int) -> bool:
 
 
 class Blocks:
-    """Switches one process's recording as its stage's microbatches come, and keeps what each block took."""
+    """Switches one process's recording as its stage's microbatches come, and keeps what each block took.
 
-    def __init__(self) -> None:
+    With `profile` torch's profiler in place of the recording, of every microbatch of a block.
+    """
+
+    def __init__(self, *, profile: bool = False) -> None:
+        self._profile = profile
         self.tracers: list[StageTracer] = []
         self.streams: list[list[tuple[float, float]]] = []  # of each block: seconds, and CPU seconds of the process
         self._began = (0.0, 0.0)
@@ -61,9 +66,16 @@ class Blocks:
             else:
                 self.streams[-1].append(_since(self._began))
             for tracer in self.tracers:
-                tracer.record(is_on(block))
+                self._switch(tracer, is_on(block))
         elif place == LEFT_OUT:
             self._began = _now()
+
+    def _switch(self, tracer: StageTracer, on: bool) -> None:
+        if self._profile:
+            # each block's own, since a window keeps only so many operations
+            tracer.own.observer.profile = ProfileWindow(tracer.recorder, first=0, count=sys.maxsize) if on else None
+        else:
+            tracer.record(on)
 
     def follow(self) -> None:
         """Stand in the way of everything that this process's stages are told to do, and of what records them."""
@@ -93,7 +105,7 @@ def main() -> None:
 
 def stream(session: dict[str, Any], folder: Path) -> tuple[int, list[tuple[float, float]]]:
     """Stream images through a stage on every host."""
-    blocks = Blocks()
+    blocks = Blocks(profile=session["profile"])
     blocks.follow()
     with join_torchrun(followed=True) as world:
         if world.rank == FEEDER:

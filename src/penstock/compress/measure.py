@@ -41,7 +41,7 @@ def names_of_runtimes() -> list[str]:
 
 
 class OnRuntimes:
-    """A model on any runtime.
+    """A model on any runtime; `program` and `tensors` are the whole of it.
 
     Example:
         OnRuntimes(model, (image,)).measure("openvino:bfloat16", examples, microbatch_size=8)
@@ -51,20 +51,20 @@ class OnRuntimes:
 
     def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
         self._graph = graph = capture(module, tuple(args), dict(kwargs or {}))
-        (self._program,) = divide(graph, [])
+        (self.program,) = divide(graph, [])
         weights = ModuleWeights(module)
-        self._tensors = {state.value.name: load_state(graph, state, weights) for state in graph.states}
+        self.tensors = {state.value.name: load_state(graph, state, weights) for state in graph.states}
         self.sizes = graph.sizes(1)
 
     def load(self, runtime: str) -> StageRuntime:
         """Make the model on a runtime; raises `PlanError` where that cannot run it, or is not installed."""
-        return parse_runtime(runtime).load(self._program, self._tensors)
+        return parse_runtime(runtime).load(self.program, self.tensors)
 
     def linear_layers(self) -> list[str]:
         """Return the paths of the modules whose weights linear operations multiply with, in order."""
-        sources = {state.value.name: state.source for state in self._program.states}
+        sources = {state.value.name: state.source for state in self.program.states}
         found = (
-            sources[name] for op in self._program.ops if op.target == "aten.linear.default"
+            sources[name] for op in self.program.ops if op.target == "aten.linear.default"
             for name in op.uses() if name in sources
         )  # fmt: skip
         return list(dict.fromkeys(source.rpartition(".")[0] for source in found))

@@ -39,7 +39,7 @@ class StageTracer:
     """Records the stages that one process holds, stream after stream, and sends that to the one that feeds."""
 
     def __init__(self, own: OwnStages) -> None:
-        self._own = own
+        self.own = own
         self.recorder = Recorder(own.world.clock, units=own.job.trace_units)
         own.observer.clock = own.world.clock
         own.observer.profile = ProfileWindow(self.recorder) if own.job.trace_profile else None
@@ -48,7 +48,7 @@ class StageTracer:
 
     def record(self, on: bool) -> None:
         """Record from here on; or nothing, to see what recording costs. What has gaps is no whole trace."""
-        own, recorder = self._own, self.recorder if on else None
+        own, recorder = self.own, self.recorder if on else None
         own.observer.recorder = recorder
         for stage in own.stages.values():
             # torch's profiler sees the operations itself
@@ -57,14 +57,14 @@ class StageTracer:
 
     def trace(self) -> ProcessTrace:
         """Return what was recorded since the last time, on this process's own clock."""
-        trace = make_trace(self._own.world, self.recorder, self._machine)
-        alone = tuple(self._own.observer.alone.values())
-        self._own.observer.forget()
+        trace = make_trace(self.own.world, self.recorder, self._machine)
+        alone = tuple(self.own.observer.alone.values())
+        self.own.observer.forget()
         return msgspec.structs.replace(trace, alone=alone)
 
     def give(self) -> None:
         """At the end of a stream: answer the clock again, then send what was recorded."""
-        give_trace(self._own.world, self.trace())
+        give_trace(self.own.world, self.trace())
 
 
 class FeederTracer:

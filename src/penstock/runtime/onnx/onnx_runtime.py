@@ -9,7 +9,6 @@ import onnxruntime
 import torch
 
 from penstock.runtime.onnx.exported import Engine, ExportedRuntime
-from penstock.runtime.onnx.quantize import quantize
 
 
 class OnnxRuntime(ExportedRuntime):
@@ -27,6 +26,8 @@ class OnnxRuntime(ExportedRuntime):
 
     def _compile(self, model: onnx.ModelProto) -> Engine:
         if self.precision == "int8":
+            from penstock.runtime.onnx.quantize import quantize  # its package takes 12 MB
+
             model = quantize(model, self.kept)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1

@@ -40,7 +40,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/compress-benchmark"), help="what the search keeps")
     parser.add_argument("--figure", type=Path, help="draw the frontier")
     parser.add_argument("--microbatch-size", type=int, default=1, help="images at a time of the search's rates")
-    parser.add_argument("--epochs", type=int, default=2, help="of the search, on 8,000 images for each part pruned")
+    parser.add_argument("--epochs", type=int, default=2, help="of the search, for each part pruned")
+    parser.add_argument("--rows", type=int, default=8000, help="images that are learned from")
+    parser.add_argument("--ratio", type=float, action="append", help="to prune in the search; may be repeated")
     parser.add_argument("--quick", action="store_true", help="fewer images, two ratios, one epoch")
     parser.add_argument(
         "--only", action="append", choices=["lab", "search", "recipe", "serial"], help="some parts again"
@@ -102,7 +104,7 @@ def in_lab(folder: Path, *, images: int) -> dict[str, Any]:
 def search(given: argparse.Namespace) -> Outcome:
     """Look for the fastest form of the ViT that loses at most a point on test images."""
     return found_by(
-        given, "search", ratios=(0.3,) if given.quick else (0.3, 0.45, 0.55, 0.65),
+        given, "search", ratios=(0.3,) if given.quick else given.ratio or (0.15, 0.3, 0.45, 0.6),
         epochs=1 if given.quick else given.epochs, batch_size=64, lr=1e-3, optimizer="adamw",
     )  # fmt: skip
 
@@ -116,12 +118,12 @@ def recipe(given: argparse.Namespace) -> Outcome:
 
 
 def found_by(given: argparse.Namespace, name: str, **how: Any) -> Outcome:
-    """Run a search, on 8,000 images to learn from and 2,000 to measure with, or fewer."""
-    kind = f"{name}-{'quick' if given.quick else 'whole'}-{given.microbatch_size}-{how['epochs']}"
+    """Run a search, and measure with 2,000 images."""
+    kind = f"{name}-{'quick' if given.quick else given.rows}-{given.microbatch_size}-{how['epochs']}"
     settings = CompressSettings(
         model=NAME, weights=str(given.weights.resolve()), data=str(given.data / "cifar10-train.tar"),
         test=str(given.data / "cifar10-test.tar"), max_drop=MAX_DROP, output=str(given.folder / kind),
-        num_rows=2000 if given.quick else 8000, num_test_rows=500 if given.quick else 2000,
+        num_rows=2000 if given.quick else given.rows, num_test_rows=500 if given.quick else 2000,
         microbatch_size=given.microbatch_size, keep=(), **how,
     )  # fmt: skip
     return compress(settings, lambda found: print(

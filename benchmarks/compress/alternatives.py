@@ -51,7 +51,7 @@ def main() -> None:
     random = torch.randn(CALIBRATION, 3, 224, 224)
     result: dict[str, Any] = {"environment": environment(), "deit_small": compare(deit, random, given.passes)}
     if given.weights is not None:
-        zoo = load_model(NAME, weights=given.weights)
+        zoo = load_model(NAME, weights=given.weights, whole=True)
         learned, tested = (open_images(str(given.data / f"cifar10-{name}.tar")) for name in ("train", "test"))
         assert zoo.transform is not None
         seen = torch.stack([zoo.transform(learned.read(index)) for index in spread(len(learned), CALIBRATION)])

@@ -26,7 +26,8 @@ class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     One of `accuracy_floor`, `max_drop` and `target_speedup` is given. `runtimes` are all that there are where none is
     named. In 8 bits models are also tried with as many of the layers that lose most in float32 as `keep` says. Nothing
     is learned from the images of `test`, or from every fifth of `data` where none are given. Rates are of
-    `microbatch_size` images at a time. A field with a description is an option of `penstock compress`.
+    `microbatch_size` images at a time and of `threads`; training takes all cores. A field with a description is an
+    option of `penstock compress`.
     """
 
     model: str

@@ -26,6 +26,7 @@ from penstock.compress.search import (
     write_losses,
     write_search,
 )
+from penstock.cores import available_cores
 from penstock.errors import DataError, PlanError, UsageError
 from penstock.recipes.data_tasks import ImageReader, check_labelled, with_classes
 from penstock.recipes.launch import fit
@@ -54,7 +55,6 @@ def compress(settings: CompressSettings, tell: Callable[[Found], None] = lambda 
     check_asked(settings)
     folder = Path(settings.output)
     folder.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(settings.threads)
     known = read_search(folder / "search.json", settings)
     search = _Search(settings, folder, known)
     for ratio in sorted({0.0, *settings.ratios}):
@@ -100,6 +100,7 @@ class _Search:
         if done:
             return []
         weights = self._pruned(ratio) if ratio else self._original()
+        torch.set_num_threads(self._settings.threads)  # training took all cores
         zoo = self._load(weights)
         count = sum(parameter.numel() for parameter in zoo.module.parameters())
         model = OnRuntimes(zoo.module, zoo.example_args, zoo.example_kwargs)
@@ -156,7 +157,7 @@ class _Search:
             model=self._name, data=given.data, output=str(self._folder / name), weights=str(path),
             teacher=str(original), hold_out=None if given.test else HOLD_OUT, epochs=given.epochs,
             lr=given.lr, lr_schedule="cosine", batch_size=given.batch_size, weight_decay=given.weight_decay,
-            optimizer=given.optimizer, num_rows=given.num_rows, threads=given.threads,
+            optimizer=given.optimizer, num_rows=given.num_rows, threads=available_cores(),
             seed=given.seed,
         )  # fmt: skip
         if not best_model(settings).exists() or not (settings.folder / "model.safetensors").exists():

@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="also write the page, as docs/compared.md, and a picture beside it")
     parser.add_argument("--passes", type=int, default=TURNS["passes"], help="streams of each row")
     given = parser.parse_args()
+    if given.page is not None and not (given.page.is_file() and _BEGIN in given.page.read_text()):
+        parser.error(f"--page takes a page with {_BEGIN!r}: take docs/compared.md, not {str(given.page)!r}")
     take_down(LAB)
     profile = frozen_profile(DEIT_S)  # before anything runs in the lab
     case = Case(name="compared", **TURNS | {"passes": given.passes})

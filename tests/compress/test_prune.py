@@ -54,6 +54,20 @@ def test_it_gets_smaller_and_fits(importance: str, everywhere: bool, timm_model:
     assert all(width % 8 == 0 for width in widths)
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_layer_that_would_lose_all_keeps_a_few(everywhere: bool, timm_model: nn.Module) -> None:
+    model = copy.deepcopy(timm_model)
+    mlp = model.blocks[1].mlp  # type: ignore[index, union-attr]
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.fill_(0.01)  # importances are those of a layer's mean: none of its channels stands out
+    ratio = 0.8 if everywhere else 0.99
+    smaller = prune(model, images(), Pruning(ratio=ratio, importance="magnitude", everywhere=everywhere))
+    assert smaller.blocks[1].mlp.fc1.out_features == 8  # type: ignore[index, union-attr]
+    assert smaller.blocks[1].attn.head_dim >= 8  # type: ignore[index, union-attr]
+    assert smaller(images()).shape == (4, 4)
+
+
 def test_whole_heads_go(timm_model: nn.Module) -> None:
     smaller = prune(timm_model, images(), Pruning(ratio=0.0, heads=0.33, importance="magnitude", everywhere=False))
     assert [smaller.blocks[i].attn.num_heads for i in (0, 1)] == [2, 2]  # type: ignore[index, union-attr]

@@ -91,6 +91,7 @@ def prune(
             pruning_ratio=ratio, round_to=how.round_to, ignored_layers=_outputs(smaller), num_heads=heads,
             prune_head_dims=True, prune_num_heads=how.heads > 0, head_pruning_ratio=how.heads,
         )  # fmt: skip
+        _leave_some(pruner, how.round_to)
         pruner.step()
     for _, each in attentions:
         _fit_heads(each, pruner.num_heads[_projections(each)[0]])
@@ -159,6 +160,30 @@ def _importance(pruning: Any, module: nn.Module, how: Pruning, batches: Sequence
             loss.backward(retain_graph=number + 1 < len(losses))
             importance.accumulate_grad(module)
     return importance
+
+
+def _leave_some(pruner: Any, least: int) -> None:
+    """Leave a layer that would lose all its channels the most important few; Torch-Pruning leaves it whole."""
+    estimate, group_of = pruner.importance, pruner.DG.get_pruning_group
+    kept: dict[tuple[nn.Module, Any], tuple[set[int], int]] = {}
+
+    def remember(group: Any) -> Tensor | None:
+        scores: Tensor | None = estimate(group)
+        if scores is not None:
+            # the channels of all heads, or of all groups of a convolution, go alike
+            alike = scores.view(pruner._get_channel_groups(group), -1).mean(0)
+            most = set(alike.topk(min(least, len(alike))).indices.tolist())
+            few = {index for index in range(len(scores)) if index % len(alike) in most}
+            kept[group[0].dep.target.module, group[0].dep.handler] = few, len(scores)
+        return scores
+
+    def choose(layer: nn.Module, function: Any, indices: list[int]) -> Any:
+        few, total = kept.get((layer, function), (set(), 0))
+        if len(indices) == total:
+            indices = [index for index in indices if index not in few]
+        return group_of(layer, function, indices)
+
+    pruner.importance, pruner.DG.get_pruning_group = remember, choose
 
 
 @contextmanager

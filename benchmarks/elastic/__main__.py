@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.elastic.figure import draw
-from benchmarks.elastic.pretrain import pretrain
+from benchmarks.elastic.pretrain import pretrain, train_head, vary
 from benchmarks.elastic.subjects import make_subject, prepare_images, prepare_sentences
+from benchmarks.elastic.tables import show, tried
 from benchmarks.labs import ROOT, lab_text, run_session
 from benchmarks.training.__main__ import environment
 from penstock.cluster.lab import take_down
@@ -30,19 +31,24 @@ from penstock.spec.profile import write_profile
 from penstock.train.captured import Captured
 
 LAB, HOSTS, CPU = "bench", 4, 0.35
+_AS_FILE = str.maketrans({" ": "-", "/": "of", ",": None})
 SMALL = "1 GiB"  # of each host where the largest batch is looked for
-BATCH, ROWS, EPOCHS, LEARNING_RATE = 128, 16, 10, 1e-3  # ROWS are those of a microbatch
-ALPHAS = ("1/5", "1/4", "1/3", "1/2")
+BATCH, ROWS, EPOCHS, LEARNING_RATE, PRETRAINING = 128, 16, 10, 1e-3, 32  # ROWS are those of a microbatch
+IMAGES, VARIANTS = 1000, 10  # what is fine-tuned on
 SEEDS = (0, 1, 2)
-ALPHA = "1/3"
-PIPELINE, STATIC, ELASTIC = "one pipeline over all hosts", "the planner's best static plan", "elastic, alpha 1/3"
+THIRD, LATER = "alpha 1/3", "alpha 1/3, an epoch later"
+FREEZING = {
+    THIRD: "schedule:1/3", LATER: "0,0,4,7,9,10,11,11,12",
+    "alpha 1/5": "schedule:1/5", "alpha 1/4": "schedule:1/4", "alpha 1/2": "schedule:1/2",
+}  # fmt: skip
+PIPELINE, STATIC, ELASTIC = "one pipeline over all hosts", "the planner's best static plan", f"elastic, {THIRD}"
 DATA_PARALLEL, BOTH = "data parallel", "two pipelines of two"
 OFF = {"pack": False, "replicate": False, "cache": False}
 
 
 def ways() -> dict[str, dict[str, Any]]:
     """Return the rows of the lab: how each differs from the rest."""
-    schedule = f"schedule:{ALPHA}"
+    schedule = FREEZING[THIRD]
     pipeline = {"stages": HOSTS, "microbatches": BATCH // ROWS}
     return {
         PIPELINE: pipeline,
@@ -53,7 +59,7 @@ def ways() -> dict[str, dict[str, Any]]:
         "freeze, pack, cache": pipeline | {"elastic": {"freeze": schedule, "replicate": False}},
         "freeze, pack, replicate": pipeline | {"elastic": {"freeze": schedule, "cache": False}},
         "all, from the pipeline": pipeline | {"elastic": {"freeze": schedule}},
-        **{f"elastic, alpha {alpha}": {"elastic": {"freeze": f"schedule:{alpha}"}} for alpha in ALPHAS},
+        **{f"elastic, {name}": {"elastic": {"freeze": freeze}} for name, freeze in FREEZING.items()},
     }  # fmt: skip
 
 
@@ -101,11 +107,9 @@ def main() -> None:
         result["largest"] = largest(base["vit"])
         keep()
     if wanted("accuracy"):
-        seeds = SEEDS[:1] if given.quick else SEEDS
-        alphas = (None, ALPHA) if given.quick else (None, ALPHA, *(alpha for alpha in ALPHAS if alpha != ALPHA))
-        result["accuracy"] = accuracies(base, seeds, alphas, given.folder, with_bert=not given.quick)
+        result["accuracy"] = accuracies(base, given.folder, quick=given.quick)
         keep()
-    show(result)
+    show(result, pipeline=PIPELINE, static=STATIC, freezing=THIRD, memory=SMALL)
     if given.figure is not None:
         draw(result, given.figure)
 
@@ -114,16 +118,19 @@ def prepare(data: Path, folder: Path, *, quick: bool) -> dict[str, dict[str, Any
     """Prepare rows, weights and profiles, or find them in the folder; returns what all rows of a subject share."""
     num_rows, epochs = (1500, 3) if quick else (3000, EPOCHS)
     first, rest = range(5), range(5, 10)
-    weights = folder / "weights.pt"
+    torch.set_num_threads(2)
+    pretrained, weights = folder / "pretrained.pt", folder / "weights.pt"
+    if not pretrained.exists():
+        many = prepare_images(data / "cifar10-train.tar", folder, first, 25_000, "pretrain")
+        pretrain(many, pretrained, 2 if quick else PRETRAINING)
+    rows = vary(prepare_images(data / "cifar10-train.tar", folder, rest, IMAGES, "finetune"), VARIANTS)
     if not weights.exists():
-        rows = prepare_images(data / "cifar10-train.tar", folder, first, 25_000, "pretrain")
-        torch.set_num_threads(2)
-        pretrain(rows, weights, 2 if quick else 40)
+        train_head(pretrained, rows, weights)
     shared = {"epochs": epochs, "batch_size": BATCH, "lr": LEARNING_RATE, "seed": 0, "validate": "never",
               "cluster": lab_text(LAB, [CPU] * HOSTS)}  # fmt: skip
     vit = shared | {
         "subject": "vit", "weights": str(weights.resolve()),
-        "training": str(prepare_images(data / "cifar10-train.tar", folder, rest, num_rows, "finetune").resolve()),
+        "training": str(rows.resolve()), "rows": num_rows,
         "validation": str(prepare_images(data / "cifar10-test.tar", folder, rest, 5000, "kept").resolve()),
     }  # fmt: skip
     bert = shared | {
@@ -131,9 +138,6 @@ def prepare(data: Path, folder: Path, *, quick: bool) -> dict[str, dict[str, Any
         "training": str(prepare_sentences(data / "sst2", folder, num_rows, "sst2-train").resolve()),
         "validation": str(prepare_sentences(data / "sst2", folder, 872, "sst2-dev").resolve()),
     }  # fmt: skip
-    if not quick:
-        vit["more"] = str(prepare_images(data / "cifar10-train.tar", folder, rest, 25_000, "finetune").resolve())
-        bert["more"] = str(prepare_sentences(data / "sst2", folder, 3000, "sst2-train").resolve())
     for name, subject in (("vit", vit), ("bert", bert)):
         file = folder / f"{name}-profile.json"
         if not file.exists():
@@ -169,6 +173,7 @@ def in_lab(name: str, settings: dict[str, Any], *, memory: str = "3 GiB") -> dic
     written = run_session(lab, "benchmarks.elastic.session", settings, name)
     first: dict[str, Any] = written["0"]
     first["hosts"] = [{key: each[key] for key in ("spent", "peak_memory_bytes")} for _, each in sorted(written.items())]
+    first |= {"chunks": settings["microbatches"], "batch": settings["batch_size"]}
     print(f"{name}: {sum(first['seconds']):.0f} s, {[round(s, 1) for s in first['seconds']]}", file=sys.stderr)
     return first
 
@@ -186,37 +191,30 @@ def largest(base: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
                 tries.append({"batch": batch, "failed": str(end)})
                 print(f"{name}, batch {batch}: {end}", file=sys.stderr)
                 break
-            tries.append({"batch": batch, "memory_bytes": max(host["peak_memory_bytes"] for host in row["hosts"])})
+            tries.append(tried(batch, row))
     return found
 
 
-def accuracies(
-    base: dict[str, dict[str, Any]], seeds: tuple[int, ...], alphas: tuple[str | None, ...], folder: Path, *,
-    with_bert: bool,
-) -> dict[str, dict[str, list[float]]]:  # fmt: skip
+def accuracies(base: dict[str, dict[str, Any]], folder: Path, *, quick: bool) -> dict[str, dict[str, list[float]]]:
     """Train outside the lab with the same freezing, two runs at once; returns the last accuracy for each seed."""
-    asked: list[tuple[str, str, dict[str, Any]]] = []
-    for subject in ("vit", "bert") if with_bert else ("vit",):
-        # more rows than in the lab, where times are the same for each epoch of a plan
-        rows = {"training": base[subject]["more"]} if "more" in base[subject] else {}
-        for alpha in alphas if subject == "vit" else (None, ALPHA):
-            elastic = None if alpha is None else {"freeze": f"schedule:{alpha}", "pack": False, "replicate": False}
-            settings = base[subject] | rows | {
-                "stages": 1, "microbatches": 1, "validate": "end", "elastic": elastic,
-            }  # fmt: skip
-            settings = {key: value for key, value in settings.items() if key not in {"profile", "cluster"}}
-            asked += [(subject, alpha or "static", settings | {"seed": seed}) for seed in seeds]
+    asked = []
+    for seed in SEEDS[:1] if quick else SEEDS:
+        for subject in ("vit",) if quick else ("vit", "bert"):
+            for name in ("static", THIRD) if quick or subject == "bert" else ("static", *FREEZING):
+                # what no summary has is trained once
+                if seed == SEEDS[0] or (subject == "vit" and name in ("static", THIRD)):
+                    asked.append((subject, name, _apart(base[subject]) | {"seed": seed} | _freezing(name)))
 
     def run(number: int) -> float:
-        subject, alpha, settings = asked[number]
-        file = folder / f"accuracy-{number}.json"
+        subject, name, settings = asked[number]
+        file = folder / f"accuracy-{subject}-{name.translate(_AS_FILE)}-{settings['seed']}.json"
         written = file.with_suffix(".0.json")
         if not written.exists() or file.read_text() != json.dumps(settings):  # a run that was cut short goes on
             written.unlink(missing_ok=True)
             file.write_text(json.dumps(settings))
             train_apart(file)
         found: float = json.loads(written.read_text())["accuracy"][-1]
-        print(f"{subject}, {alpha}, seed {settings['seed']}: {found:.2%}", file=sys.stderr)
+        print(f"{subject}, {name}, seed {settings['seed']}: {found:.2%}", file=sys.stderr)
         return found
 
     def train_apart(file: Path) -> None:
@@ -226,9 +224,19 @@ def accuracies(
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(run, range(len(asked))))
     result: dict[str, dict[str, list[float]]] = {}
-    for (subject, alpha, _), accuracy in zip(asked, found, strict=True):
-        result.setdefault(subject, {}).setdefault(alpha, []).append(accuracy)
+    for (subject, name, _), accuracy in zip(asked, found, strict=True):
+        result.setdefault(subject, {}).setdefault(name, []).append(accuracy)
     return result
+
+
+def _apart(base: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a training in one process, on all rows: in the lab they would change no ratio."""
+    kept = {key: value for key, value in base.items() if key not in {"profile", "cluster", "rows"}}
+    return kept | {"stages": 1, "microbatches": 1, "validate": "end"}
+
+
+def _freezing(name: str) -> dict[str, Any]:
+    return {} if name == "static" else {"elastic": {"freeze": FREEZING[name], "pack": False, "replicate": False}}
 
 
 def migration() -> list[dict[str, Any]]:
@@ -254,52 +262,11 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
         return float(sum(lab[baseline]["seconds"]) / sum(lab[ELASTIC]["seconds"]))
 
     drop = None
-    if "static" in accuracy and ALPHA in accuracy:
-        drop = statistics.mean(accuracy["static"]) - statistics.mean(accuracy[ALPHA])
+    if "static" in accuracy and THIRD in accuracy:
+        drop = statistics.mean(accuracy["static"]) - statistics.mean(accuracy[THIRD])
     moves = [move["seconds"] for move in result["migration"]]
     return {"speedup": faster(PIPELINE), "speedup_over_best_static": faster(STATIC), "accuracy_drop": drop,
             "migrate_s": max(moves) if moves else None}  # fmt: skip
-
-
-def show(result: dict[str, Any]) -> None:
-    """Print the tables."""
-    for title, rows, accuracy in (("ViT", result["lab"], result["accuracy"].get("vit", {})),
-                                  ("BERT", result["bert"], result["accuracy"].get("bert", {}))):  # fmt: skip
-        if not rows:
-            continue
-        print(f"\n{title}\n\n| what | s, all epochs | times the pipeline | accuracy | plans, epoch by epoch |")
-        print("| --- | --- | --- | --- | --- |")
-        for name, row in rows.items():
-            taken = sum(row["seconds"])
-            times = f"{sum(rows[PIPELINE]['seconds']) / taken:.2f}" if PIPELINE in rows else ""
-            alpha = name.rpartition(" ")[2] if "alpha" in name else ALPHA if row["changes"] else "static"
-            alpha = "static" if name == STATIC else alpha
-            mean = f"{statistics.mean(accuracy[alpha]):.2%}" if alpha in accuracy else ""
-            print(f"| {name} | {taken:.0f} | {times} | {mean} | {_plans(row['changes'])} |")
-    print(
-        "\n| what | images/s | load | forward | backward | wait | synchronize | sync./s | MB synchronized/s | memory |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, row in result["lab"].items():
-        spent, steps, taken = row["spent"], row["steps"], sum(row["seconds"])
-        each = " | ".join(f"{1000 * spent[key] / steps:.0f} ms" for key in
-                          ("load_s", "forward_s", "backward_s", "wait_s", "synchronize_s"))  # fmt: skip
-        memory = max(host["peak_memory_bytes"] for host in row["hosts"]) / 2**20
-        print(f"| {name} | {BATCH * steps / taken:.0f} | {each} | {spent['num_synchronizations'] / taken:.1f} | "
-              f"{spent['sent_bytes'] / taken / 1e6:.2f} | {memory:.0f} MiB |")  # fmt: skip
-    if result.get("largest"):
-        print(f"\n| what | largest batch, hosts of {SMALL} | memory at it | the next one |\n| --- | --- | --- | --- |")
-        for name, tries in result["largest"].items():
-            fit = [each for each in tries if "failed" not in each]
-            most = f"{fit[-1]['batch']} | {fit[-1]['memory_bytes'] / 2**20:.0f} MiB" if fit else "none | "
-            print(f"| {name} | {most} | {'' if len(fit) == len(tries) else tries[-1]['failed']} |")
-    print(json.dumps(result["summary"]))
-
-
-def _plans(changes: list[dict[str, Any]]) -> str:
-    return ", ".join(
-        f"{c['frozen_layers']}: {c['stages']}x{c['replicas']}{' cached' if c['cached'] else ''}" for c in changes
-    )
 
 
 if __name__ == "__main__":

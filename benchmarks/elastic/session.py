@@ -72,7 +72,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
                 if elastic is not None:
                     elastic.validated(accuracy=accuracy[-1])
         return {
-            "seconds": seconds, "accuracy": accuracy, "spent": spent, "steps": pipe.trainer.step,
+            "seconds": seconds, "accuracy": accuracy, "spent": spent, "steps": pipe.trainer.step, "rows": len(training),
             "changes": [dataclasses.asdict(change) for change in elastic.changes] if elastic is not None else [],
             "memory_bytes": resident_bytes(), "peak_memory_bytes": pipe.last_step.peak_memory_bytes,
         }  # fmt: skip

@@ -19,7 +19,7 @@ def show(result: dict[str, Any], *, pipeline: str, static: str, freezing: str, m
                     for name, row in rows.items()])  # fmt: skip
     print()
     _table(("what", "chunks", "batch", "memory", "images/s", "s an epoch", "load", "forward", "backward", "wait",
-            "synchronize", "sync./s", "MB synchronized/s"),
+            "synchronize", "sync./s", "MB sent/s"),
            [_step(name, row) for name, row in result["lab"].items()])  # fmt: skip
     if result.get("largest"):
         print(f"\nHosts of {memory}\n")

@@ -25,7 +25,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for place, values in enumerate(accuracy.values()):
         right.plot([place] * len(values), [100 * value for value in values], "o", color="#8fb3d6")
         right.plot([place - 0.3, place + 0.3], [100 * statistics.mean(values)] * 2, color="#3b6ea5")
-    right.set_xticks(range(len(accuracy)), [name.replace(", ", ",\n") for name in accuracy], fontsize=8)
+    right.set_xticks(range(len(accuracy)), [name.replace(", ", ",\n") for name in accuracy], fontsize=8, rotation=60)
     right.set_ylabel("accuracy after the last epoch, %; each seed and the mean", fontsize=8)
     for axes in (left, right):
         for side in ("top", "right"):

@@ -63,7 +63,7 @@ def _step(name: str, row: Row) -> tuple[str, ...]:
 
 def _tried(name: str, each: Row) -> tuple[str, ...]:
     if "failed" in each:
-        return (name, str(each["batch"]), f"too little: {each['failed']}", "")
+        return (name, str(each["batch"]), "out of memory" if "memory" in each["failed"] else each["failed"], "")
     return (name, str(each["batch"]), f"{each['memory_bytes'] / 2**20:.0f} MiB", f"{each['images_per_s']:.0f}")
 
 

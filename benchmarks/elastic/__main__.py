@@ -31,6 +31,7 @@ from penstock.spec.profile import write_profile
 from penstock.train.captured import Captured
 
 LAB, HOSTS, CPU = "bench", 4, 0.35
+BERT_LEARNING_RATE = 3e-4
 _AS_FILE = str.maketrans({" ": "-", "/": "of", ",": None})
 SMALL = "1536 MiB"  # of each host where the largest batch is looked for
 BATCH, ROWS, EPOCHS, LEARNING_RATE, PRETRAINING = 128, 16, 10, 1e-3, 32  # ROWS are those of a microbatch
@@ -134,7 +135,7 @@ def prepare(data: Path, folder: Path, *, quick: bool) -> dict[str, dict[str, Any
         "validation": str(prepare_images(data / "cifar10-test.tar", folder, rest, 5000, "kept").resolve()),
     }  # fmt: skip
     bert = shared | {
-        "subject": "bert",
+        "subject": "bert", "lr": BERT_LEARNING_RATE,
         "training": str(prepare_sentences(data / "sst2", folder, num_rows, "sst2-train").resolve()),
         "validation": str(prepare_sentences(data / "sst2", folder, 872, "sst2-dev").resolve()),
     }  # fmt: skip

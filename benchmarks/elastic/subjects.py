@@ -113,18 +113,19 @@ def prepare_images(data: Path, folder: Path, classes: Sequence[int], num_rows: i
 
 
 def prepare_sentences(data: Path, folder: Path, num_rows: int, name: str) -> Path:
-    """Encode sentences into rows of one length, in a file of two tensors."""
+    """Encode sentences, drawn at random since files are sorted by label, into rows of one length."""
     file = folder / f"{name}-{num_rows}.pt"
     if file.exists():
         return file
     known = read_trees(data / "train.txt")
     sentences = read_trees(data / ("train.txt" if name == "sst2-train" else "dev.txt"))
     tokenizer = train_tokenizer(known.texts, VOCABULARY)
-    rows = [encode(tokenizer, text, LENGTH) for text in sentences.texts[:num_rows]]
+    chosen = torch.randperm(len(sentences.texts), generator=torch.Generator().manual_seed(0))[:num_rows].tolist()
+    rows = [encode(tokenizer, sentences.texts[number], LENGTH) for number in chosen]
     ids = torch.zeros(len(rows), LENGTH, dtype=torch.int64)
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = torch.tensor(tokens)
-    torch.save((ids, torch.tensor(sentences.labels[:num_rows])), file)
+    torch.save((ids, torch.tensor([sentences.labels[number] for number in chosen])), file)
     return file
 
 

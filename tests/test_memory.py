@@ -1,12 +1,13 @@
 """What tells that memory could not be had."""
 
+import subprocess
 import sys
 
 import pytest
 import torch
 
 from penstock.errors import OutOfMemory, RunError
-from penstock.memory import is_out_of_memory, num_killed
+from penstock.memory import is_out_of_memory, num_killed, peak_bytes
 
 
 def test_torch_s_own_allocator_is_understood() -> None:
@@ -31,6 +32,16 @@ def test_the_word_alone_says_nothing(error: BaseException) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the count is Linux's")
 def test_the_system_counts_what_it_kills() -> None:
     assert isinstance(num_killed(), int)
+
+
+@pytest.mark.fresh
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hand a peak down to what a process starts")
+def test_the_peak_is_of_the_process_itself() -> None:
+    held = torch.ones(2**28 // 4)  # 256 MiB, which what is started here never holds
+    assert peak_bytes() > held.nbytes
+    code = "from penstock.memory import peak_bytes; print(peak_bytes())"
+    started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert 0 < int(started.stdout) < held.nbytes
 
 
 def test_an_error_that_is_its_own_cause() -> None:

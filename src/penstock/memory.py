@@ -22,6 +22,10 @@ def resident_bytes(pid: int | None = None) -> int | None:
 
 def peak_bytes() -> int:
     """Return the most memory that this process has held at once."""
+    own = _kilobytes("/proc/self/status", "VmHWM")
+    if own is not None:
+        return own
+    # on Linux this one begins at the peak of who started the process, so it serves where there is no /proc
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

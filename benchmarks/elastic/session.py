@@ -19,7 +19,7 @@ from penstock.spec.cluster import parse_cluster
 from penstock.spec.profile import read_profile
 from penstock.train.evaluation import evaluate_all
 
-_STEP = ("load_s", "forward_s", "backward_s", "wait_s", "synchronize_s", "sent_bytes", "num_synchronizations")
+_STEP = ("load_s", "forward_s", "backward_s", "wait_s", "synchronize_s", "synchronized_bytes", "num_synchronizations")
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ def show(result: dict[str, Any], *, pipeline: str, static: str, freezing: str, m
                     for name, row in rows.items()])  # fmt: skip
     print()
     _table(("what", "chunks", "batch", "memory", "images/s", "s an epoch", "load", "forward", "backward", "wait",
-            "synchronize", "sync./s", "MB sent/s"),
+            "synchronize", "sync./s", "MB synchronized/s"),
            [_step(name, row) for name, row in result["lab"].items()])  # fmt: skip
     if result.get("largest"):
         print(f"\nHosts of {memory}\n")
@@ -57,7 +57,7 @@ def _step(name: str, row: Row) -> tuple[str, ...]:
     return (
         name, str(row["chunks"]), str(row["batch"]), f"{_memory(row) / 2**20:.0f} MiB", f"{_per_s(row):.0f}",
         f"{_an_epoch(row):.1f}", *(f"{1000 * spent[part] / row['steps']:.0f} ms" for part in parts),
-        f"{spent['num_synchronizations'] / taken:.1f}", f"{spent['sent_bytes'] / taken / 1e6:.2f}",
+        f"{spent['num_synchronizations'] / taken:.1f}", f"{spent['synchronized_bytes'] / taken / 1e6:.2f}",
     )  # fmt: skip
 
 

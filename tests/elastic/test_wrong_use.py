@@ -1,5 +1,6 @@
 """What an elastic training cannot do is one line, on every process, that says what to do instead."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -41,8 +42,8 @@ def small(freeze: Any, size: int = 2, *, epochs: int = 2, captured: Captured | N
     return train_elastically(captured or vit(), size, images(count=16), freeze, epochs=epochs, cache=False, **more)
 
 
-@pytest.mark.parametrize("freeze", [[7], [0, 7]])
-def test_more_layers_than_there_are(freeze: list[int]) -> None:
+@pytest.mark.parametrize("freeze", [[7], [0, 7], "0,7+after:9+guard"])
+def test_more_layers_than_there_are(freeze: list[int] | str) -> None:
     said = refused(UsageError, lambda: small(freeze))
     assert "VisionTransformer has 6 layers, so 7 cannot be frozen" in said
 
@@ -98,6 +99,7 @@ def test_layers_that_share_a_weight_with_the_head() -> None:
     said = refused(UsageError, lambda: _with(gpt2, options))
     assert "1 layers of GPT2LMHeadModel cannot be frozen: they share transformer.wte.weight" in said
     assert "use freeze='none'" in said
+    _with(gpt2, dataclasses.replace(options, freeze="none+after:1"))
 
 
 def test_a_cluster_of_other_processes() -> None:

@@ -15,6 +15,7 @@ from penstock.elastic.caching import Caching
 from penstock.elastic.costs import Costs, find_costs
 from penstock.elastic.decide import Decision, Situation, decide
 from penstock.elastic.freezing.by_hand import ByHand
+from penstock.elastic.freezing.delayed import Delayed
 from penstock.elastic.freezing.guard import Guarded
 from penstock.elastic.freezing.history import EpochRecord, FreezePolicy, next_frozen
 from penstock.elastic.freezing.never import Never
@@ -104,10 +105,11 @@ class ElasticTraining:
         Raises `UsageError` where none can, or a list by hand has more.
         """
         count = len(self._whole.layers)
-        said = _said_before(self._policy)
-        for layers in said:  # rather than after some epochs
-            self._frozen(layers)
-        if said or self._policy == Never():
+        policy = _innermost(self._policy)
+        if isinstance(policy, ByHand):
+            for layers in set(policy.layers):  # rather than after some epochs
+                self._frozen(layers)
+        if isinstance(policy, ByHand | Never):
             return count
         self._frozen(1)  # refuses what shares weights
         while count > 1 and not self._trains(count):
@@ -326,7 +328,8 @@ class ElasticTraining:
         self._caching.drop(keep=not finished)
 
 
-def _said_before(policy: FreezePolicy) -> set[int]:
-    """Return the numbers of layers that a policy is known to freeze before it has seen any epoch."""
-    inner = policy.policy if isinstance(policy, Guarded) else policy
-    return set(inner.layers) if isinstance(inner, ByHand) else set()
+def _innermost(policy: FreezePolicy) -> FreezePolicy:
+    """Return the policy behind delays and guards."""
+    while isinstance(policy, Guarded | Delayed):
+        policy = policy.policy
+    return policy

@@ -110,7 +110,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     freeze: Annotated[
         str,
         Meta(description="gradient-norms[:ALPHA], schedule[:ALPHA], plateau, layers by epoch as 0,4,7, or none; "
-             "+guard[:DROP] stops where accuracy drops."),
+             "+after[:EPOCHS] begins later, +guard[:DROP] stops where accuracy drops."),
     ] = DEFAULT_FREEZE  # fmt: skip
     pack: Annotated[bool, Meta(description="Elastic: change stages.", extra={"flags": []})] = True
     replicate: Annotated[bool, Meta(description="Elastic: change the number of replicas.", extra={"flags": []})] = True

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.elastic.freezing.by_hand import ByHand
 from penstock.elastic.freezing.closed_form import ClosedForm
+from penstock.elastic.freezing.delayed import Delayed
 from penstock.elastic.freezing.gradient_norms import GradientNorms
 from penstock.elastic.freezing.guard import Guarded
 from penstock.elastic.freezing.history import FreezePolicy
@@ -29,6 +30,9 @@ from penstock.errors import UsageError
         ("plateau:3", Plateau(patience=3)),
         ("0,4,7", ByHand([0, 4, 7])),
         ("4", ByHand([4])),
+        ("schedule:1/3+after", Delayed(ClosedForm(Fraction(1, 3)), num_epochs=1)),
+        ("0,4+after:2", Delayed(ByHand([0, 4]), num_epochs=2)),
+        ("schedule+after:2+guard:0.02", Guarded(Delayed(ClosedForm(), num_epochs=2), max_drop=0.02)),
         ("gradient-norms+guard", Guarded(GradientNorms())),
         ("gradient-norms:1/4+guard:0.02", Guarded(GradientNorms(0.25), max_drop=0.02)),
         ("0,4,7+take-back", Guarded(ByHand([0, 4, 7]), then="take back")),
@@ -43,14 +47,15 @@ def test_names(text: str, policy: FreezePolicy) -> None:
     "text",
     ["", "always", "none:1", "schedule:", "schedule:third", "schedule:1/0", "schedule:nan", "schedule:1e-3", "plateau:",
      "plateau:2.5", "plateau:-1", "0,4,", "0,-4", "0 4 7", "schedule+", "schedule+guard:", "schedule+guard:x",
-     "schedule+guards", "schedule+guard+take-back", "٣", "schedule:٣"],
+     "schedule+guards", "schedule+guard+take-back", "schedule+after:", "schedule+after:x", "schedule+after:1.5",
+     "schedule+after+after", "schedule+guard+after", "after:1", "٣", "schedule:٣"],
 )  # fmt: skip
 def test_other_names(text: str) -> None:
     with pytest.raises(UsageError) as error:
         read_policy(text)
     assert str(error.value) == (
         f"{text!r} is no freezing policy; use none, gradient-norms[:ALPHA], schedule[:ALPHA], plateau[:EPOCHS] or "
-        "layers by epoch like 0,4,7, and after it +guard[:DROP] or +take-back[:DROP]"
+        "layers by epoch like 0,4,7, and behind it +after[:EPOCHS], and +guard[:DROP] or +take-back[:DROP]"
     )
 
 
@@ -60,6 +65,7 @@ def test_other_names(text: str) -> None:
         ("schedule:4/3", "between 0 and 1, not 4/3; use 1/3"),
         ("gradient-norms:1", "between 0 and 1, not 1; use 1/3"),
         ("plateau:0", "at least 1, not 0; use 2"),
+        ("schedule+after:0", "at least 1 epoch later, not 0; leave the delay out"),
         ("schedule+guard:1.5", r"from 0 to below 1, not 1\.5; use 0\.01"),
     ],
 )

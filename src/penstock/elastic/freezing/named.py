@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from penstock.elastic.freezing.by_hand import ByHand
 from penstock.elastic.freezing.closed_form import ClosedForm
+from penstock.elastic.freezing.delayed import Delayed
 from penstock.elastic.freezing.gradient_norms import GradientNorms
 from penstock.elastic.freezing.guard import Guarded, Then
 from penstock.elastic.freezing.history import FreezePolicy
@@ -15,7 +16,7 @@ from penstock.errors import UsageError
 
 _POSSIBLE = (
     "none, gradient-norms[:ALPHA], schedule[:ALPHA], plateau[:EPOCHS] or layers by epoch like 0,4,7, "
-    "and after it +guard[:DROP] or +take-back[:DROP]"
+    "and behind it +after[:EPOCHS], and +guard[:DROP] or +take-back[:DROP]"
 )
 _BY_HAND = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 _COUNT = re.compile(r"\d{1,9}", re.ASCII)
@@ -24,22 +25,29 @@ _GUARDS: dict[str, Then] = {"guard": "stop", "take-back": "take back"}
 
 
 def read_policy(text: str) -> FreezePolicy:
-    """Read a policy: its name, an argument after a colon, and a guard after a plus.
+    """Read a policy: its name, an argument after a colon, and a delay and a guard, each after a plus.
 
     Example:
-        read_policy("gradient-norms:1/4+take-back:0.02")
+        read_policy("gradient-norms:1/4+after:2+take-back:0.02")
 
     Raises `UsageError` for any other text, and what the policies raise for their arguments.
     """
-    name, plus, guard = text.strip().partition("+")
+    name, *more = text.strip().split("+")
     policy = _read_policy(name, text)
-    if not plus:
+    if more and more[0].partition(":")[0] == "after":
+        policy = _read_delay(policy, more.pop(0), text)
+    if not more:
         return policy
-    kind, colon, drop = guard.partition(":")
-    if kind not in _GUARDS:
+    kind, colon, drop = more[0].partition(":")
+    if kind not in _GUARDS or len(more) > 1:
         raise _unknown(text)
     then = _GUARDS[kind]
     return Guarded(policy, max_drop=float(_number(drop, text)), then=then) if colon else Guarded(policy, then=then)
+
+
+def _read_delay(policy: FreezePolicy, word: str, text: str) -> FreezePolicy:
+    _, colon, count = word.partition(":")
+    return Delayed(policy, num_epochs=_count(count, text)) if colon else Delayed(policy)
 
 
 def _read_policy(name: str, text: str) -> FreezePolicy:
@@ -52,10 +60,14 @@ def _read_policy(name: str, text: str) -> FreezePolicy:
     if name in shared:
         return shared[name](_number(argument, text)) if colon else shared[name]()
     if name == "plateau":
-        if colon and not _COUNT.fullmatch(argument):
-            raise _unknown(text)
-        return Plateau(patience=int(argument)) if colon else Plateau()
+        return Plateau(patience=_count(argument, text)) if colon else Plateau()
     raise _unknown(text)
+
+
+def _count(word: str, text: str) -> int:
+    if not _COUNT.fullmatch(word):
+        raise _unknown(text)
+    return int(word)
 
 
 def _number(word: str, text: str) -> Fraction:

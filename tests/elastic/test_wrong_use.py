@@ -99,7 +99,8 @@ def test_layers_that_share_a_weight_with_the_head() -> None:
     said = refused(UsageError, lambda: _with(gpt2, options))
     assert "1 layers of GPT2LMHeadModel cannot be frozen: they share transformer.wte.weight" in said
     assert "use freeze='none'" in said
-    _with(gpt2, dataclasses.replace(options, freeze="none+after:1"))
+    for nothing in ("none", "none+after:1", "none+guard"):
+        _with(gpt2, dataclasses.replace(options, freeze=nothing))
 
 
 def test_a_cluster_of_other_processes() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.elastic.figure import draw
 from benchmarks.elastic.pretrain import pretrain, train_head, vary
 from benchmarks.elastic.subjects import make_subject, prepare_images, prepare_sentences
-from benchmarks.elastic.tables import show, tried
+from benchmarks.elastic.tables import UNFROZEN, show, tried
 from benchmarks.labs import ROOT, lab_text, run_session
 from benchmarks.training.__main__ import environment
 from penstock.cluster.lab import take_down
@@ -46,7 +46,6 @@ FREEZING = {
 CLAIMED = LATER  # what the summary's figures are of
 PIPELINE, STATIC, ELASTIC = "one pipeline over all hosts", "the planner's best static plan", f"elastic, {THIRD}"
 DATA_PARALLEL, BOTH = "data parallel", "two pipelines of two"
-STATIC_APART = "static"  # with nothing frozen, outside the lab
 OFF = {"pack": False, "replicate": False, "cache": False}
 
 
@@ -209,8 +208,8 @@ def largest(base: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 def outside_the_lab(*, quick: bool) -> list[tuple[str, str]]:
     """Return what is trained outside the lab, for each seed: subject and freezing."""
     if quick:
-        return [("vit", STATIC_APART), ("vit", CLAIMED)]
-    return [*(("vit", name) for name in (STATIC_APART, *FREEZING)), ("bert", STATIC_APART), ("bert", THIRD)]
+        return [("vit", UNFROZEN), ("vit", CLAIMED)]
+    return [*(("vit", name) for name in (UNFROZEN, *FREEZING)), ("bert", UNFROZEN), ("bert", THIRD)]
 
 
 def accuracies(
@@ -251,7 +250,7 @@ def _apart(base: dict[str, Any]) -> dict[str, Any]:
 
 
 def _freezing(name: str) -> dict[str, Any]:
-    return {} if name == STATIC_APART else {"elastic": {"freeze": FREEZING[name], "pack": False, "replicate": False}}
+    return {} if name == UNFROZEN else {"elastic": {"freeze": FREEZING[name], "pack": False, "replicate": False}}
 
 
 def migration() -> list[dict[str, Any]]:
@@ -277,8 +276,8 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
         return float(sum(lab[baseline]["seconds"]) / sum(lab[elastic]["seconds"]))
 
     drop = None
-    if STATIC_APART in accuracy and CLAIMED in accuracy:
-        drop = statistics.mean(accuracy[STATIC_APART]) - statistics.mean(accuracy[CLAIMED])
+    if UNFROZEN in accuracy and CLAIMED in accuracy:
+        drop = statistics.mean(accuracy[UNFROZEN]) - statistics.mean(accuracy[CLAIMED])
     moves = [move["seconds"] for move in result["migration"]]
     return {"freezing": CLAIMED, "speedup": faster(PIPELINE), "speedup_over_best_static": faster(STATIC),
             "accuracy_drop": drop, "migrate_s": max(moves) if moves else None}  # fmt: skip

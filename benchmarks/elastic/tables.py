@@ -5,6 +5,7 @@ import statistics
 from typing import Any
 
 Row = dict[str, Any]
+UNFROZEN = "static"  # the accuracies with nothing frozen
 
 
 def show(result: dict[str, Any], *, pipeline: str, static: str, freezing: str, memory: str) -> None:
@@ -47,7 +48,7 @@ def _way(name: str, row: Row, pipeline: Row | None, freezing: str, accuracy: dic
 def _freezing(name: str, row: Row, static: str, default: str) -> str:
     """Return under which name a row's accuracies are."""
     if name == static or not row["changes"]:
-        return "static"
+        return UNFROZEN
     return name.removeprefix("elastic, ") if name.startswith("elastic, ") else default
 
 

@@ -7,7 +7,6 @@ ranks. Every message must come as it was sent, and afterwards the store must ans
 import argparse
 import json
 import random
-import resource
 import socket
 import struct
 import sys
@@ -20,6 +19,7 @@ import torch
 
 from benchmarks.training.__main__ import environment
 from penstock.group.zmq_store import Prefixed, StoreServer, ZmqStore
+from penstock.memory import peak_bytes
 from penstock.transport.curve import Curve, make_key
 from penstock.transport.zeromq import ZmqTransport
 
@@ -129,7 +129,7 @@ def main() -> None:
     ports = [server.port, *(int(server.get(f"run/data/{rank}").split()[1]) for rank in range(2))]
     forge = [*FORGED, replayed(record_handshake(curves[1], server.port))]
     attacking = threading.Thread(target=attack, args=(ports, forge, given.count, given.seed))
-    began_s, before_kb = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began_s, before = time.monotonic(), peak_bytes()
     attacking.start()
     exchanged, worst_s = 0, 0.0
     while attacking.is_alive():
@@ -149,7 +149,7 @@ def main() -> None:
     found = {
         "forged": given.count, "seconds": seconds, "exchanged": exchanged, "slowest_message_s": worst_s,
         "store_answers": with_key.get("after") == b"fine",
-        "more_memory_bytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) * 1024,
+        "more_memory_bytes": peak_bytes() - before,
     }  # fmt: skip
     print(json.dumps(found))
     if given.json is not None:

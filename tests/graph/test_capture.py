@@ -361,7 +361,7 @@ def test_parameters_on_the_meta_device_give_the_same_graph() -> None:
     for build, inputs in ((deit, torch.randn(2, 3, 32, 32)), (gpt2, torch.randint(0, 80, (2, 6)))):
         real = build()
         hollow = build()
-        replaced = {p: nn.Parameter(p.to("meta"), requires_grad=False) for p in hollow.parameters()}
+        replaced = {p: nn.Parameter(p.to("meta")) for p in hollow.parameters()}
         for module in hollow.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:

@@ -78,6 +78,7 @@ class TrainingStage:
         self.step = step
         self.final = final
         self.first_nonfinite = None
+        self.runtime.is_first = True
         self._kept.clear()
 
     def run(self, action: Action, message: Message | None) -> Message | None:
@@ -108,6 +109,7 @@ class TrainingStage:
                 crossing[position].requires_grad_()
         inputs = [*crossing, *(given.own[value.name] for value in self.part.own)]
         kept = self._compute(self.runtime, microbatch, inputs, grad=self.trains and self.recompute is None)
+        self.runtime.is_first = False
         if self.trains:
             self._check_finite(microbatch, kept)
             self._kept[microbatch] = kept if self.recompute is None else _Kept(inputs, [])

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError
+from penstock.graph.callbacks import recorded_callbacks
 from penstock.graph.graph import Graph
 from penstock.graph.translate import translate
 from penstock.terminal.notes import note
@@ -49,9 +50,10 @@ def capture(
     Parameters may lie on the meta device: they are never read. A model that fixes its batch size is
     captured at the size of the example, and `Graph.fixed_batch` says so.
 
-    A model in training mode is captured for training: with its dropout, its updates of statistics, and
-    where its code switches gradients off the values are detached. One of Hugging Face's that would return the cache of
-    its keys and values (`config.use_cache`) is captured without, and a mixture of experts with `batched_mm`.
+    A model in training mode is captured for training: with its dropout, its updates of statistics, what it computes
+    without gradients, and its custom autograd functions and hooks (see `callbacks.py`). One of Hugging Face's that
+    would return the cache of its keys and values (`config.use_cache`) is captured without, and a mixture of experts
+    with `batched_mm`.
 
     `dynamic` declares further symbolic dimensions: a name, then input names or positions and their
     dimension, as in `{"sequence": {"input_ids": 1, "attention_mask": 1}}`.
@@ -90,7 +92,9 @@ def _export(
 ) -> Graph:  # fmt: skip
     try:
         # torch prints the graph of an export that fails; the error says it in one line
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), recorded_callbacks(model) as recorder
+        ):  # fmt: skip
             warnings.simplefilter("ignore")
             exported: ExportedProgram = torch.export.export(
                 model, arguments, keywords, dynamic_shapes=shapes, strict=False
@@ -98,7 +102,11 @@ def _export(
     # torch.export lets any exception of the model's own code through, so any can mean "does not export"
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be captured: {_export_reason(error)}") from error
-    return translate(exported, model, _in_order(exported, labels), fixed_batch=fixed_batch)
+    for text in recorder.notes:
+        note(text)
+    return translate(
+        exported, model, _in_order(exported, labels), fixed_batch=fixed_batch, callbacks=recorder.callbacks
+    )
 
 
 def _in_order(

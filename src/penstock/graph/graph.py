@@ -1,11 +1,12 @@
 """The Graph: one forward pass as an ordered list of operations, and where it may be cut."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from penstock.graph.callbacks import Callback
 from penstock.graph.ops import Op, State, Value
 
 # What a model returns, flat: a Ref to a tensor, a Size, or a plain constant
@@ -69,6 +70,7 @@ class Graph:
     fixed_batch: int | None
     constants: Mapping[str, Tensor] = field(repr=False)
     forbidden: Mapping[int, str] = field(repr=False)
+    callbacks: Sequence[Callback] = field(default=(), repr=False)
 
     @property
     def allowed(self) -> tuple[int, ...]:

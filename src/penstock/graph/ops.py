@@ -10,6 +10,8 @@ import torch
 from penstock.graph.expressions import Size
 
 GETITEM = "operator.getitem"
+CALLBACK = "penstock.callback.default"  # of `callbacks.py`; only in what is trained
+BATCH_NORM = "aten.batch_norm.default"
 Dimension: TypeAlias = int | Size
 # None, bool, int, float, str, Ref, Size, torch.dtype/device/layout/memory_format, or lists of these
 Argument: TypeAlias = Any
@@ -46,16 +48,21 @@ class State:
     value: Value
     source: str
     kind: Literal["parameter", "buffer", "constant"]
+    requires_grad: bool = False  # of a parameter; torch.matmul takes another kernel then, with other last bits
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One call of an operator; its result has the operation's name."""
+    """One call of an operator; its result has the operation's name.
+
+    With `no_grad` it runs without gradients where a model is trained.
+    """
 
     name: str
     target: str
     arguments: tuple[Argument, ...]
     keywords: Mapping[str, Argument]
+    no_grad: bool = False
 
     def uses(self) -> Iterator[str]:
         """Return the name of every value that this operation reads or writes."""
@@ -105,7 +112,7 @@ def effect(op: Op) -> Effect:
         return Effect(shares=tuple(references(op.arguments[0])), writes=())
     operator = resolve_operator(op.target)
     schema = operator._schema
-    if op.target in _WRITES_NOTHING:
+    if op.target in _WRITES_NOTHING or op.target == CALLBACK:
         return Effect(shares=tuple(op.uses()), writes=())
     if torch.Tag.maybe_aliasing_or_mutating in operator.tags:
         return _undeclared_effect(op)
@@ -126,9 +133,23 @@ def effect(op: Op) -> Effect:
     return Effect(shares=tuple(shares), writes=tuple(writes))
 
 
+def returned_argument(op: Op) -> Argument | None:
+    """Return the argument that an operator writes to and hands back, as `add_` and what has `out=` do; else None."""
+    if op.target == GETITEM:
+        return None
+    schema = resolve_operator(op.target)._schema
+    first = schema.returns[0].alias_info if schema.returns else None
+    if first is None or not first.is_write:
+        return None
+    for position, parameter in enumerate(schema.arguments):
+        if parameter.alias_info is not None and set(parameter.alias_info.before_set) == set(first.before_set):
+            return op.arguments[position] if position < len(op.arguments) else op.keywords.get(parameter.name)
+    return None
+
+
 def _undeclared_effect(op: Op) -> Effect:
     """Return what an operator does whose schema does not tell: what may be a view counts as one."""
-    if op.target == "aten.batch_norm.default":  # a new tensor; training also updates the running statistics
+    if op.target == BATCH_NORM:  # a new tensor; training also updates the running statistics
         *_, mean, variance, training = op.arguments[:6]
         return Effect(shares=(), writes=tuple(references([mean, variance])) if training else ())
     return Effect(shares=tuple(op.uses()), writes=())

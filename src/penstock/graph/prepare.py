@@ -5,8 +5,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
+from penstock.graph.callbacks import Callback
 from penstock.graph.graph import Graph, Output, Visit
-from penstock.graph.ops import GETITEM, Op, Value, effect, is_random, references
+from penstock.graph.ops import CALLBACK, GETITEM, Op, Value, effect, is_random, references
 
 
 def prepare(graph: Graph) -> Graph:
@@ -22,7 +23,8 @@ def prepare(graph: Graph) -> Graph:
         prelude=tuple(op for op in live if op.name in prelude),
         ops=tuple(ordered),
         visits=_move_visits(graph.visits, graph.ops, {op.name for op in ordered}),
-        forbidden=_forbidden(ordered, graph.outputs, prelude, storage, graph.values),
+        forbidden=_forbidden(ordered, graph.outputs, prelude, storage, graph.values)
+        | _forbidden_by_callbacks(ordered, graph.callbacks),
     )
 
 
@@ -60,7 +62,7 @@ def _live(ops: Sequence[Op], outputs: tuple[Output, ...], storage: Storage) -> l
     kept: list[Op] = []
     for op in reversed(ops):
         writes = {storage.root(name) for name in storage.effects[op.name].writes}
-        if op.name in needed or writes & roots:
+        if op.name in needed or writes & roots or op.target == CALLBACK:
             kept.append(op)
             needed.update(op.uses())
             roots.update(storage.root(name) for name in op.uses())
@@ -72,7 +74,8 @@ def _prelude(ops: Sequence[Op], constants: set[str], storage: Storage) -> set[st
     known = {name for name in constants if not storage.is_written(name)}
     found: set[str] = set()
     for op in ops:
-        if set(op.uses()) <= known and not storage.is_written(op.name) and not is_random(op):
+        pure = op.target != CALLBACK and not is_random(op)
+        if pure and set(op.uses()) <= known and not storage.is_written(op.name):
             known.add(op.name)
             found.add(op.name)
     return found
@@ -121,6 +124,22 @@ def _forbidden(
         if op.name not in values and op.target != GETITEM:
             torn = range(made[op.name] + 1, last.get(op.name, made[op.name]) + 1)
             forbidden |= dict.fromkeys(torn, "cross a list of tensors before its items are taken out")
+    return forbidden
+
+
+def _forbidden_by_callbacks(ops: Sequence[Op], callbacks: Sequence[Callback]) -> dict[int, str]:
+    """Forbid to part a tensor from its hook, and the begin of a module from its end where a backward hook sees both."""
+    forbidden: dict[int, str] = {}
+    made = {op.name: index for index, op in enumerate(ops)}
+    place = {op.arguments[2]: index for index, op in enumerate(ops) if op.target == CALLBACK}
+    for number, index in place.items():
+        callback = callbacks[number]
+        if callback.with_producer:
+            first = max(made.get(name, -1) for name in ops[index].uses())
+            forbidden |= dict.fromkeys(range(first + 1, index + 1), "part a tensor from its hook")
+        if callback.since is not None:
+            inside = range(place[callback.since] + 1, index + 1)
+            forbidden |= dict.fromkeys(inside, "part a module from its backward hook")
     return forbidden
 
 

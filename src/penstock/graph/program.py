@@ -13,11 +13,12 @@ value is made before it is used, names, dtypes and sizes. Nothing in it is ever 
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import ProgramError
+from penstock.graph.callbacks import Callback
 from penstock.graph.encoding import DTYPES, decode, encode
 from penstock.graph.expressions import Size, check_expression
 from penstock.graph.operators import check_operator
@@ -38,6 +39,7 @@ class StageProgram:
     prelude: tuple[Op, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Value, ...]
+    callbacks: Sequence[Callback] = field(default=(), repr=False, compare=False)  # of this process, never written
 
     @property
     def parameters(self) -> tuple[State, ...]:
@@ -60,7 +62,7 @@ def write_program(program: StageProgram) -> str:
         "format": FORMAT,
         "version": VERSION,
         "symbols": list(program.symbols),
-        "states": [_write_value(s.value) | {"source": s.source, "kind": s.kind} for s in program.states],
+        "states": [_write_state(state) for state in program.states],
         "inputs": [_write_value(value) for value in program.inputs],
         "prelude": [_write_op(op) for op in program.prelude],
         "ops": [_write_op(op) for op in program.ops],
@@ -119,7 +121,17 @@ def _read_document(document: Mapping[str, Any]) -> StageProgram:
 def _read_state(item: Mapping[str, Any]) -> State:
     if item["kind"] not in {"parameter", "buffer", "constant"}:
         raise ProgramError(f"a state's kind is parameter, buffer or constant, not {_quoted(item['kind'])}; {_FORGED}")
-    return State(value=_read_value(item, frozenset()), source=_name(item["source"]), kind=item["kind"])
+    requires_grad = item.get("requires_grad", False)
+    value = _read_value(item, frozenset())
+    can = value.dtype.is_floating_point or value.dtype.is_complex
+    if not isinstance(requires_grad, bool) or (requires_grad and not can):
+        raise ProgramError(f"requires_grad of {value.name} is {_quoted(requires_grad)}; {_FORGED}")
+    return State(value=value, source=_name(item["source"]), kind=item["kind"], requires_grad=requires_grad)
+
+
+def _write_state(state: State) -> dict[str, Any]:
+    written = _write_value(state.value) | {"source": state.source, "kind": state.kind}
+    return written | ({"requires_grad": True} if state.requires_grad else {})
 
 
 def _write_value(value: Value) -> dict[str, Any]:
@@ -142,7 +154,8 @@ def _read_value(item: Mapping[str, Any], symbols: frozenset[str]) -> Value:
 
 
 def _write_op(op: Op) -> list[Any]:
-    return [op.name, op.target, [encode(a) for a in op.arguments], {k: encode(a) for k, a in op.keywords.items()}]
+    written = [op.name, op.target, [encode(a) for a in op.arguments], {k: encode(a) for k, a in op.keywords.items()}]
+    return [*written, "no_grad"] if op.no_grad else written  # of what is trained, which no other process reads
 
 
 def _read_op(item: Any, symbols: frozenset[str]) -> Op:

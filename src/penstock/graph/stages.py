@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from penstock.graph.cuts import Cut, crossing_values
@@ -48,8 +49,9 @@ def make_program(
             needed.update(op.uses())
     states = tuple(state for state in graph.states if state.value.name in needed)
     return StageProgram(
-        symbols=graph.symbols, states=states, inputs=inputs, prelude=tuple(prelude[::-1]), ops=ops, outputs=outputs
-    )
+        symbols=graph.symbols, states=states, inputs=inputs, prelude=tuple(prelude[::-1]), ops=ops, outputs=outputs,
+        callbacks=graph.callbacks,
+    )  # fmt: skip
 
 
 def fingerprint(graph: Graph) -> str:
@@ -58,4 +60,7 @@ def fingerprint(graph: Graph) -> str:
     Example:
         plan.graph == fingerprint(capture(model, (image,)))
     """
-    return hashlib.sha256(write_program(divide(graph, [])[0]).encode()).hexdigest()[:16]
+    (program,) = divide(graph, [])
+    # a plan for a model is one for its frozen twin too
+    states = tuple(replace(state, requires_grad=False) for state in program.states)
+    return hashlib.sha256(write_program(replace(program, states=states)).encode()).hexdigest()[:16]

@@ -63,7 +63,7 @@ def differentiable_values(graph: Graph, trainable: Collection[str]) -> set[str]:
     """Name the values that a gradient may reach a trainable parameter through."""
     found = {s.value.name for s in graph.states if s.kind == "parameter" and s.source in trainable}
     for op in graph.ops:
-        if op.target in _STOPS or found.isdisjoint(op.uses()):
+        if op.no_grad or op.target in _STOPS or found.isdisjoint(op.uses()):
             continue
         if _is_float(graph, op):
             found.add(op.name)

@@ -12,11 +12,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
 from penstock.errors import CaptureError
+from penstock.graph.callbacks import Callback
 from penstock.graph.encoding import STAGE_DEVICE
 from penstock.graph.expressions import Size
 from penstock.graph.graph import Call, Graph, Output, Plain, Visit
 from penstock.graph.nodes import from_sympy, is_idle, module_calls
-from penstock.graph.ops import GETITEM, Op, Ref, State, Value
+from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, Value, returned_argument
 from penstock.graph.prepare import prepare
 
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
@@ -25,13 +26,14 @@ _CHECKS = {
     "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
     "aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default",
 }  # fmt: skip
-# Regions that only switch a mode; where a model is trained, what comes out of one without gradients is detached.
+# Regions that only switch a mode, by the number of their settings.
 _REGIONS: dict[str, int] = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
 def translate(
-    exported: ExportedProgram, model: nn.Module, labels: Sequence[Sequence[str | None]], *, fixed_batch: int | None
-) -> Graph:
+    exported: ExportedProgram, model: nn.Module, labels: Sequence[Sequence[str | None]], *, fixed_batch: int | None,
+    callbacks: Sequence[Callback] = (),
+) -> Graph:  # fmt: skip
     """Turn an exported program into a graph; raises `CaptureError` for what a stage cannot run.
 
     `labels` names, for every input in the order of the call, the symbol of each of its dimensions.
@@ -46,6 +48,7 @@ def translate(
         states=tuple(translator.states), prelude=(), ops=tuple(translator.ops), visits=tuple(translator.visits),
         values=translator.tensors, outputs=outputs, output_spec=exported.call_spec.out_spec,
         fixed_batch=fixed_batch, constants=translator.constants, forbidden={},
+        callbacks=callbacks,
     )  # fmt: skip
     return prepare(translated)
 
@@ -66,6 +69,7 @@ class _Translator:
     symbols: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     first_names: dict[str, str] = field(default_factory=dict)  # of tensors that have several, as tied weights
+    no_grad: bool = False  # inside a region without gradients, of a model that is trained
 
     def __post_init__(self) -> None:
         first: dict[Tensor, str] = {}
@@ -119,7 +123,10 @@ class _Translator:
         known = next((state.value.name for state in self.states if state.source == source), None)
         name = known or self._unique(source)
         if known is None:
-            self.states.append(State(value=self._value(name, meta), source=source, kind=kind))
+            requires_grad = kind == "parameter" and self.model.get_parameter(source).requires_grad
+            self.states.append(
+                State(value=self._value(name, meta), source=source, kind=kind, requires_grad=requires_grad)
+            )
         return Ref(name)
 
     def _constant(self, source: str, kind: str) -> Tensor:
@@ -174,11 +181,14 @@ class _Translator:
         if isinstance(node.meta.get("val"), Tensor):
             self._value(op_name, node.meta["val"])
         self.visits.append(Visit(calls=calls, op=op_name, position=len(self.ops)))
-        self.ops.append(Op(name=op_name, target=target, arguments=arguments, keywords=keywords))
-        values[node.name] = Ref(op_name)
+        op = Op(name=op_name, target=target, arguments=arguments, keywords=keywords, no_grad=self.no_grad)
+        self.ops.append(op)
+        # without gradients a parameter is written to through an alias, which is not the parameter
+        written = returned_argument(op) if self.no_grad else None
+        values[node.name] = written if isinstance(written, Ref) else Ref(op_name)
 
     def _region(self, node: fx.Node, values: dict[str, Any], calls: tuple[Call, ...], num_settings: int) -> None:
-        """Put a region's operations in line: its mode makes no difference to a forward pass."""
+        """Put a region's operations in line; without gradients they are marked where a model is trained."""
         settings = [self._argument(item, values) for item in node.args[:num_settings]]
         if len(settings) == 4 and settings[0] == "cpu" and settings[2]:
             raise CaptureError(
@@ -189,23 +199,13 @@ class _Translator:
         operands = [self._argument(item, values) for item in node.args[num_settings + 1 :]]
         placeholders = (inside.name for inside in body.graph.nodes if inside.op == "placeholder")
         inner: dict[str, Any] = dict(zip(placeholders, operands, strict=True))
+        outside = self.no_grad
+        if num_settings == 1:
+            self.no_grad = self.model.training and not settings[0]
         self.nodes(body, body.graph, inner, calls)
+        self.no_grad = outside
         result = next(inside for inside in body.graph.nodes if inside.op == "output").args[0]
-        results = [self._argument(item, inner) for item in result]
-        if self.model.training and num_settings == 1 and settings[0] is False:
-            results = [self._detach(item, calls) for item in results]
-        values[node.name] = results
-
-    def _detach(self, item: Any, calls: tuple[Call, ...]) -> Any:
-        """What was computed with gradients off lets none through."""
-        if not isinstance(item, Ref) or item.name not in self.tensors:
-            return item
-        source = self.tensors[item.name]
-        name = self._unique(f"{item.name}_detached")
-        self.tensors[name] = Value(name=name, dtype=source.dtype, shape=source.shape)
-        self.visits.append(Visit(calls=calls, op=name, position=len(self.ops)))
-        self.ops.append(Op(name=name, target="aten.detach.default", arguments=(item,), keywords={}))
-        return Ref(name)
+        values[node.name] = [self._argument(item, inner) for item in result]
 
     def _scalar(self, node: fx.Node) -> Any:
         """Return a size as an expression where it follows from the inputs' sizes."""
@@ -223,8 +223,10 @@ class _Translator:
     def _target(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
             return GETITEM
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
-            return str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload):
+            target = str(node.target)
+            if node.target.namespace == "aten" or target == CALLBACK:
+                return target
         raise CaptureError(
             f"{type(self.model).__name__} uses the operator {node.target} at {node.name}; "
             "a stage runs only PyTorch's own (aten) operators"

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.errors import OutOfMemory, PenstockError, ProgramError, RunError
 from penstock.graph.encoding import StageDevice
 from penstock.graph.expressions import Size
-from penstock.graph.ops import GETITEM, Op, Ref, Value, is_factory, references, resolve_operator
+from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, is_factory, references, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.graph.schema import check_amounts
 from penstock.memory import is_out_of_memory
@@ -81,7 +81,7 @@ class Runtime:
         self.program = program
         self.device = device
         self._indices = self._number()
-        self._state = [self._check(state.value, tensors) for state in program.states]
+        self._state = [self._check(state, tensors) for state in program.states]
         self._inputs = [self._indices[value.name] for value in program.inputs]
         self._outputs = [self._indices[value.name] for value in program.outputs]
         self._bound: dict[tuple[int, ...], _Bound] = {}
@@ -172,7 +172,8 @@ class Runtime:
         names += [op.name for op in program.ops]
         return {name: index for index, name in enumerate(names)}
 
-    def _check(self, value: Value, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _check(self, state: State, tensors: Mapping[str, Tensor]) -> Tensor:
+        value = state.value
         name, tensor = value.name, tensors.get(value.name)
         if tensor is None:
             raise ProgramError(f"the stage needs the tensor {name!r} and did not get it; bundle its weights again")
@@ -181,7 +182,14 @@ class Runtime:
                 f"{name!r} is {tensor.dtype} {tuple(tensor.shape)} but the program wants "
                 f"{value.dtype} {value.evaluate({})}; use the weights of this model"
             )
-        return moved(tensor, self.device)
+        return self._as_captured(state, moved(tensor, self.device))
+
+    def _as_captured(self, state: State, tensor: Tensor) -> Tensor:
+        """Return a tensor as the model had it: `torch.matmul` chooses a kernel by whether a weight requires gradients.
+
+        Nothing is computed for gradients, since a stage runs without them.
+        """
+        return tensor.detach().requires_grad_() if state.requires_grad and not tensor.is_inference() else tensor
 
     def _bind(self, sizes: Mapping[str, int]) -> _Bound:
         registers: list[Any] = [None] * len(self._indices)
@@ -220,7 +228,12 @@ class Runtime:
     def _function(self, op: Op) -> Callable[..., Any]:
         if op.target == GETITEM:
             return operator.getitem
+        if op.target == CALLBACK:
+            return self._callback
         return _FILLED.get(op.target) or resolve_operator(op.target)
+
+    def _callback(self, tensors: list[Tensor], sizes: list[int], number: int) -> list[Tensor]:
+        return self.program.callbacks[number].run(tensors, sizes)
 
     def _run_each(
         self, bound: _Bound, sizes: Mapping[str, int], registers: list[Any]
@@ -242,7 +255,7 @@ class Runtime:
             self._watched_sizes.add(tuple(sizes[symbol] for symbol in self.program.symbols))
 
     def _check_result(self, op: Op, sizes: Mapping[str, int], registers: list[Any]) -> None:
-        if op.target == GETITEM:
+        if op.target in {GETITEM, CALLBACK}:
             return
 
         def given(argument: Any) -> Any:

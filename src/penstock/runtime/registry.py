@@ -51,7 +51,7 @@ class RuntimeKind:
     """
 
     load: Callable[[StageProgram, Mapping[str, Tensor], torch.device, "RuntimeChoice"], StageRuntime]
-    load_training: Callable[[TrainingPart, Mapping[str, Tensor], torch.device], TrainingRuntime] | None
+    load_training: type[TrainingRuntime] | None
     precisions: tuple[str, ...]
 
 
@@ -123,13 +123,13 @@ class RuntimeChoice:
         return RUNTIMES[self.name].load(program, tensors, device, self)
 
     def load_training(
-        self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST
+        self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST, *, again: bool = False
     ) -> TrainingRuntime:
-        """Make a runtime that is trained."""
+        """Make a runtime that is trained; one that only recomputes runs microbatches `again`."""
         load = RUNTIMES[self.name].load_training
         if load is None or self.precision != "float32":
             raise PlanError(f"the runtime {self} does not train; use eager")
-        return load(part, tensors, device)
+        return load(part, tensors, device, again=again)
 
 
 EAGER = RuntimeChoice()

@@ -6,12 +6,13 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.graph.ops import GETITEM, Op, effect, is_random
+from penstock.graph.ops import BATCH_NORM, CALLBACK, GETITEM, Op, State, effect, is_random
 from penstock.graph.training_parts import TrainingPart, written_inputs
 from penstock.runtime.eager import Runtime, _Bound, _Step
 from penstock.tensors import HOST
@@ -24,7 +25,8 @@ class TrainingRuntime(Runtime):
     """A stage program whose parameters are autograd's leaves, with dropout that can be drawn again.
 
     What an operation draws depends on `rng_key`, a text that names seed, step and microbatch, and on the
-    operation alone: not on the stage it is in, nor on what was drawn before.
+    operation alone: not on the stage it is in, nor on what was drawn before. A runtime that runs microbatches `again`,
+    to recompute their activations, writes to no parameter.
 
     Example:
         runtime = TrainingRuntime(part, leaves)
@@ -32,8 +34,12 @@ class TrainingRuntime(Runtime):
         outputs = runtime({"batch": 4}, inputs)
     """
 
-    def __init__(self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
+    def __init__(
+        self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST, *, again: bool = False
+    ) -> None:
         self.rng_key = ""
+        self.is_first = True  # whether the microbatch is the first one of its step
+        self._again = again
         self._parted = branches_used_again(part)
         self._written = [value.name in written_inputs(part) for value in part.program.inputs]
         super().__init__(part.program, tensors, device)
@@ -51,13 +57,57 @@ class TrainingRuntime(Runtime):
     def _step(self, op: Op, sizes: Mapping[str, int], ends: tuple[int, ...]) -> _Step:
         step = super()._step(op, sizes, ends)
         function = step.function
+        if op.no_grad:
+            function = _without_gradients(function)
+        if written := effect(op).writes:
+            changed = {self._indices[name] for name in written}
+            places = [position for position, register in step.slots if register in changed]
+            function = self._written_once(function, places, of_rows=op.name in self._of_rows)
+        if op.target == BATCH_NORM and op.arguments[5] is True:
+            function = _with_several_values(function)
         if _draws(op):
             function = self._seeded(function, op.name)
-        if op.name in self._parted:
+        if op.name in self._parted and not op.no_grad:
             registers = {self._indices[name] for name in self._parted[op.name]}
-            places = {position for position, register in step.slots if register in registers}
-            function = _apart(function, places | {position for position, _ in step.lists})
+            parted = {position for position, register in step.slots if register in registers}
+            function = _apart(function, parted | {position for position, _ in step.lists})
         return step if function is step.function else dataclasses.replace(step, function=function)
+
+    def _written_once(
+        self, function: Callable[..., Any], places: Sequence[int], *, of_rows: bool
+    ) -> Callable[..., Any]:
+        """Write to a parameter once in a step, as one forward pass of the whole batch does.
+
+        What is written to it `of_rows` is written for every microbatch, but not when it is recomputed.
+        """
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if self._again or not (of_rows or self.is_first):
+                for place in places:
+                    if arguments[place].untyped_storage().data_ptr() in self._leaves:
+                        return arguments[place]
+            return function(*arguments, **keywords)
+
+        return call
+
+    @cached_property
+    def _leaves(self) -> frozenset[int]:
+        """The memory of parameters."""
+        pairs = zip(self.program.states, self._state, strict=True)
+        return frozenset(tensor.untyped_storage().data_ptr() for s, tensor in pairs if s.kind == "parameter")
+
+    @cached_property
+    def _of_rows(self) -> set[str]:
+        """The operations that depend on the inputs."""
+        found = {value.name for value in self.program.inputs}
+        for op in self.program.ops:
+            if not found.isdisjoint(op.uses()):
+                found.add(op.name)
+        return found
+
+    def _as_captured(self, _state: State, tensor: Tensor) -> Tensor:
+        """Return a tensor as it is: leaves require gradients where their parameters are trained."""
+        return tensor
 
     def _seeded(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -81,7 +131,38 @@ def _seeded_generator(device: torch.device, seed: int) -> Iterator[None]:
             generator.set_state(before)
 
 
+def _without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call without gradients; a parameter that is written to is no other version of itself to a backward that waits.
+
+    The forwards of several microbatches come before the first backward, which autograd would refuse otherwise.
+    """
+
+    def alias(item: Any) -> Any:
+        if isinstance(item, list):
+            return [alias(each) for each in item]
+        return item.data if isinstance(item, Tensor) and item.is_leaf and item.requires_grad else item
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with torch.no_grad():
+            return function(*map(alias, arguments), **{key: alias(item) for key, item in keywords.items()})
+
+    return call
+
+
+def _with_several_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Check what torch.nn.functional.batch_norm does: capture leaves its check out, and one value has no variance."""
+
+    def call(x: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if x.numel() == x.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+        return function(x, *arguments, **keywords)
+
+    return call
+
+
 def _draws(op: Op) -> bool:
+    if op.target == CALLBACK:
+        return True  # it may
     if op.target == GETITEM or not is_random(op):
         return False
     if op.target == "aten.scaled_dot_product_attention.default":

@@ -176,20 +176,19 @@ class Arrangement:
         schedule = with_updates(found, update=False)
         return with_recompute(schedule) if self._checkpointing else schedule
 
-    def count_microbatches(self, num_rows: int, *, short: bool) -> int:
-        """Return how many microbatches a batch is cut into; a `short` one, at the end of the data, into fewer.
+    def count_microbatches(self, num_rows: int, *, short: bool, least: int = 1) -> int:
+        """Return how many microbatches a batch is cut into: fewer where one would have under `least` rows.
 
-        Raises `UsageError` for another batch with fewer rows than the microbatches that were asked for.
+        Raises `UsageError` for a batch with fewer rows than the microbatches that were asked for, unless it is a
+        `short` one, at the end of the data.
         """
         wanted = self.num_microbatches
-        if num_rows >= wanted:
-            return wanted
-        if self._asked and not short:
+        if num_rows < wanted and self._asked and not short:
             raise UsageError(
                 f"a batch of {num_rows} rows cannot be {wanted} microbatches; give at least {wanted} rows, or fewer "
                 "microbatches"
             )
-        return num_rows
+        return min(wanted, max(num_rows // least, 1)) if num_rows else 0
 
     def fixed(self) -> "Arrangement":
         """Return this arrangement with each replica's number of microbatches said, as arrangements that follow have it.

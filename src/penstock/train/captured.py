@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -18,9 +19,11 @@ from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.freeze import check_apart, find_layers, freeze_prefix, sources_before
 from penstock.graph.graph import Graph
+from penstock.graph.ops import BATCH_NORM
 from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST
+from penstock.train.shared_module import SharedModule, check_whole
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.weights.weights import ModuleWeights, RandomWeights, Weights
 
@@ -30,7 +33,7 @@ _SHOWN = 5  # names of parameters
 
 
 class Captured:
-    """A model with an example call, captured when it is needed.
+    """A model with an example call, captured when it is needed; with `shares`, training changes the module itself.
 
     `model` is a module in training mode, or a function that makes one: its parameters are then made on
     the meta device, and have values only where `weights` are, or random ones.
@@ -41,10 +44,13 @@ class Captured:
     def __init__(
         self, model: nn.Module | Callable[[], nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None,
         *, dynamic: Mapping[str, Mapping[str | int, int]] | None = None, weights: Weights | None = None, seed: int = 0,
+        shares: bool = False,
     ) -> None:  # fmt: skip
         self.own_weights = weights is not None or not isinstance(model, nn.Module)
         module = model if isinstance(model, nn.Module) else build_on_meta(model, seed).train()
         self._model = module
+        check_whole(module)
+        self.shared = SharedModule(module) if shares else None
         self._call = (tuple(args), dict(kwargs or {}))
         self._dynamic = dynamic
         self.weights = weights or _weights(module, seed)
@@ -55,6 +61,7 @@ class Captured:
         used = {state.source for state in self.graph.states}
         self.unused = [name for name, _ in module.named_parameters() if name not in used]
         self.example_sizes = bind_inputs(self.graph, *self._call)[1]
+        self.least_rows = _least_rows(self.graph)  # of a microbatch
         self.frozen_layers = 0  # as many leading layers do not train
         self.frozen_end = 0  # the position in the graph where they end
 
@@ -120,6 +127,7 @@ class Captured:
         check_apart(graph, evaluated.position, self.trainable, layers)
         found = copy.copy(self)
         found.graph, found.frozen_layers, found.frozen_end = graph, layers, evaluated.position
+        found.least_rows = _least_rows(graph)
         found.trainable = self.trainable - sources_before(graph, evaluated.position)
         if not found.trainable & {state.source for state in graph.states}:
             raise UsageError(
@@ -183,6 +191,17 @@ def cast_crossings(
             crossing = cast["inputs"][: len(part.crossing)]
             changed.append(dataclasses.replace(part, program=dataclasses.replace(program, **cast), crossing=crossing))
     return changed
+
+
+def _least_rows(graph: Graph) -> int:
+    """Return the rows that a microbatch needs: two where BatchNorm has a single value of each channel in a row."""
+    one = graph.sizes(1)
+    for op in graph.ops:
+        if op.target == BATCH_NORM and op.arguments[5] is True:
+            shape = graph.values[op.arguments[0].name].evaluate(one)
+            if math.prod(shape) == shape[1]:
+                return 2
+    return 1
 
 
 def _first(module: nn.Module) -> dict[int, str]:

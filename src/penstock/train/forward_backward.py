@@ -89,7 +89,8 @@ class ForwardBackward:
         trainer, now = self._trainer, self._trainer.now
         _, labels = rows.now()
         tensors, sizes = rows.bound()
-        count = now.placed.count_microbatches(sizes["batch"], short=sizes["batch"] == trainer.short_batch)
+        short = sizes["batch"] == trainer.short_batch
+        count = now.placed.count_microbatches(sizes["batch"], short=short, least=now.captured.least_rows)
         skipped = 0 if self._computes_all() else now.placed.skipped
         tensors, labels = now.tensors.moved_here(tensors, labels, skipped=skipped)
         self._microbatches = cut_rows(now.captured.graph, tensors, sizes, labels, count) if count else []

@@ -50,8 +50,8 @@ class HeldTensors:
         if before is not None:
             self.unused = {name: tensor for name, tensor in before.unused.items() if name in self._unused}
         elif world.rank == FEEDER:
-            # copies: what the caller does to the module later changes no training
             self.unused = {name: captured.weights.load(name).detach().clone() for name in captured.unused}
+        self._shared = captured.shared
         self.parameters: dict[str, nn.Parameter] = {}
         self.others: dict[str, Tensor] = {}
         for source, (state, tensor) in self._gather(world, captured, left, before).items():
@@ -60,13 +60,20 @@ class HeldTensors:
                 continue
             if state.kind != "parameter":
                 self.others[source] = tensor
+                if self._shared is not None and state.kind == "buffer":
+                    self._shared.buffer(source, tensor)
                 continue
             kept = before.parameters.get(source) if before is not None else None  # the same object, to its optimizer
             trains = source in captured.trainable
-            self.parameters[source] = kept if kept is not None else nn.Parameter(tensor, trains)
+            self.parameters[source] = kept if kept is not None else self._parameter(source, tensor)
             self.parameters[source].requires_grad_(trains)
             if not trains:  # what waits for a step takes none, and counts in no norm
                 self.parameters[source].grad = None
+        if self._shared is not None:
+            for source in captured.unused:
+                if source in self.unused:
+                    self._shared.parameter(source, self.unused[source])
+            self._shared.keep([*self.parameters, *self.unused])
         self.leaves: dict[int, dict[str, Tensor]] = {
             stage: {
                 state.source: self.parameters[state.source].detach().requires_grad_()
@@ -75,6 +82,9 @@ class HeldTensors:
             }
             for stage in self.stages
         }
+
+    def _parameter(self, name: str, tensor: Tensor) -> nn.Parameter:
+        return nn.Parameter(tensor) if self._shared is None else self._shared.parameter(name, tensor)
 
     def _gather(
         self, world: World, captured: Captured, left: Mapping[str, State], before: "HeldTensors | None"
@@ -174,10 +184,16 @@ class HeldTensors:
         return there, labels
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add the gradient of a batch's mean to what is there."""
-        for name, gradient in gradients.items():
-            parameter = self.parameters[name]
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        """Add the gradients of a batch to what is there, as autograd does at the end of a backward: hooks run.
+
+        A parameter that the caller has frozen since takes none.
+        """
+        given = [(self.parameters[name], gradient) for name, gradient in gradients.items()]
+        given = [(parameter, gradient) for parameter, gradient in given if parameter.requires_grad]
+        if given:
+            torch.autograd.backward([p for p, _ in given], [g for _, g in given])
+        if self._shared is not None:
+            self._shared.mark_gradients()
 
     @cached_property
     def counted_here(self) -> frozenset[str]:

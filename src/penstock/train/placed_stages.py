@@ -135,7 +135,7 @@ class PlacedStages:
             sources = set(written_buffers(part))
             written = {s.value.name for s in part.program.states if s.source in sources}
             spare = {name: tensor.clone() if name in written else tensor for name, tensor in tensors.items()}
-            recompute = EAGER.load_training(part, spare, how.device)
+            recompute = EAGER.load_training(part, spare, how.device, again=True)
         stage = TrainingStage(
             index=index, part=part, runtime=EAGER.load_training(part, tensors, how.device), leaves=leaves,
             head=self.head if index == self.last_stage else None, autocast=how.autocast, recompute=recompute,

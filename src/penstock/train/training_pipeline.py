@@ -72,8 +72,9 @@ class TrainingPipeline:
                 self._joined.between_gpus = run.between_gpus
             self._device = find_device(run.device, self._joined.position if self._joined else 0)
             self._captured = Captured(
-                model, call.args, call.kwargs, dynamic=call.dynamic, weights=call.weights, seed=options.seed
-            )
+                model, call.args, call.kwargs, dynamic=call.dynamic, weights=call.weights, seed=options.seed,
+                shares=True,
+            )  # fmt: skip
             self.graph = self._captured.graph
             num_processes = len(self._joined.devices) if self._joined else 1
             self.cuts = tuple(find_cuts(self.graph, cut, options, num_processes))

@@ -1,0 +1,317 @@
+"""Python that autograd calls: kept in a captured graph as calls of the caller's own objects.
+
+torch.export records what an operator computes forward. A custom `autograd.Function`, a tensor's hook and a module's
+backward hook say what happens backward, in Python, so a graph of operators alone would drop them. Capture of a model in
+training mode records each as one operation, `penstock.callback`, with the number of a `Callback`; the training runtime
+calls it again with real tensors, and autograd does the rest:
+
+    forward(x):   h = linear(x)          ops:  linear
+                  h.register_hook(f)           callback 0   runs  h.register_hook(f)
+                  y = Reverse.apply(h)         callback 1   runs  Reverse.apply(h)
+
+Every process of a training has the model, so callbacks are never sent, and a program that has one cannot be read back.
+"""
+
+import contextlib
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import BackwardHook, RemovableHandle
+
+from penstock.errors import CaptureError
+
+Run = Callable[[list[Tensor], list[int]], list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Callback:
+    """One call of the caller's Python: `run` takes tensors and sizes, and returns tensors.
+
+    `with_producer` is set if it must run in the stage that makes its tensors, and `since` is the number of an earlier
+    callback that must run in the same stage.
+    """
+
+    name: str
+    run: Run
+    with_producer: bool = False
+    since: int | None = None
+
+
+_LIBRARY = torch.library.Library("penstock", "DEF")
+_LIBRARY.define("callback(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]")
+
+
+def _run_recorded(tensors: Sequence[Tensor], sizes: Sequence[int], number: int) -> list[Tensor]:
+    recorder = _RECORDER.get()
+    if recorder is None:
+        raise CaptureError("penstock.callback runs while a model is captured, and in a stage that trains")
+    versions = [tensor._version for tensor in tensors]
+    with recorder.inside():
+        made = recorder.callbacks[number].run(list(tensors), list(sizes))
+    if [tensor._version for tensor in tensors] != versions:
+        raise CaptureError(
+            f"{recorder.callbacks[number].name} writes to its inputs; return new tensors instead of mark_dirty"
+        )
+    return made
+
+
+_LIBRARY.impl("callback", _run_recorded, "CompositeImplicitAutograd")
+torch.fx.node.has_side_effect(torch.ops.penstock.callback.default)
+
+
+@dataclass
+class Recorder:
+    """The callbacks of one capture, in the order of their calls, and what the caller should be told of it."""
+
+    trains: bool
+    callbacks: list[Callback] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+    is_inside: bool = False  # a callback: what it calls belongs to it
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Leave what is called inside to PyTorch."""
+        was, self.is_inside = self.is_inside, True
+        try:
+            yield
+        finally:
+            self.is_inside = was
+
+    def call(self, callback: Callback, tensors: Sequence[Tensor], sizes: Sequence[Any] = ()) -> list[Tensor]:
+        """Record a callback and return what it makes of fake tensors."""
+        self.callbacks.append(callback)
+        made: list[Tensor] = torch.ops.penstock.callback(list(tensors), list(sizes), len(self.callbacks) - 1)
+        return made
+
+
+_RECORDER: ContextVar[Recorder | None] = ContextVar("penstock_recorder", default=None)
+
+
+@contextlib.contextmanager
+def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
+    """Record the callbacks of the forward passes of `model` inside the context.
+
+    Example:
+        with recorded_callbacks(model) as recorder:
+            exported = torch.export.export(model, args)
+        recorder.callbacks
+
+    Raises `CaptureError`, naming the construct, for what neither a callback nor a graph can hold.
+    """
+    recorder = Recorder(model.training)
+    if model.training:
+        _check_hooks(model)
+    call = model._call_impl  # the forward pass with the model's own hooks
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with _replaced(recorder), _Intercept(recorder):
+            return call(*args, **kwargs)
+
+    token = _RECORDER.set(recorder)
+    vars(model)["_call_impl"] = watched
+    try:
+        yield recorder
+    finally:
+        _RECORDER.reset(token)
+        del vars(model)["_call_impl"]
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Raise `CaptureError` for hooks that PyTorch itself has deprecated."""
+    for name, module in model.named_modules():
+        if module._backward_hooks and module._is_full_backward_hook is False:
+            raise CaptureError(
+                f"{name or type(model).__name__} has a hook of register_backward_hook, which sees only the module's "
+                "last operation; use register_full_backward_hook"
+            )
+
+
+@contextlib.contextmanager
+def _replaced(recorder: Recorder) -> Iterator[None]:
+    """Replace what torch functions do not pass through: custom functions, modules' hooks, inference mode."""
+    apply, enter, leave = vars(Function)["apply"], _MODE.__enter__, _MODE.__exit__
+
+    def record(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        plain = functools.partial(apply.__get__(None, cls))
+        if _RECORDER.get() is not recorder or recorder.is_inside or not recorder.trains:
+            return plain(*args, **kwargs)
+        if issubclass(cls, CheckpointFunction):
+            return _without_checkpointing(recorder, *args)
+        return _record_function(recorder, cls.__name__, plain, args, kwargs)
+
+    try:
+        if recorder.trains:
+            Function.apply = classmethod(record)
+            vars(torch_module)["BackwardHook"] = functools.partial(_RecordedHook, recorder)
+            # its tensors cannot be traced; without gradients they have the same values
+            _MODE.__enter__, _MODE.__exit__ = _enter_no_grad, _leave_no_grad  # type: ignore[method-assign]
+        yield
+    finally:
+        Function.apply = apply
+        vars(torch_module)["BackwardHook"] = BackwardHook
+        _MODE.__enter__, _MODE.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+_MODE = torch.inference_mode
+
+
+def _enter_no_grad(mode: Any) -> None:
+    mode.was = torch.is_grad_enabled()
+    torch.set_grad_enabled(mode.was and not mode.mode)
+
+
+def _leave_no_grad(mode: Any, *_: object) -> None:
+    torch.set_grad_enabled(mode.was)
+
+
+def _without_checkpointing(recorder: Recorder, run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+    """Call a function that the model checkpoints by itself: recomputing changes memory, not numbers."""
+    recorder.notes[
+        "the model's own activation checkpointing has no effect in a pipeline; to recompute activations, use "
+        "checkpointing=True"
+    ] = None
+    return run(*args)
+
+
+def _record_function(
+    recorder: Recorder, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Record a call with any arguments, and return what it returns, of tensors of the graph."""
+    leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sizes = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
+    returned: list[tuple[list[Any], Any]] = []
+
+    def run(given: list[Tensor], given_sizes: list[int]) -> list[Tensor]:
+        rest, rest_sizes = iter(given), iter(given_sizes)
+        filled = [
+            next(rest) if isinstance(leaf, Tensor) else next(rest_sizes) if isinstance(leaf, torch.SymInt) else leaf
+            for leaf in leaves
+        ]
+        again, keywords = pytree.tree_unflatten(filled, spec)
+        made, structure = pytree.tree_flatten(function(*again, **keywords))
+        returned[:] = [(made, structure)]
+        return [leaf for leaf in made if isinstance(leaf, Tensor)]
+
+    made = iter(recorder.call(Callback(name, run), tensors, sizes))
+    ((outputs, structure),) = returned
+    returned.clear()
+    return pytree.tree_unflatten([next(made) if isinstance(x, Tensor) else x for x in outputs], structure)
+
+
+class _RecordedHook:
+    """What `torch.utils.hooks.BackwardHook` is while a model is captured: its two calls become two callbacks.
+
+    The hooks that a module has when a microbatch comes are those that run.
+    """
+
+    def __init__(self, recorder: Recorder, module: nn.Module, *_hooks: object) -> None:
+        self._recorder, self._module = recorder, module
+        self._opened = 0
+        self._now = threading.local()  # the real hook of the microbatch that passes through the module
+
+    def setup_input_hook(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Record what the hook does before the module's forward."""
+
+        def run(*given: Any) -> Any:
+            full, _ = self._module._get_backward_hooks()
+            self._now.hook = BackwardHook(self._module, full, self._module._get_backward_pre_hooks())
+            return self._now.hook.setup_input_hook(given)
+
+        self._opened = len(self._recorder.callbacks)
+        return tuple(_record_function(self._recorder, "register_full_backward_hook", run, args, {}))
+
+    def setup_output_hook(self, result: Any) -> Any:
+        """Record what the hook does after the module's forward."""
+        if not isinstance(result, (Tensor, tuple)):
+            return result  # PyTorch leaves out all others, with a warning
+
+        def run(given: Any) -> Any:
+            return self._now.hook.setup_output_hook(given)
+
+        made = _record_function(self._recorder, "register_full_backward_hook", run, (result,), {})
+        self._recorder.callbacks[-1] = replace(self._recorder.callbacks[-1], since=self._opened)
+        return made
+
+
+class _Intercept(TorchFunctionMode):
+    """Sees the model's calls of what a graph of operators cannot hold."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a callback instead of a call, refuse it, or pass it on."""
+        if not self._recorder.is_inside:
+            if func == Tensor.register_hook:
+                return self._register_hook(*args, **(kwargs or {}))
+            if func == _property("data").__get__:
+                return self._data(args[0])
+            if self._recorder.trains and (advice := _REFUSED.get(func)):
+                raise CaptureError(f"the forward pass uses {advice}")
+        return func(*args, **(kwargs or {}))
+
+    def _register_hook(self, tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        handle = _Handle(OrderedDict())
+        if not self._recorder.trains:
+            return handle
+        if tensor.is_leaf and tensor.requires_grad:
+            raise CaptureError(
+                "the forward pass calls register_hook of a parameter, once more in each pass; call it once, outside"
+            )
+        if not tensor.requires_grad:
+            raise CaptureError("cannot register a hook on a tensor that doesn't require gradient")
+
+        def run(tensors: list[Tensor], _: list[int]) -> list[Tensor]:
+            if tensors[0].requires_grad:
+                tensors[0].register_hook(hook)
+            return []
+
+        with self._recorder.inside():
+            callbacks = self._recorder.callbacks
+            callbacks.append(Callback("register_hook", lambda _tensors, _sizes: [], with_producer=True))
+            torch.ops.penstock.callback([tensor], [], len(callbacks) - 1)
+            callbacks[-1] = replace(callbacks[-1], run=run)
+        return handle
+
+    def _data(self, tensor: Tensor) -> Tensor:
+        if not self._recorder.trains:
+            return tensor.detach()
+        (made,) = self._recorder.call(Callback("data", lambda tensors, _: [tensors[0].data]), [tensor])
+        return made
+
+
+class _Handle(RemovableHandle):
+    """The handle of a hook that is registered anew in every forward pass."""
+
+    def remove(self) -> None:
+        """Raise `CaptureError`: a graph has the hook in every pass."""
+        raise CaptureError("the forward pass removes a hook that it registered; decide inside the hook instead")
+
+
+def _property(name: str) -> Any:
+    return getattr(Tensor, name)
+
+
+_REFUSED: dict[Any, str] = {
+    torch.autograd.grad: "torch.autograd.grad; compute that derivative in an autograd.Function, or in loss_fn",
+    torch.autograd.backward: "torch.autograd.backward; return the loss instead, and train_step goes back from it",
+    Tensor.backward: "Tensor.backward; return the loss instead, and train_step goes back from it",
+    Tensor.retain_grad: "retain_grad, and nobody could read that gradient; use register_hook, which is given it",
+    _property("grad_fn").__get__: "grad_fn; use register_hook of the tensor",
+    _property("data").__set__: "an assignment to .data; use copy_ under torch.no_grad",
+    Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook; call it once, outside",
+}

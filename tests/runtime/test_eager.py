@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import ProgramError, RunError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
-from penstock.graph.program import StageProgram
+from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.graph.stages import divide
 from penstock.runtime.eager import Runtime
 from tests.models import deit
@@ -167,3 +167,60 @@ def test_a_keyword_that_is_a_value() -> None:
     x, mask = torch.randn(3, 2, 5, 4), torch.randn(3, 1, 5, 5)
     program = program_of(Attend(), x, mask)
     assert torch.equal(Runtime(program, {})({"batch": 3}, [x, mask])[0], Attend()(x, mask))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.layer, self.last = kind(8, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.layer(x)[0])
+        return found
+
+
+class Attending(nn.Module):
+    def __init__(self, _: Any) -> None:
+        super().__init__()
+        self.layer, self.last = nn.MultiheadAttention(8, 2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        found: Tensor = self.last(self.layer(x, x.flip(0), x)[0].transpose(0, 1))
+        return found
+
+
+class Product(nn.Module):
+    """A product that folds by whether its weight requires gradients."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.transpose(0, 1) @ self.weight).transpose(0, 1) @ self.weight
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(Recurrent, nn.GRU), (Recurrent, nn.LSTM), (Recurrent, nn.RNN), (Attending, None), (Product, None)],
+    ids=lambda item: getattr(item, "__name__", ""),
+)
+def test_bits_are_those_of_the_model_whether_weights_require_gradients(
+    make: Any, kind: Any, requires_grad: bool
+) -> None:
+    torch.manual_seed(0)
+    model = make(kind).eval().requires_grad_(requires_grad)
+    x = torch.randn(3, 5, 8)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            expected = model(x)
+            program = read_program(write_program(program_of(model, x)))
+            tensors = {state.value.name: model.state_dict()[state.source] for state in program.states}
+            (given,) = Runtime(program, tensors)({"batch": 3}, [x])
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    assert torch.equal(expected, given)

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -103,6 +103,7 @@ class Synchronizer:
         self._buckets = make_buckets(weights, order)
         self.recorder: Recorder | None = None
         self.unused: list[str] = []
+        self._late: set[str] = set()  # weights whose gradients are final at the end of the step only
         self._next = 0
         self._alone: dict[str, Tensor] = {}  # gradients that nobody else has a part in
         self._tasks: queue.SimpleQueue[tuple[Bucket, Tensor] | None] = queue.SimpleQueue()
@@ -122,6 +123,7 @@ class Synchronizer:
     def begin(self) -> None:
         """Start another step: no gradient is there yet."""
         self._next = 0
+        self._late.clear()
         self.unused = []
         for bucket in self._buckets:
             bucket.waiting = bucket.leaves
@@ -129,8 +131,14 @@ class Synchronizer:
             for leaf in weight.leaves:
                 leaf.grad = None
 
+    def hold_back(self, names: Iterable[str]) -> None:
+        """Wait for `flush` with the gradients of these weights, which more is added to."""
+        self._late.update(names)
+
     def leaf_done(self, stage: int, name: str) -> None:
         """Note that a leaf's gradient is final."""
+        if name in self._late:
+            return
         for bucket in self._buckets:
             bucket.waiting.discard((stage, name))
         self._start()
@@ -138,7 +146,7 @@ class Synchronizer:
     def stage_done(self, stage: int) -> None:
         """Note that all gradients of a stage are final."""
         for bucket in self._buckets:
-            bucket.waiting = {leaf for leaf in bucket.waiting if leaf[0] != stage}
+            bucket.waiting = {leaf for leaf in bucket.waiting if leaf[0] != stage or leaf[1] in self._late}
         self._start()
 
     def flush(self) -> None:

@@ -47,8 +47,9 @@ class TrainingStage:
     """Runs one stage's actions: forward, backward whole or split, synchronization.
 
     `leaves` are the parameters that are trained, by name; their `grad` gathers what backwards give. `head` computes
-    the loss on the last stage. With `recompute`, whose buffers nobody reads, a stage keeps its inputs alone, and
-    computes its forward once more before its backward (Chen et al. 2016, sublinear memory cost).
+    the loss on the last stage; `saw_leaves` gets the leaves that a loss depends on directly, as one that penalizes
+    parameters, before they have gradients. With `recompute`, whose buffers nobody reads, a stage keeps its inputs
+    alone, and computes its forward once more before its backward (Chen et al. 2016, sublinear memory cost).
     """
 
     keeps_inputs: ClassVar[bool] = True
@@ -61,10 +62,12 @@ class TrainingStage:
     autocast: torch.dtype | None = None
     recompute: TrainingRuntime | None = None
     synchronize: Callable[[int], None] = lambda _stage: None
+    saw_leaves: Callable[[Sequence[Tensor]], None] = lambda _leaves: None
     trains: bool = True
     step: Mapping[int, StepInput] = field(default_factory=dict)
     final: int = -1  # the microbatch whose backward is the step's last
     last_backward: bool = False  # while that one is under way: gradients are final as they come
+    direct: Sequence[Tensor] | None = None  # leaves that the loss of a step depends on, but not by its outputs
     first_nonfinite: int | None = None  # the first microbatch of a step with an output that is not finite
     _kept: dict[int, _Kept] = field(default_factory=dict)
 
@@ -78,6 +81,7 @@ class TrainingStage:
         self.step = step
         self.final = final
         self.first_nonfinite = None
+        self.direct = None
         self.runtime.is_first = True
         self._kept.clear()
 
@@ -147,6 +151,9 @@ class TrainingStage:
         """Return what a backward starts from, and its gradients, which cross from the next stage."""
         if self.head is not None:
             needed = kept.loss is not None and kept.loss.requires_grad
+            if needed and kept.loss is not None and self.direct is None:
+                self.direct = leaves_beside(kept.loss, kept.outputs)
+                self.saw_leaves(self.direct)
             return ([kept.loss], [None]) if needed and kept.loss is not None else ([], [])
         positions = self.part.backward_outputs
         given = crossing or []
@@ -176,7 +183,7 @@ class TrainingStage:
         kept = self._kept.pop(microbatch)
         if kept.half is None:
             return
-        leaves = list(self.leaves.values())
+        leaves = [*self.leaves.values(), *(self.direct or ())]
         for leaf, gradient in zip(leaves, backward_weights(kept.half, leaves), strict=True):
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
@@ -188,3 +195,25 @@ class TrainingStage:
             return None
         tensors = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
         return self._message(microbatch, tensors)
+
+
+def leaves_beside(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that a loss depends on in another way than by the model's outputs.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> output = weight * 2
+    >>> leaves_beside(output.sum() + weight.sum(), [output])
+    [tensor([1., 1.], requires_grad=True)]
+    """
+    seen = {output.grad_fn for output in outputs}
+    waiting = [loss.grad_fn]
+    found: list[Tensor] = []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        waiting += [following for following, _ in node.next_functions]
+    return found

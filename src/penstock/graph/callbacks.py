@@ -113,7 +113,7 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
     recorder = Recorder(model.training)
     if model.training:
         _check_hooks(model)
-    call = model._call_impl  # the forward pass with the model's own hooks
+    call: Callable[..., Any] = model._call_impl  # the forward pass with the model's own hooks
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         with _replaced(recorder), _Intercept(recorder):

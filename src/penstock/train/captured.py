@@ -61,6 +61,7 @@ class Captured:
         used = {state.source for state in self.graph.states}
         self.unused = [name for name, _ in module.named_parameters() if name not in used]
         self.example_sizes = bind_inputs(self.graph, *self._call)[1]
+        self._was = _captured_state(module)
         self.least_rows = _least_rows(self.graph)  # of a microbatch
         self.frozen_layers = 0  # as many leading layers do not train
         self.frozen_end = 0  # the position in the graph where they end
@@ -77,6 +78,19 @@ class Captured:
                 f"{self.graph.model} fixes its batch size at {self.graph.fixed_batch}, so no batch can be cut into "
                 "microbatches; make its forward pass take any number of rows"
             )
+
+    def check_unchanged(self) -> None:
+        """Raise `UsageError` if the caller's module has another mode or other hooks than when it was captured."""
+        if self.shared is None:
+            return
+        for path, now in _captured_state(self._model).items():
+            was = self._was.get(path)
+            # backward hooks that are gone are not called any more; others were part of the capture
+            if was is None or now[:2] != was[:2] or not now[2] <= was[2]:
+                raise UsageError(
+                    f"{path or self.graph.model} has another mode (train, eval) or other hooks than when the pipeline "
+                    "was made, which captured the model as it was then; change it before, or make a new pipeline"
+                )
 
     def untrained(self) -> str:
         """Name the parameters that stay as they are although they could be trained; empty where none does."""
@@ -191,6 +205,18 @@ def cast_crossings(
             crossing = cast["inputs"][: len(part.crossing)]
             changed.append(dataclasses.replace(part, program=dataclasses.replace(program, **cast), crossing=crossing))
     return changed
+
+
+def _captured_state(module: nn.Module) -> dict[str, tuple[bool, frozenset[int], frozenset[int]]]:
+    """Return what a capture depends on and a script may change later: modes and hooks of each module."""
+    return {
+        path: (
+            part.training,
+            frozenset([*part._forward_hooks, *part._forward_pre_hooks]),
+            frozenset([*part._backward_hooks, *part._backward_pre_hooks]),
+        )
+        for path, part in module.named_modules()
+    }
 
 
 def _least_rows(graph: Graph) -> int:

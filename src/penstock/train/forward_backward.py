@@ -126,7 +126,10 @@ class ForwardBackward:
             stage.begin(self._inputs(stage.part), final.get(stage.index, -1))
         now.feed(self._microbatches, features)
         now.observer.begin()
-        run_schedule(actions, now.stages, now.channels, now.observer)
+        try:
+            run_schedule(actions, now.stages, now.channels, now.observer)
+        finally:
+            now.direct.collect(now.last_stage)
 
     def _inputs(self, part: TrainingPart) -> dict[int, StepInput]:
         first = self._trainer.placed.first_microbatch

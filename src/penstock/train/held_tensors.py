@@ -1,7 +1,7 @@
 """The tensors of the model that one process holds: parameters to be trained, frozen ones, buffers."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -149,6 +149,15 @@ class HeldTensors:
                 "pipe.optimizer passes, as in pipe.optimizer(lambda parameters: AdamW(parameters))"
             )
         return optimizer
+
+    def check_trained(self, trainable: Collection[str]) -> None:
+        """Raise `UsageError` for a parameter that has been unfrozen since the model was captured."""
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and name not in trainable:
+                raise UsageError(
+                    f"{name} was frozen when the pipeline was made, so no gradient is computed for it; unfreeze it "
+                    "before, or make a new pipeline of the model"
+                )
 
     def of_program(self, program: StageProgram, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a program by the names that it has for them."""

@@ -23,6 +23,7 @@ from penstock.tensors import HOST
 from penstock.train.arrangement import Arrangement
 from penstock.train.batches import Microbatch, largest
 from penstock.train.captured import Captured
+from penstock.train.direct_leaves import DirectLeaves
 from penstock.train.evaluation import Evaluation
 from penstock.train.features import Features
 from penstock.train.held_tensors import HeldTensors, written_buffers
@@ -67,6 +68,7 @@ class PlacedStages:
         )
         self.order = [state.source for state in captured.graph.states]
         self.synchronizer = Synchronizer(transport, self.tensors.weights(), self.order)
+        self.direct = DirectLeaves(self.tensors, self.synchronizer, alone=transport.size == 1)
         self.stages = {stage: self._make_stage(stage) for stage in self.tensors.stages if stage >= placed.skipped}
         self.observer = Observer(self.stages, world.clock)
         links = [link for link in training_links(self.parts) if link.source >= placed.skipped]
@@ -139,7 +141,7 @@ class PlacedStages:
         stage = TrainingStage(
             index=index, part=part, runtime=EAGER.load_training(part, tensors, how.device), leaves=leaves,
             head=self.head if index == self.last_stage else None, autocast=how.autocast, recompute=recompute,
-            synchronize=self.synchronizer.stage_done,
+            synchronize=self.synchronizer.stage_done, saw_leaves=self.direct.saw,
         )  # fmt: skip
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(self._leaf_done, stage, name))

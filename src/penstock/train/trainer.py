@@ -178,6 +178,13 @@ class Trainer:
 
         `inputs` and `labels` are this replica's rows. Gradients are added to those that are there.
         """
+        self.captured.check_unchanged()
+        self.tensors.check_trained(self.captured.trainable)
+        if (self.survivors is not None or self.follower is not None) and self.step and not self.optimizers:
+            raise UsageError(
+                "parameters may move between processes here, and an optimizer that is not this pipeline's stays "
+                "behind; make it with pipe.optimizer(lambda parameters: ...)"
+            )
         rows = StepRows(self, inputs, labels)
         if self.survivors is not None:
             rows.check_repeatable()
@@ -207,6 +214,7 @@ class Trainer:
         if self.follower is not None:
             self.follower.saw_gradients(gradients)
         self.tensors.add_gradients(gradients)
+        self.now.direct.add(divisor)
         self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
         self.short_batch = None
         return torch.tensor(loss, dtype=torch.float64)

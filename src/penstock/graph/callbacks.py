@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from penstock.errors import CaptureError
+from penstock.graph.attributes import left_attributes
 
 Run = Callable[[list[Tensor], list[int]], list[Tensor]]
 
@@ -78,6 +80,7 @@ class Recorder:
     trains: bool
     callbacks: list[Callback] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
+    left: dict[str, Any] = field(default_factory=dict)  # in attributes of modules, as `left_attributes` has it
     is_inside: bool = False  # a callback: what it calls belongs to it
 
     @contextlib.contextmanager
@@ -116,8 +119,10 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
     call: Callable[..., Any] = model._call_impl  # the forward pass with the model's own hooks
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _replaced(recorder), _Intercept(recorder):
-            return call(*args, **kwargs)
+        with _replaced(recorder), _Intercept(recorder), left_attributes(model) as left:
+            made = call(*args, **kwargs)
+        recorder.left.update(left)
+        return made
 
     token = _RECORDER.set(recorder)
     vars(model)["_call_impl"] = watched
@@ -130,8 +135,9 @@ def recorded_callbacks(model: nn.Module) -> Iterator[Recorder]:
 
 def _check_hooks(model: nn.Module) -> None:
     """Raise `CaptureError` for hooks that PyTorch itself has deprecated."""
+    everywhere = torch_module._global_backward_hooks and torch_module._global_is_full_backward_hook is False
     for name, module in model.named_modules():
-        if module._backward_hooks and module._is_full_backward_hook is False:
+        if everywhere or (module._backward_hooks and module._is_full_backward_hook is False):
             raise CaptureError(
                 f"{name or type(model).__name__} has a hook of register_backward_hook, which sees only the module's "
                 "last operation; use register_full_backward_hook"
@@ -142,6 +148,7 @@ def _check_hooks(model: nn.Module) -> None:
 def _replaced(recorder: Recorder) -> Iterator[None]:
     """Replace what torch functions do not pass through: custom functions, modules' hooks, inference mode."""
     apply, enter, leave = vars(Function)["apply"], _MODE.__enter__, _MODE.__exit__
+    change_saved = saved_tensors_hooks.__enter__
 
     def record(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(apply.__get__(None, cls))
@@ -151,17 +158,26 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
             return _without_checkpointing(recorder, *args)
         return _record_function(recorder, cls.__name__, plain, args, kwargs)
 
+    def enter_saved(hooks: saved_tensors_hooks) -> None:
+        if type(hooks) is saved_tensors_hooks:  # others, as `save_on_cpu`, change where a tensor is kept alone
+            raise CaptureError(
+                "the forward pass uses saved_tensors_hooks; change what a backward sees in an autograd.Function instead"
+            )
+        change_saved(hooks)
+
     try:
         if recorder.trains:
             Function.apply = classmethod(record)
             vars(torch_module)["BackwardHook"] = functools.partial(_RecordedHook, recorder)
             # its tensors cannot be traced; without gradients they have the same values
             _MODE.__enter__, _MODE.__exit__ = _enter_no_grad, _leave_no_grad  # type: ignore[method-assign]
+            saved_tensors_hooks.__enter__ = enter_saved  # type: ignore[method-assign]
         yield
     finally:
         Function.apply = apply
         vars(torch_module)["BackwardHook"] = BackwardHook
         _MODE.__enter__, _MODE.__exit__ = enter, leave  # type: ignore[method-assign]
+        saved_tensors_hooks.__enter__ = change_saved  # type: ignore[method-assign]
 
 
 _MODE = torch.inference_mode

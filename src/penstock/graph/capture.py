@@ -105,8 +105,9 @@ def _export(
     for text in recorder.notes:
         note(text)
     return translate(
-        exported, model, _in_order(exported, labels), fixed_batch=fixed_batch, callbacks=recorder.callbacks
-    )
+        exported, model, _in_order(exported, labels), fixed_batch=fixed_batch, callbacks=recorder.callbacks,
+        left=recorder.left,
+    )  # fmt: skip
 
 
 def _in_order(

@@ -71,6 +71,7 @@ class Graph:
     constants: Mapping[str, Tensor] = field(repr=False)
     forbidden: Mapping[int, str] = field(repr=False)
     callbacks: Sequence[Callback] = field(default=(), repr=False)
+    left: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what the forward leaves in attributes
 
     @property
     def allowed(self) -> tuple[int, ...]:

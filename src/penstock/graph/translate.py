@@ -32,7 +32,7 @@ _REGIONS: dict[str, int] = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast
 
 def translate(
     exported: ExportedProgram, model: nn.Module, labels: Sequence[Sequence[str | None]], *, fixed_batch: int | None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback] = (), left: Mapping[str, Any] | None = None,
 ) -> Graph:  # fmt: skip
     """Turn an exported program into a graph; raises `CaptureError` for what a stage cannot run.
 
@@ -48,7 +48,7 @@ def translate(
         states=tuple(translator.states), prelude=(), ops=tuple(translator.ops), visits=tuple(translator.visits),
         values=translator.tensors, outputs=outputs, output_spec=exported.call_spec.out_spec,
         fixed_batch=fixed_batch, constants=translator.constants, forbidden={},
-        callbacks=callbacks,
+        callbacks=callbacks, left=left or {},
     )  # fmt: skip
     return prepare(translated)
 

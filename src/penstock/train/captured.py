@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.deploy.modules import advising
 from penstock.errors import CutError, UsageError
+from penstock.graph.attributes import HiddenAttributes
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
@@ -23,6 +24,7 @@ from penstock.graph.ops import BATCH_NORM
 from penstock.graph.training_parts import TrainingPart, divide_for_training
 from penstock.runtime.registry import EAGER
 from penstock.tensors import HOST
+from penstock.terminal.notes import note
 from penstock.train.shared_module import SharedModule, check_whole
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.weights.weights import ModuleWeights, RandomWeights, Weights
@@ -61,6 +63,12 @@ class Captured:
         used = {state.source for state in self.graph.states}
         self.unused = [name for name, _ in module.named_parameters() if name not in used]
         self.example_sizes = bind_inputs(self.graph, *self._call)[1]
+        self.hidden = HiddenAttributes(module, self.graph.left if shares else {})
+        if counts := {name: value for name, value in self.graph.left.items() if value is not None and shares}:
+            note(
+                f"the forward pass changes {', '.join(f'self.{name}' for name in counts)}, once when it is captured "
+                "and not in every step; keep what counts in a buffer"
+            )
         self._was = _captured_state(module)
         self.least_rows = _least_rows(self.graph)  # of a microbatch
         self.frozen_layers = 0  # as many leading layers do not train
@@ -109,8 +117,10 @@ class Captured:
         modes = {module: module.training for module in self._model.modules()}
         with _CAPTURING:
             try:
+                self.hidden.show()
                 return capture(self._model.eval(), *self._call, dynamic=self._dynamic)
             finally:
+                self.hidden.hide()
                 for module, training in modes.items():
                     module.training = training
 

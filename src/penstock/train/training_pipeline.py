@@ -112,6 +112,7 @@ class TrainingPipeline:
                 )
             else:
                 self._trainer = self._begin()
+            self._captured.hidden.hide()
             atexit.register(self.abandon)  # so that the others take this end for one that is meant
         return self._trainer
 
@@ -174,6 +175,7 @@ class TrainingPipeline:
         if self._closed:
             return
         self._closed = True
+        self._captured.hidden.show()
         atexit.unregister(self.abandon)
         try:
             if self._trainer is not None and wait and self._trainer.world.health.watching:

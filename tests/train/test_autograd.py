@@ -157,7 +157,7 @@ MIDDLES: dict[str, Middle] = {
     "reversal": lambda _, h: Reverse.apply(h, 2.0),
     "estimator": lambda _, h: h + Sign.apply(h),
     "saves": lambda m, h: Scaled.apply(h, m.scale, h.shape[1])[0],
-    "a size of the batch": lambda m, h: Scaled.apply(h, m.scale, h.shape[0])[0],
+    "a size of the batch": lambda m, h: Scaled.apply(h, m.scale, h.shape[0])[0].view(h.shape),
     "twice": lambda _, h: Reverse.apply(Reverse.apply(h, 2.0), h.shape[1] * 1.0),
     "hook": hooked,
     "clamp": clamps,

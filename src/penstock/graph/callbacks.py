@@ -41,12 +41,13 @@ Run = Callable[[list[Tensor], list[int]], list[Tensor]]
 class Callback:
     """One call of the caller's Python: `run` takes tensors and sizes, and returns tensors.
 
-    `with_producer` is set if it must run in the stage that makes its tensors, and `since` is the number of an earlier
-    callback that must run in the same stage.
+    It `keeps` values if it returns what it was given. `with_producer` is set if it must run in the stage that makes its
+    tensors, and `since` is the number of an earlier callback that must run in the same stage.
     """
 
     name: str
     run: Run
+    keeps: bool = False
     with_producer: bool = False
     since: int | None = None
 
@@ -247,7 +248,9 @@ class _RecordedHook:
             return self._now.hook.setup_input_hook(given)
 
         self._opened = len(self._recorder.callbacks)
-        return tuple(_record_function(self._recorder, "register_full_backward_hook", run, args, {}))
+        made = tuple(_record_function(self._recorder, "register_full_backward_hook", run, args, {}))
+        self._recorder.callbacks[-1] = replace(self._recorder.callbacks[-1], keeps=True)
+        return made
 
     def setup_output_hook(self, result: Any) -> Any:
         """Record what the hook does after the module's forward."""
@@ -258,7 +261,7 @@ class _RecordedHook:
             return self._now.hook.setup_output_hook(given)
 
         made = _record_function(self._recorder, "register_full_backward_hook", run, (result,), {})
-        self._recorder.callbacks[-1] = replace(self._recorder.callbacks[-1], since=self._opened)
+        self._recorder.callbacks[-1] = replace(self._recorder.callbacks[-1], keeps=True, since=self._opened)
         return made
 
 
@@ -298,7 +301,7 @@ class _Intercept(TorchFunctionMode):
 
         with self._recorder.inside():
             callbacks = self._recorder.callbacks
-            callbacks.append(Callback("register_hook", lambda _tensors, _sizes: [], with_producer=True))
+            callbacks.append(Callback("register_hook", lambda _tensors, _sizes: [], keeps=True, with_producer=True))
             torch.ops.penstock.callback([tensor], [], len(callbacks) - 1)
             callbacks[-1] = replace(callbacks[-1], run=run)
         return handle
@@ -306,7 +309,7 @@ class _Intercept(TorchFunctionMode):
     def _data(self, tensor: Tensor) -> Tensor:
         if not self._recorder.trains:
             return tensor.detach()
-        (made,) = self._recorder.call(Callback("data", lambda tensors, _: [tensors[0].data]), [tensor])
+        (made,) = self._recorder.call(Callback("data", lambda tensors, _: [tensors[0].data], keeps=True), [tensor])
         return made
 
 

@@ -72,6 +72,7 @@ class Graph:
     forbidden: Mapping[int, str] = field(repr=False)
     callbacks: Sequence[Callback] = field(default=(), repr=False)
     left: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what the forward leaves in attributes
+    verdicts: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)  # of `graph/rows.py`
 
     @property
     def allowed(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from penstock.errors import PenstockError, UsageError
 from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
-from penstock.graph.ops import Ref
+from penstock.graph.rows import check_rows, has_batch
 from penstock.graph.work import count_work
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World, end_when_dropped, failed
@@ -170,26 +170,30 @@ class StreamingPipeline:
 
     def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
         """Run one batch of any size: cut into microbatches, streamed, and put together again."""
-        outputs = list(self.stream(self._microbatches(args, kwargs, microbatch_size)))
+        if microbatch_size < 1:
+            raise UsageError(f"microbatch_size must be at least 1; got {microbatch_size}")
         if not self.feeds:
-            return None
-        if not outputs:
+            return next(iter(self.stream(())), None)
+        _, sizes = bind_inputs(self.graph, args, kwargs)
+        rows = sizes.get("batch", 1)
+        if not rows:
             raise UsageError("the batch is empty; give it at least one row")
-        for output in self.graph.outputs:
-            value = self.graph.values.get(output.name) if isinstance(output, Ref) else None
-            if len(outputs) > 1 and (value is None or not value.shape or isinstance(value.shape[0], int)):
-                raise UsageError("an output has no batch dimension; use stream() and combine the outputs yourself")
+        if rows > microbatch_size:
+            check_rows(
+                self.graph, sizes,
+                f"run it as one microbatch, with microbatch_size={rows} and an example of {rows} rows, or "
+                "stream() inputs that belong together",
+            )  # fmt: skip
+        outputs = list(self.stream(self._microbatches(args, kwargs, rows, microbatch_size)))
         return outputs[0] if len(outputs) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
 
-    def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Iterator[Any]:
-        _, sizes = bind_inputs(self.graph, args, kwargs)
-        batched = {v.name for v in self.graph.tensor_inputs() if v.shape and not isinstance(v.shape[0], int)}
+    def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, size: int) -> Iterator[Any]:
+        batched = {value.name for value in self.graph.tensor_inputs() if has_batch(value)}
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        values = list(self.graph.inputs)
-        for start in range(0, sizes.get("batch", 1), size):
+        for start in range(0, rows, size):
             part = [
                 leaf[start : start + size] if value is not None and value.name in batched else leaf
-                for leaf, value in zip(leaves, values, strict=True)
+                for leaf, value in zip(leaves, self.graph.inputs, strict=True)
             ]
             yield CallInputs(*pytree.tree_unflatten(part, spec))
 

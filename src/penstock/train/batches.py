@@ -14,6 +14,8 @@ from penstock.graph.expressions import Size
 from penstock.graph.graph import Graph
 
 LossFunction = Callable[[Any, Any], Any]
+# what to do with a model of which rows interact
+WHOLE = "give the pipeline microbatches=1 and one replica"
 
 
 def loss_and_count(loss_fn: LossFunction | None, output: Any, labels: Any, num_rows: int) -> tuple[Tensor, float]:

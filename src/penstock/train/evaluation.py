@@ -17,11 +17,21 @@ from penstock.errors import DeviceLost, UsageError
 from penstock.graph.call import build_output
 from penstock.graph.cuts import Cut
 from penstock.graph.graph import Graph
+from penstock.graph.rows import check_rows
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.plan.schedule.actions import forward_only
 from penstock.runtime.registry import EAGER
-from penstock.train.batches import LossFunction, Microbatch, bind, check_labels, cut_rows, largest, loss_and_count
+from penstock.train.batches import (
+    WHOLE,
+    LossFunction,
+    Microbatch,
+    bind,
+    check_labels,
+    cut_rows,
+    largest,
+    loss_and_count,
+)
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.step_rows import StepRows
@@ -77,11 +87,6 @@ class Evaluation:
         if len(results) == 1:
             return results[0]
         values = self._parts[-1].program.outputs
-        if any(not value.shape or isinstance(value.shape[0], int) for value in values):
-            raise UsageError(
-                f"an output has no batch dimension to join {len(results)} microbatches in; "
-                "use microbatches=1, with a row for each replica"
-            )
         if not results:
             return [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in values]
         return [torch.cat(parts) for parts in zip(*results, strict=True)]
@@ -142,6 +147,8 @@ class Evaluation:
         check_labels(labels, sizes["batch"])
         tensors, labels = self._tensors.moved_here(tensors, labels)
         count = min(self._num_microbatches, sizes["batch"])
+        if count > 1:
+            check_rows(self._graph, sizes, WHOLE, trains=not raw)
         microbatches = cut_rows(self._graph, tensors, sizes, labels, count) if count else []
         if not microbatches:
             return []

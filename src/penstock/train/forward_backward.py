@@ -8,8 +8,9 @@ from torch import Tensor
 from penstock.engine.executor import run_schedule
 from penstock.engine.training_stage import Sizes, StepInput
 from penstock.graph.call import build_output
+from penstock.graph.rows import check_rows
 from penstock.graph.training_parts import TrainingPart
-from penstock.train.batches import LossFunction, Microbatch, cut_rows, loss_and_count
+from penstock.train.batches import WHOLE, LossFunction, Microbatch, cut_rows, loss_and_count
 from penstock.train.features import LoadedBatch
 from penstock.train.outcome import step_document
 from penstock.train.step_rows import StepRows
@@ -91,6 +92,8 @@ class ForwardBackward:
         tensors, sizes = rows.bound()
         short = sizes["batch"] == trainer.short_batch
         count = now.placed.count_microbatches(sizes["batch"], short=short, least=now.captured.least_rows)
+        if count > 1 or len(now.placed.grid.replicas) > 1:
+            check_rows(now.captured.graph, sizes, WHOLE, trains=True)
         skipped = 0 if self._computes_all() else now.placed.skipped
         tensors, labels = now.tensors.moved_here(tensors, labels, skipped=skipped)
         self._microbatches = cut_rows(now.captured.graph, tensors, sizes, labels, count) if count else []

@@ -1,0 +1,126 @@
+"""Labels of rows: for each element of a tensor, the rows of the batch that it depends on, as bits of one byte.
+
+A label of 0 depends on no row, one with a single bit on that row alone, one with several bits mixes rows. Labels
+that are alike along a dimension are kept once, as an expanded tensor, so labels of large tensors take little memory.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+ROWS = 3  # rows of the batch that labels follow
+PLACE = 128  # the bit of what depends on the place of a row in its batch, or on the number of rows
+
+
+def no_label() -> Tensor:
+    """Return the label of what depends on no row, such as a parameter."""
+    return torch.zeros((), dtype=torch.uint8)
+
+
+def row_labels(rank: int, dim: int = 0) -> Tensor:
+    """Label the entries of one dimension with a bit each; the others have a length of 1."""
+    bits = torch.tensor([1 << row for row in range(ROWS)], dtype=torch.uint8)
+    return bits.view([ROWS if place == dim else 1 for place in range(rank)])
+
+
+def join(*labels: Tensor) -> Tensor:
+    """Combine labels element by element, as an operator that computes each element from its operands' elements."""
+    shape = torch.broadcast_shapes(*(each.shape for each in labels))
+    joined = no_label()
+    for each in labels:
+        joined = joined | _once(each)
+    return joined.expand(shape)
+
+
+def fold(labels: Tensor, dims: Iterable[int]) -> Tensor:
+    """Combine labels along dimensions, which stay with a length of 1."""
+    folded = labels
+    for dim in sorted({dim % max(labels.dim(), 1) for dim in dims}) if labels.dim() else []:
+        if folded.shape[dim] == 0:
+            shape = [1 if place == dim else size for place, size in enumerate(folded.shape)]
+            folded = no_label().expand(shape)
+        elif folded.stride(dim) == 0:
+            folded = folded.narrow(dim, 0, 1)
+        while folded.shape[dim] > 1:
+            half = folded.shape[dim] // 2
+            halved = folded.narrow(dim, 0, half) | folded.narrow(dim, half, half)
+            rest = folded.narrow(dim, 2 * half, folded.shape[dim] - 2 * half)
+            folded = torch.cat([halved, rest], dim) if rest.shape[dim] else halved
+    return folded
+
+
+def total(*labels: Tensor) -> Tensor:
+    """Combine all labels into one."""
+    return join(no_label(), *(fold(each, range(each.dim())).reshape(()) for each in labels))
+
+
+def per_row(labels: Tensor, rank: int) -> Tensor:
+    """Combine the labels of each entry of dimension 0, for a result of some rank with the same dimension 0."""
+    return fold(labels, range(1, labels.dim())).reshape(labels.shape[0], *[1] * (rank - 1))
+
+
+def are_rows(labels: Tensor, dim: int) -> bool:
+    """Return whether the entries of a dimension are the rows of the batch, in order and each by itself."""
+    if labels.dim() == 0 or labels.shape[dim] != ROWS:
+        return False
+    folded = fold(labels, [other for other in range(labels.dim()) if other != dim % labels.dim()]).flatten()
+    return folded.tolist() == [1 << row for row in range(ROWS)]
+
+
+def is_mixed(labels: Tensor) -> bool:
+    """Return whether any element depends on several rows, or on the place of its row."""
+    values = set(_once(labels).unique().tolist())
+    return any(value & PLACE or value.bit_count() > 1 for value in values)
+
+
+def varies(labels: Tensor, dim: int) -> bool:
+    """Return whether the entries of a dimension depend on different rows."""
+    if labels.dim() == 0 or labels.stride(dim) == 0 or labels.shape[dim] < 2:
+        return False
+    once = _once(labels)
+    return bool((once != once.narrow(dim, 0, 1)).any())
+
+
+def keep_once(labels: Tensor) -> Tensor:
+    """Return the same labels, with those that are alike along a dimension kept once."""
+    once = _once(labels)
+    for dim in reversed(range(labels.dim())):
+        if once.shape[dim] > 1 and not varies(once, dim):
+            once = once.narrow(dim, 0, 1)
+    return once.expand(labels.shape)
+
+
+def label_constant(value: Tensor, twice: Tensor) -> Tensor:
+    """Label a constant by its values for `ROWS` rows and for twice as many.
+
+    One that is, or repeats, the same for each row of the batch has the rows' labels along the dimension that grows with
+    it, one of a fixed size has no label, and anything else depends on the place.
+    """
+    grown = [dim for dim, (size, other) in enumerate(zip(value.shape, twice.shape, strict=True)) if size != other]
+    if not grown:
+        same = _same(value, twice)
+        labels = torch.where(same, 0, PLACE).to(torch.uint8)
+        return labels if labels.any() else no_label().expand(value.shape)
+    dim = grown[0]
+    if len(grown) > 1 or value.shape[dim] % ROWS or twice.shape[dim] != 2 * value.shape[dim]:
+        return torch.tensor(PLACE, dtype=torch.uint8).expand(value.shape)
+    each = value.shape[dim] // ROWS
+    parts, further = (x.unflatten(dim, (x.shape[dim] // each, each)) for x in (value, twice))
+    first = parts.narrow(dim, 0, 1)
+    if not (_same(parts, first).all() and _same(further, first).all()):
+        return torch.tensor(PLACE, dtype=torch.uint8).expand(value.shape)
+    rows = row_labels(value.dim() + 1, dim).expand(*value.shape[:dim], ROWS, each, *value.shape[dim + 1 :])
+    return rows.flatten(dim, dim + 1)
+
+
+def _once(labels: Tensor) -> Tensor:
+    """Narrow the dimensions along which labels are repeated."""
+    for dim in range(labels.dim()):
+        if labels.stride(dim) == 0 and labels.shape[dim] > 1:
+            labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+def _same(value: Tensor, other: Tensor) -> Tensor:
+    return (value == other) | ((value != value) & (other != other))

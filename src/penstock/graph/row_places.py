@@ -1,0 +1,121 @@
+"""Labels of what reads or writes at places of a dimension: see `row_rules`."""
+
+import torch
+from torch import Tensor
+
+from penstock.graph.row_labels import are_rows, fold, join, no_label, per_row, total, varies
+from penstock.graph.row_reading import Labelled, Reading, flat, place_label, read_all
+
+
+def into_place(reading: Reading) -> Tensor:
+    """Return the labels of select_scatter and slice_scatter: what is written to a place of a dimension."""
+    written = join(no_label(), *reading.tensors())
+    return join(written, place_label()) if varies(reading.first(), reading.named["dim"]) else written
+
+
+def _pick(labels: Tensor, dim: int, index: Labelled) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what an index along a dimension reads: the labels, a known index into them, and the index's own labels.
+
+    Where the index depends on data, it may read any entry of the dimension. A constant one that differs by row names
+    rows, if the dimension has them.
+    """
+    if index.value is not None and (are_rows(labels, dim) or not index.labels.any()):
+        return labels, index.value, no_label().expand(index.labels.shape)
+    return fold(labels, [dim]).expand_as(labels), torch.zeros(index.labels.shape, dtype=torch.int64), index.labels
+
+
+def read_index(reading: Reading) -> Tensor:
+    """Return the labels of an index by tensors, which may be constants or depend on data."""
+    labels, own = reading.first(), []
+    indices: list[Tensor | None] = []
+    places = [dim for dim, index in enumerate(reading.named["indices"]) if index is not None]
+    for dim, index in enumerate(reading.named["indices"]):
+        if index is None:
+            indices.append(None)
+            continue
+        if index.value is not None and index.value.dtype in (torch.bool, torch.uint8):
+            return read_all(reading)
+        labels, known, label = _pick(labels, dim, index)
+        indices.append(known)
+        own.append(label)
+    read = torch.ops.aten.index.Tensor(labels, indices)
+    together = places == list(range(places[0], places[-1] + 1))
+    after = labels.dim() - places[-1] - 1 if together else labels.dim() - len(places)
+    joined = join(*own)
+    return join(read, joined.reshape(*joined.shape, *[1] * after))
+
+
+def read_selected(reading: Reading) -> Tensor:
+    """Return the labels of index_select."""
+    labels, dim, index = reading.first(), reading.named["dim"], reading.named["index"]
+    labels, known, own = _pick(labels, dim, index)
+    read = labels.index_select(dim, known)
+    return join(read, own.reshape(-1, *[1] * (labels.dim() - dim % labels.dim() - 1)))
+
+
+def gather(reading: Reading) -> Tensor:
+    """Return the labels of gather: what is read is anywhere along its dimension."""
+    labels, dim, index = (
+        reading.first(),
+        reading.named["dim"],
+        flat(reading.named.get("index", reading.named.get("indices")))[0],
+    )
+    if dim is None or labels.dim() == 0:
+        return read_all(reading)
+    if index.value is not None and index.value.shape == reading.shape and are_rows(labels, dim):
+        return labels.gather(dim, index.value)
+    folded = fold(labels, [dim])
+    for other in range(labels.dim()):
+        if other != dim % labels.dim() and folded.shape[other] > index.labels.shape[other] > 0:
+            folded = folded.narrow(other, 0, index.labels.shape[other])
+    return join(folded, index.labels)
+
+
+def embedding(reading: Reading) -> Tensor:
+    """Return the labels of rows of a table."""
+    weight, indices = reading.named["weight"].labels, reading.named["indices"].labels
+    return join(indices.unsqueeze(-1), total(weight))
+
+
+def scatter(reading: Reading) -> Tensor:
+    """Return the labels of scatter: what is written may go anywhere along its dimension."""
+    labels, dim, index = reading.first(), reading.named["dim"], reading.named["index"].labels
+    written = [
+        fold(each.labels, [dim]) for name in ("src", "source", "value") for each in flat(reading.named.get(name))
+    ]
+    if index.dim() == labels.dim() > 0 and not varies(labels, dim):
+        rows = fold(index, [dim])
+        fits = all(
+            a == b
+            for place, (a, b) in enumerate(zip(rows.shape, labels.shape, strict=True))
+            if place != dim % labels.dim()
+        )
+        if fits and all(each.dim() in (0, labels.dim()) for each in written):
+            written = [each if each.dim() == 0 or each.shape == rows.shape else total(each) for each in written]
+            return join(labels, rows, *written)
+    return join(labels, total(*reading.tensors()[1:]), place_label())
+
+
+def into_dim(reading: Reading) -> Tensor:
+    """Return the labels of index_add and its kin: what is written at an index into a dimension."""
+    labels, dim, index = reading.first(), reading.named["dim"], reading.named["index"].labels
+    written = [fold(each.labels, [dim]) for name in ("source", "value") for each in flat(reading.named.get(name))]
+    return join(labels, total(index), *written, *([place_label()] if varies(labels, dim) else []))
+
+
+def put_index(reading: Reading) -> Tensor:
+    """Return the labels of index_put, by constants or row by row."""
+    labels, indices, values = reading.first(), reading.named["indices"], reading.named["values"].labels
+    known = [None if index is None else index.value for index in indices]
+    if all(index is None or (index.value is not None and not index.labels.any()) for index in indices):
+        if any(index is not None and varies(labels, dim) for dim, index in enumerate(indices)):
+            return join(labels, values, place_label())
+        put: Tensor = torch.ops.aten.index_put.default(labels, known, values)
+        return join(labels, put) if reading.named.get("accumulate") else put
+    first = indices[0]
+    if first is not None and first.value is not None and first.value.tolist() == list(range(labels.shape[0])):
+        # row by row: each index after the first has an entry, or the same entries, for each row
+        parts = [values, *(index.labels for index in indices[1:] if index is not None)]
+        rows = [per_row(x, labels.dim()) if x.dim() and x.shape[0] == len(first.value) else total(x) for x in parts]
+        return join(labels, *rows)
+    return join(labels, total(*reading.tensors()[1:]))

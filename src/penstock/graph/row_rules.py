@@ -89,7 +89,9 @@ def _reshape(reading: Reading) -> Any:
     while math.prod(labels.shape[first:]) not in made:
         first += 1
     dim = made[math.prod(labels.shape[first:])]
-    kept = labels[(..., *[slice(0, 1)] * (labels.dim() - first))]
+    kept = labels
+    for place in range(first, labels.dim()):
+        kept = kept.narrow(place, 0, 1)
     return kept.reshape(*shape[:dim], *[1] * (len(shape) - dim))
 
 
@@ -156,7 +158,8 @@ def _per_row(*names: str) -> Rule:
 
 
 def _copy(reading: Reading) -> Tensor:
-    return reading.named["src"].labels
+    labels: Tensor = reading.named["src"].labels
+    return labels
 
 
 def _fill(reading: Reading) -> Tensor:

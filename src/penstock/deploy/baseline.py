@@ -13,6 +13,7 @@ from penstock.deploy.state import receive_state, send_state
 from penstock.graph.program import StageProgram, read_program, write_program
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER, StageRuntime
+from penstock.runtime.torch_settings import applied, read_settings
 from penstock.tensors import find_device, moved, synchronize
 from penstock.transport.base import (
     FEEDER,
@@ -32,7 +33,7 @@ def ask_baseline(
     """Ask a rank to run the whole model by itself; `collect_baseline` gives what came of it."""
     document = RunBaseline(
         program=write_program(program), sizes=dict(sizes), threads=threads, num_inputs=len(inputs),
-        num_microbatches=num_microbatches, computes_on=computes_on,
+        num_microbatches=num_microbatches, computes_on=computes_on, torch_settings=dict(read_settings()),
     )  # fmt: skip
     send_bytes(transport, write_document(document), rank)
     send_state(transport, program.states, load, rank)
@@ -54,7 +55,8 @@ def serve_baseline(world: World, document: RunBaseline) -> None:
             receive_tensor(transport, tensor, FEEDER)
         inputs.append(tensors)
     torch.set_num_threads(document.threads)
-    outputs, seconds = run_baseline(runtime, sizes, inputs, document.num_microbatches, transport)
+    with applied(document.torch_settings):
+        outputs, seconds = run_baseline(runtime, sizes, inputs, document.num_microbatches, transport)
     send_bytes(transport, json.dumps({"seconds": seconds}).encode(), FEEDER)
     for result in outputs:
         for tensor in result:

@@ -24,6 +24,7 @@ from penstock.group.direct import go_direct
 from penstock.group.world import World, check_world
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import RuntimeChoice, StageRuntime
+from penstock.runtime.torch_settings import read_settings
 from penstock.tensors import HOST, find_device
 from penstock.terminal.live import StageState
 from penstock.tracing.record import FEEDER_STAGE
@@ -62,7 +63,7 @@ class Deployment:
             number=number, ranks=tuple(places), sizes=dict(sizes), depth=run.depth, threads=run.threads or 1,
             device_names=tuple(world.names), computes_on=run.device, runtimes=runtimes,
             trace=tracer is not None, trace_units=tracer is not None and tracer.units,
-            trace_profile=tracer is not None and tracer.profile,
+            trace_profile=tracer is not None and tracer.profile, torch_settings=read_settings(),
         )  # fmt: skip
         _check_shared(self.job)
         self.tracer = tracer

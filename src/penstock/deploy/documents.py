@@ -12,6 +12,7 @@ from msgspec import Meta
 from penstock.errors import ProgramError
 from penstock.group.world import Leave
 from penstock.runtime.registry import RuntimeChoice
+from penstock.runtime.torch_settings import check_settings as check_torch_settings
 from penstock.spec.fields import check_name
 
 Count = Annotated[int, Meta(ge=1, le=2**31)]
@@ -53,6 +54,7 @@ class ServeStages(
     trace: bool = False
     trace_units: bool = False
     trace_profile: bool = False
+    torch_settings: dict[Short, bool | Short] = {}
     compare: bool = False  # say first which tensors are here from before
 
 
@@ -65,6 +67,7 @@ class RunBaseline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     num_inputs: Few
     num_microbatches: Count
     computes_on: Short = "cpu"
+    torch_settings: dict[Short, bool | Short] = {}
 
 
 class DoMore(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="more", forbid_unknown_fields=True):
@@ -95,6 +98,8 @@ def read_document(data: bytes, num_ranks: int) -> Document:
             f"a worker serves stages and runs programs, but was asked for something else ({error}); start every "
             "process with the same command"
         ) from None
+    if isinstance(document, ServeStages | RunBaseline):
+        check_torch_settings(document.torch_settings)
     if isinstance(document, ServeStages):
         _check_stages(document, num_ranks)
     return document

@@ -122,7 +122,7 @@ def send_stages(
             order=tuple(part.order if part else programs[0].order), plan=part.plan if part else "",
             device=part.devices[rank] if part else "", computes_on=job.computes_on,
             runtimes=job.runtimes, trace=job.trace, trace_units=job.trace_units, trace_profile=job.trace_profile,
-            compare=compare and isinstance(source, FromWeights),
+            torch_settings=dict(job.torch_settings), compare=compare and isinstance(source, FromWeights),
         )  # fmt: skip
         send_bytes(transport, write_document(document), rank)
     if not isinstance(source, FromWeights):
@@ -165,7 +165,7 @@ def read_stages(
         number=document.number, ranks=tuple(RoundRobin(each.ranks, each.order) for each in document.ranks),
         sizes=document.sizes, depth=document.depth, threads=document.threads, device_names=document.device_names,
         computes_on=document.computes_on, runtimes=document.runtimes, trace=document.trace,
-        trace_units=document.trace_units, trace_profile=document.trace_profile,
+        trace_units=document.trace_units, trace_profile=document.trace_profile, torch_settings=document.torch_settings,
     )  # fmt: skip
     if set(document.programs) != set(job.stages_of(world.rank)):
         raise ProgramError(f"a job has a program for each stage of a process, not for {sorted(document.programs)}")

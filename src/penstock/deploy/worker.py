@@ -21,6 +21,7 @@ from penstock.group.entry import join_local
 from penstock.group.launcher import leave_with_parent
 from penstock.group.regroup import next_group
 from penstock.group.world import Leave, World
+from penstock.runtime.torch_settings import applied
 from penstock.transport.base import FEEDER, send_bytes
 
 # where workers that a process on this machine starts find their parts of a bundle
@@ -89,9 +90,10 @@ def do_job(
     if isinstance(document, RunBaseline):
         serve_baseline(world, document)
         return
-    job, runtimes = read_stages(world, document, make, bundle, holdings)
-    own = OwnStages(world, job, runtimes)
-    own.serve(follow_stages(own))
+    with applied(document.torch_settings):
+        job, runtimes = read_stages(world, document, make, bundle, holdings)
+        own = OwnStages(world, job, runtimes)
+        own.serve(follow_stages(own))
 
 
 def _nothing(_parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Mapping[str, Job]]:

@@ -1,12 +1,13 @@
 """Which rank holds which stage: placements as data."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from penstock.plan.schedule.actions import Action, forward_only
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import EAGER, RuntimeChoice
+from penstock.runtime.torch_settings import Settings
 
 LOST = -1  # in the place of a rank: whoever had it is not in the group any more
 
@@ -122,6 +123,7 @@ class StagesJob:
     trace: bool = False
     trace_units: bool = False
     trace_profile: bool = False
+    torch_settings: Settings = field(default_factory=dict)  # of the process that feeds
 
     @property
     def holders(self) -> frozenset[int]:

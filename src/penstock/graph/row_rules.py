@@ -158,8 +158,8 @@ def _per_row(*names: str) -> Rule:
 
 
 def _copy(reading: Reading) -> Tensor:
-    labels: Tensor = reading.named["src"].labels
-    return labels
+    source: Labelled = reading.named["src"]
+    return source.labels
 
 
 def _fill(reading: Reading) -> Tensor:

@@ -32,6 +32,7 @@ from penstock.group.world import World, check_world
 from penstock.measure.counted import counted_profile
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import EAGER
+from penstock.runtime.torch_settings import applied
 from penstock.spec.fields import as_name
 from penstock.spec.plan import Plan, Precision, Stage
 from penstock.stream.replanner import Replanner
@@ -204,7 +205,8 @@ class ServedStages:
         while True:
             try:
                 with self._world.explained():
-                    self.closed = self._own.serve_stream() == CLOSE
+                    with applied(self._own.job.torch_settings):
+                        self.closed = self._own.serve_stream() == CLOSE
                     if not self.closed:
                         self._stream_ended()
                 return

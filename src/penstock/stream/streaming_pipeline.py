@@ -29,6 +29,7 @@ from penstock.graph.rows import check_rows, has_batch
 from penstock.graph.work import count_work
 from penstock.group.entry import join_torchrun, under_torchrun
 from penstock.group.world import World, end_when_dropped, failed
+from penstock.runtime.torch_settings import check_no_autocast, check_unchanged, read_settings
 from penstock.spec.check import check_purpose
 from penstock.spec.plan import Plan
 from penstock.stream.division import ServedStages, divide_model
@@ -36,6 +37,8 @@ from penstock.stream.survival import StreamChange, SurvivingStages
 from penstock.terminal.notes import note
 from penstock.tracing.trace import RunFacts, StageTotals, write_run
 from penstock.transport.base import FEEDER
+
+NO_AUTOCAST = "convert the model to the wanted dtype, or use runtime='eager:bfloat16'"
 
 
 class StreamingPipeline:
@@ -76,6 +79,8 @@ class StreamingPipeline:
     def _place(self, call: ModelCall, cut: CutOptions, world: World | None) -> None:
         """Put the stages where they will stream."""
         try:
+            check_no_autocast(NO_AUTOCAST)
+            self._torch_settings = read_settings()
             division = divide_model(call, cut, self._run, world)
             self.graph, self.cuts = division.graph, division.cuts
             world = self.world = world or division.start_world()
@@ -138,6 +143,8 @@ class StreamingPipeline:
             self._stages.serve()
             self._closed = self._stages.closed
             return
+        check_no_autocast(NO_AUTOCAST)
+        check_unchanged(self._torch_settings)
         shapes: deque[dict[str, int]] = deque()
 
         def bound() -> Iterator[Microbatch]:

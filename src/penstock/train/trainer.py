@@ -18,6 +18,7 @@ from penstock.graph.cuts import Cut
 from penstock.graph.training_parts import TrainingPart
 from penstock.group.direct import go_direct
 from penstock.group.world import World
+from penstock.runtime.torch_settings import check_no_autocast, differences, read_settings
 from penstock.spec.fields import fingerprint
 from penstock.tensors import HOST, most_bytes
 from penstock.tracing.trace import write_run
@@ -151,8 +152,15 @@ class Trainer:
                 None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
 
     def _check_alike(self) -> None:
-        """Raise `UsageError` unless all processes have the same model, cuts and settings."""
-        for rank, other in enumerate(all_gather(self.world.transport, {"model": self.alike})):
+        """Raise `UsageError` unless all processes have the same model, cuts, settings, and settings of torch."""
+        mine = read_settings()
+        for rank, other in enumerate(all_gather(self.world.transport, {"model": self.alike, "torch": dict(mine)})):
+            if changed := differences(mine, other["torch"]):
+                names = self.world.names
+                raise UsageError(
+                    f"torch is set otherwise in {names[rank]} than in {names[self.world.rank]}: {', '.join(changed)}; "
+                    "set it the same in all processes before the pipeline is made"
+                )
             if other["model"] != self.alike:
                 raise UsageError(
                     f"{self.world.names[rank]} has another model or other settings than "
@@ -185,6 +193,7 @@ class Trainer:
                 "parameters may move between processes here, and an optimizer that is not this pipeline's stays "
                 "behind; make it with pipe.optimizer(lambda parameters: ...)"
             )
+        check_no_autocast("give the pipeline autocast=torch.bfloat16 instead")
         rows = StepRows(self, inputs, labels)
         if self.survivors is not None:
             rows.check_repeatable()

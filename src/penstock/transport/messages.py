@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from penstock.errors import TransportError
+from penstock.errors import RunError, TransportError
 from penstock.graph.ops import Value
 from penstock.tensors import ALIGNMENT, aligned, num_payload_bytes, place, sum_words, unpack
 from penstock.transport.claims import Layout, check_layouts
@@ -105,8 +105,15 @@ class Format:
     def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
         """Lay a message out in a buffer and give the bytes it takes; tensors go into a buffer apart if one is given.
 
-        That buffer is the same one whenever `buffer` is; `apart_of` has the bytes that they take there.
+        That buffer is the same one whenever `buffer` is; `apart_of` has the bytes that they take there. Raises
+        `RunError` for a tensor of another dtype than the program's, which the receiver would read as garbage.
         """
+        for value, tensor in zip(self.values, message.tensors, strict=False):
+            if tensor.dtype != value.dtype:
+                raise RunError(
+                    f"{value.name} is {tensor.dtype} but was captured as {value.dtype}: a setting of torch, such as the "
+                    "default dtype or autocast, is another one than at the capture; make the pipeline under the same"
+                )
         numbers = self._write_numbers(message)
         laid = None if message.body else self._laid.get((buffer.data_ptr(), message.kind, numbers))
         if laid is None:

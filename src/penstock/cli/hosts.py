@@ -220,7 +220,7 @@ def _measure_by_ssh(
     arguments = ["hosts", "measure", f"{FILES}/cluster.toml", "--seconds", str(seconds)]
     arguments += ["--output", f"{FILES}/measured.toml", "--json", f"{FILES}/measured.json"]
     arguments += ["--profile", f"{FILES}/profile.json", *(["--update"] if update else [])] if profile else []
-    on_all(hosts, lambda host: bring(host, f"{host.folder}/{FILES}", given))
+    on_all(hosts, lambda host: bring(host, f"{host.folder}/{FILES}", given, clean=False))
     if status := run_by_ssh(spec, arguments):
         return status
     wanted = {"measured.toml": output, "measured.json": json, "profile.json": profile if update else None}

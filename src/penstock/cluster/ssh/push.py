@@ -13,23 +13,31 @@ from penstock.errors import ClusterError
 
 _INSTALL_S = 3600.0
 _COPY_S = 3600.0
-# prints what files there are below a folder, by their hashes
+# of each folder that files are brought to: what penstock has put there, with hashes
+_MANIFEST = ".penstock-files.json"
+# prints the hashes of the files that are named on standard input or in the folder's manifest, and the manifest
 _LIST = r"""
 import hashlib, json, os, sys
-top, found = os.path.expanduser(os.path.join("~", sys.argv[1])), {}
-for place, _, names in os.walk(top):
-    for name in names:
-        path = os.path.join(place, name)
-        if not name.endswith(".pyc"):
-            with open(path, "rb") as file:
-                found[os.path.relpath(path, top)] = hashlib.sha256(file.read()).hexdigest()
-print(json.dumps(found))
+top, manifest, found = os.path.expanduser(os.path.join("~", sys.argv[1])), None, {}
+names = json.load(sys.stdin)
+if os.path.exists(os.path.join(top, sys.argv[2])):
+    with open(os.path.join(top, sys.argv[2])) as file:
+        manifest = json.load(file)
+for name in {*names, *(manifest or {})}:
+    path = os.path.join(top, name)
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            found[name] = hashlib.sha256(file.read()).hexdigest()
+print(json.dumps({"manifest": manifest, "found": found, "empty": not os.path.isdir(top) or not os.listdir(top)}))
 """
-# takes an archive of plain files from standard input, and removes what is named; a file is whole or the one before
+# takes an archive of plain files from standard input, the manifest last, and removes what is named; a file is whole or
+# the one before
 _TAKE = r"""
 import os, sys, tarfile
 top = os.path.expanduser(os.path.join("~", sys.argv[1]))
 os.makedirs(top, exist_ok=True)
+for name in sys.argv[2:]:
+    os.remove(os.path.join(top, name))
 with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
     for member in archive:
         path = os.path.join(top, member.name)
@@ -37,8 +45,6 @@ with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         with open(path + ".part", "wb") as file:
             file.write(archive.extractfile(member).read())
         os.replace(path + ".part", path)
-for name in sys.argv[2:]:
-    os.remove(os.path.join(top, name))
 """
 _READ = r"""
 import os, sys
@@ -92,22 +98,53 @@ def push(
     return on_all(hosts, prepare)
 
 
-def bring(host: Host, folder: str, files: Mapping[str, bytes]) -> int:
-    """Make a folder there hold these files; returns the bytes that went."""
-    listed = json.loads(require(host, run_on(host, [host.python, "-", folder], data=_LIST.encode()), "listing files"))
-    changed = {name: data for name, data in files.items() if listed.get(name) != hashlib.sha256(data).hexdigest()}
-    gone = [name for name in listed if name not in files]
-    if not changed and not gone:
+def bring(host: Host, folder: str, files: Mapping[str, bytes], *, clean: bool = True) -> int:
+    """Copy files to a folder there; returns the bytes that went.
+
+    A manifest in the folder lists what was copied. With `clean` the folder is penstock's own: files that the manifest
+    lists and that are not given any more are removed, unless they were changed since. Nothing else is removed or
+    overwritten: raises `ClusterError` for a folder of its own with files but without a manifest, and for a file in the
+    way.
+    """
+    words = [host.python, "-c", _LIST, folder, _MANIFEST]
+    listed = json.loads(require(host, run_on(host, words, data=json.dumps(list(files)).encode()), "listing files"))
+    known, found = listed["manifest"], listed["found"]
+    if known is None and clean and not listed["empty"]:
+        raise ClusterError(
+            f"{host.name} has files in {folder} that penstock did not put there; empty it, or set another "
+            f'folder = "..." for {host.name} in the cluster file'
+        )
+    known = known or {}
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    changed = {name: files[name] for name, digest in hashes.items() if found.get(name) != digest}
+    if strange := sorted(name for name in changed if name in found and name not in known):
+        raise ClusterError(
+            f"{host.name} has a file {folder}/{strange[0]} that penstock did not put there; move it, or set another "
+            f'folder = "..." for {host.name} in the cluster file'
+        )
+    unwanted = [name for name in known if name not in files and is_below(name)] if clean else []
+    gone = [name for name in unwanted if found.get(name) == known[name]]
+    manifest = {**({} if clean else known), **hashes}
+    if not changed and not gone and manifest == known:
         return 0
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
-        for name, data in changed.items():
+        for name, data in {**changed, _MANIFEST: json.dumps(manifest).encode()}.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     words = [host.python, "-c", _TAKE, folder, *gone]
     require(host, run_on(host, words, data=archive.getvalue(), timeout_s=_COPY_S), "copying files")
     return sum(map(len, changed.values()))
+
+
+def is_below(name: str) -> bool:
+    """Return whether a path stays below the folder that it is relative to.
+
+    >>> is_below("penstock/version.py"), is_below("../mine"), is_below("/etc/passwd")
+    (True, False, False)
+    """
+    return not name.startswith("/") and ".." not in name.split("/")
 
 
 def fetch(host: Host, path: str) -> bytes:

@@ -1,5 +1,6 @@
 """Models of transformers, and their checkpoints read as `from_pretrained` reads them."""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -144,6 +145,22 @@ def test_images_have_a_transform_and_class_names(tmp_path: Path) -> None:
     transform = load_model(f"hf:{tmp_path}").transform
     assert transform is not None
     assert transform(Image.new("RGB", (50, 40))).shape == (3, 16, 24)
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "config.json"])
+def test_code_in_a_models_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    save("vit", tmp_path)
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    path = tmp_path / file
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    settings.pop("model_type", None)
+    names = {"AutoImageProcessor": "own.Own", "AutoConfig": "own.Own"}
+    path.write_text(json.dumps(settings | {"image_processor_type": "Own", "auto_map": names}))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # what a person would answer
+    with pytest.raises(ModelError, match=file.split(".")[0] if "pre" in file else "configuration"):
+        load_model(f"hf:{tmp_path}")
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("kind", ["deit", "convnext", "clip"])

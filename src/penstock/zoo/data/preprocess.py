@@ -56,7 +56,7 @@ def hf_transform(config: Any, directory: Path | None) -> Transform | None:
     if directory is not None and (directory / "preprocessor_config.json").is_file():
         transformers = optional_import("transformers", "text")
         try:
-            processor = transformers.AutoImageProcessor.from_pretrained(directory)
+            processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
         except Exception as problem:  # a strange file fails in any way
             raise ModelError(
                 f"{directory / 'preprocessor_config.json'} cannot be read ({one_line(problem)})"

@@ -22,9 +22,10 @@ from penstock.graph.graph import Graph
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.runtime.registry import parse_runtime
-from penstock.spec.cluster import Cluster
+from penstock.spec.check import read_plan
+from penstock.spec.cluster import Cluster, read_cluster
 from penstock.spec.plan import Plan
-from penstock.spec.profile import Profile
+from penstock.spec.profile import Profile, read_profile
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.tensors import find_device
 from penstock.terminal.live import StageState
@@ -69,8 +70,8 @@ class Pipeline:
         args, kwargs: an example call with the largest microbatch that will be streamed.
         stages: number of stages; by default one per process under torchrun, 4 for a stream started alone.
         policy, cuts: how the model is cut, by a policy or by hand, as for `penstock.split`.
-        plan: what `penstock plan` chose, in place of stages, policy, cuts and depth; for training, made with
-            `--schedule`, also of replicas, schedule and microbatches.
+        plan: what `penstock plan` chose, or the path of its file, in place of stages, policy, cuts and depth; for
+            training, made with `--schedule`, also of replicas, schedule and microbatches.
         dynamic: further symbolic dimensions, as for `penstock.capture`.
         world: processes that have met already; this one joins or starts some where not given.
         weights: where tensors are read from, one at a time; the model itself where not given.
@@ -95,8 +96,9 @@ class Pipeline:
             slower does less. In training what moves comes from replicas, or everything from the last checkpoint. Not
             for lists of modules, traces, or under torchrun's agents, which end all processes. The first process itself
             cannot be lost.
-        profile, cluster: what the planner goes by after a loss; a training takes both. Without them what parts cost is
-            counted from shapes, and devices are taken for equal until they are seen at work.
+        profile, cluster: what the planner goes by after a loss, or the paths of their files, as with `plan`; a training
+            takes both. Without them what parts cost is counted from shapes, and devices are taken for equal until they
+            are seen at work.
         stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
             counts as lost; longer than the slowest link takes for one message. In training, while all wait.
 
@@ -128,7 +130,7 @@ class Pipeline:
         stages: int | None = None,
         policy: str = "balanced",
         cuts: Sequence[str] | None = None,
-        plan: Plan | None = None,
+        plan: Plan | str | Path | None = None,
         weights: Weights | None = None,
         dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
         threads: int | None = None,
@@ -139,8 +141,8 @@ class Pipeline:
         stall_s: float = STALL_S,
         on_loss: str = "stop",
         wait_s: float = 300.0,
-        profile: Profile | None = None,
-        cluster: Cluster | None = None,
+        profile: Profile | str | Path | None = None,
+        cluster: Cluster | str | Path | None = None,
         world: World | None = None,
         replicas: int | None = None,
         schedule: str = "1f1b",
@@ -154,12 +156,15 @@ class Pipeline:
     ) -> None:
         args, kwargs = _example(args, kwargs)
         call = ModelCall(model=model, args=args, kwargs=kwargs, dynamic=dynamic, weights=weights)
-        cut = CutOptions(stages=stages, policy=policy, cuts=cuts, plan=plan)
+        cut = CutOptions(stages=stages, policy=policy, cuts=cuts, plan=_read(read_plan, plan))
         run = RunOptions(
             threads=threads, depth=depth, device=str(device), between_gpus=between_gpus, stall_s=stall_s,
             trace=Path(trace) if trace is not None else None, trace_units=trace_units, trace_profile=trace_profile,
             runtime=parse_runtime(runtime),
-            survival=SurvivalOptions(on_loss=on_loss, wait_s=wait_s, profile=profile, cluster=cluster),
+            survival=SurvivalOptions(
+                on_loss=on_loss, wait_s=wait_s, profile=_read(read_profile, profile),
+                cluster=_read(read_cluster, cluster),
+            ),
         )  # fmt: skip
         if world is None and not under_torchrun():
             find_device(device)  # before anything is started
@@ -272,7 +277,8 @@ class Pipeline:
         self, loader: Loader, *, freeze: FreezePolicy | str | Sequence[int] = "gradient-norms",
         epochs: int | None = None, pack: bool = True, replicate: bool = True, cache: bool = True,
         cache_dir: str | Path | None = None, cache_limit: str | int | None = None, cache_dtype: Stored = "float32",
-        cache_views: int = 1, keep_cache: bool = False, profile: Profile | None = None, cluster: Cluster | None = None,
+        cache_views: int = 1, keep_cache: bool = False, profile: Profile | str | Path | None = None,
+        cluster: Cluster | str | Path | None = None,
     ) -> ElasticTraining:  # fmt: skip
         """Freeze layers that have converged, and plan again with what that frees, at the beginning of each epoch.
 
@@ -308,7 +314,7 @@ class Pipeline:
         options = ElasticOptions(
             freeze=freeze, epochs=epochs, pack=pack, replicate=replicate, cache=cache, cache_dir=cache_dir,
             cache_limit=cache_limit, cache_dtype=cache_dtype, cache_views=cache_views, keep_cache=keep_cache,
-            profile=profile, cluster=cluster,
+            profile=_read(read_profile, profile), cluster=_read(read_cluster, cluster),
         )  # fmt: skip
         return ElasticTraining(self._training.trainer, loader, options)
 
@@ -337,6 +343,11 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._pipe.end(error)
+
+
+def _read(read: Callable[[str | Path], _Result], given: "_Result | str | Path | None") -> _Result | None:
+    """Return what was given, read from its file if that is a path."""
+    return read(given) if isinstance(given, (str, Path)) else given
 
 
 def _example(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[Sequence[Any], Mapping[str, Any]]:

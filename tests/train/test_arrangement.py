@@ -1,5 +1,9 @@
 """Training as a plan says: pipelines with other cuts and other parts of the batch, gradients as of one process."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -21,7 +25,7 @@ from penstock.plan.cost.stage_cost import Setting
 from penstock.plan.schedule.actions import text
 from penstock.spec.check import check_plan
 from penstock.spec.cluster import Cluster, Device
-from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage
+from penstock.spec.plan import CutSet, DeviceLoad, Pipeline, Plan, Prediction, Schedule, Stage, write_plan
 from penstock.spec.profile import Boundary, Unit
 from penstock.train.arrangement import ScheduleChoice, plan_grid
 from penstock.train.captured import Captured
@@ -132,10 +136,13 @@ def test_what_a_plan_cannot_be_used_for() -> None:
         in_threads(2, lambda world: make_trainer(given, world, plan=plan))
 
 
-def test_a_plan_of_one_device_trains_in_this_process() -> None:
+@pytest.mark.parametrize("kind", [None, Path, str])
+def test_a_plan_of_one_device_trains_in_this_process(tmp_path: Path, kind: Callable[[Path], Any] | None) -> None:
     inputs, labels = images(6)
     plan = plan_for(Captured(small().train(), (inputs,)), [(3, [])])
-    with penstock.Pipeline(small().train(), inputs, plan=plan) as pipe:
+    write_plan(tmp_path / "plan.json", plan)
+    given = plan if kind is None else kind(tmp_path / "plan.json")
+    with penstock.Pipeline(small().train(), inputs, plan=given) as pipe:
         assert float(pipe.train_step(inputs, labels, F.cross_entropy)) > 0
         assert pipe.trainer.placed.num_microbatches == 3
 

@@ -28,6 +28,8 @@ def with_args():
     return Net(), (torch.ones(4, 3),)
 def with_kwargs():
     return Net(), [torch.ones(4, 3)], {"scale": 2}
+def wide(width=2, name="none"):
+    return nn.Linear(3, width), (torch.ones(4, 3),), {}
 def number():
     return 3
 def wrong_args():
@@ -73,6 +75,11 @@ def test_a_function_may_give_keyword_arguments_or_none(source: str) -> None:
     assert load_model(f"{source}:bare").example_args == ()
 
 
+def test_options_are_keyword_arguments_of_a_function(source: str) -> None:
+    assert load_model(f"{source}:wide,width=5,name=x").weights.shape("weight") == (5, 3)
+    assert load_model(f"{source}:wide").weights.shape("weight") == (2, 3)
+
+
 def test_a_file_serves_parameters_and_persistent_buffers(source: str, tmp_path: Path) -> None:
     state = {
         "fc.weight": torch.full((2, 3), 2.0, dtype=torch.float64),
@@ -101,6 +108,8 @@ def test_a_file_serves_parameters_and_persistent_buffers(source: str, tmp_path: 
         ("{}:number", "returned int; it must return a module"),
         ("{}:wrong_args", r"returned \(Net, int\); it must return"),
         ("{}:fails", r"failed \(KeyError: 'what'\)"),
+        ("{}:wide,depth=5", r"wide,depth=5 failed \(TypeError: .*'depth'"),
+        ("{}:wide,width", "an option of a model is key=value"),
         ("nosuchmodule:f", "there is no module nosuchmodule in "),
         ("broken:f", r"broken cannot be imported \(No module named 'nosuchthing'\)"),
         ("bad:f", r"bad cannot be imported \(ZeroDivisionError: division by zero\)"),

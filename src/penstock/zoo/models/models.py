@@ -1,6 +1,7 @@
 """A model's name to the model itself: module, example inputs, weights and what belongs to them."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ def load_model(
 ) -> ZooModel:  # fmt: skip
     """Turn a model's name into a model, without holding its weights unless `whole`.
 
-    `timm:NAME` and `hf:NAME_OR_PATH` may be followed by options, `,key=value`. `hf:` takes a directory
+    All names may be followed by options, `,key=value`. `hf:` takes a directory
     with config.json, whose safetensors are used when there are any; a model type of transformers such
     as `gpt2` or `bert`, which gives its default configuration when `pretrained` is not asked for; or a
-    hub name. `package.module:function` is called without arguments and returns a module,
+    hub name. `package.module:function`, called with its options as keyword arguments, returns a module,
     `(module, example_args)` or `(module, example_args, example_kwargs)`.
 
     Weights come from `weights`, else from the published checkpoint when `pretrained`, else from the
@@ -112,7 +113,8 @@ def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head:
 def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int) -> ZooModel:
     if pretrained:
         raise ModelError(f"{name} has no published checkpoint; give --weights or load it in the function")
-    function = find_function(name)
+    base, options = parse_name(name)
+    function = partial(find_function(base), **options)
     made: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
 
     def build() -> nn.Module:

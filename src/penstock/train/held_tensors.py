@@ -19,6 +19,7 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.tensors import HOST, moved
 from penstock.train.captured import Captured
+from penstock.train.separable import check_separable
 from penstock.transport.base import FEEDER, Transport
 from penstock.transport.tags import BUFFERS
 
@@ -135,7 +136,10 @@ class HeldTensors:
         }
 
     def make_optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Make the optimizer of the parameters held here; raises `UsageError` where it has others."""
+        """Make the optimizer of the parameters held here.
+
+        Raises `UsageError` where it has others, and for one that looks across parameters which several processes hold.
+        """
         own = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         if not own:  # a stage may have nothing to train, and torch refuses to optimize nothing
             own = [nn.Parameter(torch.zeros(0))]
@@ -148,6 +152,8 @@ class HeldTensors:
                 f"the optimizer has {strange} parameters that are not this pipeline's; build it from the ones that "
                 "pipe.optimizer passes, as in pipe.optimizer(lambda parameters: AdamW(parameters))"
             )
+        if any(len(set(replica.stages)) > 1 for replica in self._grid.replicas):
+            check_separable(optimizer)
         return optimizer
 
     def check_trained(self, trainable: Collection[str]) -> None:

@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -94,3 +95,28 @@ def test_tokens_of_another_length_are_told_of_dynamic() -> None:
         "the input 'input_ids' must be int64 [batch, 32], not int64 [2, 20]; where that varies, capture it with "
         'dynamic={"length": {"input_ids": 1}}'
     )
+
+
+class Tokens(nn.Module):
+    """Takes tokens with their mask and labels, as a model of Hugging Face's, and a size that does not vary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, features: Tensor) -> Tensor:
+        found: Tensor = self.table(input_ids) * attention_mask[..., None] + features[:, None, :4]
+        return found
+
+
+def test_the_advice_for_another_length_works_when_it_is_followed() -> None:
+    def given(length: int) -> dict[str, Tensor]:
+        ids = torch.ones(2, length, dtype=torch.long)
+        return {"input_ids": ids, "attention_mask": ids, "features": torch.ones(2, 6)}
+
+    with pytest.raises(UsageError) as raised:
+        bind_inputs(capture(Tokens().eval(), (), given(6)), (), given(9))
+    advice = json.loads(str(raised.value).split("dynamic=")[1])
+    assert advice == {"length": {"input_ids": 1, "attention_mask": 1}}
+    _, sizes = bind_inputs(capture(Tokens().eval(), (), given(6), dynamic=advice), (), given(9))
+    assert sizes == {"batch": 2, "length": 9}

@@ -1,5 +1,6 @@
 """Between a call as the user writes it and the flat tensors that stages exchange."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,9 +65,20 @@ def read_sizes(symbols: Sequence[str], values: Sequence[Value], tensors: Sequenc
             other = next(place for place, pair in enumerate(zip(wanted, given, strict=True)) if pair[0] != pair[1])
             advice = ""
             if other and isinstance(value.shape[other], int) and not value.dtype.is_floating_point:  # of tokens
-                advice = f'; where that varies, capture it with dynamic={{"length": {{"{value.name}": {other}}}}}'
+                alike = _varying(values, tensors, wanted[other], given[other])
+                advice = f'; where that varies, capture it with dynamic={{"length": {json.dumps(alike)}}}'
             raise UsageError(f"the input {value.name!r} must be {_shape(value)}, not {_given(tensor)}{advice}")
     return sizes
+
+
+def _varying(values: Sequence[Value], tensors: Sequence[Tensor], was: int, now: int) -> dict[str, int]:
+    """Return the dimension of each input that had one size in the capture and has another one now."""
+    return {
+        value.name: dim
+        for value, tensor in zip(values, tensors, strict=True)
+        for dim, (size, length) in enumerate(zip(value.shape, tensor.shape, strict=False))
+        if dim and size == was and length == now
+    }
 
 
 def _solve(symbol: str, values: Sequence[Value], tensors: Sequence[Tensor], known: Mapping[str, int]) -> int:

@@ -168,3 +168,57 @@ def test_weights_that_grow_are_refused(timm_model: nn.Module, tmp_path: Path) ->
     save_file(state, tmp_path / "w.safetensors", {KEY: "{}"})
     with pytest.raises(ModelError, match=r"narrow blocks.0.mlp.fc1.weight from \(768, 192\) to \(4096, 192\)"):
         load_model(TIMM, weights=tmp_path / "w.safetensors")
+
+
+class ConvolutionalHead(nn.Module):
+    """A head of convolutions, which is made first, and a linear layer elsewhere, which is made last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(32, 16, 1)
+        self.first, self.second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.gate = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).relu()).relu()
+        x = x * self.gate(x.mean((2, 3)))[:, :, None, None].sigmoid()
+        scores: Tensor = self.head(x).mean((2, 3))
+        return scores
+
+
+class HeadFirst(nn.Module):
+    """A linear head that is made first, with a norm after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.norm = nn.Linear(32, 16), nn.LayerNorm(16)
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.norm(self.head(self.body(x)))
+        return scores
+
+
+class TwoHeads(nn.Module):
+    """Two heads whose scores are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(32, 16), nn.Linear(32, 16)
+        self.body = nn.Linear(8, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x).relu()
+        scores: Tensor = (self.one(x) + self.other(x)).view(-1, 16)
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"), [(ConvolutionalHead, (2, 3, 8, 8)), (HeadFirst, (2, 8)), (TwoHeads, (2, 8))]
+)
+def test_what_makes_the_output_keeps_its_channels(model: type[nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module, example = model(), torch.randn(shape)
+    smaller = prune(module, example, Pruning(ratio=0.5, importance="magnitude", round_to=1))
+    assert smaller(example).shape == (2, 16)
+    assert sum(p.numel() for p in smaller.parameters()) < 0.6 * sum(p.numel() for p in module.parameters())

@@ -243,3 +243,52 @@ def test_layers_that_stay_in_float32() -> None:
     assert str(parse_runtime("openvino")) == "openvino"
     with pytest.raises(UsageError, match="layers stay in float32 beside int8, not beside float32; leave 0"):
         parse_runtime("onnxruntime+0")
+
+
+IDS = torch.arange(6).view(2, 3)
+
+
+def integers(function: Callable[[Tensor], Tensor], kind: type[ExportedRuntime], ids: Tensor = IDS) -> Tensor:
+    """Run a model of integers in a runtime."""
+    graph = capture(Does(function).eval(), (ids,))
+    (program,) = divide(graph, [])
+    runtime = kind(program, {state.value.name: graph.constants[state.source] for state in program.states})
+    return runtime(graph.sizes(len(ids)), [ids])[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda i: i + 2**40, lambda i: i * 2**20, lambda i: i * i, lambda i: (i + 2**30) + 2**30, lambda i: i.sum(1)],
+)
+def test_openvino_refuses_integers_that_need_64_bits(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(PlanError):
+        integers(function, OpenVinoRuntime)
+
+
+@pytest.mark.parametrize("function", [lambda i: i + 5, lambda i: i.view(-1), lambda i: i - 1, lambda i: 3 - i])
+@pytest.mark.parametrize("kind", [OnnxRuntime, OpenVinoRuntime])
+def test_integers_are_exact(function: Callable[[Tensor], Tensor], kind: type[ExportedRuntime]) -> None:
+    assert torch.equal(integers(function, kind), function(IDS))
+
+
+def test_onnx_runtime_has_64_bits() -> None:
+    assert torch.equal(integers(lambda i: i + 2**40, OnnxRuntime), IDS + 2**40)
+
+
+def test_openvino_refuses_inputs_that_need_64_bits() -> None:
+    with pytest.raises(RunError, match=str(2**40)):
+        integers(lambda i: i.view(-1), OpenVinoRuntime, IDS + 2**40 - 5)
+
+
+@pytest.mark.parametrize("kind", [OnnxRuntime, OpenVinoRuntime])
+def test_other_integers_and_switches_than_eager_s_are_an_error(
+    kind: type[ExportedRuntime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = kind._compile
+    monkeypatch.setattr(
+        kind,
+        "_compile",
+        lambda self, model: (lambda run: lambda given: [1 - x for x in run(given)])(compiled(self, model)),
+    )
+    with pytest.raises(RunError):
+        integers(lambda i: i + 1, kind)

@@ -156,3 +156,25 @@ def test_the_output_is_on_the_last_device() -> None:
     torch.testing.assert_close(output.cpu(), penstock.Pipe(model, split_size=2)(x), rtol=1e-4, atol=1e-5)
     output.sum().backward()
     assert all(p.grad is not None for p in pipe.parameters())
+
+
+def test_a_first_child_may_write_in_place() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 8), nn.Hardtanh(inplace=True), nn.Linear(8, 3))
+    pipe = penstock.Pipe(deepcopy(model), split_size=3, balance=[2, 2])
+    x = torch.randn(8, 4)
+    for needs_gradient in (False, True):
+        leaves = [x.clone().requires_grad_(needs_gradient) for _ in range(2)]
+        given = [leaf * 1 if needs_gradient else leaf for leaf in leaves]
+        outputs = [each(rows) for each, rows in zip((model, pipe), given, strict=True)]
+        torch.testing.assert_close(outputs[1], outputs[0])
+        for output in outputs:
+            output.square().sum().backward()
+        for a, b in zip(model.parameters(), pipe.parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad)
+        if needs_gradient:
+            torch.testing.assert_close(leaves[1].grad, leaves[0].grad)
+        else:
+            assert torch.equal(given[1], given[0])  # written to as by the module itself
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x.clone()), model(x.clone()))

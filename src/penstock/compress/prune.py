@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import ModelError, UsageError
+from penstock.graph.capture import capture
+from penstock.graph.ops import references
 from penstock.recipes.tasks import logits_of, scores_of
 from penstock.text import first_line
 from penstock.zoo.optional import optional_import
@@ -25,6 +27,7 @@ Batch = tuple[Tensor, Tensor]
 
 # what timm and transformers call the parts of attention: projections of queries, keys and values
 _PROJECTIONS = (("qkv",), ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
+_LAYERS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.modules.conv._ConvNd)  # what gives a tensor other channels
 _HARDLY = 1e-9  # with a ratio of 0 Torch-Pruning leaves heads alone too
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size")
@@ -62,7 +65,7 @@ def prune(
     """Return a narrower copy of a model that classifies, in eval mode; the model itself stays as it is.
 
     `example` is its input, by its name where the model takes it so; `batches` of such inputs and labels are what
-    importances by gradients are found with. The last linear layer keeps its outputs. Attention of timm and of
+    importances by gradients are found with. The layers that make the output keep theirs. Attention of timm and of
     transformers keeps fitting its heads.
 
     Example:
@@ -88,7 +91,7 @@ def prune(
         warnings.simplefilter("ignore")
         pruner = pruning.pruner.BasePruner(
             smaller, example, importance, output_transform=logits_of, global_pruning=how.everywhere,
-            pruning_ratio=ratio, round_to=how.round_to, ignored_layers=_outputs(smaller), num_heads=heads,
+            pruning_ratio=ratio, round_to=how.round_to, ignored_layers=_outputs(smaller, example), num_heads=heads,
             prune_head_dims=True, prune_num_heads=how.heads > 0, head_pruning_ratio=how.heads,
         )  # fmt: skip
         _leave_some(pruner, how.round_to)
@@ -97,7 +100,14 @@ def prune(
         _fit_heads(each, pruner.num_heads[_projections(each)[0]])
     smaller.zero_grad()
     with _naming_layers(smaller, module), torch.no_grad():
-        scores_of(smaller, example)
+        shape = scores_of(smaller, example).shape
+    with torch.no_grad():
+        wanted = scores_of(copy.deepcopy(module).eval(), example).shape
+    if shape != wanted:
+        raise ModelError(
+            f"the model cannot be pruned: its output {list(wanted)} would be {list(shape)}; make what gives it a "
+            "linear layer or a convolution"
+        )
     return smaller
 
 
@@ -136,10 +146,37 @@ def _fit_heads(module: nn.Module, num_heads: int) -> None:
                 setattr(module, name, value)
 
 
-def _outputs(module: nn.Module) -> list[nn.Module]:
-    """Return the layer that the model ends with, whose outputs are the answer."""
-    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
-    return list(linears[-1:])
+def _outputs(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> list[nn.Module]:
+    """Return the layers whose outputs are the answer: those that the model's outputs are made of without another one.
+
+    Views, activations, norms, means and sums keep channels, so they are looked through.
+    """
+    graph = capture(module, (example,), {}) if isinstance(example, Tensor) else capture(module, (), example)
+    sources = {state.value.name: state.source for state in graph.states if state.kind == "parameter"}
+    made = {op.name: op for op in graph.ops}
+    layers: dict[nn.Module, None] = {}
+    pending, seen = list(references(graph.outputs)), set[str]()
+    while pending:
+        op = made.get(name := pending.pop())
+        if op is None or name in seen:
+            continue
+        seen.add(name)
+        owners = [_layer(module, sources[used]) for used in op.uses() if used in sources]
+        found = [layer for layer in owners if layer is not None]
+        layers |= dict.fromkeys(found)
+        pending += [] if found else list(op.uses())
+    return list(layers)
+
+
+def _layer(module: nn.Module, source: str) -> nn.Module | None:
+    """Return the layer with channels that a parameter is of, which may lie in a parametrization of it."""
+    path = source.rpartition(".")[0]
+    while path:
+        found = module.get_submodule(path)
+        if isinstance(found, _LAYERS):
+            return found
+        path = path.rpartition(".")[0]
+    return None
 
 
 def _importance(pruning: Any, module: nn.Module, how: Pruning, batches: Sequence[tuple[Any, Tensor]]) -> Any:

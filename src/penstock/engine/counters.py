@@ -50,14 +50,16 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="stages", forbid_
     busy: bool
     num_moved: _Count
     stages: dict[_Count, Counters]
+    call: Annotated[str, msgspec.Meta(max_length=80)] = ""  # what a process that trains calls, with its number
 
 
 def write_counters(
-    job: int, rank: int, stages: Mapping[int, Counters], *, busy: bool = False, num_moved: int = 0
-) -> str:
+    job: int, rank: int, stages: Mapping[int, Counters], *, busy: bool = False, num_moved: int = 0,
+    call: str = "",
+) -> str:  # fmt: skip
     """Write what the stages of one process have counted."""
     busy = busy or any(counters.doing == COMPUTING for counters in stages.values())
-    beat = Heartbeat(job=job, rank=rank, busy=busy, num_moved=num_moved, stages=dict(stages))
+    beat = Heartbeat(job=job, rank=rank, busy=busy, num_moved=num_moved, stages=dict(stages), call=call)
     return msgspec.json.encode(beat).decode()
 
 

@@ -8,6 +8,7 @@ from penstock.engine.counters import ACTIVATIONS, Counters, Heartbeat, by_stage,
 from penstock.engine.observer import Observer
 from penstock.engine.placement import Replica
 from penstock.engine.wiring import Link
+from penstock.group.calls import find_mismatch
 from penstock.group.verdict import Verdict
 from penstock.group.world import World
 from penstock.plan.schedule.actions import NUM_BUFFERS
@@ -147,7 +148,7 @@ class TrainingWatch:
         self, world: World, transport: MeteredTransport, links: Sequence[Link], replicas: Sequence[Replica],
         observer: Observer, stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
-        self._health = world.health
+        self._health, self._names = world.health, world.names
         pipelines = [
             {stage: {rank: world.names[rank]} for stage, rank in enumerate(replica.stages)} for replica in replicas
         ]
@@ -158,8 +159,9 @@ class TrainingWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         world.health.status = lambda: write_counters(
-            0, transport.rank, observer.counters, busy=not transport.waits, num_moved=transport.num_moved
-        )
+            0, transport.rank, observer.counters, busy=not transport.waits, num_moved=transport.num_moved,
+            call=world.health.call,
+        )  # fmt: skip
         if transport.rank == FEEDER and transport.size > 1:
             self._thread = threading.Thread(target=self._look, name="penstock-stall", daemon=True)
             self._thread.start()
@@ -177,6 +179,9 @@ class TrainingWatch:
 
     def _look(self) -> None:
         while not self._stop.wait(min(_LOOK_S, self._watch.stall_s / 4)) and self._health.watching:
-            if (stalled := self._watch.check()) is not None:
+            beats = read_counters(0, self._health.statuses())
+            line = find_mismatch({beat.rank: beat.call for beat in beats}, self._names)
+            stalled = self._watch.check() if line is None else Verdict(rank=FEEDER, lost=False, message=line)
+            if stalled is not None:
                 self._health.announce(stalled)
                 return

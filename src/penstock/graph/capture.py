@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError
 from penstock.graph.callbacks import recorded_callbacks
+from penstock.graph.fast_paths import fast_layers
 from penstock.graph.graph import Graph
 from penstock.graph.translate import translate
 from penstock.terminal.notes import note
@@ -64,6 +65,11 @@ def capture(
     Raises:
         CaptureError: the model does not export; the message has torch's reason in one line.
     """
+    if fast := fast_layers(model):
+        note(
+            f"{type(model).__name__} is captured without PyTorch's fast path of {', '.join(fast)}, which gives padded "
+            "rows other values; to compare outputs, call torch.backends.mha.set_fastpath_enabled(False)"
+        )
     arguments, keywords = tuple(args), dict(kwargs or {})
     rows = _batch_rows(arguments, keywords)
     with _fake_parameters(model), _as_one_pass(model), torch.set_grad_enabled(model.training):

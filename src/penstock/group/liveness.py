@@ -95,6 +95,7 @@ class Health:
         self._on_failure = on_failure
         self._silence_s = silence_s
         self.beat_s = beat_s
+        self.call = ""  # what this process calls, where it trains
         self.status: Callable[[], str] = str  # what this process says of itself with every beat; nothing
         self.why_ended: Callable[[int], str | None] = lambda _rank: None
         self.failure: Verdict | None = None

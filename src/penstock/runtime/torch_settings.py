@@ -111,7 +111,7 @@ def read_settings() -> Settings:
 def _read(name: str) -> bool | str | None:
     """Return one setting; None if there is none.
 
-    `float32_matmul_precision` cannot be read if the precision of a backend was set by itself, which is among the others.
+    `float32_matmul_precision` cannot be read if the precision of a backend was set by itself; that one is listed too.
     """
     try:
         value = _SETTINGS[name].read()
@@ -126,7 +126,7 @@ def check_settings(settings: Settings) -> None:
         setting = _SETTINGS.get(name)
         if setting is None or not (value in setting.texts if setting.texts else isinstance(value, bool)):
             raise ProgramError(
-                f"torch has no setting {name[:80]!r} with {str(value)[:80]!r}; run the same version of penstock everywhere"
+                f"torch has no setting {name[:80]!r} with {str(value)[:80]!r}; run the same version everywhere"
             )
 
 
@@ -160,7 +160,7 @@ def check_unchanged(settings: Settings) -> None:
     """Check that torch is set as it was for a pipeline's stages; raises `UsageError` naming what differs."""
     if changed := differences(settings, read_settings()):
         raise UsageError(
-            f"torch was set otherwise when the pipeline was made: {', '.join(changed)}; make the pipeline after the change"
+            f"torch was set otherwise when the pipeline was made: {', '.join(changed)}; make the pipeline after that"
         )
 
 

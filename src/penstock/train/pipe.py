@@ -72,11 +72,22 @@ class Pipe(nn.Module):
         rows = {len(tensor) for tensor in inputs if tensor.dim()}
         if len(rows) != 1 or 0 in rows:
             raise UsageError(f"the inputs need the same number of rows, at least one, but have {sorted(rows)}")
-        microbatches = list(zip(*(tensor.split(self.split_size) for tensor in inputs), strict=True))
+        microbatches = list(zip(*(_rows_of(tensor, self.split_size) for tensor in inputs), strict=True))
         outputs = _run(self.stages, microbatches)
         if isinstance(outputs[0], tuple):
             return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
         return torch.cat(outputs)
+
+
+def _rows_of(tensor: Tensor, size: int) -> list[Tensor]:
+    """Cut a tensor into rows that the first child may write to, as it might to the whole.
+
+    A gradient goes back through copies; without one each part has the tensor's own memory, and a version of its own.
+    """
+    parts = [tensor[start : start + size] for start in range(0, len(tensor), size)]
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return [part.clone() for part in parts]
+    return [part.data for part in parts]
 
 
 def _ticks(num_microbatches: int, num_stages: int) -> Iterator[list[tuple[int, int]]]:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.engine.placement import Grid
 from penstock.engine.stall import TrainingWatch
-from penstock.errors import TransportError, UsageError
+from penstock.errors import RunError, TransportError, UsageError
 from penstock.graph.cuts import Cut
 from penstock.graph.training_parts import TrainingPart
+from penstock.group.calls import ADVICE, Calls
 from penstock.group.direct import go_direct
 from penstock.group.world import World
 from penstock.runtime.torch_settings import check_no_autocast, differences, read_settings
@@ -74,6 +75,7 @@ class Trainer:
             device=device, direct=direct, autocast=options.autocast, checkpointing=options.checkpointing,
             stall_s=run.stall_s,
         )  # fmt: skip
+        self.calls = Calls()
         self.step = 0
         self.last_step = StepReport()
         self.load_s = 0.0  # since the last step
@@ -168,6 +170,18 @@ class Trainer:
                     "everywhere"
                 )
 
+    @contextlib.contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Run a call that every process makes; other processes learn its name."""
+        health = self.world.health
+        with self.calls.entered(name):
+            # a process that comes to a training counts from its own beginning
+            health.call = self.calls.current if self.survivors is None else ""
+            try:
+                yield
+            finally:
+                health.call = ""
+
     def together(
         self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, takes_in: bool = False
     ) -> list[dict[str, Any]]:
@@ -176,10 +190,16 @@ class Trainer:
         Where the training outlives a loss, the work is done again in another group, so all that it sends or receives
         is part of it, and `undo` changes back what it has changed.
         """
-        if self.survivors is not None:
-            return self.survivors.together(work, undo, takes_in=takes_in)
+
+        def marked() -> dict[str, Any]:
+            return self.calls.marked(work())
+
         with self.world.explained():
-            return all_gather(self.transport, work())
+            if self.survivors is not None:
+                documents = self.survivors.together(marked, undo, takes_in=takes_in)
+            else:
+                documents = all_gather(self.transport, marked())
+            return self.calls.checked(documents, self.world.names)
 
     def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
         """Run forward, backward and synchronization of one batch, and return the loss of the whole batch.
@@ -306,13 +326,18 @@ class Trainer:
         self._closed = True
         if self.follower is not None:
             self.follower.close(finished=wait and self.world.health.failure is None)
-        self.now.watch.close()
         if self.survivors is not None:
             self.survivors.close()
-        if wait and self.world.health.failure is None and self.world.transport.size > 1:
-            with contextlib.suppress(TransportError):
-                all_gather(self.world.transport, {})
-        self.now.close()
+        try:
+            if wait and self.world.health.failure is None and self.world.transport.size > 1:
+                self.calls.checked(all_gather(self.world.transport, self.calls.marked({})), self.world.names)
+        except TransportError:  # the work is done, unless another process is in another call
+            failure = self.world.health.failure
+            if failure is not None and ADVICE in failure.message:
+                raise RunError(failure.message) from None
+        finally:
+            self.now.watch.close()
+            self.now.close()
 
 
 def identity_of(captured: Captured, options: TrainOptions, device: torch.device = HOST) -> list[Any]:

@@ -182,13 +182,15 @@ class TrainingPipeline:
                 self._trainer.write_trace(self.model_name)
         finally:
             if self._trainer is not None:
-                self._trainer.close(wait=wait)
+                with self._trainer.call("close"):
+                    self._trainer.close(wait=wait)
             if self._owns_world and self._joined is not None:
                 self._joined.close()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the current weights in evaluation mode, for this replica's rows."""
-        return predict(self.trainer, CallInputs(args, kwargs))
+        with self.trainer.call("the pipeline"):
+            return predict(self.trainer, CallInputs(args, kwargs))
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Make the optimizer of the parameters that this process holds.
@@ -260,7 +262,8 @@ class TrainingPipeline:
         Raises `UsageError` for inputs or labels that do not fit and for fewer rows than microbatches,
         `RunError` for a loss that is not finite; that one leaves gradients as they were.
         """
-        return self.trainer.train_step(inputs, labels, loss_fn)
+        with self.trainer.call("train_step"):
+            return self.trainer.train_step(inputs, labels, loss_fn)
 
     @property
     def last_step(self) -> StepReport:
@@ -273,7 +276,8 @@ class TrainingPipeline:
         Example:
             pipe.clip_grad_norm_(1.0)
         """
-        return self.trainer.clip_grad_norm_(max_norm)
+        with self.trainer.call("clip_grad_norm_"):
+            return self.trainer.clip_grad_norm_(max_norm)
 
     def evaluate(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> float:
         """Return the mean of a function over all rows, with the current weights in evaluation mode.
@@ -283,7 +287,8 @@ class TrainingPipeline:
         Example:
             accuracy = pipe.evaluate(images, labels, lambda out, y: (out.argmax(-1).eq(y).sum(), len(y)))
         """
-        return evaluate(self.trainer, inputs, labels, loss_fn)
+        with self.trainer.call("evaluate"):
+            return evaluate(self.trainer, inputs, labels, loss_fn)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters that this process holds, by their names in the model."""
@@ -299,7 +304,8 @@ class TrainingPipeline:
 
         Raises `ModelError` where the file cannot be written.
         """
-        save_model(self.trainer, Path(path), metadata)
+        with self.trainer.call("save"):
+            save_model(self.trainer, Path(path), metadata)
 
     def save_checkpoint(
         self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None
@@ -314,7 +320,8 @@ class TrainingPipeline:
 
         Raises `ModelError` where it cannot be written, or where a host has written to a folder of its own.
         """
-        save_checkpoint(self.trainer, Path(folder), optimizer, scheduler, self._loader)
+        with self.trainer.call("save_checkpoint"):
+            save_checkpoint(self.trainer, Path(folder), optimizer, scheduler, self._loader)
 
     def load_checkpoint(
         self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None
@@ -328,7 +335,8 @@ class TrainingPipeline:
 
         Raises `UsageError` for a checkpoint of another model, `ModelError` for one that is damaged.
         """
-        load_checkpoint(self.trainer, Path(folder), optimizer, scheduler, self._loader)
+        with self.trainer.call("load_checkpoint"):
+            load_checkpoint(self.trainer, Path(folder), optimizer, scheduler, self._loader)
 
 
 def trains(model: Any) -> TypeGuard[nn.Module | Callable[[], nn.Module]]:

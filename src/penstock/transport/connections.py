@@ -12,12 +12,16 @@ import weakref
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from penstock.errors import RunError
 from penstock.transport.base import SILENCE_S
+from penstock.transport.open_files import FULL, check_room, naming_limit, raise_file_limit, too_many_files
 
 # no part of a message is longer: what a stranger announces before it has proved anything is not made room for
 PART_BYTES = 4 * 2**20
 # whether a key is right is decided in Python: by a process that imports, or has little of a core, seconds later
 CONNECT_S = 30.0
+# files that a process of two connections takes, and one connection with what its sockets accept
+_FIRST_FILES, _FILES = 32, 8
 _AROUND_BYTES = 1024  # what encryption adds to a part
 # libzmq's thread asks by itself whether the other side's is alive, also while that interpreter's lock is held
 _BEAT_MS = 1000
@@ -40,7 +44,10 @@ class Connections:
     refused = "closes the connection"  # what an address does whose connection breaks before it stands
 
     def __init__(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        raise_file_limit()
+        check_room(_FIRST_FILES)
+        with naming_limit():
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def place(self, address: str, port: int) -> str:
         """Return what libzmq calls a place."""
@@ -61,9 +68,13 @@ class Connections:
             return socket, self.bind(socket, address, port)
         except zmq.ZMQError as error:
             socket.close(0)
+            if error.errno in FULL:
+                raise RunError(too_many_files()) from None
             raise OSError(error.errno, os.strerror(error.errno or 0)) from None
-        except OSError:
+        except OSError as error:
             socket.close(0)
+            if error.errno in FULL:
+                raise RunError(too_many_files()) from None
             raise
 
     def connect(
@@ -80,11 +91,19 @@ class Connections:
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         # a name of its own: what pyzmq makes of the file's number is taken while another socket of it is being closed
         place = f"inproc://monitor-{uuid.uuid4().hex}"
-        socket.monitor(place, zmq.EVENT_ALL)
-        monitor = self._context.socket(zmq.PAIR)
-        monitor.connect(place)
+        monitor: zmq.Socket[bytes] | None = None
+        try:
+            with naming_limit():
+                socket.monitor(place, zmq.EVENT_ALL)
+                monitor = self._context.socket(zmq.PAIR)
+                monitor.connect(place)
+                socket.connect(self.place(address, port))
+        except RunError:
+            for each in (monitor, socket):
+                if each is not None:
+                    each.close(0)
+            raise
         connection = Connection(socket, monitor)
-        socket.connect(self.place(address, port))
         deadline = time.monotonic() + timeout_s
         while not connection.proved:
             connection.look(100)
@@ -101,7 +120,9 @@ class Connections:
         self._context.destroy(linger=0)
 
     def _socket(self, kind: int, address: str, silence_s: float = SILENCE_S) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(kind)
+        check_room(_FILES)
+        with naming_limit():
+            socket = self._context.socket(kind)
         socket.setsockopt(zmq.IPV6, int(":" in address))
         socket.linger = 0
         socket.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + _AROUND_BYTES)

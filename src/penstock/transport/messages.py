@@ -111,8 +111,8 @@ class Format:
         for value, tensor in zip(self.values, message.tensors, strict=False):
             if tensor.dtype != value.dtype:
                 raise RunError(
-                    f"{value.name} is {tensor.dtype} but was captured as {value.dtype}: a setting of torch, such as the "
-                    "default dtype or autocast, is another one than at the capture; make the pipeline under the same"
+                    f"{value.name} is {tensor.dtype} but was captured as {value.dtype}: a setting of torch, such as "
+                    "the default dtype or autocast, is not that of the capture; make the pipeline under the same"
                 )
         numbers = self._write_numbers(message)
         laid = None if message.body else self._laid.get((buffer.data_ptr(), message.kind, numbers))

@@ -13,6 +13,7 @@ from penstock.errors import PlanError, RunError
 from penstock.graph.program import StageProgram
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
+from penstock.runtime.onnx.integers import check_inputs, check_integers
 from penstock.runtime.onnx.writer import check_supported, write_model
 from penstock.tensors import HOST
 from penstock.text import first_line
@@ -47,6 +48,7 @@ class ExportedRuntime(ABC):
     """
 
     name = ""
+    integers_of_32_bits = False
 
     def __init__(
         self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST,
@@ -81,7 +83,10 @@ class ExportedRuntime(ABC):
     def _open(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> Engine:
         # a program may write into its inputs
         expected, seen = self._eager.likes(sizes, [tensor.detach().clone() for tensor in inputs])
-        model = write_model(self.program, self._eager.constants(sizes), seen, sizes)
+        known = self._eager.constants(sizes)
+        if self.integers_of_32_bits:
+            check_integers(self.name, self.program, known, seen)
+        model = write_model(self.program, known, seen, sizes)
         if model.ByteSize() > _MOST_BYTES:
             raise PlanError(f"a stage of the runtime {self.name} has at most 2 GiB; plan with more stages, or eager")
         try:
@@ -95,7 +100,15 @@ class ExportedRuntime(ABC):
 
     def _compare(self, expected: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         for value, wanted, found in zip(self.program.outputs, expected, outputs, strict=True):
-            if not wanted.is_floating_point() or not wanted.numel():
+            if not wanted.is_floating_point():
+                if not torch.equal(found, wanted):
+                    count = int((found != wanted).sum())
+                    raise RunError(
+                        f"the runtime {self.name} gives another {value.name} than eager, in {count} of "
+                        f"{wanted.numel()} elements; plan this stage with the runtime eager"
+                    )
+                continue
+            if not wanted.numel():
                 continue
             finite = wanted.isfinite()
             largest = float(wanted[finite].abs().max()) if finite.any() else 0.0
@@ -108,6 +121,8 @@ class ExportedRuntime(ABC):
                 )
 
     def _run(self, engine: Engine, inputs: Sequence[Tensor]) -> list[Tensor]:
+        if self.integers_of_32_bits:
+            check_inputs(self.name, self.program.inputs, inputs)
         given = {
             value.name: tensor.detach().contiguous().numpy()
             for value, tensor in zip(self.program.inputs, inputs, strict=True)

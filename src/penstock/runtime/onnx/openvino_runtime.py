@@ -24,6 +24,7 @@ class OpenVinoRuntime(ExportedRuntime):
     """
 
     name = "openvino"
+    integers_of_32_bits = True
 
     def _compile(self, model: onnx.ModelProto) -> Engine:
         core = openvino.Core()

@@ -1,0 +1,84 @@
+"""Calls of a training's methods: every process makes the same ones in the same order, and mismatches are named.
+
+Each call has a number in its process. Documents that processes exchange carry the call's name, and heartbeats both:
+
+    rank 0   … 16 train_step   17 evaluate      waits for all
+    rank 1   … 16 train_step   17 train_step    waits for all       ──▶ the first process ends both waits
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.errors import ConnectionBroken, RunError, UsageError
+
+_CALL = "call"
+_LOADING = "the loader"
+ADVICE = "every process calls every method, in the same order; take it out of `if rank == 0`"
+
+
+class Calls:
+    """The calls of one process.
+
+    Example:
+        with calls.entered("train_step"):
+            documents = calls.checked(all_gather(transport, calls.marked({"loss": 0.5})), names)
+    """
+
+    def __init__(self) -> None:
+        self._number, self._name = 0, ""
+
+    @property
+    def current(self) -> str:
+        """The number and the name of the call that is running; empty if there is none."""
+        return f"{self._number} {self._name}" if self._name else ""
+
+    @contextlib.contextmanager
+    def entered(self, name: str) -> Iterator[None]:
+        """Run a call. Raises `RunError` if another process ended meanwhile without saying why."""
+        if self._name:  # a call within another one
+            yield
+            return
+        self._number, self._name = self._number + 1, name
+        try:
+            yield
+        except ConnectionBroken as error:
+            raise RunError(
+                f"another process has ended while this one calls {name} (call {self._number}): {ADVICE}"
+            ) from error
+        finally:
+            self._name = ""
+
+    def marked(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a document with the name of the call that it is of."""
+        return {**document, _CALL: self._name or _LOADING}
+
+    def checked(self, documents: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the documents of all processes; raises `UsageError` if they are of different calls."""
+        called = [str(document.get(_CALL, ""))[:64] for document in documents]
+        if other := next((rank for rank, name in enumerate(called) if name != called[0]), None):
+            raise UsageError(mismatch(0, called[0], other, called[other], names, self._number))
+        return list(documents)
+
+
+def find_mismatch(current: Mapping[int, str], names: Sequence[str]) -> str | None:
+    """Return the line for two processes whose calls of the same number are different; None if there are none.
+
+    >>> find_mismatch({0: "17 evaluate", 1: "17 train_step"}, ["desk", "board"]).partition(":")[0]
+    'rank 0 (desk) calls evaluate where rank 1 (board) calls train_step (call 17 of each)'
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, call in sorted(current.items()):
+        number, _, name = call.partition(" ")
+        other, said = first.setdefault(number, (rank, name)) if name else (rank, name)
+        if said != name:
+            return mismatch(other, said, rank, name, names, int(number))
+    return None
+
+
+def mismatch(rank: int, name: str, other: int, others: str, names: Sequence[str], number: int) -> str:
+    """Return the line that names two calls and the ranks that make them."""
+    return (
+        f"rank {rank} ({names[rank]}) calls {name} where rank {other} ({names[other]}) calls {others} (call {number} of "
+        f"each): {ADVICE}"
+    )

@@ -1,0 +1,62 @@
+"""The limit of files that a process may have open, which sockets count against."""
+
+import contextlib
+import errno
+import os
+import resource
+from collections.abc import Iterator
+
+import zmq
+
+from penstock.errors import RunError
+
+FULL = (errno.EMFILE, errno.ENFILE)
+_WANTED = 4096
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit towards the hard one, as far as this process may; a higher one stays."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # some systems have a lower limit of their own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def too_many_files() -> str:
+    """Return the line for a process that can open no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"too many open files: this process may have {soft} (at most {hard}), and connections between processes need "
+        "more; raise it with ulimit -n 4096, or LimitNOFILE of the service that starts it"
+    )
+
+
+def check_room(number: int) -> None:
+    """Check that this process may open so many more files, since libzmq ends one that may not; raises `RunError`."""
+    opened: list[int] = []
+    try:
+        for _ in range(number):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno in FULL:
+            raise RunError(too_many_files()) from None
+        raise
+    finally:
+        for each in opened:
+            os.close(each)
+
+
+@contextlib.contextmanager
+def naming_limit() -> Iterator[None]:
+    """Turn libzmq's errors of making sockets into one line; raises `RunError`."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        if error.errno in FULL:
+            raise RunError(too_many_files()) from None
+        raise RunError(f"a connection between processes cannot be opened: {error}; start again") from None
+    except OSError as error:
+        if error.errno in FULL:
+            raise RunError(too_many_files()) from None
+        raise

@@ -1,0 +1,90 @@
+"""Methods that only some processes call are one line on all of them, which names both calls."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from penstock.errors import RunError, UsageError
+from penstock.group.calls import Calls, find_mismatch
+from penstock.group.world import World
+from penstock.pipeline import Pipeline
+from tests.trainers import in_threads
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+
+
+def step(pipe: Pipeline) -> Tensor:
+    loss: Tensor = pipe.train_step(X, Y, F.cross_entropy)
+    return loss
+
+
+CALLS: dict[str, Callable[[Pipeline, Path], Any]] = {
+    "evaluate": lambda pipe, _: pipe.evaluate(X, Y, F.cross_entropy),
+    "save": lambda pipe, folder: pipe.save(folder / "model.safetensors"),
+    "save_checkpoint": lambda pipe, folder: pipe.save_checkpoint(folder / "checkpoint"),
+    "clip_grad_norm_": lambda pipe, _: pipe.clip_grad_norm_(1.0),
+    "close": lambda pipe, _: pipe.close(),
+}
+
+
+def run(own: Callable[[Pipeline], object], rank: int, settings: dict[str, int], then: int = 1) -> list[str]:
+    """Have one of two processes call something by itself; returns what each of them was told."""
+
+    def script(world: World) -> str:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).train()
+        try:
+            with Pipeline(model, X, world=world, **settings) as pipe:
+                step(pipe)
+                if world.rank == rank:
+                    own(pipe)
+                for _ in range(then):
+                    step(pipe)
+        except (RunError, UsageError) as error:
+            return str(error)
+        return ""
+
+    return in_threads(2, script)
+
+
+@pytest.mark.parametrize("settings", [{"stages": 2, "microbatches": 2}, {"replicas": 2}])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_of_one_process_is_named_on_both(name: str, rank: int, settings: dict[str, int], tmp_path: Path) -> None:
+    begin = time.monotonic()
+    told = run(lambda pipe: CALLS[name](pipe, tmp_path), rank, settings)
+    assert time.monotonic() - begin < 30
+    named = [line for line in told if name in line and "train_step" in line]
+    assert named
+    assert all(f"rank {each}" in line for line in named for each in (0, 1))
+    if name != "close":  # whoever closed it is told that it is closed
+        assert len(named) == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_too_many_is_named(rank: int) -> None:
+    told = run(step, rank, {"stages": 2, "microbatches": 2}, then=0)
+    assert any("close" in line and "train_step" in line for line in told)
+
+
+def test_calls_of_the_same_number_are_compared() -> None:
+    names = ["a", "b", "c"]
+    assert find_mismatch({0: "3 save", 1: "3 save", 2: "4 evaluate"}, names) is None
+    assert find_mismatch({0: "", 1: "3 save"}, names) is None
+    line = find_mismatch({0: "3 save", 1: "", 2: "3 evaluate"}, names)
+    assert line is not None
+    assert "rank 0 (a) calls save where rank 2 (c) calls evaluate" in line
+
+
+def test_documents_of_different_calls_are_refused() -> None:
+    calls = Calls()
+    with calls.entered("save"):
+        mine = calls.marked({"written": True})
+        assert calls.checked([mine, mine], ["a", "b"]) == [mine, mine]
+        with pytest.raises(UsageError, match="evaluate"):
+            calls.checked([mine, {"call": "evaluate"}], ["a", "b"])

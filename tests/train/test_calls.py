@@ -60,7 +60,7 @@ def test_a_call_of_one_process_is_named_on_both(name: str, rank: int, settings: 
     told = run(lambda pipe: CALLS[name](pipe, tmp_path), rank, settings)
     assert time.monotonic() - begin < 30
     named = [line for line in told if name in line and "train_step" in line]
-    assert named
+    assert named, told
     assert all(f"rank {each}" in line for line in named for each in (0, 1))
     if name != "close":  # whoever closed it is told that it is closed
         assert len(named) == 2

@@ -198,7 +198,8 @@ _POINTWISE = set(_words(
         "__and __or __xor __iand __ior __ixor absolute alpha_dropout bernoulli bucketize clip complex detach "
         "divide dropout feature_alpha_dropout feature_dropout fix floor_divide greater greater_equal hardswish "
         "isclose isin isreal less less_equal log_sigmoid multiply native_dropout negative normal not_equal polar "
-        "subtract uniform xlogy cauchy exponential geometric log_normal"
+        "subtract uniform xlogy where cauchy exponential geometric log_normal abs copysign eq gcd ge gelu gt "
+        "heaviside lcm le lt masked_fill mish ne relu6 rrelu rsub threshold true_divide"
     ))  # fmt: skip
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_words("to type_as detach real imag"), _self),

@@ -115,7 +115,7 @@ def _search(graph: Graph, sizes: Mapping[str, int], *, apart: bool) -> Mixing | 
     labelling, suspects = _Labelling(graph, sizes, apart=apart), set()
     marked: set[str] = set()
     for op in labelling.run():
-        if labelling.is_wrong(op.name):
+        if not labelling.is_constant(op.name) and labelling.is_wrong(op.name):
             if not marked & set(op.uses()):
                 suspects.add(op.name)
             marked |= {*labelling.made_by(op)}
@@ -173,6 +173,10 @@ class _Labelling:
         """Return the outputs of which a row does not depend on its own row alone."""
         outputs = (self._graph.values[output.name] for output in self._graph.outputs if isinstance(output, Ref))
         return {value.name for value in outputs if value.shape and self.is_wrong(value.name)}
+
+    def is_constant(self, name: str) -> bool:
+        """Return whether a value follows from constants and sizes alone."""
+        return name in self._constants
 
     def is_wrong(self, name: str) -> bool:
         """Return whether a value mixes rows."""

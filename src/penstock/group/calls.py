@@ -79,6 +79,6 @@ def find_mismatch(current: Mapping[int, str], names: Sequence[str]) -> str | Non
 def mismatch(rank: int, name: str, other: int, others: str, names: Sequence[str], number: int) -> str:
     """Return the line that names two calls and the ranks that make them."""
     return (
-        f"rank {rank} ({names[rank]}) calls {name} where rank {other} ({names[other]}) calls {others} (call {number} of "
-        f"each): {ADVICE}"
+        f"rank {rank} ({names[rank]}) calls {name} where rank {other} ({names[other]}) calls {others} (call {number} "
+        f"of each): {ADVICE}"
     )

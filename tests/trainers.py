@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from penstock import trees
 from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.engine.placement import Grid, Replica, shares
 from penstock.graph.call import as_call
@@ -17,10 +18,17 @@ from penstock.group.liveness import Boards, Health
 from penstock.group.world import World
 from penstock.tensors import HOST
 from penstock.train.arrangement import TrainOptions
-from penstock.train.batches import loss_and_count, take_rows
 from penstock.train.captured import Captured
+from penstock.train.loss_convention import call_loss
+from penstock.train.own_loss import own_loss
 from penstock.train.trainer import Trainer
 from penstock.transport.memory_network import MemoryNetwork
+
+
+def take_rows(tree: Any, rows: range) -> Any:
+    """Some rows of every tensor."""
+    return trees.map_tensors(lambda x: x[rows.start : rows.stop], tree)
+
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Batch = tuple[Any, Any]
@@ -121,17 +129,21 @@ def train(
 
     def script(world: World) -> Any:
         trainer = make_trainer(captured, world, **settings)
-        optimizer = trainer.optimizer(make)
-        losses, first = [], {}
-        for step, (inputs, labels) in enumerate(batches):
-            rows = trainer.grid.rows(len(labels) if labels is not None else rows_of(inputs))
-            mine = rows[trainer.placed.replica_index]
-            losses.append(float(trainer.train_step(take_rows(inputs, mine), take_rows(labels, mine), loss_fn)))
-            if step == 0:
-                first = gathered(trainer, lambda p: p.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-        trainer.close()
+        finished = False
+        try:
+            optimizer = trainer.optimizer(make)
+            losses, first = [], {}
+            for step, (inputs, labels) in enumerate(batches):
+                rows = trainer.grid.rows(len(labels) if labels is not None else rows_of(inputs))
+                mine = rows[trainer.placed.replica_index]
+                losses.append(float(trainer.train_step(take_rows(inputs, mine), take_rows(labels, mine), loss_fn)))
+                if step == 0:
+                    first = gathered(trainer, lambda p: p.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+            finished = True
+        finally:
+            trainer.close(wait=finished)
         return losses, first, gathered(trainer, lambda p: p) | trainer.tensors.others
 
     results = in_threads(size, script)
@@ -169,7 +181,10 @@ def by_hand(
                 absolute = range(replica.start + rows.start, replica.start + rows.stop)
                 args, kwargs = as_call(take_rows(inputs, absolute))
                 output = model(*args, **kwargs)
-                loss, count = loss_and_count(loss_fn, output, take_rows(labels, absolute), len(rows))
+                loss, count = (
+                    call_loss(loss_fn, output, take_rows(labels, absolute)) if loss_fn else (own_loss(output), None)
+                )
+                loss, count = (loss * len(rows), len(rows)) if count is None else (loss, count)
                 loss.backward()
                 total, weight = total + float(loss.detach()), weight + count
         for parameter in model.parameters():

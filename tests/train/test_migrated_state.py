@@ -14,7 +14,6 @@ from penstock.engine.placement import Grid, Replica
 from penstock.errors import UsageError
 from penstock.graph.cuts import Cuts
 from penstock.group.world import World
-from penstock.train.batches import take_rows
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.evaluation import evaluate
@@ -24,7 +23,7 @@ from penstock.train.trainer import Trainer
 from tests.learners import LOSSES, batches, captured, cast
 from tests.models import seeded
 from tests.train.test_migration import MICROBATCHES, Way, rearrange
-from tests.trainers import errors, gathered, in_threads, make_trainer
+from tests.trainers import errors, gathered, in_threads, make_trainer, take_rows
 
 DOUBLE = torch.float64
 # devices' numbers of stages: all three, one alone, two others, replicas, all three again

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from penstock.engine.placement import Grid, Replica
 from penstock.graph.cuts import Cuts
 from penstock.group.world import World
-from penstock.train.batches import take_rows
 from penstock.train.captured import Captured
 from penstock.train.migration import fix_microbatches, migrate
 from penstock.train.trainer import Trainer
 from tests.learners import batches, cast
 from tests.models import seeded
-from tests.trainers import Batch, errors, gathered, in_threads, make_trainer
+from tests.trainers import Batch, errors, gathered, in_threads, make_trainer, take_rows
 
 SIZE, MICROBATCHES = 4, 4
 

@@ -2,13 +2,17 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.errors import RunError
-from penstock.train.outcome import mean_loss, step_document, total_count
+from penstock.train.loss_convention import Measured
+from penstock.train.losses import total_count
+from penstock.train.outcome import mean_loss, step_document
 
 
 def told(*losses: tuple[float, float], **more: Any) -> dict[str, Any]:
-    return step_document(dict(enumerate(losses)), **({"first_nonfinite": {}, "used": ["weight"], "unused": []} | more))
+    measured = {index: Measured(torch.zeros(()), *loss, "count") for index, loss in enumerate(losses)}
+    return step_document(measured, **({"first_nonfinite": {}, "used": ["weight"], "unused": []} | more))
 
 
 def test_losses_are_weighted_by_what_they_count() -> None:
@@ -18,7 +22,8 @@ def test_losses_are_weighted_by_what_they_count() -> None:
 
 
 def test_losses_are_told_in_the_order_of_microbatches() -> None:
-    assert step_document({1: (2.0, 1), 0: (6.0, 3)}, first_nonfinite={}, used=[], unused=[])["losses"] == [
+    measured = {1: Measured(torch.zeros(()), 2.0, 1, "count"), 0: Measured(torch.zeros(()), 6.0, 3, "count")}
+    assert step_document(measured, first_nonfinite={}, used=[], unused=[])["losses"] == [
         (6.0, 3),
         (2.0, 1),
     ]

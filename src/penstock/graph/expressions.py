@@ -50,6 +50,14 @@ class Size:
         """Return the number for these sizes; raises `ProgramError` for unknown symbols and absurd results."""
         return _evaluate(self.expression, sizes)
 
+    def mentions(self, symbol: str) -> bool:
+        """Return whether the number depends on a symbol."""
+
+        def found(expression: Expression) -> bool:
+            return any(map(found, expression[1:])) if isinstance(expression, tuple) else expression == symbol
+
+        return found(self.expression)
+
 
 def check_expression(expression: object, symbols: frozenset[str], depth: int = 0) -> Expression:
     """Read an expression's JSON form; raises `ProgramError` unless all of it is known."""

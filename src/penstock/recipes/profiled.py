@@ -20,7 +20,7 @@ from penstock.recipes.data_tasks import make_task
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import Task
 from penstock.spec.profile import Profile
-from penstock.train.batches import loss_and_count
+from penstock.train.loss_convention import call_loss
 
 
 def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7) -> Profile:
@@ -58,6 +58,6 @@ def _loss(task: Task, graph: Graph) -> Loss:
     def loss(outputs: Sequence[Tensor], rows: int) -> Tensor:
         given = torch.utils.data.default_collate(labels * rows)
         output = build_output(graph, list(outputs), graph.sizes(rows))
-        return loss_and_count(task.loss_fn, output, given, rows)[0]
+        return call_loss(task.loss_fn, output, given)[0]
 
     return loss

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from penstock.errors import DataError, UsageError
 from penstock.recipes.settings import FitSettings
-from penstock.train.batches import LossFunction
+from penstock.train.loss_convention import LossFunction
 from penstock.zoo.models.models import ZooModel, load_model
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.shapes import KEY

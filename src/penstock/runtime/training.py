@@ -40,6 +40,7 @@ class TrainingRuntime(Runtime):
         self.rng_key = ""
         self.is_first = True  # whether the microbatch is the first one of its step
         self._again = again
+        self.around: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}  # wraps operations, by name
         self._parted = branches_used_again(part)
         self._written = [value.name in written_inputs(part) for value in part.program.inputs]
         super().__init__(part.program, tensors, device)
@@ -67,6 +68,8 @@ class TrainingRuntime(Runtime):
             function = _with_several_values(function)
         if _draws(op):
             function = self._seeded(function, op.name)
+        if op.name in self.around:
+            function = self.around[op.name](function)
         if op.name in self._parted and not op.no_grad:
             registers = {self._indices[name] for name in self._parted[op.name]}
             parted = {position for position, register in step.slots if register in registers}
@@ -112,14 +115,14 @@ class TrainingRuntime(Runtime):
     def _seeded(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
             digest = hashlib.blake2b(f"{self.rng_key} {name}".encode(), digest_size=8).digest()
-            with _seeded_generator(self.device, int.from_bytes(digest, "little") >> 1):
+            with seeded_generator(self.device, int.from_bytes(digest, "little") >> 1):
                 return function(*arguments, **keywords)
 
         return call
 
 
 @contextlib.contextmanager
-def _seeded_generator(device: torch.device, seed: int) -> Iterator[None]:
+def seeded_generator(device: torch.device, seed: int) -> Iterator[None]:
     """Seed a device's default generator, and leave it afterwards as it was."""
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     with _DRAWING:

@@ -1,6 +1,5 @@
 """Forwards without gradients while a model is trained: its loss, any measure, its outputs."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,18 +21,14 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.group.world import World
 from penstock.plan.schedule.actions import forward_only
 from penstock.runtime.registry import EAGER
-from penstock.train.batches import (
-    WHOLE,
-    LossFunction,
-    Microbatch,
-    bind,
-    check_labels,
-    cut_rows,
-    largest,
-    loss_and_count,
-)
+from penstock.train.batches import WHOLE, Microbatch, bind, cut_rows, largest
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
+from penstock.train.loss_convention import LossFunction, Measured
+from penstock.train.losses import Losses, check_agreed, described, total_count, total_loss
+from penstock.train.outcome import everywhere
+from penstock.train.own_loss import OwnLoss
+from penstock.train.row_cut import RowCut
 from penstock.train.step_rows import StepRows
 from penstock.transport.base import receive_tensor, send_tensor
 from penstock.transport.tags import OUTPUTS
@@ -42,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.train.trainer import Trainer
 
 # what the last stage does with the output of a microbatch
-Use = Callable[[Microbatch, Any], None]
+Use = Callable[[Microbatch, Sequence[Tensor]], None]
 
 
 class Evaluation:
@@ -60,24 +55,32 @@ class Evaluation:
         self._cuts, self._autocast, self._num_microbatches = cuts, autocast, num_microbatches
         self._direct, self._first_generation = direct, first_generation
 
-    def sums(
-        self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None]
-    ) -> list[list[tuple[float, float]]]:
-        """Return the sum and the count of each function of every microbatch, of one forward of this replica's rows."""
-        sums: list[list[tuple[float, float]]] = [[] for _ in functions]
+    def measures(
+        self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None], losses: Losses, cut: RowCut, *,
+        only_replica: bool,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Describe each function's values on every microbatch, of one forward of this replica's rows."""
+        found: list[list[Measured]] = [[] for _ in functions]
 
-        def head(microbatch: Microbatch, output: Any) -> None:
-            for function, pairs in zip(functions, sums, strict=True):
-                total, count = loss_and_count(function, output, microbatch.labels, microbatch.sizes["batch"])
-                pairs.append((float(total), count))
+        def head(microbatch: Microbatch, outputs: Sequence[Tensor]) -> None:
+            alone = only_replica and microbatch.sizes["batch"] == sizes["batch"]
+            for function, measured in zip(functions, found, strict=True):
+                measured.append(losses.measure(
+                    function, self._graph, outputs, microbatch.sizes, microbatch.labels, own=self._own_loss, alone=alone
+                ))  # fmt: skip
 
-        self._forward(inputs, labels, head)
-        return sums
+        _, sizes = bind(self._graph, inputs)
+        self._forward(inputs, labels, head, cut)
+        return [described(measured) for measured in found]
 
     def outputs(self, inputs: Any) -> Any:
         """Return the model's output for this replica's rows, on the host of every process of the replica."""
         outputs: list[list[Tensor]] = []
-        made = self._forward(inputs, None, lambda _microbatch, tensors: outputs.append(tensors), raw=True)
+
+        def keep(_microbatch: Microbatch, tensors: Sequence[Tensor]) -> None:
+            outputs.append([tensor.to("cpu", copy=True) for tensor in tensors])
+
+        made = self._forward(inputs, None, keep, RowCut(), joins=True)
         results = self._spread(outputs, made)
         _, sizes = bind(self._graph, inputs)
         return build_output(self._graph, self._join(results, sizes), sizes)
@@ -105,6 +108,10 @@ class Evaluation:
         return self._captured.evaluation_parts(self._cuts, self._autocast, self._tensors.device)
 
     @cached_property
+    def _own_loss(self) -> OwnLoss:
+        return OwnLoss(self._graph)
+
+    @cached_property
     def _made(self) -> tuple[GrowingChannels, dict[int, TrainingStage]]:
         stages = {}
         for index in self._tensors.stages:
@@ -112,6 +119,8 @@ class Evaluation:
             self._tensors.add_states(program.states, self._captured)
             tensors = self._tensors.of_program(program, {})
             runtime = EAGER.load_training(self._parts[index], tensors, self._tensors.device)
+            if index == len(self._parts) - 1:
+                runtime.around = dict.fromkeys(self._own_loss.counting, self._own_loss.around)
             stages[index] = TrainingStage(
                 index=index, part=self._parts[index], runtime=runtime, leaves={}, autocast=self._autocast, trains=False
             )
@@ -141,23 +150,22 @@ class Evaluation:
             results.append(tensors)
         return results
 
-    def _forward(self, inputs: Any, labels: Any, head: Use, *, raw: bool = False) -> list[Microbatch]:
-        """Run the forwards; `head` gets every microbatch's output where the last stage is."""
+    def _forward(self, inputs: Any, labels: Any, head: Use, cut: RowCut, *, joins: bool = False) -> list[Microbatch]:
+        """Run the forwards; `head` gets every microbatch's output where the last stage is, and may join them."""
         tensors, sizes = bind(self._graph, inputs)
-        check_labels(labels, sizes["batch"])
+        cut.check(labels, sizes["batch"])
         tensors, labels = self._tensors.moved_here(tensors, labels)
         count = min(self._num_microbatches, sizes["batch"])
         if count > 1:
-            check_rows(self._graph, sizes, WHOLE, trains=not raw)
-        microbatches = cut_rows(self._graph, tensors, sizes, labels, count) if count else []
+            check_rows(self._graph, sizes, WHOLE, trains=not joins)
+        microbatches = cut_rows(self._graph, tensors, sizes, labels, count, cut) if count else []
         if not microbatches:
             return []
         channels, stages = self._made
         channels.fit(largest(microbatches))
 
-        def finish(index: int, outputs: Sequence[Tensor], sizes: Sizes) -> None:
-            found = [t.to("cpu", copy=True) for t in outputs] if raw else build_output(self._graph, outputs, sizes)
-            head(microbatches[index], found)
+        def finish(index: int, outputs: Sequence[Tensor], _sizes: Sizes) -> None:
+            head(microbatches[index], outputs)
 
         for stage in stages.values():
             stage.head = finish if stage.index == len(self._parts) - 1 else None
@@ -186,9 +194,22 @@ def evaluate_all(
 ) -> list[tuple[float, float]]:
     """Return the sum and the count of each function over all rows of all replicas, of one forward."""
     rows = StepRows(trainer, inputs, labels)
-    gathered = trainer.together(lambda: {"sums": trainer.evaluation.sums(*rows.now(), functions)})
-    found = [[pair for document in gathered for pair in document["sums"][index]] for index in range(len(functions))]
-    return [(math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)) for pairs in found]
+
+    def work() -> dict[str, Any]:
+        only_replica = len(trainer.grid.replicas) == 1
+        return {
+            "measures": trainer.evaluation.measures(
+                *rows.now(), functions, trainer.losses, trainer.row_cut, only_replica=only_replica
+            )
+        }
+
+    gathered = trainer.together(work)
+    found = []
+    for index in range(len(functions)):
+        documents = [document["measures"][index] for document in gathered]
+        check_agreed(documents, everywhere)
+        found.append((total_loss(documents), total_count(documents)))
+    return found
 
 
 def predict(trainer: "Trainer", inputs: Any) -> Any:

@@ -1,5 +1,6 @@
 """One process's forward and backward of its rows of a batch, and the sums of gradients over all replicas."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -7,11 +8,11 @@ from torch import Tensor
 
 from penstock.engine.executor import run_schedule
 from penstock.engine.training_stage import Sizes, StepInput
-from penstock.graph.call import build_output
 from penstock.graph.rows import check_rows
 from penstock.graph.training_parts import TrainingPart
-from penstock.train.batches import WHOLE, LossFunction, Microbatch, cut_rows, loss_and_count
+from penstock.train.batches import WHOLE, Microbatch, cut_rows
 from penstock.train.features import LoadedBatch
+from penstock.train.loss_convention import LossFunction, Measured
 from penstock.train.outcome import step_document
 from penstock.train.step_rows import StepRows
 
@@ -32,7 +33,7 @@ class ForwardBackward:
         self._trainer = trainer
         self._sums: dict[str, Tensor] = {}  # of gradients, where they have to be there before anything is told
         self.computed_s = 0.0
-        self._losses: dict[int, tuple[float, float]] = {}
+        self._losses: dict[int, Measured] = {}
         self._microbatches: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
         self._cached: LoadedBatch | None = None
@@ -49,10 +50,13 @@ class ForwardBackward:
 
     def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """Return a microbatch's loss as a sum, from the last stage's outputs; record it with its count."""
-        output = build_output(self._trainer.captured.graph, outputs, sizes)
-        loss, count = loss_and_count(self._loss_fn, output, self._microbatches[microbatch].labels, sizes["batch"])
-        self._losses[microbatch] = (float(loss.detach()), count)
-        return loss
+        now, labels = self._trainer.now, self._microbatches[microbatch].labels
+        alone = len(self._microbatches) == 1 and len(now.placed.grid.replicas) == 1
+        measured = self._trainer.losses.measure(
+            self._loss_fn, now.captured.graph, outputs, sizes, labels, own=now.own_loss, alone=alone
+        )
+        self._losses[microbatch] = dataclasses.replace(measured, total=measured.total.detach())
+        return measured.total
 
     def run(self, rows: StepRows) -> dict[str, Any]:
         """Run forward and backward of this process's rows; returns what the others hear of it."""
@@ -96,7 +100,9 @@ class ForwardBackward:
             check_rows(now.captured.graph, sizes, WHOLE, trains=True)
         skipped = 0 if self._computes_all() else now.placed.skipped
         tensors, labels = now.tensors.moved_here(tensors, labels, skipped=skipped)
-        self._microbatches = cut_rows(now.captured.graph, tensors, sizes, labels, count) if count else []
+        self._microbatches = (
+            cut_rows(now.captured.graph, tensors, sizes, labels, count, trainer.row_cut) if count else []
+        )
         self._losses.clear()
         now.synchronizer.begin()
         features = self._features()

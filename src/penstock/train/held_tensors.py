@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from penstock import trees
 from penstock.deploy.state import Held, Wanted, load_state, redistribute, room_for
 from penstock.engine.gradients import Weight
 from penstock.engine.placement import Grid
@@ -195,7 +195,7 @@ class HeldTensors:
                 )
         there = {name: moved(x, self.device) if name in used else x for name, x in inputs.items()}
         if len(self._parts) - 1 in self.stages:
-            labels = pytree.tree_map(lambda x: moved(x, self.device) if isinstance(x, Tensor) else x, labels)
+            labels = trees.map_tensors(lambda x: moved(x, self.device), labels)
         return there, labels
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:

@@ -6,37 +6,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import PenstockError, RunError
+from penstock.train.loss_convention import Measured
+from penstock.train.losses import check_agreed, described, total_count, total_loss
 
 
 def step_document(
-    losses: Mapping[int, tuple[float, float]], *, first_nonfinite: Mapping[int, int | None], used: Iterable[str],
+    losses: Mapping[int, Measured], *, first_nonfinite: Mapping[int, int | None], used: Iterable[str],
     unused: Iterable[str],
 ) -> dict[str, Any]:  # fmt: skip
-    """Describe what a process has seen of a step: its microbatches' losses with their counts, and where it went wrong.
+    """Describe what a process has seen of a step: the losses of its microbatches, and where it went wrong.
 
     `first_nonfinite` has for each stage the first microbatch with numbers that are not finite, if any; `used` and
     `unused` are the parameters held here.
     """
     return {
-        "losses": [losses[index] for index in sorted(losses)],
+        **described([losses[index] for index in sorted(losses)]),
         "nonfinite": [stage for stage, microbatch in first_nonfinite.items() if microbatch is not None],
         "unused": list(unused),
         "used": list(used),
     }
 
 
-def total_count(gathered: Sequence[Mapping[str, Any]]) -> float:
-    """Return how much the mean loss is over."""
-    return math.fsum(pair[1] for document in gathered for pair in document["losses"])
-
-
 def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int) -> float:
-    """Return the mean loss, added up in the order of replicas and microbatches.
+    """Return the loss of the whole batch, added up in the order of replicas and microbatches.
 
     Raises `RunError` for what cannot be trained on; every process finds it out alike, so nobody waits and
     training can go on.
     """
-    loss, total = math.fsum(pair[0] for document in gathered for pair in document["losses"]), total_count(gathered)
+    check_agreed(gathered, everywhere)
+    loss, total = total_loss(gathered), total_count(gathered)
     if not math.isfinite(loss):
         stages = [stage for document in gathered for stage in document["nonfinite"]]
         where = f"stage {min(stages)}" if stages else f"stage {last_stage}, in the loss itself"
@@ -45,7 +43,9 @@ def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int)
             "lower the learning rate, clip gradients, or look at this batch"
         ))  # fmt: skip
     if not total:
-        raise everywhere(RunError(f"the loss of step {step} is over nothing: no row counts; leave such batches out"))
+        raise everywhere(RunError(
+            f"the loss of step {step} is over nothing: no label of the batch counts; leave such batches out"
+        ))  # fmt: skip
     used = {name for document in gathered for name in document["used"]}
     unused = sorted({name for document in gathered for name in document["unused"]} - used)
     if unused and step == 0:

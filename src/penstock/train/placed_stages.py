@@ -27,6 +27,7 @@ from penstock.train.direct_leaves import DirectLeaves
 from penstock.train.evaluation import Evaluation
 from penstock.train.features import Features
 from penstock.train.held_tensors import HeldTensors, written_buffers
+from penstock.train.own_loss import OwnLoss
 from penstock.transport.messages import DATA, Message
 from penstock.transport.metered import MeteredTransport
 
@@ -129,6 +130,11 @@ class PlacedStages:
         parts = self.parts[: self.placed.skipped]
         return [EAGER.load_training(p, self.tensors.of_program(p.program, {}), self.how.device) for p in parts]
 
+    @cached_property
+    def own_loss(self) -> OwnLoss:
+        """How the model's own loss combines over rows."""
+        return OwnLoss(self.captured.graph)
+
     def _make_stage(self, index: int) -> TrainingStage:
         part, leaves, how = self.parts[index], self.tensors.leaves[index], self.how
         tensors = self.tensors.of_program(part.program, leaves)
@@ -138,8 +144,12 @@ class PlacedStages:
             written = {s.value.name for s in part.program.states if s.source in sources}
             spare = {name: tensor.clone() if name in written else tensor for name, tensor in tensors.items()}
             recompute = EAGER.load_training(part, spare, how.device, again=True)
+        runtime = EAGER.load_training(part, tensors, how.device)
+        if index == self.last_stage:
+            for each in filter(None, (runtime, recompute)):
+                each.around = dict.fromkeys(self.own_loss.counting, self.own_loss.around)
         stage = TrainingStage(
-            index=index, part=part, runtime=EAGER.load_training(part, tensors, how.device), leaves=leaves,
+            index=index, part=part, runtime=runtime, leaves=leaves,
             head=self.head if index == self.last_stage else None, autocast=how.autocast, recompute=recompute,
             synchronize=self.synchronizer.stage_done, saw_leaves=self.direct.saw,
         )  # fmt: skip

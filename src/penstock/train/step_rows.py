@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from penstock import trees
 from penstock.errors import DeviceLost, UsageError
 from penstock.train.batches import bind
 from penstock.train.features import InputPlaces, LoadedBatch
@@ -33,7 +33,7 @@ class StepRows:
         self._label_places = self.batch.places(labels) if self.batch is not None else None
         self._placed = self.batch.placed if self.batch is not None else trainer.placed
         self._bound: tuple[dict[str, Tensor], dict[str, int]] | None = None
-        self._has_labels = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(labels))
+        self._has_labels = any(isinstance(leaf, Tensor) for leaf in trees.leaves(labels))
 
     def check_repeatable(self) -> None:
         """Raise `UsageError` for rows that are not what a loader gave, which cannot be loaded again."""

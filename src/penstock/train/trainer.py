@@ -24,14 +24,16 @@ from penstock.spec.fields import fingerprint
 from penstock.tensors import HOST, most_bytes
 from penstock.tracing.trace import write_run
 from penstock.train.arrangement import Arrangement, TrainOptions, arrange
-from penstock.train.batches import LossFunction, check_labels
 from penstock.train.captured import Captured
 from penstock.train.evaluation import Evaluation
 from penstock.train.features import Follower, InputPlaces, LoadedBatch, Together
 from penstock.train.forward_backward import ForwardBackward
 from penstock.train.held_tensors import HeldTensors
-from penstock.train.outcome import StepReport, TrainingChange, mean_loss, total_count
+from penstock.train.loss_convention import LossFunction
+from penstock.train.losses import Losses, total_count
+from penstock.train.outcome import StepReport, TrainingChange, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
+from penstock.train.row_cut import RowCut
 from penstock.train.step_rows import StepRows
 from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import all_gather
@@ -93,6 +95,8 @@ class Trainer:
         self.known_groups: list[dict[str, int]] = []  # of each optimizer, those of frozen parameters too
         # what the caller has asked for, where anything
         self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
+        self.row_cut = RowCut()
+        self.losses = Losses(self.row_cut)
         self._work = ForwardBackward(self)
         self._closed = False
         joins = placed is not None
@@ -219,7 +223,7 @@ class Trainer:
             rows.check_repeatable()
             self.trained = rows.batch
         _, sizes = rows.bound()
-        check_labels(labels, sizes["batch"])
+        self.row_cut.check(labels, sizes["batch"])
         places = self.loaded.places(inputs) if self.loaded is not None else None
         self.input_places = self.input_places or places
         # not the caller's own rows, nor changed ones, nor inputs that have changed places

@@ -20,11 +20,11 @@ from penstock.runtime.registry import EAGER
 from penstock.tensors import find_device
 from penstock.terminal.notes import note
 from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
-from penstock.train.batches import LossFunction
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.evaluation import evaluate, predict
 from penstock.train.loader import Collate, Loader
+from penstock.train.loss_convention import LossFunction
 from penstock.train.outcome import StepReport, TrainingChange
 from penstock.train.save import save_model
 from penstock.train.survival.beginning import check_survivable, join_training, survive
@@ -252,8 +252,10 @@ class TrainingPipeline:
         """Run forward and backward of one batch and return its loss, the same on every process.
 
         `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs: the rows of this
-        replica, as `loader` returns them. `loss_fn(output, labels)` runs where the last stage is and gives a
-        mean, which counts once for each row, or `(sum, count)`; without it the model's own loss is taken.
+        replica, as `loader` returns them. `loss_fn(output, labels)` runs where the last stage is and returns
+        a scalar or `(sum, count)`; without it the model's own loss is taken. A scalar may be a mean over rows or over
+        labels that count, or a sum: the loss is that of the whole batch. To find out which, `loss_fn` is also called on
+        halves of the first microbatch.
         Gradients are added to those of earlier steps until `optimizer.zero_grad()`.
 
         Example:
@@ -280,7 +282,7 @@ class TrainingPipeline:
             return self.trainer.clip_grad_norm_(max_norm)
 
     def evaluate(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> float:
-        """Return the mean of a function over all rows, with the current weights in evaluation mode.
+        """Return a function's value over all rows, with the current weights in evaluation mode.
 
         `loss_fn` is as for `train_step`; any measure will do.
 

@@ -1,0 +1,340 @@
+"""The loss of a batch from those of its microbatches: whether a loss is a mean over rows, a weighted mean or a sum.
+
+A mean counts once for each row, a weighted mean as much as it was divided by, a sum as it is. Which of them a function
+computes is found out on a microbatch and on halves of its rows:
+
+    mean        L = (n1 L1 + n2 L2) / n
+    weighted    L = (w1 L1 + w2 L2) / w        w as `LossWatch` has seen it
+    sum         L = L1 + L2
+    (sum, count)    both are sums
+
+Whatever fits none of them depends on several rows at once, and has no value for a batch that is cut.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from penstock import trees
+from penstock.errors import PenstockError, RunError, UsageError
+from penstock.runtime.training import seeded_generator
+from penstock.train.loss_watch import LossWatch
+
+LossFunction = Callable[[Any, Any], Any]
+# outputs and labels of some rows, by their numbers; each row's outputs are changed by as much noise as is given
+Sample = Callable[[Sequence[int], Sequence[float]], tuple[Any, Any]]
+
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+_COARSE = 3e-2  # of 16 bits
+_KEPT = 8  # functions whose convention is remembered
+_WAY_OUT = "return (sum, count), or use microbatches=1 and replicas=1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of one microbatch: how many, and the outputs and labels of some of them.
+
+    `alone` is a microbatch that is the whole batch.
+    """
+
+    count: int
+    sample: Sample
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The loss of one microbatch: what is minimized, its value as a sum, and what it counts for.
+
+    `kind` is None where every convention fits, as for a loss of 0. `ratios` must be the same in all microbatches.
+    `refused` says why the loss has no value for a batch.
+    """
+
+    total: Tensor
+    value: float
+    count: float
+    kind: str | None
+    ratios: tuple[float, ...] = ()
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a loss function returned for some rows, and how it got there."""
+
+    total: Tensor
+    value: float
+    count: float | None
+    rows: int
+    weights: list[float]
+    watch: LossWatch
+
+    @property
+    def weight(self) -> float | None:
+        """The one divisor that depends on the data; None where there are none or several, or rows count too."""
+        if not self.weights or self.watch.by_rows:
+            return None
+        return common(self.weights)
+
+
+def common(weights: Sequence[float]) -> float | None:
+    """Return the one number that all weights are, or None."""
+    return weights[0] if weights and all(_close(weights[0], other, 1e-6) for other in weights) else None
+
+
+class NotALossError(ValueError):
+    """A loss function returned something that is no loss."""
+
+
+def call_loss(loss_fn: LossFunction, output: Any, labels: Any) -> tuple[Tensor, float | None]:
+    """Return what a loss function computes, and the count where it returns (sum, count).
+
+    Raises `RunError` where it fails, `NotALossError` where it returns neither a scalar nor (sum, count).
+    """
+    try:
+        result = loss_fn(output, labels)
+    except PenstockError:
+        raise
+    # whatever the caller's function raises, the reader needs to know what it was given
+    except Exception as error:
+        given = [tuple(tensor.shape) for tensor in trees.tensors(labels)]
+        raise RunError(
+            f"loss_fn failed: {(str(error).splitlines() or [repr(error)])[0]} (the labels are {given}); "
+            "check that labels fit the model's output"
+        ) from error
+    for value in trees.tensors(result):
+        if isinstance(value, FakeTensor):
+            raise UsageError(
+                "loss_fn uses a tensor without values, which a hook or a list kept while the model was captured; return "
+                "it as an output of the model instead"
+            )
+        if value.device.type == "meta":
+            raise UsageError(
+                "loss_fn uses parameters that are in other processes (on the meta device); put such a penalty into the "
+                "optimizer, as weight_decay, or use one stage with replicas"
+            )
+    if _is_scalar(result):
+        return result.reshape(()), None
+    if isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0]):
+        count = result[1]
+        if isinstance(count, (int, float)) or _is_scalar(count):
+            return result[0].reshape(()), float(count)
+    raise NotALossError(f"loss_fn must return a scalar or (sum, count); got {_described(result)}")
+
+
+class LossConvention:
+    """How one loss function combines over rows, found out when it is first used and checked where rows weigh unevenly.
+
+    Example:
+        rows = Rows(count=8, sample=sample, alone=False)
+        measured = LossConvention().measure(loss_fn, output, labels, rows)
+    """
+
+    def __init__(self) -> None:
+        self._kind: str | None = None
+
+    def measure(self, loss_fn: LossFunction, output: Any, labels: Any, rows: Rows) -> Measured:
+        """Compute the loss of a microbatch."""
+        try:
+            result = _run(loss_fn, output, labels, rows.count)
+        except NotALossError as error:
+            return _refused(str(error))
+        if result.count is None and rows.alone:
+            return Measured(result.total, result.value, 1.0, "whole")
+        probe = _Probe(loss_fn, rows.sample, rows.count)
+        if result.count is not None:
+            return self._measure_pair(result, probe)
+        kind, watch = self._kind, result.watch
+        counted = watch.counts_labels and result.weight is not None
+        ignored = bool(result.weights) and not any(result.weights)  # all labels
+        known = kind == "weighted" if counted else kind in {"mean", "sum"} and not result.weights and not watch.uneven
+        if not ignored and not known:
+            try:
+                kind = probe.kind_of(result)
+            except _DependsError as error:
+                return _refused(f"{error}; {_WAY_OUT}")
+            self._kind = "weighted" if kind == "nothing" else kind
+        return combined(result.total, kind, rows.count, result.weights, by_rows=result.watch.by_rows)
+
+    def _measure_pair(self, result: _Result, probe: "_Probe") -> Measured:
+        count = result.count or 0.0
+        if self._kind is None or result.watch.uneven or result.weights:
+            try:
+                self._kind = probe.pair_kind(result)
+            except _DependsError as error:
+                return _refused(str(error))
+        divisors = [*result.weights, *([float(result.rows)] if result.watch.by_rows else [])]
+        ratios = tuple(divisor / count for divisor in divisors) if count else ()
+        return Measured(result.total, result.value, count, self._kind and "count", ratios)
+
+
+def combined(total: Tensor, kind: str | None, rows: int, weights: Sequence[float], *, by_rows: bool) -> Measured:
+    """Return what a scalar loss of a microbatch counts for, by its convention and the divisors that were seen."""
+    value = float(total.detach())
+    if kind == "sum":
+        return Measured(total, value, 1.0, kind)
+    if weights and not any(weights):  # no label counts, and the loss is not a number
+        return Measured(total.new_zeros(()), 0.0, 0.0, None if by_rows else "weighted", (0.0,) if by_rows else ())
+    if kind == "nothing":
+        return Measured(total * 0, 0.0, 0.0, "weighted")
+    if kind == "weighted":
+        return Measured(total * weights[0], value * weights[0], weights[0], kind)
+    return Measured(total * rows, value * rows, float(rows), kind, tuple(weight / rows for weight in weights))
+
+
+@dataclass
+class Conventions:
+    """The conventions of the loss functions that were used last."""
+
+    _known: list[tuple[LossFunction, LossConvention]] = field(default_factory=list)
+
+    def of(self, loss_fn: LossFunction) -> LossConvention:
+        """Return the convention of a function object."""
+        for known, convention in self._known:
+            if known is loss_fn:
+                return convention
+        self._known = [(loss_fn, LossConvention()), *self._known][:_KEPT]
+        return self._known[0][1]
+
+
+class _DependsError(Exception):
+    """A loss has no value for a batch that is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Runs a loss function on halves of a microbatch's rows."""
+
+    loss_fn: LossFunction
+    sample: Sample
+    rows: int
+
+    def kind_of(self, result: _Result) -> str | None:
+        """Return the convention of a scalar; raises `_DependsError`."""
+        if result.watch.draws:
+            raise _DependsError("loss_fn draws random numbers, so whether it is a mean over rows cannot be known")
+        if not math.isfinite(result.value):
+            return None
+        fits = self._fits(result, noisy=False)
+        if {"mean", "sum"} <= fits:  # a loss of 0, as where outputs are 0 at first: other outputs may tell
+            try:
+                fits = self._fits(result, noisy=True)
+            except _DependsError:
+                return None
+        if not fits:
+            raise _DependsError("loss_fn is neither a mean over rows nor a sum: it depends on several rows at once")
+        if "weighted" in fits:
+            return "weighted"
+        if {"mean", "sum"} <= fits:
+            return None if result.weight is None else "nothing"
+        return "mean" if "mean" in fits else "sum"
+
+    def pair_kind(self, result: _Result) -> str | None:
+        """Return "count" if both of a pair are sums, None if it is too early to tell; raises `_DependsError`."""
+        if not math.isfinite(result.value):
+            return None
+        try:
+            whole, halves = self._runs(result, noisy=False)
+        except (_DependsError, RunError):
+            return "count"
+        tolerance = _tolerance(result.total)
+        counts = [half.count if half.count is not None else math.nan for half in halves]
+        fits = _close(whole.count or 0.0, math.fsum(counts), 1e-4)
+        fits &= result.watch.draws or _adds_up(whole.value, [half.value for half in halves], tolerance)
+        if not fits:
+            raise _DependsError(
+                "loss_fn must return a scalar or (sum, count); got a pair whose entries do not add up over rows, as "
+                "(loss, accuracy) does not"
+            )
+        return "count" if whole.value and whole.count else None
+
+    def _fits(self, result: _Result, *, noisy: bool) -> set[str]:
+        try:
+            whole, halves = self._runs(result, noisy=noisy)
+        except RunError as error:
+            raise _DependsError(f"loss_fn fails on a part of the rows ({error})") from error
+        tolerance = _tolerance(result.total)
+        values = [half.value for half in halves]
+        found = set()
+        if _close(whole.value, _mean(values, [half.rows for half in halves]), tolerance):
+            found.add("mean")
+        if _adds_up(whole.value, values, tolerance):
+            found.add("sum")
+        weights = [half.weight for half in halves if half.weight is not None]
+        if whole.weight is not None and len(weights) == len(halves):
+            # a count that is clamped to 1 is one of 0, and the loss 0 with it
+            unclamped = [weight if value else 0.0 for weight, value in zip(weights, values, strict=True)]
+            for each in (weights, unclamped):
+                if _close(whole.weight, math.fsum(each), 1e-5) and _close(whole.value, _mean(values, each), tolerance):
+                    found.add("weighted")
+        return found
+
+    def _runs(self, result: _Result, *, noisy: bool) -> tuple[_Result, list[_Result]]:
+        """Run the whole microbatch, unless that is known, and its halves; one row is taken twice, once with noise."""
+        # other threads draw from the same generator, so it is changed only where it has to be
+        draws = seeded_generator(result.total.device, 0) if result.watch.draws else contextlib.nullcontext()
+        with torch.no_grad(), draws:
+            first = float(noisy)
+            if self.rows == 1:
+                one = self._run([0], [first]) if noisy else result
+                try:
+                    return self._run([0, 0], [first, first + 1]), [one, self._run([0], [first + 1])]
+                except RunError:  # outputs that are no probabilities any more, for instance
+                    return self._run([0, 0], [first, first]), [one, one]
+            middle = (self.rows + 1) // 2
+            halves = [
+                self._run(rows, [first] * len(rows)) for rows in (range(middle), range(middle, self.rows))
+            ]  # fmt: skip
+            return (self._run(range(self.rows), [first] * self.rows) if noisy else result), halves
+
+    def _run(self, rows: Sequence[int], noise: Sequence[float]) -> _Result:
+        try:
+            return _run(self.loss_fn, *self.sample(rows, noise), len(rows))
+        except NotALossError as error:
+            raise RunError(str(error)) from error
+
+
+def _run(loss_fn: LossFunction, output: Any, labels: Any, rows: int) -> _Result:
+    with LossWatch([*trees.tensors(output), *trees.tensors(labels)], rows) as watch:
+        total, count = call_loss(loss_fn, output, labels)
+    return _Result(total, float(total.detach()), count, rows, watch.weights(), watch)
+
+
+def _refused(reason: str) -> Measured:
+    return Measured(torch.zeros(()), 0.0, 0.0, None, refused=reason)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Return a weighted mean; what weighs nothing counts nothing, also where it is not a number."""
+    total = math.fsum(weights)
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True) if w) / total if total else math.nan
+
+
+def _adds_up(whole: float, parts: Sequence[float], tolerance: float) -> bool:
+    return _close(whole, math.fsum(parts), tolerance) if all(map(math.isfinite, parts)) else False
+
+
+def _close(a: float, b: float, tolerance: float) -> bool:
+    return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+
+
+def _tolerance(loss: Tensor) -> float:
+    return _TOLERANCES.get(loss.dtype, _COARSE if loss.dtype.is_floating_point else 1e-6)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor of {tuple(result.shape)}; use reduction='mean' or 'sum'"
+    if isinstance(result, (tuple, list)):
+        return f"a {type(result).__name__} of {', '.join(type(each).__name__ for each in result)}"
+    return f"a {type(result).__name__}"

@@ -1,0 +1,97 @@
+"""The losses of one process's microbatches: computed as their convention says, and agreed on by all processes."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from penstock.engine.training_stage import Sizes
+from penstock.errors import UsageError
+from penstock.graph.call import build_output
+from penstock.graph.graph import Graph
+from penstock.train.batches import sample_rows
+from penstock.train.loss_convention import Conventions, LossFunction, Measured, Rows
+from penstock.train.own_loss import OwnLoss
+from penstock.train.row_cut import RowCut
+
+_EVEN = 1e-5
+_NAMES = {
+    "mean": "mean over rows", "weighted": "weighted mean", "sum": "sum", "count": "pair of sum and count",
+    "whole": "batch's own",
+}  # fmt: skip
+
+
+class Losses:
+    """Computes losses of microbatches, and remembers how each loss function combines over rows.
+
+    Example:
+        measured = losses.measure(F.cross_entropy, graph, outputs, sizes, labels, own=own, alone=False)
+        document = described([measured])
+    """
+
+    def __init__(self, cut: RowCut) -> None:
+        self._cut = cut
+        self._conventions = Conventions()
+
+    def measure(
+        self, loss_fn: LossFunction | None, graph: Graph, outputs: Sequence[Tensor], sizes: Sizes, labels: Any, *,
+        own: OwnLoss, alone: bool,
+    ) -> Measured:  # fmt: skip
+        """Return the loss of a microbatch, from the last stage's outputs; `alone` is one that is the whole batch."""
+        output, count = build_output(graph, outputs, sizes), sizes["batch"]
+        if loss_fn is None:
+            return own.measure(output, count, alone=alone)
+        own.forget()
+
+        def sample(rows: Sequence[int], noise: Sequence[float]) -> tuple[Any, Any]:
+            return sample_rows(graph, outputs, sizes, rows, noise), self._cut.parts(labels, count, [rows])[0]
+
+        rows = Rows(count=count, sample=sample, alone=alone)
+        return self._conventions.of(loss_fn).measure(loss_fn, output, labels, rows)
+
+
+def described(found: Sequence[Measured]) -> dict[str, Any]:
+    """Return what a process tells the others of its microbatches' losses."""
+    return {
+        "losses": [(each.value, each.count) for each in found],
+        "kinds": sorted({each.kind for each in found if each.kind}),
+        "ratios": [each.ratios for each in found if each.ratios or each.kind == "mean"],
+        "refused": next((each.refused for each in found if each.refused), ""),
+    }
+
+
+def check_agreed(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageError], Exception]) -> None:
+    """Check that all microbatches have one convention; raises `UsageError`, marked, where a batch has no loss."""
+    refused = next((document["refused"] for document in gathered if document["refused"]), "")
+    if refused:
+        raise mark(UsageError(refused))
+    kinds = sorted({kind for document in gathered for kind in document["kinds"]})
+    if len(kinds) > 1:
+        raise mark(UsageError(
+            f"loss_fn is a {' and a '.join(_NAMES[kind] for kind in kinds)} in microbatches of one batch; "
+            "return (sum, count), or use microbatches=1 and replicas=1"
+        ))  # fmt: skip
+    ratios = [ratio for document in gathered for ratio in document["ratios"]]
+    if ratios and any(not _same(ratios[0], other) for other in ratios):
+        raise mark(UsageError(
+            "loss_fn weighs rows unevenly, so the loss of a batch is not the mean of its microbatches' losses; return "
+            "(sum, count), or use microbatches=1 and replicas=1"
+        ))  # fmt: skip
+
+
+def _same(first: Sequence[float], other: Sequence[float]) -> bool:
+    pairs = zip(first, other, strict=False)
+    return len(first) == len(other) and all(math.isclose(a, b, rel_tol=_EVEN, abs_tol=1e-9) for a, b in pairs)
+
+
+def total_count(gathered: Sequence[Mapping[str, Any]]) -> float:
+    """Return what the sum of the losses of all microbatches is divided by: 1 for a sum."""
+    if any({"sum", "whole"} & set(document["kinds"]) for document in gathered):
+        return 1.0
+    return math.fsum(count for document in gathered for _, count in document["losses"])
+
+
+def total_loss(gathered: Sequence[Mapping[str, Any]]) -> float:
+    """Return the sum of the losses of all microbatches, in the order of replicas and microbatches."""
+    return math.fsum(value for document in gathered for value, _ in document["losses"])

@@ -1,7 +1,7 @@
 """One process's forward and backward of its rows of a batch, and the sums of gradients over all replicas."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from penstock.graph.training_parts import TrainingPart
 from penstock.train.batches import WHOLE, Microbatch, cut_rows
 from penstock.train.features import LoadedBatch
 from penstock.train.loss_convention import LossFunction, Measured
+from penstock.train.losses import is_undivided, total_count
 from penstock.train.outcome import step_document
 from penstock.train.step_rows import StepRows
 
@@ -38,10 +39,24 @@ class ForwardBackward:
         self._loss_fn: LossFunction | None = None
         self._cached: LoadedBatch | None = None
         self._before: list[tuple[Tensor, Tensor]] = []  # what a forward writes to, with what it was
+        self._scale = 1.0
 
     def begin(self, loss_fn: LossFunction | None, cached: LoadedBatch | None) -> None:
         """Take what a step is of: its loss, and the batch whose features may be cached."""
         self._loss_fn, self._cached = loss_fn, cached
+
+    def scale_by(self, num_rows: int) -> None:
+        """Divide losses by the rows of the whole batch before they go back, and not sums by their count afterwards.
+
+        So hooks and functions of the model's own see the gradient of a mean over the batch. Otherwise sums are added
+        up and divided once, whose bits do not depend on the number of replicas.
+        """
+        self._scale = 1.0 / max(1, num_rows)
+
+    def divisor(self, gathered: Sequence[Mapping[str, Any]]) -> float:
+        """Return what the sums of gradients are divided by, of what all processes have told."""
+        undivided = any(is_undivided(document["kinds"]) for document in gathered)
+        return (total_count(gathered) or 1.0) * (1.0 if undivided else self._scale)
 
     @property
     def ran(self) -> bool:
@@ -56,7 +71,7 @@ class ForwardBackward:
             self._loss_fn, now.captured.graph, outputs, sizes, labels, own=now.own_loss, alone=alone
         )
         self._losses[microbatch] = dataclasses.replace(measured, total=measured.total.detach())
-        return measured.total
+        return measured.total if self._scale == 1.0 or is_undivided([measured.kind]) else measured.total * self._scale
 
     def run(self, rows: StepRows) -> dict[str, Any]:
         """Run forward and backward of this process's rows; returns what the others hear of it."""

@@ -111,8 +111,8 @@ def call_loss(loss_fn: LossFunction, output: Any, labels: Any) -> tuple[Tensor, 
     for value in trees.tensors(result):
         if isinstance(value, FakeTensor):
             raise UsageError(
-                "loss_fn uses a tensor without values, which a hook or a list kept while the model was captured; return "
-                "it as an output of the model instead"
+                "loss_fn uses a tensor without values, which a hook or a list kept while the model was captured; "
+                "return it as an output of the model instead"
             )
         if value.device.type == "meta":
             raise UsageError(

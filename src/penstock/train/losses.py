@@ -1,7 +1,7 @@
 """The losses of one process's microbatches: computed as their convention says, and agreed on by all processes."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -85,9 +85,14 @@ def _same(first: Sequence[float], other: Sequence[float]) -> bool:
     return len(first) == len(other) and all(math.isclose(a, b, rel_tol=_EVEN, abs_tol=1e-9) for a, b in pairs)
 
 
+def is_undivided(kinds: Iterable[str | None]) -> bool:
+    """Return whether losses of these kinds add up to the loss of a batch as they are."""
+    return not {"sum", "whole"}.isdisjoint(kinds)
+
+
 def total_count(gathered: Sequence[Mapping[str, Any]]) -> float:
     """Return what the sum of the losses of all microbatches is divided by: 1 for a sum."""
-    if any({"sum", "whole"} & set(document["kinds"]) for document in gathered):
+    if any(is_undivided(document["kinds"]) for document in gathered):
         return 1.0
     return math.fsum(count for document in gathered for _, count in document["losses"])
 

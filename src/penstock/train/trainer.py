@@ -30,7 +30,7 @@ from penstock.train.features import Follower, InputPlaces, LoadedBatch, Together
 from penstock.train.forward_backward import ForwardBackward
 from penstock.train.held_tensors import HeldTensors
 from penstock.train.loss_convention import LossFunction
-from penstock.train.losses import Losses, total_count
+from penstock.train.losses import Losses
 from penstock.train.outcome import StepReport, TrainingChange, mean_loss
 from penstock.train.placed_stages import Computing, PlacedStages
 from penstock.train.row_cut import RowCut
@@ -234,9 +234,11 @@ class Trainer:
 
     def _do_step(self, rows: StepRows) -> Tensor:
         sent_bytes = self.transport.sent_bytes
+        if self.captured.graph.callbacks:
+            self._work.scale_by(self._count_rows(rows))
         # sums are on their way meanwhile, but where the step may have to be repeated: then they have come
         gathered = self.together(partial(self._work.run, rows), self._work.undo, takes_in=True)
-        divisor = total_count(gathered) or 1.0
+        divisor = self._work.divisor(gathered)
         with self.world.explained():
             gradients = self._work.gradients(divisor)
         synchronize_s = self.world.clock() - self._work.computed_s
@@ -251,6 +253,18 @@ class Trainer:
         self._report(self._work.ran, synchronize_s, self.transport.sent_bytes - sent_bytes)
         self.short_batch = None
         return torch.tensor(loss, dtype=torch.float64)
+
+    def _count_rows(self, rows: StepRows) -> int:
+        """Return the rows of the whole batch, over all replicas."""
+
+        def tell() -> dict[str, Any]:
+            rows.now()
+            return {"rows": rows.bound()[1]["batch"], "replica": self.placed.replica_index}
+
+        if len(self.grid.replicas) == 1:
+            return int(tell()["rows"])
+        counts = {document["replica"]: document["rows"] for document in self.together(tell)}
+        return sum(counts.values())
 
     def _report(self, ran: bool, synchronize_s: float, sent_bytes: int) -> None:
         """Note where the step went; a replica without rows has run no stage."""

@@ -1,6 +1,6 @@
 """Attention that PyTorch computes on its fast path in evaluation is pointed out when it is captured."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ def _as_before() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(True)
 
 
-FAST = {
+FAST: dict[str, Callable[[], nn.Module]] = {
     "layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
     "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
     "within": lambda: nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)),
 }
-SLOW = {
+SLOW: dict[str, Callable[[], nn.Module]] = {
     "sequence first": lambda: nn.TransformerEncoderLayer(8, 2, 16),
     "odd heads": lambda: nn.TransformerEncoderLayer(9, 3, 16, batch_first=True),
     "activation": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation=torch.tanh),

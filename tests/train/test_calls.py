@@ -33,7 +33,7 @@ CALLS: dict[str, Callable[[Pipeline, Path], Any]] = {
 }
 
 
-def run(own: Callable[[Pipeline], object], rank: int, settings: dict[str, int], then: int = 1) -> list[str]:
+def run(own: Callable[[Pipeline], object], rank: int, settings: dict[str, Any], then: int = 1) -> list[str]:
     """Have one of two processes call something by itself; returns what each of them was told."""
 
     def script(world: World) -> str:
@@ -55,7 +55,7 @@ def run(own: Callable[[Pipeline], object], rank: int, settings: dict[str, int], 
 @pytest.mark.parametrize("settings", [{"stages": 2, "microbatches": 2}, {"replicas": 2}])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_of_one_process_is_named_on_both(name: str, rank: int, settings: dict[str, int], tmp_path: Path) -> None:
+def test_a_call_of_one_process_is_named_on_both(name: str, rank: int, settings: dict[str, Any], tmp_path: Path) -> None:
     begin = time.monotonic()
     told = run(lambda pipe: CALLS[name](pipe, tmp_path), rank, settings)
     assert time.monotonic() - begin < 30

@@ -86,6 +86,8 @@ def prune(
     key = None if isinstance(example, Tensor) else next(iter(example))
     named = [(inputs if key is None else {key: inputs}, labels) for inputs, labels in batches]
     importance = _importance(pruning, smaller, how, named)
+    with _naming_layers(smaller, module), torch.no_grad():
+        wanted = scores_of(smaller, example).shape
     ratio = how.ratio or (_HARDLY if how.heads else 0.0)
     with _naming_layers(smaller, module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,8 +103,6 @@ def prune(
     smaller.zero_grad()
     with _naming_layers(smaller, module), torch.no_grad():
         shape = scores_of(smaller, example).shape
-    with torch.no_grad():
-        wanted = scores_of(copy.deepcopy(module).eval(), example).shape
     if shape != wanted:
         raise ModelError(
             f"the model cannot be pruned: its output {list(wanted)} would be {list(shape)}; make what gives it a "

@@ -64,7 +64,7 @@ _SETTINGS: Mapping[str, _Setting] = {
         torch.is_deterministic_algorithms_warn_only_enabled, _change_warn_only
     ),
     "fill_uninitialized_memory": _Setting(
-        lambda: bool(vars(torch.utils)["deterministic"].fill_uninitialized_memory),
+        partial(getattr, torch.utils.deterministic, "fill_uninitialized_memory"),
         partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory"),
     ),
     "flush_denormal": _Setting(_flushes, torch.set_flush_denormal),

@@ -82,12 +82,13 @@ class Pipe(nn.Module):
 def _rows_of(tensor: Tensor, size: int) -> list[Tensor]:
     """Cut a tensor into rows that the first child may write to, as it might to the whole.
 
-    A gradient goes back through copies; without one each part has the tensor's own memory, and a version of its own.
+    Parts of what has a history are copies, since autograd may need the whole as it is. Others have the tensor's own
+    memory, and a version of their own; nobody may write to a leaf that requires gradients, as torch says itself.
     """
     parts = [tensor[start : start + size] for start in range(0, len(tensor), size)]
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return [part.clone() for part in parts]
-    return [part.data for part in parts]
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return [part.data for part in parts]
+    return parts if tensor.is_leaf else [part.clone() for part in parts]
 
 
 def _ticks(num_microbatches: int, num_stages: int) -> Iterator[list[tuple[int, int]]]:

@@ -67,6 +67,12 @@ def selected(output: Tensor, labels: Tensor) -> Tensor:
     return loss[counts].mean()
 
 
+def to_one_hot(output: Tensor, labels: Tensor) -> Tensor:
+    """Divides by the number of rows, which is also a label that `one_hot` looks at."""
+    targets = F.one_hot(labels, output.shape[1]).to(output.dtype).softmax(-1)
+    return F.kl_div(output.log_softmax(-1), targets, reduction="batchmean")
+
+
 def sum_and_count(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(output, labels, reduction="sum"), (labels >= 0).sum()
 
@@ -104,6 +110,7 @@ def plain(loss_fn: LossFunction, x: Tensor, labels: Tensor) -> tuple[float, dict
         ("values", nn.L1Loss(reduction="sum")),
         ("values", lambda output, labels: F.kl_div(output.log_softmax(-1), labels.softmax(-1), reduction="batchmean")),
         ("values", lambda output, labels: F.cross_entropy(output, labels.softmax(-1))),
+        ("classes", to_one_hot),
         ("values", lambda output, labels: F.mse_loss(output, labels) + output.pow(2).mean()),
         ("binary", nn.BCEWithLogitsLoss()),
         ("binary", nn.BCEWithLogitsLoss(reduction="sum", pos_weight=torch.tensor(2.0))),

@@ -12,6 +12,8 @@ _MEAN = 1  # `reduction` of an ATen operator
 _NLL = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
 _MEANS = {torch.ops.aten.mean}
 _DIVISIONS = {torch.ops.aten.div, torch.ops.aten.div_, torch.ops.aten.mul, torch.ops.aten.mul_}
+# what is asked of labels to check them, as `one_hot` does, and is no count
+_EXTREMES = {getattr(torch.ops.aten, name) for name in ("max", "min", "amax", "amin", "aminmax", "any", "all")}
 _SOFTMAX = {torch.ops.aten._softmax, torch.ops.aten._log_softmax}
 
 
@@ -36,6 +38,7 @@ class LossWatch(TorchDispatchMode):
         self._kept: list[Any] = []  # so that no memory is taken for another's
         self._numbers: set[float] = set()  # Python numbers that depend on values
         self._sums: set[int] = set()
+        self._extremes: set[int] = set()
         self._weights: list[Tensor | float] = []
         self._counts = self.by_rows = self.uneven = self.draws = False
 
@@ -64,6 +67,8 @@ class LossWatch(TorchDispatchMode):
             self._select(made)
         if packet is torch.ops.aten.sum:
             self._sums.update(_storage(tensor) for tensor in made if not tensor.dim())
+        if packet in _EXTREMES:
+            self._extremes.update(_storage(tensor) for tensor in made)
         self._kept += [tensor.untyped_storage() for tensor in made if not tensor.dim()]
         return result
 
@@ -77,7 +82,8 @@ class LossWatch(TorchDispatchMode):
         elif packet is torch.ops.aten.reciprocal:
             self._divided_by(args[0])
         elif packet is torch.ops.aten._local_scalar_dense:
-            if _storage(args[0]) in self._data and not isinstance(result, bool):
+            is_count = _storage(args[0]) in self._data - self._extremes
+            if is_count and not isinstance(result, bool):
                 self._numbers.add(float(result.real))
         elif packet in _SOFTMAX:
             self.uneven |= bool(args[0].dim()) and not args[1] % args[0].dim() and len(args[0]) == self._num_rows

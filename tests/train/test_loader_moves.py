@@ -44,7 +44,7 @@ def load(num_rows: int, batch_size: int, changes: dict[int, int], workers: int =
         loader.follower = Still()
         orders = []
         for _ in range(2):
-            orders += loader._own_order()
+            orders += loader._order.batches(loader.epoch)
             for x, numbers in loader:
                 rows = numbers.tolist() if numbers.device.type == "cpu" else None
                 assert x.shape == (len(numbers), 4)

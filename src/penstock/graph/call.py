@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock import trees
 from penstock.errors import UsageError
 from penstock.graph.expressions import Size, write_expression
 from penstock.graph.graph import Graph
@@ -22,7 +23,9 @@ def bind_inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """
     # in the order of the capture: a dict's order is part of its structure
     ordered = {name: kwargs[name] for name in graph.input_spec.child(1).context or [] if name in kwargs}
-    leaves, spec = pytree.tree_flatten((tuple(args), ordered | dict(kwargs)))
+    # a mapping of another kind, such as a tokenizer's, is read as a dict, which the capture had
+    call = trees.plain((tuple(args), ordered | dict(kwargs)), pytree.SUPPORTED_NODES.__contains__)
+    leaves, spec = pytree.tree_flatten(call)
     if spec != graph.input_spec:
         raise UsageError(
             f"{graph.model} was captured with {_describe(graph.input_spec)} and called with {_describe(spec)}; "

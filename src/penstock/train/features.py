@@ -1,11 +1,12 @@
 """The seams to what changes a training while it goes on: who follows its epochs, and what frozen layers put out."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from penstock import trees
 
 if TYPE_CHECKING:
     from penstock.train.arrangement import Arrangement
@@ -47,7 +48,7 @@ class LoadedBatch:
         placed: "Arrangement", place: tuple[int, int], *, short: bool,
     ) -> "LoadedBatch":  # fmt: skip
         """Remember what is given to the user's loop."""
-        leaves = [(leaf, _version(leaf)) for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, Tensor)]
+        leaves = [(tensor, _version(tensor)) for tensor in trees.tensors(loaded)]
         return cls(samples, following, leaves, loader, placed, place, short)
 
     def places(self, inputs: Any) -> "InputPlaces | None":
@@ -60,11 +61,13 @@ class LoadedBatch:
             id(leaf): place for place, (leaf, version) in enumerate(self.leaves)
             if version is not None and _version(leaf) == version
         }  # fmt: skip
-        given, spec = pytree.tree_flatten(inputs)
+        given = list(trees.leaves(inputs))
         tensors = [index for index, leaf in enumerate(given) if isinstance(leaf, Tensor)]
         found = {index: place for index in tensors if (place := known.get(id(given[index]))) is not None}
         others = [None if index in found else leaf for index, leaf in enumerate(given)]
-        return InputPlaces(spec, found, others) if tensors and len(found) == len(tensors) else None
+        if not tensors or len(found) < len(tensors):
+            return None
+        return InputPlaces(trees.structure(inputs), found, others, trees.mapped(lambda _: None, inputs))
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -75,17 +78,18 @@ def _version(tensor: Tensor) -> int | None:
 class InputPlaces:
     """Where the inputs of the model stand among the tensors that a loader gives: learnt from a step of the loop."""
 
-    spec: pytree.TreeSpec
+    structure: Any
     places: Mapping[int, int]  # the number that each tensor of the inputs has among the loaded ones
     others: Sequence[Any]  # the inputs' values that are no tensors
+    containers: Any = field(compare=False)  # inputs without their leaves
 
     def inputs_of(self, loaded: Any) -> Any:
         """Return the inputs for a batch that was loaded."""
-        tensors = [leaf for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, Tensor)]
-        leaves = [
+        tensors = trees.tensors(loaded)
+        leaves = iter([
             tensors[self.places[index]] if index in self.places else value for index, value in enumerate(self.others)
-        ]
-        return pytree.tree_unflatten(leaves, self.spec)
+        ])  # fmt: skip
+        return trees.mapped(lambda _: next(leaves), self.containers)
 
 
 class Rows(Protocol):

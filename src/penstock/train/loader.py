@@ -1,24 +1,18 @@
 """Batches for every process: the same order everywhere, each replica its own rows, loaded where they are used."""
 
-import os
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from penstock.errors import DataError, UsageError
 from penstock.train.arrangement import Arrangement
+from penstock.train.data_order import SampledOrder, SeededOrder, order_of
 from penstock.train.features import Follower, LoadedBatch
+from penstock.train.iterations import Iteration, Iterations
+from penstock.train.loading import Collate, Shapes, WorkerStart, workers_of
 from penstock.train.trainer import Trainer
-from penstock.transport.base import FEEDER
-
-_PARENT_POLL_S = 0.5
-Collate = Callable[[list[Any]], Any]
 
 
 class Loader:
@@ -39,67 +33,43 @@ class Loader:
         collate_fn: Collate | None = None, num_workers: int = 0, seed: int | None = None,
     ) -> None:  # fmt: skip
         self._trainer = trainer
-        self._order: Callable[[], list[list[int]]] = self._own_order
-        self._count: Callable[[], int] = lambda: len(self._own_order())
-        self._batch_size, self._shuffle, self._drop_last = batch_size, shuffle, drop_last
-        self._collate, self._num_workers = collate_fn, num_workers
-        self._plain = True  # whether the order is this loader's own
-        self._seed = trainer.seed if seed is None else seed
+        self._collate = collate_fn
+        self._workers: dict[str, Any] = {"num_workers": num_workers}  # how a DataLoader loads
+        seed = trainer.seed if seed is None else seed
         self._epoch = 0
         self.position = 0  # the next batch of the epoch
         self._known: tuple[int, list[list[int]]] | None = None  # the order of an epoch
         self._reached = 0  # the epoch before which iterations have ended
+        self._iterations = Iterations()
         self.follower: Follower | None = None  # told of each epoch; steps are taken with this loader's batches
-        self._dataset: Dataset[Any] = data
-        if isinstance(data, DataLoader):
-            self._take_over(data)
+        given = data if isinstance(data, DataLoader) else None
+        self._dataset: Dataset[Any] = given.dataset if given is not None else data
         if isinstance(self._dataset, IterableDataset) or not hasattr(self._dataset, "__len__"):
             raise UsageError("the data set has no length, so its rows cannot be shared out; use one with indices")
-        if not len(self._dataset):
+        if not self.num_samples:
             raise DataError("the data set is empty; give it at least one row")
-        if self._batch_size < 1:
-            raise UsageError(f"a batch has at least one row, not {self._batch_size}")
-
-    def _take_over(self, loader: DataLoader[Any]) -> None:
-        """Load as a DataLoader would: its order is the first process's, where it is of the user's own making."""
-        self._dataset, self._collate = loader.dataset, loader.collate_fn
-        self._num_workers = loader.num_workers
-        plain = (
-            type(loader.sampler) in {RandomSampler, SequentialSampler} and type(loader.batch_sampler) is BatchSampler
-        )
-        if plain and loader.batch_size is not None and not getattr(loader.sampler, "replacement", False):
-            self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
-            self._shuffle = type(loader.sampler) is RandomSampler
-            return
-        if loader.batch_sampler is None:
-            raise UsageError("the DataLoader gives single rows; give it a batch_size")
-        self._plain = False
-        sampler = loader.batch_sampler
-        self._count = lambda: len(sampler)  # type: ignore[arg-type]
-        self._order = lambda: self._first_processes(sampler)
-
-    def _first_processes(self, sampler: Iterable[list[int]]) -> list[list[int]]:
-        if hasattr(sampler, "set_epoch"):  # as torch's DistributedSampler has it
-            sampler.set_epoch(self._epoch)
-        first = self._trainer.world.rank == FEEDER
-        mine = [[int(index) for index in batch] for batch in sampler] if first else []
-        order: list[list[int]] = self._trainer.together(lambda: {"order": mine})[FEEDER]["order"]
-        return order
-
-    def _own_order(self) -> list[list[int]]:
-        count = len(self._dataset)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
-        indices = torch.randperm(count, generator=generator).tolist() if self._shuffle else list(range(count))
-        batches = [indices[start : start + self._batch_size] for start in range(0, count, self._batch_size)]
-        return batches[:-1] if self._drop_last and len(batches[-1]) < self._batch_size else batches
+        if given is not None:
+            if (batch_size, shuffle, drop_last, collate_fn, num_workers) != (1, False, False, None, 0):
+                raise UsageError("a DataLoader has its own batches, collate_fn and workers; give these to it alone")
+            self._collate, self._workers = given.collate_fn, workers_of(given)
+            self._order = order_of(given, trainer, seed)
+            batch_size = (given.batch_size or 0) if isinstance(self._order, SeededOrder) else 0
+        else:
+            if batch_size < 1:
+                raise UsageError(f"a batch has at least one row, not {batch_size}")
+            self._order = SeededOrder(
+                self.num_samples, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed
+            )
+        self._batch_size = batch_size  # of whole batches; 0 where a sampler of the user's says
 
     def __len__(self) -> int:
         """Count the batches of an epoch."""
-        return self._count()
+        return len(self._order)
 
     def state(self) -> dict[str, int]:
         """Return the place in the data, to be continued from."""
-        return {"epoch": self.epoch, "position": self.position}
+        epoch, position = self._iterations.saved_place((self.epoch, self.position))
+        return {"epoch": epoch, "position": position}
 
     @property
     def epoch(self) -> int:
@@ -114,16 +84,18 @@ class Loader:
         if place is not None:
             self._epoch, self.position = place
             self._reached = self._epoch
+            self._iterations.restart()
 
     def resume(self, state: dict[str, int]) -> None:
         """Continue from a place in the data."""
         self._epoch, self.position = int(state["epoch"]), int(state["position"])
         self._reached = self._epoch
+        self._iterations.restart()
 
     def rewind(self, place: tuple[int, int]) -> None:
         """Go back to a place in the data; an iteration that is under way ends where it would have ended."""
         self._epoch, self.position = place
-        self._known = self._epoch, self._order()
+        self._known = self._epoch, self._order.batches(self._epoch)
 
     def take(self) -> Any:
         """Load this process's rows of the next batch, outside of any iteration."""
@@ -153,18 +125,18 @@ class Loader:
         """Load this process's rows of a batch, as the training is arranged now."""
         (mine,) = self._parts([list(samples)])
         self._trainer.short_batch = len(mine) if short else None
-        return next(self._load([mine], num_workers=0))
+        return next(self._load([mine], {"num_workers": 0}))
 
     def _order_now(self) -> list[list[int]]:
         """Return the order of this epoch, which is asked for once."""
         if self._known is None or self._known[0] != self._epoch:
-            self._known = self._epoch, self._order()
+            self._known = self._epoch, self._order.batches(self._epoch)
         return self._known[1]
 
     @property
     def batch_size(self) -> int:
         """How many rows a whole batch has, of all replicas together; on average where a sampler of the user's says."""
-        return self._batch_size if self._plain else -(-self.num_samples // max(1, len(self)))
+        return self._batch_size or -(-self.num_samples // max(1, len(self)))
 
     @property
     def num_samples(self) -> int:
@@ -177,13 +149,18 @@ class Loader:
         return collate([self._dataset[sample] for sample in samples])
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the rest of an epoch, from `position` on; the next iteration is the next epoch.
+        """Return the batches of an epoch; where a checkpoint was loaded, the rest of it.
+
+        The next iteration is the next epoch, also where this one is left early. If no step trained on its batches, as
+        after a look at the first one, it is the same epoch again.
 
         Rows are shared out batch by batch: where the training's arrangement changes, from the next batch on as the new
         one has it.
         """
         trainer = self._trainer
         self._catch_up()
+        self._epoch, self.position = self._iterations.next_place((self._epoch, self.position))
+        iteration = self._iterations.begin((self._epoch, self.position))
         if self.follower is not None:
             self.follower.begin_epoch(self)
         self._known = None  # a sampler may draw anew
@@ -196,16 +173,27 @@ class Loader:
             place = self._epoch, self.position
             if trainer.placed is not placed or order is not shared or place != expected:
                 placed, shared, mine = trainer.placed, order, self._parts(order[self.position :])
-                loads = zip(self._load(mine, num_workers=self._num_workers), map(len, mine), strict=True)
+                loads = zip(self._load(mine, self._workers), map(len, mine), strict=True)
             with trainer.loading():
                 loaded, num_rows = next(loads)
             trainer.short_batch = num_rows if self._is_short(order) else None
             self._go_on(loaded, order)
             expected = self._epoch, self.position
             self._reached = max(self._reached, ends if self._epoch == ends else 0)
+            iteration.gave(loaded)
+            iteration.place, iteration.order = expected, self._known
+            trainer.gave_batch(self._iterations, iteration)
             yield loaded
+            self._return_to(iteration)
             if self._epoch == ends and self.follower is not None:
                 self.follower.end_epoch(self)
+        self._iterations.end(iteration)
+
+    def _return_to(self, iteration: Iteration) -> None:
+        """Go on where an iteration was, if another one of this loader has begun since."""
+        if self._iterations.go_on(iteration):
+            self._epoch, self.position = iteration.place
+            self._known = iteration.order
 
     def _parts(self, batches: list[list[int]]) -> list[list[int]]:
         """Return this process's rows of batches."""
@@ -213,25 +201,27 @@ class Loader:
         parts = [grid.rows(len(batch))[index] for batch in batches]
         return [batch[part.start : part.stop] for batch, part in zip(batches, parts, strict=True)]
 
-    def _load(self, batches: Sequence[list[int]], *, num_workers: int) -> Iterator[Any]:
+    def _load(self, batches: Sequence[list[int]], workers: Mapping[str, Any]) -> Iterator[Any]:
         """Load what this process uses; shapes alone of what it does not."""
         collate = self._collate or torch.utils.data.default_collate
-        example: Any = None
+        shapes: Shapes | None = None
         if not self._uses_data() or not all(batches):
-            example = collate([self._dataset[0]])
-        if not self._uses_data():
+            shapes = Shapes(collate, self._dataset)
+        if shapes is not None and not self._uses_data():
             for rows in batches:
-                yield pytree.tree_map(lambda x, rows=rows: _shape_only(x, len(rows)), example)
+                yield shapes.of(len(rows))
             return
+        begun: dict[str, Any] = {"worker_init_fn": WorkerStart(workers.get("worker_init_fn"))}
+        if isinstance(self._order, SampledOrder):  # which has drawn from the user's generator
+            begun["generator"] = torch.Generator().manual_seed(self._order.worker_seed)
         loader: Iterator[Any] = iter(DataLoader(
-            self._dataset, batch_sampler=[rows for rows in batches if rows], collate_fn=collate,
-            num_workers=num_workers, worker_init_fn=_leave_with_parent,
+            self._dataset, batch_sampler=[rows for rows in batches if rows], collate_fn=collate, **{**workers, **begun},
         ))  # fmt: skip
         for rows in batches:
-            if rows:
+            if rows or shapes is None:
                 yield next(loader)
             else:
-                yield pytree.tree_map(lambda x: x[:0] if isinstance(x, Tensor) and x.dim() else x, example)
+                yield shapes.empty()
 
     def _uses_data(self) -> bool:
         """Return whether a stage here uses inputs or labels; where lengths vary, only the data says them."""
@@ -239,25 +229,3 @@ class Loader:
         varying = len(now.captured.graph.symbols) > 1
         # also of stages whose outputs are cached: where a loop changes a batch, they are computed
         return varying or now.last_stage in now.tensors.stages or any(now.parts[s].own for s in now.tensors.stages)
-
-
-def _leave_with_parent(_worker: int) -> None:
-    """In a process that loads data: end it soon after the one that trains, however that one went.
-
-    A forked process holds all sockets of its parent. While it lives, which is as long as a row takes to load, the
-    others see no connection break, and nobody can listen at the run's port again.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_POLL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="penstock-parent", daemon=True).start()
-
-
-def _shape_only(leaf: Any, num_rows: int) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        return leaf
-    return torch.empty((num_rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")

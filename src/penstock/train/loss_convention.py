@@ -221,12 +221,13 @@ class _Probe:
             raise _DependsError("loss_fn draws random numbers, so whether it is a mean over rows cannot be known")
         if not math.isfinite(result.value):
             return None
-        fits = self._fits(result, noisy=False)
-        if {"mean", "sum"} <= fits:  # a loss of 0, as where outputs are 0 at first: other outputs may tell
-            try:
-                fits = self._fits(result, noisy=True)
-            except _DependsError:
-                return None
+        whole, halves = self._runs(result, noisy=False)
+        fits = self._fits(whole, halves)
+        # losses of 0, as of outputs that are 0 at first, and such as are equal fit too much: other outputs tell more
+        if {"mean", "sum"} <= fits or _close(halves[0].value, halves[1].value, 0.2):
+            with contextlib.suppress(_DependsError):
+                noisy = self._fits(*self._runs(result, noisy=True))
+                fits = noisy if {"mean", "sum"} <= fits else fits & noisy
         if not fits:
             raise _DependsError("loss_fn is neither a mean over rows nor a sum: it depends on several rows at once")
         if "weighted" in fits:
@@ -241,7 +242,7 @@ class _Probe:
             return None
         try:
             whole, halves = self._runs(result, noisy=False)
-        except (_DependsError, RunError):
+        except _DependsError:
             return "count"
         tolerance = _tolerance(result.total)
         counts = [half.count if half.count is not None else math.nan for half in halves]
@@ -254,12 +255,9 @@ class _Probe:
             )
         return "count" if whole.value and whole.count else None
 
-    def _fits(self, result: _Result, *, noisy: bool) -> set[str]:
-        try:
-            whole, halves = self._runs(result, noisy=noisy)
-        except RunError as error:
-            raise _DependsError(f"loss_fn fails on a part of the rows ({error})") from error
-        tolerance = _tolerance(result.total)
+    @staticmethod
+    def _fits(whole: _Result, halves: Sequence[_Result]) -> set[str]:
+        tolerance = _tolerance(whole.total)
         values = [half.value for half in halves]
         found = set()
         if _close(whole.value, _mean(values, [half.rows for half in halves]), tolerance):
@@ -285,19 +283,21 @@ class _Probe:
                 one = self._run([0], [first]) if noisy else result
                 try:
                     return self._run([0, 0], [first, first + 1]), [one, self._run([0], [first + 1])]
-                except RunError:  # outputs that are no probabilities any more, for instance
+                except _DependsError:  # outputs that are no probabilities any more, for instance
                     return self._run([0, 0], [first, first]), [one, one]
             middle = (self.rows + 1) // 2
+            noise = [first] * middle + [2 * first] * (self.rows - middle)
             halves = [
-                self._run(rows, [first] * len(rows)) for rows in (range(middle), range(middle, self.rows))
+                self._run(range(middle), noise[:middle]),
+                self._run(range(middle, self.rows), noise[middle:]),
             ]  # fmt: skip
-            return (self._run(range(self.rows), [first] * self.rows) if noisy else result), halves
+            return (self._run(range(self.rows), noise) if noisy else result), halves
 
     def _run(self, rows: Sequence[int], noise: Sequence[float]) -> _Result:
         try:
             return _run(self.loss_fn, *self.sample(rows, noise), len(rows))
-        except NotALossError as error:
-            raise RunError(str(error)) from error
+        except (NotALossError, RunError) as error:
+            raise _DependsError(f"loss_fn fails on a part of the rows ({error})") from error
 
 
 def _run(loss_fn: LossFunction, output: Any, labels: Any, rows: int) -> _Result:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock import trees
 from penstock.deploy.run_options import CutOptions, RunOptions
 from penstock.engine.placement import Grid
 from penstock.engine.stall import TrainingWatch
@@ -29,6 +30,7 @@ from penstock.train.evaluation import Evaluation
 from penstock.train.features import Follower, InputPlaces, LoadedBatch, Together
 from penstock.train.forward_backward import ForwardBackward
 from penstock.train.held_tensors import HeldTensors
+from penstock.train.iterations import Iteration, Iterations
 from penstock.train.loss_convention import LossFunction
 from penstock.train.losses import Losses
 from penstock.train.outcome import StepReport, TrainingChange, mean_loss
@@ -39,6 +41,7 @@ from penstock.train.training_tracer import TrainingTracer, training_facts
 from penstock.transport.collectives import all_gather
 from penstock.transport.metered import MeteredTransport
 
+_GIVEN = 8  # iterations of loaders whose batches are known
 _BATCHES = 4  # of other loaders too: a validation may lie between a batch and its step
 
 
@@ -95,6 +98,7 @@ class Trainer:
         self.known_groups: list[dict[str, int]] = []  # of each optimizer, those of frozen parameters too
         # what the caller has asked for, where anything
         self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
+        self._given: list[tuple[Iterations, Iteration]] = []  # that gave the last batches
         self.row_cut = RowCut()
         self.losses = Losses(self.row_cut)
         self._work = ForwardBackward(self)
@@ -218,6 +222,7 @@ class Trainer:
                 "behind; make it with pipe.optimizer(lambda parameters: ...)"
             )
         check_no_autocast("give the pipeline autocast=torch.bfloat16 instead")
+        self._saw_step(inputs)
         rows = StepRows(self, inputs, labels)
         if self.survivors is not None:
             rows.check_repeatable()
@@ -278,6 +283,17 @@ class Trainer:
             synchronized_bytes=self.now.synchronizer.num_bytes, peak_memory_bytes=most_bytes(self.device),
         )  # fmt: skip
         self.load_s = 0.0
+
+    def gave_batch(self, iterations: Iterations, iteration: Iteration) -> None:
+        """Take note of an iteration that has given a batch."""
+        self._given = [(iterations, iteration), *(each for each in self._given if each[1] is not iteration)][:_GIVEN]
+
+    def _saw_step(self, inputs: Any) -> None:
+        """Note which iteration's batch a step is of: that of its tensors, or else of the last batch given."""
+        tensors = trees.tensors(inputs)
+        found = next((each for each in self._given if each[1].has_given(tensors)), None)
+        for iterations, iteration in [found] if found is not None else self._given[:1]:
+            iterations.saw_step(iteration)
 
     def saw_batch(self, batch: LoadedBatch) -> None:
         """Take note of what a loader has given to the loop."""

@@ -23,7 +23,8 @@ from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
 from penstock.train.captured import Captured
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.evaluation import evaluate, predict
-from penstock.train.loader import Collate, Loader
+from penstock.train.loader import Loader
+from penstock.train.loading import Collate
 from penstock.train.loss_convention import LossFunction
 from penstock.train.outcome import StepReport, TrainingChange
 from penstock.train.save import save_model

@@ -266,8 +266,9 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
         tried: list[int] = []
 
         def fails_later(output: Tensor, labels: Tensor) -> Tensor:
-            tried.append(len(labels))
-            if len(tried) == 4:  # behind two halves of the first one
+            if torch.is_grad_enabled():  # not where it is found out how the loss combines over rows
+                tried.append(len(labels))
+            if len(tried) == 2:
                 raise RuntimeError("lost")
             return F.cross_entropy(output, labels)
 
@@ -276,7 +277,7 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
         inputs, labels = next(iter(pipe.loader(rows, batch_size=8)))
         with pytest.raises(RunError, match="lost"):
             pipe.train_step(inputs, labels, fails_later)
-        assert tried == [4, 2, 2, 4]
+        assert tried == [4, 4]
         assert all(torch.equal(buffers[name], tensor) for name, tensor in before.items())
         pipe.train_step(inputs, labels, fails_later)
         assert not all(torch.equal(buffers[name], tensor) for name, tensor in before.items())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock import trees
 from penstock.deploy.state import Held, Wanted, redistribute, room_for
 from penstock.elastic.cache.exchange import CachedFeatures, owner_of
 from penstock.elastic.cache.key import cache_key
@@ -143,7 +144,7 @@ def changes(loader: Loader, transport: Transport) -> bool:
 
 def _digest(loaded: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for leaf in torch.utils._pytree.tree_leaves(loaded):
+    for leaf in trees.leaves(loaded):
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
             digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

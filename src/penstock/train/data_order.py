@@ -1,0 +1,166 @@
+"""The order of a data set's rows, epoch by epoch, the same on every process."""
+
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from penstock.errors import UsageError
+from penstock.terminal.notes import note
+from penstock.transport.base import FEEDER
+
+_PART = 500_000  # rows that one document tells of
+Batches = list[list[int]]
+
+
+class Order(Protocol):
+    """The batches of an epoch."""
+
+    def batches(self, epoch: int) -> Batches:
+        """Return the rows of each batch; every process calls this."""
+
+    def __len__(self) -> int:
+        """Count the batches of an epoch."""
+
+
+class SeededOrder:
+    """Every row once, in order or shuffled by seed and epoch.
+
+    Example:
+        SeededOrder(11, batch_size=4, shuffle=True, drop_last=False, seed=0).batches(epoch=2)
+    """
+
+    def __init__(
+        self, num_rows: int, *, batch_size: int, shuffle: bool, drop_last: bool, seed: int, multiple: int = 1
+    ) -> None:  # fmt: skip
+        self._num_rows, self._multiple = num_rows, multiple
+        self._batch_size, self._shuffle, self._drop_last, self._seed = batch_size, shuffle, drop_last, seed
+
+    def batches(self, epoch: int) -> Batches:
+        """Return the rows of each batch."""
+        count = self._num_rows
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        rows = torch.randperm(count, generator=generator).tolist() if self._shuffle else list(range(count))
+        rows = rows[: count - count % self._multiple]
+        found = [rows[start : start + self._batch_size] for start in range(0, len(rows), self._batch_size)]
+        return found[:-1] if self._drop_last and found and len(found[-1]) < self._batch_size else found
+
+    def __len__(self) -> int:
+        """Count the batches."""
+        count = self._num_rows - self._num_rows % self._multiple
+        return count // self._batch_size if self._drop_last else -(-count // self._batch_size)
+
+
+class SampledOrder:
+    """What a DataLoader's batch sampler gives on the first process; drawn from once for each iteration."""
+
+    def __init__(self, loader: DataLoader[Any], trainer: Any) -> None:
+        self._loader, self._trainer = loader, trainer
+        self.worker_seed = 0  # of the processes that load an epoch
+
+    def batches(self, epoch: int) -> Batches:
+        """Return the rows of each batch, shared by the first process."""
+        mine: list[Batches] = []
+        # a DataLoader draws a seed for its workers first, from the same generator
+        self.worker_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator))
+        if self._trainer.world.rank == FEEDER:
+            mine = list(_in_parts(self._draw(epoch)))
+        found: Batches = []
+        place, count = 0, 1
+        while place < count:
+            told = self._trainer.together(lambda place=place: self._part(mine, place))[FEEDER]
+            found += told["order"]
+            place, count = place + 1, told["parts"]
+        return found
+
+    @staticmethod
+    def _part(parts: Sequence[Batches], place: int) -> dict[str, Any]:
+        return {"order": parts[place] if place < len(parts) else [], "parts": len(parts)}
+
+    def _draw(self, epoch: int) -> Batches:
+        sampler = self._loader.batch_sampler
+        for each in (sampler, getattr(sampler, "sampler", None)):
+            if (set_epoch := getattr(each, "set_epoch", None)) is not None:  # as torch's DistributedSampler has it
+                set_epoch(epoch)
+        batches: Iterable[Any] = sampler if sampler is not None else ()
+        try:
+            return [[int(row) for row in batch] for batch in batches]
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"a sampler must give numbers of rows, but {_name(sampler)} gives something else ({error}); "
+                "look the row up in the data set"
+            ) from error
+
+    def __len__(self) -> int:
+        """Count the batches, as the DataLoader does."""
+        return len(self._loader)
+
+
+def order_of(loader: DataLoader[Any], trainer: Any, seed: int) -> Order:
+    """Return the order of a DataLoader; raises `UsageError` for one without batches.
+
+    A whole data set, in order or shuffled without a generator, is shared out by seed and epoch alone. A
+    `DistributedSampler` is replaced by its data set. Any other sampler is drawn from on the first process.
+    """
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if batches is None:
+        raise UsageError("the DataLoader gives single rows; give it a batch_size")
+    plain = type(batches) is BatchSampler
+    inner: Any = batches.sampler if isinstance(batches, BatchSampler) else getattr(batches, "sampler", sampler)
+    if isinstance(inner, DistributedSampler):
+        return _undistributed(batches, inner, plain=plain, trainer=trainer)
+    if plain and isinstance(batches, BatchSampler) and _is_whole(inner, loader):
+        return SeededOrder(
+            len(inner.data_source), batch_size=batches.batch_size, drop_last=batches.drop_last,
+            shuffle=type(inner) is RandomSampler, seed=seed,
+        )  # fmt: skip
+    return SampledOrder(loader, trainer)
+
+
+def _is_whole(sampler: Any, loader: DataLoader[Any]) -> bool:
+    """Return whether a sampler gives every row of the DataLoader's own data set once."""
+    if getattr(sampler, "data_source", None) is not loader.dataset:
+        return False
+    if type(sampler) is SequentialSampler:
+        return True
+    return (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+        and sampler.generator is None and loader.generator is None
+    )  # fmt: skip
+
+
+def _undistributed(batches: Any, sampler: DistributedSampler[Any], *, plain: bool, trainer: Any) -> Order:
+    """Replace a sampler of some rows for each process by one of all rows."""
+    if not plain or type(sampler).__iter__ is not DistributedSampler.__iter__:
+        raise UsageError(
+            f"{_name(sampler if plain else batches)} gives each process rows of its own, and pipe.loader shares rows "
+            "out itself; give a sampler of the whole data set"
+        )
+    if trainer.world.rank == FEEDER:
+        note(
+            f"the DistributedSampler is replaced by its data set: rows are shared out over the replicas, and a batch "
+            f"has {batches.batch_size} rows of all of them together"
+        )
+    dataset: Sized = sampler.dataset  # type: ignore[assignment]
+    return SeededOrder(
+        len(dataset), batch_size=batches.batch_size, drop_last=batches.drop_last, shuffle=sampler.shuffle,
+        seed=sampler.seed, multiple=sampler.num_replicas if sampler.drop_last else 1,
+    )  # fmt: skip
+
+
+def _in_parts(batches: Batches) -> Iterator[Batches]:
+    """Yield parts of an order that fit into one document each; at least one."""
+    part: Batches = []
+    rows = 0
+    for batch in batches:
+        if rows and rows + len(batch) > _PART:
+            yield part
+            part, rows = [], 0
+        part.append(batch)
+        rows += len(batch)
+    yield part
+
+
+def _name(sampler: object) -> str:
+    return type(sampler).__name__

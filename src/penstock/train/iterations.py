@@ -1,0 +1,107 @@
+"""Iterations over one loader: where the next one begins, also where one was left early."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from penstock import trees
+from penstock.errors import UsageError
+
+Place = tuple[int, int]  # an epoch, and a batch of it
+
+
+@dataclass(eq=False)
+class Iteration:
+    """One iteration over a loader: its place, and whether a step trained on what it gave."""
+
+    number: int
+    begin: Place
+    place: Place
+    order: Any = None  # of its epoch
+    trained: bool = False
+    finished: bool = False
+    _given: list["weakref.ref[Tensor]"] = field(default_factory=list)
+
+    def gave(self, loaded: Any) -> None:
+        """Remember the tensors of a batch."""
+        self._given = [weakref.ref(tensor) for tensor in trees.tensors(loaded)]
+
+    def has_given(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether a tensor is one of the batch that was given last."""
+        known = {id(tensor) for reference in self._given if (tensor := reference()) is not None}
+        return any(id(tensor) in known for tensor in tensors)
+
+
+class Iterations:
+    """The iterations over one loader.
+
+    The next one begins where the data are: at the next epoch if a step trained on a batch of the last one, and at the
+    same place again if none did, as where a loop only looked at a batch.
+    """
+
+    def __init__(self) -> None:
+        self._last: Iteration | None = None
+        self._trained: Iteration | None = None  # the last one that a step trained on, unless a later one has ended
+        self._number = 0
+
+    @property
+    def current(self) -> Iteration | None:
+        """The iteration that gave the last batch."""
+        return self._last
+
+    def restart(self) -> None:
+        """Forget what was left early: the place in the data is another one."""
+        self._last = self._trained = None
+
+    def next_place(self, place: Place) -> Place:
+        """Return where the next iteration begins; `place` is that of the current one."""
+        last, trained = self._last, self._trained
+        if last is not None and not last.finished:
+            last.place, place = place, place if last.trained else last.begin
+        if trained is not None and not trained.finished and trained.place[0] >= place[0]:
+            epoch, batch = trained.place
+            return (epoch, 0) if batch == 0 and epoch > trained.begin[0] else (epoch + 1, 0)
+        return place
+
+    def begin(self, place: Place) -> Iteration:
+        """Begin another iteration."""
+        self._number += 1
+        self._last = Iteration(self._number, place, place)
+        return self._last
+
+    def go_on(self, iteration: Iteration) -> bool:
+        """Go on with an iteration; return whether another one was begun meanwhile, so that its place is restored.
+
+        Raises `UsageError` where a step trained on a batch of a later one.
+        """
+        if self._last is iteration:
+            return False
+        if self._trained is not None and self._trained.number > iteration.number:
+            raise UsageError(
+                "this loop goes on after steps on batches of a later iteration of the same loader; "
+                "make another pipe.loader for one of them"
+            )
+        self._last = iteration
+        return True
+
+    def saw_step(self, iteration: Iteration) -> None:
+        """Note that a step trained on a batch of an iteration."""
+        iteration.trained = True
+        if self._trained is None or self._trained.number <= iteration.number:
+            self._trained = iteration
+
+    def end(self, iteration: Iteration) -> None:
+        """Note that an iteration has given its last batch."""
+        iteration.finished = True
+        if self._last is iteration:
+            self._trained = None
+
+    def saved_place(self, place: Place) -> Place:
+        """Return the place to continue from, for a checkpoint; a look at a batch is none."""
+        last, trained = self._last, self._trained
+        if last is None or last.finished or last.trained:
+            return place
+        return trained.place if trained is not None and not trained.finished else last.begin

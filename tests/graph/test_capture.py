@@ -467,3 +467,12 @@ def test_a_model_that_keeps_a_cache_is_captured_without(capsys: pytest.CaptureFi
     assert model.config.use_cache is True
     assert len(graph.outputs) == 1
     assert "experts" not in capsys.readouterr().err
+
+
+def test_an_encoder_and_a_decoder_keep_no_cache_either() -> None:
+    model: Any = t5()
+    model.config.use_cache = model.decoder.config.use_cache = True
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    graph = capture(model, (), {"input_ids": ids, "decoder_input_ids": ids})
+    assert len(graph.outputs) == 2
+    assert model.config.use_cache is model.decoder.config.use_cache is True

@@ -135,12 +135,15 @@ def _as_one_pass(model: nn.Module) -> Iterator[None]:
     batches of matrices: the other ways are an operator of the library's own, or decide by values.
     """
     config: Any = getattr(model, "config", None)
-    uses, experts = getattr(config, "use_cache", None), getattr(config, "_experts_implementation", None)
+    experts = getattr(config, "_experts_implementation", None)
+    # an encoder and a decoder have configurations of their own
+    configs = {id(each): each for each in (getattr(module, "config", None) for module in model.modules())}
+    caching: list[Any] = [each for each in configs.values() if getattr(each, "use_cache", None)]
     has_experts: Callable[[], bool] = getattr(model, "_can_set_experts_implementation", bool)
     changes = experts != _EXPERTS and has_experts()
     try:
-        if uses:
-            config.use_cache = False
+        for each in caching:
+            each.use_cache = False
         if changes:
             model.set_experts_implementation(_EXPERTS)  # type: ignore[operator]
             note(
@@ -149,8 +152,8 @@ def _as_one_pass(model: nn.Module) -> Iterator[None]:
             )
         yield
     finally:
-        if uses:
-            config.use_cache = uses
+        for each in caching:
+            each.use_cache = True
         if changes:
             model.set_experts_implementation(experts)  # type: ignore[operator]
 

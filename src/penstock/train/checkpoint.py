@@ -6,7 +6,6 @@ stages have is saved by the first of them.
 """
 
 import base64
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from penstock.train.held_tensors import holding
 from penstock.train.loader import Loader
 from penstock.train.named_optimizer import NamedOptimizer
 from penstock.train.outcome import everywhere
+from penstock.train.plain_values import decode, encode
 from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
 
@@ -55,6 +55,7 @@ def save_checkpoint(
     """
     with trainer.world.explained():
         elastic = trainer.follower.state() if trainer.follower is not None else None
+    schedule = scheduler_state(scheduler, "save it yourself next to this") if scheduler is not None else None
     suffix = _agree(trainer, lambda: next_suffix(folder) if trainer.world.rank == FEEDER else "")
     gathered, state = _write(trainer, folder, suffix, optimizer, loader)
     _raise_first(gathered)
@@ -62,7 +63,7 @@ def save_checkpoint(
     def finish() -> None:
         if trainer.world.rank == FEEDER:
             _check_shared(trainer, folder, [document["files"] for document in gathered])
-            index = _index(trainer, state, gathered, scheduler, elastic)
+            index = _index(trainer, state, gathered, schedule, elastic)
             write_index(folder, index)
             drop_leftovers(folder, set(index.places.values()))
 
@@ -84,6 +85,8 @@ def _write(
             position=loader.state() if loader is not None else None,
         )  # fmt: skip
         states[:] = [state]
+        # before anything is written
+        scalars, groups = encode(state.scalars(), "the optimizer's state"), named.groups() if named is not None else []
         own = _written_here(trainer, state, suffix)
         failed, files = _attempt(lambda: write_stages(folder, own))
         shapes = {
@@ -93,7 +96,7 @@ def _write(
         return {
             "failed": failed, "files": files or {}, "shapes": shapes,
             "places": {name: stage for stage, tensors in own.items() for name in tensors},
-            "scalars": state.scalars(), "groups": named.groups() if named is not None else [],
+            "scalars": scalars, "groups": groups,
         }  # fmt: skip
 
     return trainer.together(write), states[0]
@@ -131,7 +134,7 @@ def load_checkpoint(
     if scheduler is not None:
         if index.scheduler is None:
             raise UsageError(f"the checkpoint {folder} was written without a scheduler; load it without one")
-        scheduler.load_state_dict(index.scheduler)
+        scheduler.load_state_dict(decode(index.scheduler))
     if loader is not None and index.loader is not None:
         loader.resume({"epoch": index.loader.epoch, "position": index.loader.position})
     torch.set_rng_state(state.random)
@@ -161,8 +164,8 @@ def _written_here(trainer: Trainer, state: TrainState, suffix: str) -> dict[str,
 
 
 def _index(
-    trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]], scheduler: Any,
-    elastic: dict[str, Any] | None,
+    trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]],
+    schedule: dict[str, Any] | None, elastic: dict[str, Any] | None,
 ) -> CheckpointIndex:  # fmt: skip
     groups: list[dict[str, Any]] = []
     for document in gathered:
@@ -170,7 +173,6 @@ def _index(
             if place == len(groups):
                 groups.append({"settings": group["settings"], "names": []})
             groups[place]["names"] = sorted({*groups[place]["names"], *group["names"]})
-    schedule = scheduler_state(scheduler, "save it yourself beside this") if scheduler is not None else None
     return CheckpointIndex(
         model=trainer.captured.graph.model, step=state.step, num_stages=trainer.placed.num_stages,
         num_replicas=len(trainer.grid.replicas), places=_merged(gathered, "places"),
@@ -184,11 +186,10 @@ def _index(
 
 def scheduler_state(scheduler: Any, otherwise: str) -> dict[str, Any]:
     """Return a scheduler's state as JSON can hold it; raises `UsageError`, with what to do `otherwise`."""
-    state: dict[str, Any] = scheduler.state_dict()
     try:
-        json.dumps(state)
-    except (TypeError, ValueError):
-        raise UsageError(f"the scheduler's state is more than numbers and text; {otherwise}") from None
+        state: dict[str, Any] = encode(scheduler.state_dict(), "the scheduler's state")
+    except UsageError as error:
+        raise UsageError(f"{error}; {otherwise}") from None
     return state
 
 

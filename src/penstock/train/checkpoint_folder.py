@@ -28,6 +28,7 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.files import flush, written_whole
 from penstock.graph.encoding import DTYPES
+from penstock.train.plain_values import decode
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
 from penstock.zoo.weights.weights import TensorWeights
 
@@ -108,13 +109,14 @@ def read_index(folder: Path) -> CheckpointIndex:
         # not msgspec's reader: settings may hold infinities, which JSON has no word for and Python's has
         index = msgspec.convert(json.loads(path.read_bytes()), CheckpointIndex)
         index.random_state()
+        decode([index.scheduler, index.scalars, [group.settings for group in index.groups]])
         _check_names(index)
     except FileNotFoundError:
         raise ModelError(f"{folder} holds no whole checkpoint: it has no {INDEX}; check the path") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}); use an earlier checkpoint") from None
     # also what is no base64, no UTF-8 or nested without end
-    except (ValueError, binascii.Error, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RuntimeError, binascii.Error, RecursionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ModelError(f"{path} is no checkpoint that this version reads ({reason}); use an earlier one") from None
     return index

@@ -19,6 +19,7 @@ from penstock.train.held_tensors import IN_FLIGHT, HeldTensors, interleaved
 from penstock.train.named_optimizer import NamedOptimizer
 from penstock.train.outcome import everywhere
 from penstock.train.placed_stages import PlacedStages
+from penstock.train.plain_values import decode, encode
 from penstock.train.trainer import Trainer
 from penstock.transport.collectives import all_gather
 
@@ -123,7 +124,7 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
             }
             for name, held in state.slots.items()
         },
-        "scalars": state.scalars(),
+        "scalars": encode(state.scalars(), "the optimizer's state"),
     }  # fmt: skip
     groups: dict[str, int] = {}
     slots: dict[str, Any] = {}
@@ -138,7 +139,7 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
             ))  # fmt: skip
         groups |= document["groups"]
         slots |= document["slots"]
-        scalars |= document["scalars"]
+        scalars |= decode(document["scalars"])
     return _Told(groups, slots, scalars)
 
 

@@ -11,6 +11,7 @@ from penstock.graph.encoding import DTYPES
 from penstock.tensors import HOST
 from penstock.train.checkpoint_folder import CheckpointIndex, OptimizerGroup
 from penstock.train.held_tensors import HeldTensors
+from penstock.train.plain_values import decode, encode
 
 
 class NamedOptimizer:
@@ -33,7 +34,11 @@ class NamedOptimizer:
         names = {id(parameter): name for name, parameter in self._named.items()}
         return [
             {
-                "settings": {k: _plain(k, v) for k, v in group.items() if k not in {"params", "param_names"}},
+                "settings": {
+                    k: encode(v, f"the optimizer's setting {k!r}")
+                    for k, v in group.items()
+                    if k not in {"params", "param_names"}
+                },
                 "names": [names[id(p)] for p in group["params"] if id(p) in names],
             }
             for group in self._optimizer.param_groups
@@ -58,7 +63,7 @@ class NamedOptimizer:
                 device = self.place_of(self._optimizer, self._named[name])(slot)
                 found.setdefault(name, {})[slot] = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
         for name, parameter in self._named.items():
-            self._optimizer.state[parameter].update(index.scalars.get(name, {}) | found.get(name, {}))
+            self._optimizer.state[parameter].update(decode(index.scalars.get(name, {})) | found.get(name, {}))
         return found
 
     def _restore_settings(self, saved: Sequence[OptimizerGroup]) -> None:
@@ -86,19 +91,15 @@ class NamedOptimizer:
 
 
 def restore_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Give a group of an optimizer the settings of another one, which came as JSON: without tuples."""
-    group.update({key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    """Give a group of an optimizer the settings of another one, which came as JSON."""
+    for key, value in settings.items():
+        now, found = group.get(key), decode(value)
+        if isinstance(found, list) and isinstance(now, tuple):  # as earlier versions wrote tuples
+            found = tuple(found)
+        if isinstance(now, Tensor):
+            found = torch.as_tensor(found, dtype=now.dtype, device=now.device)
+        group[key] = found
 
 
 def _is_in(parameter: nn.Parameter, group: Mapping[str, Any]) -> bool:
     return any(parameter is member for member in group["params"])
-
-
-def _plain(key: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return value.item()
-    if isinstance(value, (tuple, list)):
-        return [_plain(key, item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise UsageError(f"the optimizer's setting {key!r} is a {type(value).__name__}, which a checkpoint cannot hold")

@@ -24,6 +24,7 @@ from penstock.train.checkpoint_folder import read_index
 from penstock.train.migration import Prepared, gather_groups, prepare
 from penstock.train.named_optimizer import NamedOptimizer, restore_settings
 from penstock.train.outcome import TrainingChange, everywhere
+from penstock.train.plain_values import decode
 from penstock.train.survival.exchanges import Documents, Exchanges
 from penstock.train.survival.rearrange import cuts_here, lost_names, read_grid, write_grid
 from penstock.train.survival.regrid import choose_grid
@@ -266,7 +267,7 @@ class Survivors:
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 restore_settings(group, settings)
         for scheduler, state in zip(trainer.schedulers, said["schedulers"], strict=True):
-            scheduler.load_state_dict(state)
+            scheduler.load_state_dict(decode(state))
 
     def _go_back(self) -> dict[str, Any]:
         """Take everything from the last checkpoint; a call that is under way does the batch that follows there."""

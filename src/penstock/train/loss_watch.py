@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,13 +57,15 @@ class LossWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         packet = func.overloadpacket
         self._look(func, packet, args, kwargs or {}, result)
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= _draws(func)
         given = {_storage(tensor) for tensor in _tensors(args)}
         made = _tensors(result if isinstance(result, (tuple, list)) else (result,))
-        for known in (self._data, self._selected):
-            fresh = {_storage(tensor) for tensor in made} - given
-            (known.update if known & given else known.difference_update)(fresh)
-        self._selected -= {_storage(tensor) for tensor in made if not tensor.dim()}
+        fresh = {_storage(tensor) for tensor in made} - given
+        (self._data.difference_update if self._data.isdisjoint(given) else self._data.update)(fresh)
+        if self._selected:
+            rows = {_storage(tensor) for tensor in made if tensor.dim()}
+            (self._selected.difference_update if self._selected.isdisjoint(given) else self._selected.update)(fresh)
+            self._selected -= fresh - rows
         if self._selects(packet, args):
             self._select(made)
         if packet is torch.ops.aten.sum:
@@ -132,6 +135,11 @@ class LossWatch(TorchDispatchMode):
             self._numbers |= {float(size) for size in sizes}
 
 
+@cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -147,7 +155,16 @@ def _tensors(items: Iterable[Any]) -> list[Tensor]:
 
 
 def _reduction(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    place, default = _reduction_place(func)
+    if place is None:
+        return None
+    return args[place] if place < len(args) else kwargs.get("reduction", default)
+
+
+@cache
+def _reduction_place(func: Any) -> tuple[int | None, Any]:
+    """Return the place of an operator's `reduction` among its arguments, and its default."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == "reduction":
-            return args[place] if place < len(args) else kwargs.get("reduction", argument.default_value)
-    return None
+            return place, argument.default_value
+    return None, None

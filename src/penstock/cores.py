@@ -17,6 +17,19 @@ def available_cores() -> int:
     return max(1, int(usable_cpus()))
 
 
+def processor_features() -> frozenset[str]:
+    """Return what the processor can do, as Linux names it (`avx2`, `avx512_vnni`, `bf16`); nothing if it does not say.
+
+    >>> "" in processor_features()
+    False
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()[2:])
+
+
 def cpu_quota() -> float | None:
     """Return the cores that this process was told it has, or that its cgroup leaves it if they are fewer; else None."""
     told = [float(os.environ["PENSTOCK_CPU"])] if "PENSTOCK_CPU" in os.environ else []

@@ -283,13 +283,14 @@ class _Fit:
     def _validate(self) -> tuple[float, float]:
         """Return loss and accuracy over the validation rows."""
         given, task = self._settings, self._task
-        data: Any = task.validation
-        if task.batches is not None:
+        if task.batches is None:
+            loader = Loader(self._trainer, task.validation, batch_size=given.batch_size)
+        else:
             order = task.batches(task.validation, given.batch_size, False)
-            data = DataLoader(task.validation, batch_sampler=order, collate_fn=task.collate)
+            loader = Loader(self._trainer, DataLoader(task.validation, batch_sampler=order, collate_fn=task.collate))
         measures = [task.loss_fn, task.accuracy]
         totals = [(0.0, 0.0)] * len(measures)
-        for inputs, labels in Loader(self._trainer, data, batch_size=given.batch_size):
+        for inputs, labels in loader:
             found = evaluate_all(self._trainer, inputs, labels, measures)
             totals = [(a + x, b + y) for (a, b), (x, y) in zip(totals, found, strict=True)]
         self._trainer.load_s = 0.0

@@ -3,12 +3,12 @@
 import operator
 import platform
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.cores import processor_features
 from penstock.errors import PlanError
 from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram
@@ -79,12 +79,8 @@ def check_bfloat16() -> None:
 
 def has_bfloat16() -> bool:
     """Return whether this machine's processor multiplies in bfloat16; what does not say so is taken to."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return True
-    flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
-    return not flags or bool(flags & _FLAGS)
+    features = processor_features()
+    return not features or bool(features & _FLAGS)
 
 
 def read_by_products(program: StageProgram) -> set[str]:

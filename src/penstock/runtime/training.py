@@ -87,7 +87,7 @@ class TrainingRuntime(Runtime):
         def call(*arguments: Any, **keywords: Any) -> Any:
             if self._again or not (of_rows or self.is_first):
                 for place in places:
-                    if arguments[place].untyped_storage().data_ptr() in self._leaves:
+                    if arguments[place].untyped_storage()._cdata in self._leaves:
                         return arguments[place]
             return function(*arguments, **keywords)
 
@@ -97,7 +97,7 @@ class TrainingRuntime(Runtime):
     def _leaves(self) -> frozenset[int]:
         """The memory of parameters."""
         pairs = zip(self.program.states, self._state, strict=True)
-        return frozenset(tensor.untyped_storage().data_ptr() for s, tensor in pairs if s.kind == "parameter")
+        return frozenset(tensor.untyped_storage()._cdata for s, tensor in pairs if s.kind == "parameter")
 
     @cached_property
     def _of_rows(self) -> set[str]:

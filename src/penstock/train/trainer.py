@@ -216,17 +216,17 @@ class Trainer:
         """
         self.captured.check_unchanged()
         self.tensors.check_trained(self.captured.trainable)
-        if (self.survivors is not None or self.follower is not None) and self.step and not self.optimizers:
-            raise UsageError(
-                "parameters may move between processes here, and an optimizer that is not this pipeline's stays "
-                "behind; make it with pipe.optimizer(lambda parameters: ...)"
-            )
         check_no_autocast("give the pipeline autocast=torch.bfloat16 instead")
         self._saw_step(inputs)
         rows = StepRows(self, inputs, labels)
         if self.survivors is not None:
             rows.check_repeatable()
             self.trained = rows.batch
+        if (self.survivors is not None or self.follower is not None) and self.step and not self.optimizers:
+            raise UsageError(
+                "parameters may move between processes here, and an optimizer that is not this pipeline's stays "
+                "behind; make it with pipe.optimizer(lambda parameters: ...)"
+            )
         _, sizes = rows.bound()
         self.row_cut.check(labels, sizes["batch"])
         places = self.loaded.places(inputs) if self.loaded is not None else None

@@ -9,20 +9,33 @@ from pathlib import Path
 import onnx
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
+from penstock.cores import processor_features
+
 
 def quantize(model: onnx.ModelProto, operations: Collection[str] = ()) -> onnx.ModelProto:
     """Return the model with constant matrices in 8 bits, a scale for each output channel; not those of `operations`.
 
-    The method is ONNX Runtime's dynamic quantization.
+    The method is ONNX Runtime's dynamic quantization. Where the processor adds products of 8 bits up in 16, weights
+    have 7, as the runtime's documentation advises: the sums would be cut off.
     """
     kept = [node.name for node in model.graph.node if node.name.partition("/")[0] in operations]
     with tempfile.TemporaryDirectory(prefix="penstock-int8-") as folder, _without_advice():
         path = Path(folder) / "int8.onnx"
         quantize_dynamic(
             model, path, op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QInt8,
-            nodes_to_exclude=kept, extra_options={"MatMulConstBOnly": True},
+            nodes_to_exclude=kept, reduce_range=sums_are_cut_off(), extra_options={"MatMulConstBOnly": True},
         )  # fmt: skip
         return onnx.load(path)
+
+
+def sums_are_cut_off(features: Collection[str] | None = None) -> bool:
+    """Return whether a processor with these features, this one's by default, adds products of 8 bits up in 16 bits.
+
+    >>> sums_are_cut_off({"avx2"}), sums_are_cut_off({"avx2", "avx_vnni"}), sums_are_cut_off({"asimd"})
+    (True, False, False)
+    """
+    known = processor_features() if features is None else features
+    return "avx2" in known and not {"avx_vnni", "avx512_vnni", "amx_int8"} & set(known)
 
 
 @contextlib.contextmanager

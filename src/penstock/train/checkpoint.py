@@ -44,9 +44,11 @@ _SHOWS_S = 5.0  # after which a network's file system shows what another host ha
 
 def save_checkpoint(
     trainer: Trainer, folder: Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None,
-    loader: Loader | None = None,
+    *loaders: Loader,
 ) -> None:  # fmt: skip
     """Write a checkpoint; every process calls this, with a folder that all of them share.
+
+    The place in each loader's data is kept, and which of them was trained on.
 
     Whatever dies or fails meanwhile, an earlier checkpoint in the folder stays whole until the later one is.
 
@@ -57,13 +59,14 @@ def save_checkpoint(
         elastic = trainer.follower.state() if trainer.follower is not None else None
     schedule = scheduler_state(scheduler, "save it yourself next to this") if scheduler is not None else None
     suffix = _agree(trainer, lambda: next_suffix(folder) if trainer.world.rank == FEEDER else "")
-    gathered, state = _write(trainer, folder, suffix, optimizer, loader)
+    gathered, state = _write(trainer, folder, suffix, optimizer, loaders)
     _raise_first(gathered)
 
     def finish() -> None:
         if trainer.world.rank == FEEDER:
             _check_shared(trainer, folder, [document["files"] for document in gathered])
-            index = _index(trainer, state, gathered, schedule, elastic)
+            places = [DataPosition(**loader.state()) for loader in loaders]
+            index = _index(trainer, state, gathered, schedule, elastic, places)
             write_index(folder, index)
             drop_leftovers(folder, set(index.places.values()))
 
@@ -73,16 +76,17 @@ def save_checkpoint(
 
 
 def _write(
-    trainer: Trainer, folder: Path, suffix: str, optimizer: torch.optim.Optimizer | None, loader: Loader | None
+    trainer: Trainer, folder: Path, suffix: str, optimizer: torch.optim.Optimizer | None, loaders: Sequence[Loader]
 ) -> tuple[list[dict[str, Any]], TrainState]:
     """Write every process's stages; returns what all say of theirs, and this one's state."""
     states: list[TrainState] = []
+    trained = next((loader for loader in loaders if loader.was_trained), loaders[-1] if loaders else None)
 
     def write() -> dict[str, Any]:
         named = NamedOptimizer(optimizer, trainer.tensors) if optimizer is not None else None
         state = TrainState(
             tensors=_saved_tensors(trainer), slots=named.slots() if named is not None else {}, step=trainer.step,
-            position=loader.state() if loader is not None else None,
+            position=trained.state() if trained is not None else None,
         )  # fmt: skip
         states[:] = [state]
         # before anything is written
@@ -104,7 +108,7 @@ def _write(
 
 def load_checkpoint(
     trainer: Trainer, folder: Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None,
-    loader: Loader | None = None,
+    *loaders: Loader,
 ) -> None:  # fmt: skip
     """Continue from a checkpoint, with any number of stages and replicas; every process calls this.
 
@@ -135,8 +139,10 @@ def load_checkpoint(
         if index.scheduler is None:
             raise UsageError(f"the checkpoint {folder} was written without a scheduler; load it without one")
         scheduler.load_state_dict(decode(index.scheduler))
-    if loader is not None and index.loader is not None:
-        loader.resume({"epoch": index.loader.epoch, "position": index.loader.position})
+    # an earlier checkpoint has the place of one loader
+    found = index.loaders if index.loaders is not None else [index.loader] if index.loader is not None else []
+    for loader, place in zip(loaders if index.loaders is not None else loaders[-1:], found, strict=False):
+        loader.resume({"epoch": place.epoch, "position": place.position})
     torch.set_rng_state(state.random)
     if trainer.survivors is not None:
         trainer.survivors.saw_checkpoint(folder)
@@ -165,7 +171,7 @@ def _written_here(trainer: Trainer, state: TrainState, suffix: str) -> dict[str,
 
 def _index(
     trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]],
-    schedule: dict[str, Any] | None, elastic: dict[str, Any] | None,
+    schedule: dict[str, Any] | None, elastic: dict[str, Any] | None, places: list[DataPosition],
 ) -> CheckpointIndex:  # fmt: skip
     groups: list[dict[str, Any]] = []
     for document in gathered:
@@ -180,7 +186,7 @@ def _index(
         scalars=_merged(gathered, "scalars"), groups=[OptimizerGroup(**group) for group in groups], scheduler=schedule,
         loader=DataPosition(**state.position) if state.position is not None else None,
         random=base64.b64encode(state.random.numpy().tobytes()).decode(), files=_merged(gathered, "files"),
-        elastic=elastic,
+        elastic=elastic, loaders=places,
     )  # fmt: skip
 
 

@@ -60,8 +60,10 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """What `checkpoint.json` holds.
 
     `places` tells the stage's folder of each tensor and `shapes` its dtype and shape; `scalars` are an optimizer's
-    values that are no tensors, by parameter. `files` are the bytes of each file of the stages' folders; earlier
-    checkpoints do not say them. `elastic` is what an elastic training goes on from, and left out by any other.
+    values that are no tensors, by parameter. `loader` is the place in the data that was trained on, `loaders` the
+    places of all loaders in the order in which they were made. `files` are the bytes of each file of the stages'
+    folders; earlier checkpoints do not say them. `elastic` is what an elastic training goes on from, and left out by
+    any other.
     """
 
     format: Literal["penstock-checkpoint"] = "penstock-checkpoint"
@@ -79,6 +81,7 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     random: str
     files: dict[StageFile, Place] | None = None
     elastic: dict[str, Any] | None = None
+    loaders: list[DataPosition] | None = None
 
     def random_state(self) -> torch.Tensor:
         """Return the random state; raises `ValueError` for one that is none."""

@@ -72,6 +72,11 @@ class Loader:
         return {"epoch": epoch, "position": position}
 
     @property
+    def was_trained(self) -> bool:
+        """Return whether the last step trained on a batch of this loader."""
+        return self._trainer.trained_iterations is self._iterations
+
+    @property
     def epoch(self) -> int:
         """The epoch that is under way, or begins next; where a process joins a training, the others' one."""
         self._catch_up()

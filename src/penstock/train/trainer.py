@@ -93,6 +93,7 @@ class Trainer:
         self.changes: list[TrainingChange] = []  # of the group of processes, so far
         self.schedulers: list[Any] = []  # of the learning rate, as far as the caller has said them
         self.rewound: LoadedBatch | None = None  # what was trained on when a checkpoint was gone back to
+        self.trained_iterations: Iterations | None = None  # over the loader whose batch was trained on last
         self.input_places: InputPlaces | None = None  # where in what the loader gives the inputs are
         self.optimizers: list[torch.optim.Optimizer] = []
         self.known_groups: list[dict[str, int]] = []  # of each optimizer, those of frozen parameters too
@@ -294,6 +295,7 @@ class Trainer:
         found = next((each for each in self._given if each[1].has_given(tensors)), None)
         for iterations, iteration in [found] if found is not None else self._given[:1]:
             iterations.saw_step(iteration)
+            self.trained_iterations = iterations
 
     def saw_batch(self, batch: LoadedBatch) -> None:
         """Take note of what a loader has given to the loop."""

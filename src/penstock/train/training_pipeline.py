@@ -63,7 +63,7 @@ class TrainingPipeline:
         self._is_module = isinstance(model, nn.Module)
         self._owns_world = world is None
         self._trainer: Trainer | None = None
-        self._loader: Loader | None = None
+        self._loaders: list[Loader] = []
         self._closed = False
         self._place = run.survival.joins or (place_to_join() if world is None else None)
         joins = world is None and self._place is None and under_torchrun()
@@ -243,11 +243,12 @@ class TrainingPipeline:
 
         Raises `UsageError` for a data set without a length, `DataError` for an empty one.
         """
-        self._loader = Loader(
+        made = Loader(
             self.trainer, data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last,
             collate_fn=collate_fn, num_workers=num_workers,
         )  # fmt: skip
-        return self._loader
+        self._loaders.append(made)
+        return made
 
     def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
         """Run forward and backward of one batch and return its loss, the same on every process.
@@ -324,14 +325,14 @@ class TrainingPipeline:
         Raises `ModelError` where it cannot be written, or where a host has written to a folder of its own.
         """
         with self.trainer.call("save_checkpoint"):
-            save_checkpoint(self.trainer, Path(folder), optimizer, scheduler, self._loader)
+            save_checkpoint(self.trainer, Path(folder), optimizer, scheduler, *self._loaders)
 
     def load_checkpoint(
         self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None
     ) -> None:
         """Continue from a checkpoint that any number of stages and replicas has written.
 
-        Make optimizer, scheduler and loader first.
+        Make optimizer, scheduler and loaders first, loaders in the order in which they were made then.
 
         Example:
             pipe.load_checkpoint("run/step1000", optimizer, scheduler)
@@ -339,7 +340,7 @@ class TrainingPipeline:
         Raises `UsageError` for a checkpoint of another model, `ModelError` for one that is damaged.
         """
         with self.trainer.call("load_checkpoint"):
-            load_checkpoint(self.trainer, Path(folder), optimizer, scheduler, self._loader)
+            load_checkpoint(self.trainer, Path(folder), optimizer, scheduler, *self._loaders)
 
 
 def trains(model: Any) -> TypeGuard[nn.Module | Callable[[], nn.Module]]:

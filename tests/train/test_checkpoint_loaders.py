@@ -39,9 +39,9 @@ def first(batch: tuple[Tensor, Tensor]) -> int:
 
 def train(pipe: penstock.Pipeline, loader: Any, steps: int) -> list[int]:
     seen = []
-    for _, batch in zip(range(steps), loader, strict=False):
-        pipe.train_step(*batch, loss_fn=F.cross_entropy)
-        seen.append(first(batch))
+    for _, (rows, labels) in zip(range(steps), loader, strict=False):
+        pipe.train_step(rows, labels, F.cross_entropy)
+        seen.append(first((rows, labels)))
     return seen
 
 
@@ -52,7 +52,7 @@ def test_the_loader_that_was_trained_on_goes_on_whichever_was_made_last(
     pipe = pipes()
     training, validation = pipe.loader(DATA, batch_size=4), pipe.loader(DATA, batch_size=8)
     for step, batch in enumerate(training):
-        pipe.train_step(*batch, loss_fn=F.cross_entropy)
+        pipe.train_step(*batch, F.cross_entropy)
         if step == 2:
             if validates:
                 for images, labels in validation:
@@ -74,8 +74,8 @@ def test_every_loader_of_several_that_are_trained_goes_on(pipes: Any, tmp_path: 
     first_task, second_task = pipe.loader(DATA, batch_size=4), pipe.loader(DATA, batch_size=8)
     ones, others = iter(first_task), iter(second_task)
     for _ in range(3):
-        pipe.train_step(*next(ones), loss_fn=F.cross_entropy)
-    pipe.train_step(*next(others), loss_fn=F.cross_entropy)
+        pipe.train_step(*next(ones), F.cross_entropy)
+    pipe.train_step(*next(others), F.cross_entropy)
     pipe.save_checkpoint(tmp_path / "c")
     again = pipes()
     loaders = again.loader(DATA, batch_size=4), again.loader(DATA, batch_size=8)

@@ -23,7 +23,7 @@ class DirectLeaves:
 
     def __init__(self, tensors: HeldTensors, synchronizer: Synchronizer, *, alone: bool) -> None:
         self._tensors, self._synchronizer, self._alone = tensors, synchronizer, alone
-        self._before: list[tuple[Tensor, Tensor | None]] = []
+        self._before: list[tuple[str | None, Tensor, Tensor | None]] = []  # the name of a parameter of the model's
         self._own: list[tuple[Tensor, Tensor]] = []  # of the loss, and their gradients
 
     def saw(self, leaves: Sequence[Tensor]) -> None:
@@ -32,6 +32,8 @@ class DirectLeaves:
         Raises `UsageError` for trainable tensors that are no parameters of the model where there are several processes,
         and for a parameter with a hook, which would see a part of its gradient.
         """
+        if not leaves:  # as of most losses
+            return
         named = {id(parameter): name for name, parameter in self._tensors.parameters.items()}
         strange = [leaf for leaf in leaves if id(leaf) not in named]
         if strange and not self._alone:
@@ -46,23 +48,21 @@ class DirectLeaves:
                     "hook would see parts of its gradient; take one of them out"
                 )
         self._synchronizer.hold_back(named[id(leaf)] for leaf in leaves if id(leaf) in named)
-        self._before = [(leaf, leaf.grad) for leaf in leaves]
+        self._before = [(named.get(id(leaf)), leaf, leaf.grad) for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
 
     def collect(self, stage: int) -> None:
         """Add the gradients to those of the stage that computes the loss, and put back what was there before."""
-        named = {id(parameter): name for name, parameter in self._tensors.parameters.items()}
         self._own = []
-        for leaf, before in self._before:
+        for name, leaf, before in self._before:
             gradient, leaf.grad = leaf.grad, before
             if gradient is None:
                 continue
-            if id(leaf) not in named:
+            if name is None:
                 self._own.append((leaf, gradient))
                 continue
             # a parameter of another stage here counts there
-            name = named[id(leaf)]
             held = [leaves[name] for leaves in self._tensors.leaves.values() if name in leaves]
             into = self._tensors.leaves[stage].get(name, held[0])
             into.grad = gradient if into.grad is None else into.grad + gradient

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError
 from penstock.graph.callbacks import recorded_callbacks
+from penstock.graph.exports import EXPORTING
 from penstock.graph.fast_paths import fast_layers
 from penstock.graph.graph import Graph
 from penstock.graph.translate import translate
@@ -31,6 +32,7 @@ _EXAMPLE_ROWS = 3
 _LONGEST = 240
 _TORCH = str(Path(torch.__file__).parent)
 _EXPERTS = "batched_mm"
+_WITHOUT = "; use torch.where in place of an if, or give Pipeline a list of modules, one a stage, which streams only"
 # What torch says at length, and what a reader of the model needs to know instead
 _KNOWN = (
     (r"Could not guard on data-dependent expression", "it decides by the values of a tensor"),
@@ -72,7 +74,7 @@ def capture(
         )
     arguments, keywords = tuple(args), dict(kwargs or {})
     rows = _batch_rows(arguments, keywords)
-    with _fake_parameters(model), _as_one_pass(model), torch.set_grad_enabled(model.training):
+    with EXPORTING, _fake_parameters(model), _as_one_pass(model), torch.set_grad_enabled(model.training):
         if rows is None:
             return _export(model, arguments, keywords, None, fixed_batch=None)
         wide_arguments, wide_keywords = (_widen(x, rows) for x in (arguments, keywords))
@@ -300,9 +302,11 @@ def _export_reason(error: BaseException) -> str:
     """Return in one line why a model does not export, with the line of the model's code where that is known.
 
     Example:
-        "it decides by the values of a tensor (gate.py:12: if score.item() > 0.5:)"
+        "it decides by the values of a tensor (gate.py:12: if score.item() > 0.5:); use torch.where in place of ..."
     """
-    return _shorten(_first_words(error)) + _place(error)
+    words = _first_words(error)
+    way_out = _WITHOUT if words in {known for _, known in _KNOWN} else ""
+    return _shorten(words) + _place(error) + way_out
 
 
 def _first_words(error: BaseException) -> str:

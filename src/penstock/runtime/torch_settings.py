@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ProgramError, UsageError
+from penstock.graph.exports import EXPORTING
 from penstock.tensors import KINDS
 
 Settings = Mapping[str, bool | str]
@@ -104,7 +105,8 @@ def read_settings() -> Settings:
     >>> read_settings()["default_dtype"]
     'float32'
     """
-    values = {name: _read(name) for name in _SETTINGS}
+    with EXPORTING:
+        values = {name: _read(name) for name in _SETTINGS}
     return {name: value for name, value in values.items() if value is not None}
 
 

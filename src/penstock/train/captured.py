@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,6 +17,7 @@ from penstock.graph.attributes import HiddenAttributes
 from penstock.graph.call import bind_inputs
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cut, Cuts
+from penstock.graph.exports import EXPORTING
 from penstock.graph.freeze import check_apart, find_layers, freeze_prefix, sources_before
 from penstock.graph.graph import Graph
 from penstock.graph.ops import BATCH_NORM
@@ -29,8 +29,6 @@ from penstock.train.shared_module import SharedModule, check_whole
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.weights.weights import ModuleWeights, RandomWeights, Weights
 
-# torch.export is not made for several threads at a time
-_CAPTURING = threading.Lock()
 _SHOWN = 5  # names of parameters
 
 
@@ -58,7 +56,7 @@ class Captured:
         self.weights = weights or _weights(module, seed)
         self.names = {name: _first(module)[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
         self.trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        with _CAPTURING, advising(module):
+        with EXPORTING, advising(module):
             self.graph = capture(module, *self._call, dynamic=dynamic)
         used = {state.source for state in self.graph.states}
         self.unused = [name for name, _ in module.named_parameters() if name not in used]
@@ -115,7 +113,7 @@ class Captured:
     def evaluation(self) -> Graph:
         """The graph of the model in evaluation mode; the module is afterwards as it was."""
         modes = {module: module.training for module in self._model.modules()}
-        with _CAPTURING:
+        with EXPORTING:
             try:
                 self.hidden.show()
                 return capture(self._model.eval(), *self._call, dynamic=self._dynamic)

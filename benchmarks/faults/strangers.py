@@ -1,7 +1,8 @@
 """Bytes of strangers at a run's ports: `python -m benchmarks.faults.strangers --count 100000 --json FILE`.
 
 Two ranks exchange messages over secured connections while forged bytes arrive at the ports of the store and of both
-ranks. Every message must come as it was sent, and afterwards the store must answer.
+ranks, and while `--held` further connections stay open: every second one announces 4 MiB and withholds the end. Every
+message must come as it was sent, and a process with the key must be able to connect meanwhile.
 """
 
 import argparse
@@ -105,10 +106,25 @@ def attack(ports: Sequence[int], forge: Sequence[Callable[[random.Random], bytes
                 continue
 
 
+def hold(ports: Sequence[int], count: int) -> list[socket.socket]:
+    """Open connections that stay: every second one says nothing, the others announce 4 MiB and withhold the end."""
+    announced, held = 4 * 2**20, []
+    for index in range(count):
+        stranger = socket.create_connection((HOST, ports[index % len(ports)]), timeout=5)
+        held.append(stranger)
+        if index % 2:
+            try:
+                stranger.sendall(greeting() + b"\x06" + struct.pack(">Q", announced) + bytes(announced - 1))
+            except OSError:  # it was closed, or nobody reads
+                continue
+    return held
+
+
 def main() -> None:
     """Attack, exchange messages meanwhile, and write what came of it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.strangers")
     parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--held", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -127,6 +143,14 @@ def main() -> None:
     for thread in threads:
         thread.join(60.0)
     ports = [server.port, *(int(server.get(f"run/data/{rank}").split()[1]) for rank in range(2))]
+    before, began_s = peak_bytes(), time.monotonic()
+    held = hold(ports, given.held)
+    holding_s, at_s = time.monotonic() - began_s, time.monotonic()
+    ZmqStore(curves[1], HOST, server.port).close()
+    beside = {
+        "held": given.held, "holding_s": holding_s, "connect_beside_held_s": time.monotonic() - at_s,
+        "more_memory_of_held_bytes": peak_bytes() - before,
+    }  # fmt: skip
     forge = [*FORGED, replayed(record_handshake(curves[1], server.port))]
     attacking = threading.Thread(target=attack, args=(ports, forge, given.count, given.seed))
     began_s, before = time.monotonic(), peak_bytes()
@@ -150,11 +174,14 @@ def main() -> None:
         "forged": given.count, "seconds": seconds, "exchanged": exchanged, "slowest_message_s": worst_s,
         "store_answers": with_key.get("after") == b"fine",
         "more_memory_bytes": peak_bytes() - before,
+        **beside,
     }  # fmt: skip
     print(json.dumps(found))
     if given.json is not None:
         given.json.write_text(json.dumps({"environment": environment()} | found, indent=2) + "\n")
     with_key.close()
+    for stranger in held:
+        stranger.close()
     for transport in transports.values():
         transport.close()
     server.close()

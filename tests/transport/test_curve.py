@@ -1,17 +1,20 @@
 """Connections that prove a key: what a stranger gets."""
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import zmq
 
-from benchmarks.faults.strangers import FORGED, attack, record_handshake, replayed
+from benchmarks.faults.strangers import FORGED, attack, hold, record_handshake, replayed
 from penstock.errors import UsageError
-from penstock.group.zmq_store import ZmqStore
+from penstock.group.zmq_store import MAX_VALUE_BYTES, ZmqStore
 from penstock.transport.curve import Curve, make_key, read_key, write_key
+from penstock.transport.gate import MOST_UNPROVED
 from tests.transport.test_zeromq import Room, filled
 
 HOST, KEY = "127.0.0.1", make_key()
@@ -62,6 +65,52 @@ def test_bytes_of_strangers_change_nothing(room: Room) -> None:
     store = ZmqStore(room.connections[1], HOST, room.store.port)
     store.set("after", "fine")
     assert store.get("after") == b"fine"
+    store.close()
+
+
+def test_held_connections_cost_little_and_keep_nobody_out(room: Room) -> None:
+    """A stranger that announces 4 MiB and withholds the end, or says nothing, does not count for long."""
+    ports = [room.store.port, int(room.store.get("g/data/1").split()[1])]
+    before = psutil.Process().memory_info().rss
+    held = hold(ports, 1000)
+    try:
+        assert psutil.Process().memory_info().rss - before < 48 * 2**20
+        store = ZmqStore(room.connections[1], HOST, room.store.port)
+        store.set("beside", "fine")
+        assert store.get("beside") == b"fine"
+        store.close()
+        assert sum(map(_is_open, held)) <= 2 * MOST_UNPROVED
+    finally:
+        for stranger in held:
+            stranger.close()
+
+
+def _is_open(stranger: socket.socket) -> bool:
+    stranger.setblocking(False)
+    try:
+        while stranger.recv(4096):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def test_connections_that_have_proved_the_key_are_kept(room: Room) -> None:
+    own = [ZmqStore(room.connections[1], HOST, room.store.port) for _ in range(MOST_UNPROVED + 8)]
+    for stranger in hold([room.store.port], 2 * MOST_UNPROVED):
+        stranger.close()
+    for number, store in enumerate(own):
+        store.set(f"own/{number}", "here")
+        store.close()
+
+
+def test_a_request_is_longer_than_what_a_stranger_may_announce(room: Room) -> None:
+    store = ZmqStore(room.connections[1], HOST, room.store.port)
+    text = '"' * (MAX_VALUE_BYTES - 1)  # twice as long in JSON
+    store.set("long", text)
+    assert store.get("long").decode() == text
     store.close()
 
 

@@ -14,10 +14,10 @@ from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.group.addresses import PrivateFolder
 from penstock.group.zmq_store import Prefixed, StoreServer, ZmqStore
 from penstock.transport.base import receive_bytes, send_bytes
-from penstock.transport.connections import PART_BYTES, Connections
+from penstock.transport.connections import Connections
 from penstock.transport.curve import Curve, make_key
 from penstock.transport.folder import FolderConnections
-from penstock.transport.zeromq import ZmqTransport
+from penstock.transport.zeromq import _DATA, _HEADER, _NAME, ZmqTransport
 
 
 def filled(value: int, size: int = 8) -> Tensor:
@@ -110,8 +110,9 @@ def test_a_send_is_done_when_a_receive_is_posted(room: Room) -> None:
     assert buffer.tolist() == [7] * 8 + [0] * 8
 
 
-@pytest.mark.parametrize("size", [0, 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 5])
-def test_messages_of_any_length(room: Room, size: int) -> None:
+@pytest.mark.parametrize(("parts", "more"), [(0, 0), (0, 1), (1, 0), (1, 1), (3, 5)])
+def test_messages_of_any_length(room: Room, parts: int, more: int) -> None:
+    size = parts * room.connections[0].part_bytes + more
     first, second, _ = room.ranks
     sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
     received = torch.zeros(size + 3, dtype=torch.uint8)
@@ -132,6 +133,30 @@ def test_a_message_that_is_too_long_is_an_error_and_no_crash(room: Room) -> None
     first.send(filled(1), 1, 2).wait()
     with pytest.raises(TransportError, match="a message of 8 bytes does not fit the 4"):
         receive.wait()
+
+
+def test_a_process_of_another_group_sends_nothing(room: Room) -> None:
+    """As one that an earlier run has left: it proves the same key, and calls itself a rank that is here."""
+    first, second, _ = room.ranks
+    host, port = room.store.get("g/data/1").decode().split()
+    stray = room.connections[0].connect(
+        host,
+        int(port),
+        _NAME.pack(
+            b"r",
+            0,
+            b"another group...",
+        ),
+    )
+    for _ in range(3):
+        stray.socket.send_multipart([_HEADER.pack(_DATA, 3), bytes(8)])
+    time.sleep(0.2)
+    buffer = torch.zeros(8, dtype=torch.uint8)
+    receive = second.receive(buffer, 0, 3)
+    first.send(filled(5), 1, 3).wait()
+    receive.wait()
+    assert buffer.tolist() == [5] * 8
+    stray.close()
 
 
 def test_abort_ends_every_wait(key: bytes | None) -> None:

@@ -92,7 +92,7 @@ class ZmqLinks:
         from penstock.transport.zeromq import ZmqTransport
 
         store = Prefixed(run_watched(connect, watch, join_s), f"penstock/{name}")
-        made = ZmqTransport(self._connections, store, rank, size, address, join_s=join_s / 2, watch=watch)
+        made = ZmqTransport(self._connections, store, rank, size, address, join_s=join_s / 2, group=name, watch=watch)
         return made, self._torch_store(address, name)
 
     def _torch_store(self, address: str, name: str) -> Store:

@@ -145,6 +145,7 @@ class ZmqStore(_Values):
         silence_s: float = SILENCE_S,
     ) -> None:  # fmt: skip
         self._connection: Connection = connections.connect(address, port, b"", timeout_s, silence_s)
+        self._part_bytes = connections.part_bytes
         self._lock = threading.Lock()
         self._number = 0
         self.heard_s = time.monotonic()
@@ -160,9 +161,10 @@ class ZmqStore(_Values):
         with self._lock:
             self._number += 1
             request = msgspec.json.encode([self._number, operation, words])
+            parts = [request[at : at + self._part_bytes] for at in range(0, len(request), self._part_bytes)]
             deadline = time.monotonic() + _ANSWER_S
             try:
-                self._connection.socket.send(request)
+                self._connection.socket.send_multipart(parts)
                 while time.monotonic() < deadline:
                     self._connection.look()
                     if self._connection.broken:

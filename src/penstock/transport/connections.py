@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 import weakref
+from collections.abc import Sequence
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -16,10 +17,9 @@ from penstock.errors import RunError
 from penstock.transport.base import SILENCE_S
 from penstock.transport.open_files import FULL, check_room, naming_limit, raise_file_limit, too_many_files
 
-# no part of a message is longer: what a stranger announces before it has proved anything is not made room for
-PART_BYTES = 4 * 2**20
 # whether a key is right is decided in Python: by a process that imports, or has little of a core, seconds later
 CONNECT_S = 30.0
+_ANSWER_BYTES = 4 * 2**20
 # files that a process of two connections takes, and one connection with what its sockets accept
 _FIRST_FILES, _FILES = 32, 8
 _AROUND_BYTES = 1024  # what encryption adds to a part
@@ -42,6 +42,10 @@ class Connections:
     """
 
     refused = "closes the connection"  # what an address does whose connection breaks before it stands
+    part_bytes = 4 * 2**20  # no part of a message to a listening socket is longer
+    again_s: Sequence[
+        float
+    ] = ()  # after which connecting is tried again where the other side has closed the connection
 
     def __init__(self) -> None:
         raise_file_limit()
@@ -63,6 +67,7 @@ class Connections:
     def listen(self, address: str, port: int = 0) -> "tuple[zmq.Socket[bytes], int]":
         """Listen on one address; returns the socket and its port. Raises `OSError` where the port is taken."""
         socket = self._socket(zmq.ROUTER, address)
+        socket.setsockopt(zmq.MAXMSGSIZE, self.part_bytes + _AROUND_BYTES)
         try:
             self.prove(socket, listens=True)
             return socket, self.bind(socket, address, port)
@@ -84,6 +89,23 @@ class Connections:
 
         The connection breaks where the other side is silent for about `silence_s`.
         """
+        deadline = time.monotonic() + timeout_s
+        for again_s in (*self.again_s, None):
+            connection = self._begin(address, port, name, silence_s)
+            while not connection.proved and not connection.broken and time.monotonic() < deadline:
+                connection.look(100)
+            if connection.proved and not connection.broken:
+                return connection
+            connection.close()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{address}:{port} has not answered for {timeout_s:g} s")
+            if again_s is None or not connection.reached:
+                break
+            time.sleep(again_s)
+        raise RuntimeError(f"{address}:{port} {self.refused}")
+
+    def _begin(self, address: str, port: int, name: bytes, silence_s: float) -> "Connection":
+        """Begin to connect; raises `RunError` if this process can open no more files."""
         socket = self._socket(zmq.DEALER, address, silence_s)
         self.prove(socket, listens=False)
         if name:
@@ -103,17 +125,7 @@ class Connections:
                 if each is not None:
                     each.close(0)
             raise
-        connection = Connection(socket, monitor)
-        deadline = time.monotonic() + timeout_s
-        while not connection.proved:
-            connection.look(100)
-            if connection.broken or time.monotonic() > deadline:
-                connection.close()
-                raise RuntimeError(
-                    f"{address}:{port} "
-                    + (self.refused if connection.broken else f"has not answered for {timeout_s:g} s")
-                )  # fmt: skip
-        return connection
+        return Connection(socket, monitor)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -125,7 +137,7 @@ class Connections:
             socket = self._context.socket(kind)
         socket.setsockopt(zmq.IPV6, int(":" in address))
         socket.linger = 0
-        socket.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + _AROUND_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, _ANSWER_BYTES + _AROUND_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * CONNECT_S))  # a connection that proves nothing is dropped
         socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * _OF_SILENCE * silence_s))
@@ -139,7 +151,7 @@ class Connection:
 
     def __init__(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
         self.socket, self._monitor = socket, monitor
-        self.proved = self.broken = False
+        self.reached = self.proved = self.broken = False
         # holds both sockets: where a cycle is collected, they would be closed one by one in any order
         self._close = weakref.finalize(self, _close, socket, monitor, os.getpid())
         self._close.atexit = False
@@ -150,6 +162,7 @@ class Connection:
         """Take note of what has happened to the connection."""
         while self._poller.poll(wait_ms):
             event = recv_monitor_message(self._monitor)["event"]
+            self.reached |= event == zmq.EVENT_CONNECTED
             self.proved |= event == _PROVED
             self.broken |= event in _BROKEN
             wait_ms = 0

@@ -14,6 +14,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from penstock.errors import UsageError
 from penstock.transport.connections import Connections
+from penstock.transport.gate import Gate
 
 _KEY_LENGTH = 40  # 32 bytes in Z85
 
@@ -68,9 +69,13 @@ class Curve(Connections):
     """
 
     refused = "does not prove this run's key, or does not take the one that is here"
+    # what a stranger announces is made room for before it has proved anything
+    part_bytes = 64 * 2**10
+    again_s = (0.05, 0.2, 0.5)  # a gate that is flooded closes some that would have proved the key
 
     def __init__(self, key: bytes) -> None:
         super().__init__()
+        self._gates: list[Gate] = []
         self._secret, self._public = key, bytes(zmq.curve_public(key))
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -79,6 +84,13 @@ class Curve(Connections):
     def callback(self, _domain: str, key: bytes) -> bool:
         """Whether a key, in Z85, is let in: libzmq asks this of each that connects."""
         return key == self._public
+
+    def listen(self, address: str, port: int = 0) -> "tuple[zmq.Socket[bytes], int]":
+        """Listen on one address, with a bound on how many connections there may be that have proved nothing."""
+        listener, port = super().listen(address, port)
+        self._gates = [gate for gate in self._gates if gate.follows]
+        self._gates.append(Gate(self._context, listener))
+        return listener, port
 
     def place(self, address: str, port: int) -> str:
         """Return what libzmq calls a place."""
@@ -101,6 +113,8 @@ class Curve(Connections):
 
     def close(self) -> None:
         """Let go of everything."""
+        for gate in self._gates:
+            gate.close()
         self._authenticator.stop()
         super().close()
 

@@ -7,6 +7,7 @@ for it, of which it says so by a credit: what is under way is bounded, and a sen
     sender     send(buffer, to, tag)        ── data, tag, parts ──▶ receiver, into the buffer
 """
 
+import hashlib
 import struct
 import threading
 import time
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from penstock.errors import ConnectionBroken, RunError, TransportError
 from penstock.transport.base import Pending
-from penstock.transport.connections import PART_BYTES, Connection, Connections
+from penstock.transport.connections import Connection, Connections
 
 _HEADER = struct.Struct("<Bq")
 _CREDIT, _DATA = 1, 2
 _POLL_MS = 100
 _LOOK_S = 0.2
-_NAME = struct.Struct(">cI")
+_NAME = struct.Struct(">cI16s")  # what a connection calls itself: its rank, and of which group
 
 
 class Addresses(Protocol):
@@ -45,8 +46,9 @@ class Addresses(Protocol):
 class ZmqTransport:
     """Point-to-point messages to those alone that prove what the connections ask for.
 
-    Connecting takes at most `join_s` seconds; `watch` is called meanwhile and may raise something sooner. Raises
-    `RunError` where the ranks do not reach each other.
+    Messages of another `group`, of which each has a name of its own, are not taken. Connecting takes at most `join_s`
+    seconds; `watch` is called meanwhile and may raise something sooner. Raises `RunError` where the ranks do not reach
+    each other.
 
     Example:
         ZmqTransport(Curve(key), store, rank=0, size=2, address="192.168.1.10")
@@ -54,9 +56,10 @@ class ZmqTransport:
 
     def __init__(
         self, connections: Connections, store: Addresses, rank: int, size: int, address: str, *, join_s: float = 60.0,
-        watch: Callable[[], None] = lambda: None,
+        group: str = "", watch: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, size
+        self._group = hashlib.blake2b(group.encode(), digest_size=16).digest()
         self._lock = threading.RLock()
         self._receives: dict[tuple[int, int], deque[_Pending]] = defaultdict(deque)
         self._sends: dict[tuple[int, int], deque[_Pending]] = defaultdict(deque)
@@ -65,6 +68,7 @@ class ZmqTransport:
         self._failure: str | None = None
         self._broken: set[int] = set()
         self._others: dict[int, Connection] = {}
+        self._part_bytes = connections.part_bytes
         self._inbox, port = connections.listen(address)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._take_in, name="penstock-zmq", daemon=True)
@@ -88,7 +92,7 @@ class ZmqTransport:
             host, port = store.get(f"data/{peer}").decode().split()
             try:
                 self._others[peer] = connections.connect(
-                    host, int(port), _NAME.pack(b"r", self.rank), max(1.0, deadline - time.monotonic())
+                    host, int(port), _NAME.pack(b"r", self.rank, self._group), max(1.0, deadline - time.monotonic())
                 )
             except RuntimeError as error:
                 watch()
@@ -168,8 +172,8 @@ class ZmqTransport:
         while queued and self._credits[to, tag]:
             self._credits[to, tag] -= 1
             pending = queued.popleft()
-            data = memoryview(pending.buffer.numpy())  # type: ignore[arg-type]
-            parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+            data, most = memoryview(pending.buffer.numpy()), self._part_bytes  # type: ignore[arg-type]
+            parts = [data[start : start + most] for start in range(0, len(data), most)]
             if not self._put(to, [_HEADER.pack(_DATA, tag), *parts]):
                 return
             self._open.discard(pending)
@@ -205,7 +209,9 @@ class ZmqTransport:
             self._inbox.close(0)
 
     def _take(self, name: bytes, header: bytes, parts: "list[zmq.Frame]") -> None:
-        kind, source = _NAME.unpack(name)
+        kind, source, group = _NAME.unpack(name)
+        if group != self._group:  # of an earlier group, or of another run with the same key: none of its ranks is ours
+            return
         action, tag = _HEADER.unpack(header)
         if kind != b"r" or not 0 <= source < self.size or source == self.rank:
             raise TransportError(f"a process that calls itself {name!r} is none of this run's {self.size}")

@@ -1,0 +1,109 @@
+"""A bound on the connections of a listening socket that have proved nothing yet."""
+
+import os
+import socket
+import struct
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+# connections that may be in their handshake at a time; one takes milliseconds
+MOST_UNPROVED = 64
+_POLL_MS = 100
+# Bytes that this side has sent, as `tcpi_bytes_acked` of Linux's `struct tcp_info` has them: 64 of greeting and 170 of
+# WELCOME before the other side has proved the key, and more than 290 with READY after it
+_BYTES_ACKED = struct.Struct("=120xQ")
+_SENT_BEFORE_PROOF = 270
+_Peer = tuple[object, ...]
+
+T = TypeVar("T")
+
+
+class Gate:
+    """Closes the oldest connection that has proved nothing where a listening socket has more than 64 of them.
+
+    Of the addresses that they come from, the one with the most loses. A thread follows the socket's events until the
+    socket is closed. libzmq does not say which connection has passed its handshake, so the system is asked how much
+    was sent over it: only one that has passed is sent more than the handshake's beginning.
+
+    Example:
+        gate = Gate(context, listener)
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", listener: "zmq.Socket[bytes]") -> None:
+        place = f"inproc://gate-{uuid.uuid4().hex}"
+        listener.monitor(place, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.connect(place)
+        self._unproved: dict[int, _Peer] = {}  # by the number of its file, the oldest first
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="penstock-gate", daemon=True)
+        self._thread.start()
+
+    @property
+    def follows(self) -> bool:
+        """Whether the listening socket is still open."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop following, before the context goes."""
+        self._closing.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        try:
+            while not self._closing.is_set():
+                if not self._monitor.poll(_POLL_MS):
+                    continue
+                event = recv_monitor_message(self._monitor)
+                if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                    return
+                file: int = event["value"]
+                self._unproved.pop(file, None)
+                if event["event"] == zmq.EVENT_ACCEPTED and (peer := _ask(file, socket.socket.getpeername)):
+                    self._unproved[file] = peer
+                # what has ended meanwhile is known by its event: its file may be another connection's already
+                if len(self._unproved) > MOST_UNPROVED and not self._monitor.poll(0):
+                    self._make_room()
+        finally:
+            self._monitor.close(0)
+
+    def _make_room(self) -> None:
+        for file, peer in list(self._unproved.items()):
+            if _ask(file, partial(_is_unproved, peer=peer)) is not True:
+                del self._unproved[file]
+        while len(self._unproved) > MOST_UNPROVED:
+            ((most, _),) = Counter(peer[0] for peer in self._unproved.values()).most_common(1)
+            file = next(file for file, peer in self._unproved.items() if peer[0] == most)
+            _ask(file, partial(_end, peer=self._unproved.pop(file)))
+
+
+def _is_unproved(connection: socket.socket, peer: _Peer) -> bool:
+    (sent,) = _BYTES_ACKED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size))
+    return connection.getpeername() == peer and bool(sent <= _SENT_BEFORE_PROOF)
+
+
+def _end(connection: socket.socket, peer: _Peer) -> None:
+    if connection.getpeername() == peer:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _ask(file: int, question: Callable[[socket.socket], T]) -> T | None:
+    """Ask something of a connection, which is libzmq's and may end at any time: None if it has."""
+    own = -1
+    try:
+        own = os.dup(file)
+        with socket.socket(fileno=own) as connection:
+            own = -1
+            return question(connection)
+    except OSError:
+        return None
+    finally:
+        if own >= 0:
+            os.close(own)

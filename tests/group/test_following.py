@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import zmq
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.errors import ConnectionBroken, DeviceLost, RunError
@@ -16,6 +17,7 @@ from penstock.group.roll_call import Membership, Rendezvous
 from penstock.group.verdict import Verdict
 from penstock.group.world import World
 from penstock.transport.memory_network import MemoryNetwork
+from penstock.transport.watched import StoreSilent
 
 BROKEN = ConnectionBroken("the connection to rank 2 broke")
 LOST = Verdict(rank=2, message="c is gone", lost=True)
@@ -98,4 +100,22 @@ def test_what_kept_a_group_from_forming_is_raised(make_world: MakeWorld, monkeyp
     for _ in range(2):
         with pytest.raises(RunError, match="went on without"):
             following.newest(BROKEN)
+    following.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("injected"), StoreSilent("no answer"), zmq.ZMQError(11), SystemExit(1)])
+def test_an_error_of_any_kind_ends_the_wait(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def go_over(_of: World) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "_go_over", go_over)
+    world = make_world()
+    following = Following(world)
+    world.health.announce(LOST)
+    with pytest.raises(RunError) as caught:
+        following.newest(BROKEN)
+    assert caught.value.__cause__ in (error, BROKEN)
+    assert type(error).__name__ in str(caught.value)
     following.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.cores import keep_to_share
 from penstock.errors import PenstockError, RunError, TransportError, UsageError
@@ -30,6 +30,7 @@ from penstock.group.roll_call import Membership, Rendezvous, RollCall
 from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World
 from penstock.terminal.notes import note
+from penstock.text import first_line
 from penstock.transport.base import FEEDER, SILENCE_S, Transport, receive_bytes, send_bytes
 from penstock.transport.faulty import wrap_if_faulty
 from penstock.transport.memory_network import MemoryNetwork
@@ -228,9 +229,7 @@ def join_group(
     with contextlib.ExitStack() as where_it_fails:
         where_it_fails.callback(health.close)
         try:
-            made, store = rendezvous.links.make_transport(
-                rendezvous.connect, meeting.name, rank, size, rendezvous.address, join_s, watch
-            )
+            made, store = _connect(rendezvous, meeting.name, rank, size, join_s, watch)
             where_it_fails.callback(made.close)
             transport = wrap_if_faulty(made)
             health.call_instead(transport.abort)
@@ -247,6 +246,22 @@ def join_group(
         hosts=[hello.host for hello in meeting.hellos], membership=_membership(meeting, rendezvous, before),
         secured=rendezvous.links.secured,
     )  # fmt: skip
+
+
+def _connect(
+    rendezvous: Rendezvous, name: str, rank: int, size: int, join_s: float, watch: Callable[[], None]
+) -> tuple[Transport, Store]:
+    """Connect to the others of a group that have met; raises `RunError` whatever kept it from that."""
+    try:
+        return rendezvous.links.make_transport(rendezvous.connect, name, rank, size, rendezvous.address, join_s, watch)
+    except PenstockError:
+        raise
+    # torch's store, gloo and libzmq each have errors of their own
+    except Exception as error:
+        raise RunError(
+            f"rank {rank} has met the others but cannot connect to them: {first_line(error)}; check that every host "
+            "reaches every other, and start again"
+        ) from error
 
 
 def _stand_together(transport: Transport, health: Health) -> None:

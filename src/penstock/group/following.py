@@ -3,9 +3,10 @@
 import dataclasses
 import threading
 
-from penstock.errors import DeviceLost, PenstockError
+from penstock.errors import DeviceLost, PenstockError, RunError
 from penstock.group.regroup import next_group, regroup, release
 from penstock.group.world import World
+from penstock.text import first_line
 from penstock.transport.base import FEEDER
 
 
@@ -73,9 +74,10 @@ class Following:
             following = dataclasses.replace(self._world)
             try:
                 _go_over(following)
-            except PenstockError as error:
+            # whatever it is: whoever asks for the newest group waits for this thread
+            except BaseException as error:
                 with self._changed:
-                    self._problem, self._thread = error, None
+                    self._problem, self._thread = _as_ours(error), None
                     self._changed.notify_all()
                 return
             with self._changed:
@@ -94,6 +96,17 @@ def outlives(world: World) -> bool:
     if failure is None or world.membership is None:
         return False
     return failure.again or ((failure.lost or failure.memory) and failure.rank not in {FEEDER, world.rank})
+
+
+def _as_ours(error: BaseException) -> PenstockError:
+    if isinstance(error, PenstockError):
+        return error
+    ours = RunError(
+        f"the next group of processes did not form: {type(error).__name__}: {first_line(error)}; start again from the "
+        "last checkpoint"
+    )
+    ours.__cause__ = error
+    return ours
 
 
 def _go_over(world: World) -> None:

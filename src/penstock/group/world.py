@@ -191,17 +191,18 @@ class World:
             setattr(self, name, getattr(following, name))
 
     def close(self, grace_s: float = 5.0) -> None:
-        """End the workers and let go of every connection."""
-        if self.membership is not None and self.membership.roll is not None:
-            self.membership.roll.end()
-        self.health.close()
-        if self.workers is not None:
-            self.workers.stop(grace_s)
-        self.transport.close()
-        if self.served is not None:
-            close_store(self.served)
-        if self.folder is not None:
-            self.folder.close()
+        """End the workers and let go of every connection; an error of one keeps no other from its end."""
+        with contextlib.ExitStack() as ends:  # which come in the order of their lines from below
+            if self.folder is not None:
+                ends.callback(self.folder.close)
+            if self.served is not None:
+                ends.callback(close_store, self.served)
+            ends.callback(self.transport.close)
+            if self.workers is not None:
+                ends.callback(self.workers.stop, grace_s)
+            ends.callback(self.health.close)
+            if self.membership is not None and self.membership.roll is not None:
+                ends.callback(self.membership.roll.end)
 
 
 # what a world has of the group that it is

@@ -145,3 +145,12 @@ def test_without_packing_the_stages_stay() -> None:
 def test_what_fits_no_device_is_said() -> None:
     with pytest.raises(PlanError, match=r"does not fit|alone needs"):
         decide(situation(make_cluster(1, 1, memory_bytes=100), plan=begun(TWO)))
+
+
+def test_what_a_row_takes_beside_is_foreseen() -> None:
+    """Loading and the loop's own code are in every plan: they change what is foreseen."""
+    plain, slower = decide(situation()), decide(situation(beside_s=7.0))
+    rate = plain.plan.prediction.rows_per_s
+    assert stages(plain) == stages(slower)
+    assert slower.remaining_s == pytest.approx(plain.remaining_s + 100.0 * 7.0)
+    assert f"{1 / (1 / rate + 7.0):.4g} rows/s foreseen" in slower.why

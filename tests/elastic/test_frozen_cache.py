@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from penstock.elastic.cache import frozen_cache
 from penstock.elastic.cache.shard import Shard
 from penstock.elastic.elastic_training import ElasticTraining
 from penstock.errors import CacheError, RunError
@@ -147,7 +148,7 @@ def test_a_folder_that_may_not_be_written(
 def test_a_limit_is_for_a_machine_and_both_caches_of_a_change(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    row = 5 * 16 * 4  # bytes of a sample's output: tokens of float32
+    row = 5 * 16 * 4 + 16  # bytes of a sample's output: tokens of float32, and the digest of its input
     freeze = [0, 2, 4]
     for hosts, limit, cached in (
         (["a", "b"], SAMPLES // 2 * row, "reads 2 layers"),  # too little for the second beside the first
@@ -202,6 +203,21 @@ def test_a_cache_that_is_kept_is_used_again(tmp_path: Path, monkeypatch: pytest.
     found = run(tmp_path, keep_cache=True)
     assert_same(expected(), found)
     assert {path: path.read_bytes() for path in files_in(tmp_path)} == before
+
+
+def test_a_cache_is_not_used_for_samples_that_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two samples of which the key sees nothing: the key looks at some alone."""
+    monkeypatch.setattr(frozen_cache, "_LOOKED_AT", 1)
+    freeze, epochs = [0, 2, 4], 5  # a second cache is filled from the first
+    train_elastically(vit(), 2, images(), freeze, epochs=epochs, folder=tmp_path, keep_cache=True)
+    capfd.readouterr()
+    changed = images()
+    changed.tensors[0][[7, 20]] = 0.5
+    found = train_elastically(vit(), 2, changed, freeze, epochs=epochs, folder=tmp_path, keep_cache=True)
+    assert_same(alone(vit(), changed, freeze, epochs=epochs), found)
+    assert sum("have changed since" in said for said in notes(capfd)) >= 2
 
 
 def test_a_folder_that_somebody_removes_meanwhile(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,8 @@ class Situation:
 
     `plan` has the plan so far, `cached_layers` are read from a cache now. `layers` are the boundaries after each layer.
     `remaining_rows` are still to be trained on. `migrate_s` is what moving takes. Without `pack` the plan stays,
-    without `replicate` its number of pipelines. Without `caching` nothing more is cached.
+    without `replicate` its number of pipelines. Without `caching` nothing more is cached. `beside_s` is what a row took
+    beside what is predicted, as loading it and the loop's own code.
     """
 
     profile: Profile
@@ -48,6 +49,11 @@ class Situation:
     pack: bool = True
     replicate: bool = True
     caching: CacheCosts | None = None
+    beside_s: float = 0.0
+
+    def rows_per_s(self, plan: Plan) -> float:
+        """Return what a plan will reach here."""
+        return 1.0 / (1.0 / plan.prediction.rows_per_s + self.beside_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +95,7 @@ def _with_cache(now: Situation, cached: int, fill_s: float) -> Decision:
     )  # fmt: skip
     stays = [p.stages for p in plan.pipelines] == [p.stages for p in now.plan.pipelines]
     stays = stays and [p.cut_sets for p in plan.pipelines] == [p.cut_sets for p in now.plan.pipelines]
-    run_s = now.remaining_rows / plan.prediction.rows_per_s
+    run_s = now.remaining_rows / now.rows_per_s(plan)
     return Decision(
         plan=plan, moves=not stays, cached_layers=cached,
         remaining_s=run_s + fill_s + (0.0 if stays else now.migrate_s), why=_reason(now, plan, cached, fill_s, stays),
@@ -97,7 +103,7 @@ def _with_cache(now: Situation, cached: int, fill_s: float) -> Decision:
 
 
 def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool) -> str:
-    rate = plan.prediction.rows_per_s
+    rate = now.rows_per_s(plan)
     moving = format_seconds(now.migrate_s)
     parts = [f"stays: nothing else is foreseen faster by {_WORTH:.0%} and what moving takes ({moving})" if stays
              else "moves"]  # fmt: skip

@@ -92,6 +92,8 @@ class ElasticTraining:
         self._begun: int | None = None  # the epoch that has begun and is not in the history
         self._migrate_s = 0.0
         self._moves_measured = False
+        self._running: tuple[float, int] | None = None  # since when, and the rows that were done then
+        self._beside_s = 0.0  # what a row of the last epoch took beside what was predicted
         trainer.follower = loader.follower = self
 
     @property
@@ -144,6 +146,7 @@ class ElasticTraining:
         """Write down what the epoch's gradients were."""
         if self._begun is None:
             return
+        self._look_at_time()
         squares = self._squares()
         self._norms.take()
         self._begun = None
@@ -181,6 +184,15 @@ class ElasticTraining:
             else:
                 frozen = self.frozen_layers  # a checkpoint within the epoch
             self._go_on(frozen, first=first)
+        self._running = time.monotonic(), loader.position * loader.batch_size
+
+    def _look_at_time(self) -> None:
+        """Compare what the epoch took with what was predicted for its plan."""
+        if self._plan is not None and self._running is not None:
+            since_s, done = self._running
+            rows = max(1, self._loader.num_samples - done)
+            self._beside_s = max(0.0, (time.monotonic() - since_s) / rows - 1.0 / self._plan.prediction.rows_per_s)
+        self._running = None
 
     def _start(self) -> None:
         """Measure what the training takes, and fix its microbatches."""
@@ -260,7 +272,7 @@ class ElasticTraining:
             layers=[cut.name for cut in self._whole.layers], frozen_layers=frozen,
             cached_layers=self._caching.layers, remaining_rows=remaining,
             migrate_s=self._cost_of_moving(costs, plan), pack=pack, replicate=options.replicate,
-            caching=self._caching.costs(costs.profile) if frozen else None,
+            caching=self._caching.costs(costs.profile) if frozen else None, beside_s=self._beside_s,
         ))  # fmt: skip
 
     def _cost_of_moving(self, costs: Costs, plan: Plan) -> float:
@@ -275,7 +287,7 @@ class ElasticTraining:
         """Return the bytes of optimizer state for each byte of the weights that are trained, over all processes."""
         weights = state = 0
         for optimizer in self._trainer.optimizers:
-            for name, slots in NamedOptimizer(optimizer, self._trainer.tensors).slots().items():
+            for name, slots in NamedOptimizer(self._trainer.tensors, optimizer).slots().items():
                 size = self._trainer.tensors.parameters[name].numel()
                 weights += size
                 state += sum(size for slot in slots.values() if isinstance(slot, Tensor) and slot.numel() == size)
@@ -307,7 +319,7 @@ class ElasticTraining:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Freeze what a checkpoint had frozen, where it is; the next epoch's beginning finds the plan for it."""
-        self._begun, self._decided, self._plan = state["begun"], None, None
+        self._begun, self._decided, self._plan, self._running = state["begun"], None, None, None
         self.history = msgspec.convert(state["history"], list[EpochRecord])
         captured = self._frozen(int(state["frozen_layers"]))
         self._norms.take()

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
-
-import torch
+from typing import TYPE_CHECKING, Literal, get_args
 
 from penstock.elastic.freezing.by_hand import ByHand
 from penstock.elastic.freezing.history import FreezePolicy
@@ -15,8 +13,10 @@ from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile
 from penstock.units import parse_bytes
 
+if TYPE_CHECKING:
+    import torch
+
 Stored = Literal["float32", "bfloat16"]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,8 @@ class ElasticOptions:
         """Return what the cache may take on each machine; None where only the disk limits it."""
         return parse_bytes(self.cache_limit) if isinstance(self.cache_limit, str) else self.cache_limit
 
-    def stored(self) -> torch.dtype:
+    def stored(self) -> "torch.dtype":
         """Return the dtype of what is cached."""
-        return _DTYPES[self.cache_dtype]
+        import torch  # whoever only reads options does without
+
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.cache_dtype]

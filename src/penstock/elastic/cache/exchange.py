@@ -44,7 +44,8 @@ class CachedFeatures:
     """The outputs of frozen layers for this process's rows of each batch: from its own files, or from their owners.
 
     `shards` are those that this process can read: its own, and those of the same machine. `consumers` are the ranks
-    that need rows, one of each replica. With several views of each sample, `view` says which one this epoch takes.
+    that need rows, one of each replica. Of a row's values the first `num_outputs` are given, or all. With several views
+    of each sample, `view` says which one this epoch takes.
 
     Example:
         features = CachedFeatures(transport, grid, skipped=1, shards={0: shard}, hosts=world.hosts, num_views=1)
@@ -56,11 +57,11 @@ class CachedFeatures:
 
     def __init__(
         self, transport: Transport, grid: Grid, shards: Mapping[int, Shard], *, skipped: int, hosts: Sequence[str],
-        num_views: int = 1, view: int = 0,
+        num_views: int = 1, view: int = 0, num_outputs: int | None = None,
     ) -> None:  # fmt: skip
         self._transport, self._grid, self._shards, self._hosts = transport, grid, shards, hosts
         self._consumers = grid.holders(skipped)
-        self._num_views, self.view = num_views, view
+        self._num_views, self.view, self._num_outputs = num_views, view, num_outputs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-features")
         self._next: _Fetched | None = None
 
@@ -121,7 +122,7 @@ class CachedFeatures:
         for owner, positions, room, pending in coming:
             pending.wait()
             _fill(columns, positions, _unpack(room, shard, len(positions), owner))
-        return columns
+        return columns[: self._num_outputs]
 
     def _alike(self, rank: int, other: int) -> bool:
         """Return whether two ranks are on one machine, so that one reads what the other has written."""

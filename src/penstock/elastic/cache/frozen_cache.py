@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ from penstock.transport.tags import STATE
 
 _BATCH = 32  # rows that are computed at once
 _FLUSH_S = 10.0
-_LOOKED_AT = 64  # samples, to know a data set by, and whether they stay as they are
+_LOOKED_AT = 64  # samples, to know a data set by
+_DIGEST_BYTES = 16
+_DIGEST = ((_DIGEST_BYTES,), torch.uint8)  # of the model's inputs for a sample: the last value of its row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ class FrozenCache:
         return CachedFeatures(
             trainer.world.transport, placed.grid, {trainer.world.rank: self.shard, **self.others},
             skipped=placed.skipped, hosts=trainer.world.hosts, num_views=self.place.num_views,
-            view=epoch % self.place.num_views,
+            view=epoch % self.place.num_views, num_outputs=len(self.shard.values) - 1,
         )  # fmt: skip
 
     def show(self, features: Features, epoch: int) -> None:
@@ -129,7 +132,7 @@ def sizes_of_layers(captured: Captured, stored: torch.dtype, autocast: torch.dty
     if set(captured.graph.symbols) != {"batch"} or autocast is not None:
         return [None] * len(captured.layers)
     values = [values_after(captured, cut) for cut in captured.layers]
-    return [None if each is None else bytes_per_row(each, stored) for each in values]
+    return [None if each is None else bytes_per_row([*each, _DIGEST], stored) for each in values]
 
 
 def changes(loader: Loader, transport: Transport) -> bool:
@@ -151,8 +154,24 @@ def _digest(loaded: Any) -> str:
     return digest.hexdigest()
 
 
+def _digests(tensors: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Return the digest of each row of the model's inputs, as rows of bytes."""
+    found = torch.empty((num_rows, _DIGEST_BYTES), dtype=torch.uint8)
+    for row in range(num_rows):
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for tensor in tensors:
+            part = tensor[row] if tensor.ndim and tensor.shape[0] == num_rows else tensor
+            digest.update(f"{part.dtype} {list(part.shape)}".encode())
+            digest.update(_bytes(part))
+        found[row] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    return found
+
+
 class Filling:
     """The making of a cache for a model with frozen layers: every process fills its own shard, all at once.
+
+    Rows that an earlier run has left are used again if their samples are what they were: each row has a digest of
+    the inputs that it was computed from.
 
     `before` is the cache of fewer layers, from which it goes on. Every process makes one and calls `run`.
 
@@ -218,10 +237,22 @@ class Filling:
         values = values_after(self._captured, self._end)
         if values is None:
             raise CacheError(f"what crosses {self._end.name} is not of single samples; train without the cache")
-        shard = Shard.create_or_resume(
-            folder, key=key, owner=self._trainer.world.rank, num_rows=len(self._rows), values=values,
-            stored=self._place.stored, limit_bytes=limit,
+        opened = partial(
+            Shard.create_or_resume, folder, key=key, owner=self._trainer.world.rank, num_rows=len(self._rows),
+            values=[*values, _DIGEST], stored=self._place.stored, limit_bytes=limit,
         )  # fmt: skip
+        shard = opened()
+        try:
+            changed = self._count_changed(shard)
+        except BaseException:
+            shard.close()
+            raise
+        if changed:
+            note(
+                f"{changed} of {shard.num_done} samples have changed since {folder} was filled; all are computed again"
+            )
+            _delete(shard)
+            shard = opened()
         try:
             flushed = time.monotonic()
             for outputs in self._computed(shard.num_done, weights):
@@ -238,6 +269,23 @@ class Filling:
             raise
         return shard
 
+    def _count_changed(self, shard: Shard) -> int:
+        """Count the samples whose inputs are not those that their rows were computed from.
+
+        With several views of a sample its inputs are drawn anew each time, and the key tells one drawing from another.
+        """
+        changed = 0
+        for places in _batches(0, shard.num_done if self._place.num_views == 1 else 0):
+            if self._before is not None:
+                now = self._before.shard.read(list(places))[-1]
+            else:
+                now = _digests(list(self._inputs(self._samples(places)).values()), len(places))
+            changed += int((shard.read(list(places))[-1] != now).any(dim=1).sum())
+        return changed
+
+    def _samples(self, places: range) -> list[int]:
+        return [self._rows[place] // self._place.num_views for place in places]
+
     def _neighbours(self) -> int:
         """Return how many processes share this one's machine, itself included."""
         world = self._trainer.world
@@ -249,16 +297,13 @@ class Filling:
         how = self._trainer.now.how
         runtime = EAGER.load_training(self._part, weights, how.device)
         own = {value.name for value in self._part.own}
-        for begin in range(first, len(self._rows), _BATCH):
-            places = range(begin, min(begin + _BATCH, len(self._rows)))
+        for places in _batches(first, len(self._rows)):
             crossing = self._before.shard.read(list(places)) if self._before is not None else []
-            given: dict[str, Tensor] = {}
-            if own or self._before is None:
-                samples = [self._rows[place] // self._place.num_views for place in places]
-                given = self._inputs(samples)
+            given = self._inputs(self._samples(places)) if own or self._before is None else {}
+            digests = crossing.pop() if crossing else _digests(list(given.values()), len(places))
             sizes = {"batch": len(places)}
             inputs = [*crossing, *(given[value.name] for value in self._part.own)]
-            yield [x.cpu() for x in runtime(sizes, [moved(x, how.device) for x in inputs])]
+            yield [*(x.cpu() for x in runtime(sizes, [moved(x, how.device) for x in inputs])), digests]
 
     def _inputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
         places, graph = self._trainer.input_places, self._captured.graph
@@ -298,9 +343,13 @@ class Filling:
         return cache_key(
             program=write_program(self._prefix.program),
             weights=[(name, torch.frombuffer(bytearray.fromhex(found[name]), dtype=torch.uint8)) for name in names],
-            data=f"{gathered[0]['data']} of {trainer.world.transport.size}", preprocessing="",
+            data=f"{gathered[0]['data']} of {trainer.world.transport.size}", preprocessing="a digest in each row",
             num_samples=count, num_views=self._place.num_views, stored=self._place.stored,
         )  # fmt: skip
+
+
+def _batches(first: int, end: int) -> Iterator[range]:
+    return (range(begin, min(begin + _BATCH, end)) for begin in range(first, end, _BATCH))
 
 
 def _bytes(tensor: Tensor) -> bytes:

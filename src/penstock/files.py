@@ -1,11 +1,18 @@
 """Files that are there whole or not at all, whenever the process or the machine dies."""
 
 import contextlib
+import errno
+import fcntl
+import glob
 import os
 import secrets
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+_BEING_MADE_S = 5.0  # in which a file that was made has been locked
 
 
 @contextlib.contextmanager
@@ -21,17 +28,50 @@ def written_whole(target: Path) -> Iterator[IO[bytes]]:
 
     Raises `OSError` where it cannot be written.
     """
+    drop_left(target)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         # "x" creates it or fails, so that nobody's file is written to, and asks the umask as every other file does
         with beside.open("xb") as file:
+            _lock(file)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, target)
+            os.replace(beside, target)  # while it is locked
     finally:
         beside.unlink(missing_ok=True)
     flush(target.parent)
+
+
+def drop_left(target: Path) -> None:
+    """Remove what processes that died while they wrote a file have left beside it: nobody has it locked."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if _lock(file) and time.time() - path.stat().st_mtime > _BEING_MADE_S:
+                path.unlink(missing_ok=True)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file until it is closed; return whether this could be done, which some network file systems cannot."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file that is there whole or not at all; a device or pipe, as /dev/stdout, is written to as it is.
+
+    Raises `OSError` where it cannot be written.
+    """
+    data = data.encode() if isinstance(data, str) else data
+    target = path.resolve()  # the file that a link leads to
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+        return
+    with written_whole(target) as file:
+        file.write(data)
 
 
 def flush(path: Path) -> None:
@@ -39,6 +79,35 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file while the block runs; processes on other machines that share the folder see it too.
+
+    The lock ends with this process, however it ends, and what it has forked does not have it. The file stays.
+
+    Example:
+        with locked(Path("runs/a/run.lock")):
+            ...
+
+    Raises `BlockingIOError` if another process holds it, with what that one has written into it as `filename`.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                raise BlockingIOError(error.errno, os.strerror(error.errno), holder) from None
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # some network file systems
+                raise
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
     finally:
         os.close(descriptor)
 

@@ -20,6 +20,7 @@ from penstock.cluster.lab import (
 from penstock.cluster.lab.machine import num_cores
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.errors import ClusterError, RunError, UsageError
+from penstock.files import write_whole
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_rate, parse_bytes, parse_rate
@@ -51,7 +52,7 @@ def init(
         bandwidth_bytes_per_s=parse_rate(bandwidth) if bandwidth else None,
     )  # fmt: skip
     try:
-        output.write_text(write_lab(spec), encoding="utf-8")
+        write_whole(output, write_lab(spec))
     except OSError as error:
         raise ClusterError(f"{output} cannot be written ({error.strerror}); choose another -o") from None
     host = spec.hosts[0]

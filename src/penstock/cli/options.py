@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from penstock.errors import UsageError
+from penstock.files import write_whole
 from penstock.group.addresses import BIND, is_everywhere, listen
 from penstock.spec.on_loss import ON_LOSS
 from penstock.terminal.console import PlainConsole
@@ -67,7 +68,7 @@ def write_json(path: Path | None, value: Any) -> None:
     if path is None:
         return
     try:
-        path.write_text(json_module.dumps(value, indent=2, default=msgspec.to_builtins) + "\n", encoding="utf-8")
+        write_whole(path, json_module.dumps(value, indent=2, default=msgspec.to_builtins) + "\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --json") from None
 

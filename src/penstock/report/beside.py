@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import UsageError
+from penstock.files import write_whole
 from penstock.report.page.figures import Figure, loads, timeline
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table, markdown, predicted_loads, stage_table
@@ -34,7 +35,7 @@ class Named:
 
     def of_all_stages(self, field: str) -> float:
         """Return the median seconds, or bytes, of a microbatch, of all stages together: a profiler slows a few down."""
-        return sum(_median(stage, field) for stage in self.stream.stages)
+        return sum(stage.share * _median(stage, field) for stage in self.stream.stages)
 
     def peaks(self) -> list[float]:
         """Return the most memory that each process was seen to have."""
@@ -86,7 +87,7 @@ def write_beside(folders: Sequence[str | os.PathLike[str]], file: str | os.PathL
     files = {place: page, place.with_suffix(".md"): markdown(tables)}
     try:
         for path, text in files.items():
-            path.write_text(text, encoding="utf-8")
+            write_whole(path, text)
     except OSError as error:
         raise UsageError(f"{place} cannot be written ({error.strerror}); choose another --output") from None
     return Beside(tuple(lead), tuple(tables), tuple(files))

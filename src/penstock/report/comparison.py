@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.files import write_whole
 from penstock.report.comparison_text import Compared, compare_counts, compare_policies, name_of
 from penstock.report.page.figures import KEPT, LOST, MOVE, PALETTE, WAIT, Figure
 from penstock.report.page.page import Text, make_page
@@ -49,7 +50,7 @@ def write_comparison(
     )  # fmt: skip
     file = Path(path)
     try:
-        file.write_text(page, encoding="utf-8")
+        write_whole(file, page)
     except OSError as error:
         raise UsageError(f"{file} cannot be written ({error.strerror}); choose another --report") from None
     return file

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import UsageError
+from penstock.files import write_whole
 from penstock.report.page.chrome import write_chrome_trace
 from penstock.report.page.figures import Figure, loads, memory, throughput, timeline, waterfall
 from penstock.report.page.page import Text, make_page
@@ -113,7 +114,7 @@ def _write_files(place: Path, page: str, tables: Sequence[Table]) -> list[Path]:
     texts = {"report.html": page, "tables.md": markdown(tables)} | {f"{t.key}.csv": t.csv() for t in tables}
     try:
         for name, text in texts.items():
-            (place / name).write_text(text, encoding="utf-8")
+            write_whole(place / name, text)
     except OSError as error:
         raise _not_written(place, error) from None
     return [place / name for name in texts]

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.errors import ClusterError, PenstockError, UsageError
+from penstock.files import write_whole
 
 _Number = TypeVar("_Number", int, float)
 
@@ -147,6 +148,6 @@ def write_json(path: str | os.PathLike[str], value: msgspec.Struct) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file; raises `UsageError` where it cannot be."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(Path(path), text)
     except OSError as wrong:
         raise UsageError(f"{path} cannot be written ({wrong.strerror}); choose another path") from None

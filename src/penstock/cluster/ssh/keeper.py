@@ -8,12 +8,15 @@ is known of it: the standard library is all that it needs.
 """
 
 import contextlib
+import fcntl
+import glob
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 
 def main(grace_s: float, folder: str, interpreter: str, rest: list[str]) -> int:
@@ -24,11 +27,16 @@ def main(grace_s: float, folder: str, interpreter: str, rest: list[str]) -> int:
     env = {**os.environ, "PYTHONPATH": os.path.join(folder, "src")}
     env.update(dict(each.split("=", 1) for each in rest[:split]))
     key = os.path.join(folder, f"run-{os.getpid()}.key")
-    if line := _read_line():
-        with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(line + b"\n")
-        env["PENSTOCK_KEY"] = key
-    command = [interpreter, "-m", "penstock", *rest[split + 1 :]]
+    drop_left_keys(folder)
+    with contextlib.ExitStack() as held:
+        if line := _read_line():
+            held.enter_context(_key_file(key, line))
+            env["PENSTOCK_KEY"] = key
+        return _run(grace_s, folder, interpreter, rest[split + 1 :], env)
+
+
+def _run(grace_s: float, folder: str, interpreter: str, arguments: list[str], env: dict[str, str]) -> int:
+    command = [interpreter, "-m", "penstock", *arguments]
     child = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end(number: signal.Signals) -> None:
@@ -45,9 +53,29 @@ def main(grace_s: float, folder: str, interpreter: str, rest: list[str]) -> int:
     threading.Thread(target=watch, daemon=True).start()
     status = child.wait()
     end(signal.SIGKILL)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(key)
     return status if status >= 0 else 128 - status
+
+
+@contextlib.contextmanager
+def _key_file(path: str, key: bytes) -> Iterator[None]:
+    """Have the key in a file while the block runs; it is locked, so that others see that it is in use."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(key + b"\n")
+            file.flush()
+            yield
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+
+
+def drop_left_keys(folder: str) -> None:
+    """Remove the keys of keepers that were killed: nobody has their files locked."""
+    for path in glob.glob(os.path.join(glob.escape(folder), "run-*.key")):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.remove(path)
 
 
 def _read_line() -> bytes:

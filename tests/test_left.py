@@ -1,0 +1,125 @@
+"""What processes that were killed leave behind goes with the next one that writes there."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock import files
+from penstock.cluster.ssh.keeper import drop_left_keys
+from penstock.files import locked, write_whole, written_whole
+
+WRITES = """
+import sys, time
+from pathlib import Path
+from penstock.files import written_whole
+with written_whole(Path(sys.argv[1])) as file:
+    file.write(b"half")
+    file.flush()
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_file_of_a_killed_save_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model.safetensors"
+    process = subprocess.Popen([sys.executable, "-c", WRITES, str(target)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    monkeypatch.setattr(files, "_BEING_MADE_S", 0.0)
+    time.sleep(0.05)
+    write_whole(target, "mine")  # while the other one is still writing
+    assert len(list(tmp_path.iterdir())) == 2
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    write_whole(tmp_path / "another", "beside")
+    assert len(list(tmp_path.iterdir())) == 3
+    write_whole(target, "again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "model.safetensors"]
+    assert target.read_text() == "again"
+
+
+def test_names_alike_are_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_BEING_MADE_S", 0.0)
+    mine = [
+        tmp_path / name for name in (".a.txt.backup", f".b.txt.{'0' * 16}", f".a.txt.{'g' * 16}", f"a.txt.{'0' * 16}")
+    ]
+    for path in mine:
+        path.write_text("mine")
+    time.sleep(0.05)
+    write_whole(tmp_path / "a.txt", "x")
+    assert all(path.exists() for path in mine)
+
+
+def test_devices_and_links_are_written_through(tmp_path: Path) -> None:
+    write_whole(Path("/dev/null"), "nothing")
+    assert Path("/dev/null").is_char_device()
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("before")
+    link.symlink_to(target)
+    write_whole(link, "after")
+    assert link.is_symlink()
+    assert target.read_text() == "after"
+
+
+def test_a_write_that_fails_keeps_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "kept"
+    target.write_text("before")
+
+    def fail() -> None:
+        with written_whole(target) as file:
+            file.write(b"x")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert target.read_text() == "before"
+
+
+def test_a_lock_is_one_processs_alone(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from penstock.files import locked\nwith locked(Path(sys.argv[1])): pass"
+    )
+    with locked(tmp_path / "lock"):
+        ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "lock")], check=False, capture_output=True)
+        assert b"BlockingIOError" in ended.stderr
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "lock")], check=False).returncode == 0
+
+
+KEEPS = """
+import sys, time
+from penstock.cluster.ssh.keeper import _key_file
+with _key_file(sys.argv[1], b"secret"):
+    print("there", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_key_goes_when_its_keeper_was_killed(tmp_path: Path) -> None:
+    keys = [tmp_path / f"run-{number}.key" for number in (1, 2)]
+    keepers = [
+        subprocess.Popen([sys.executable, "-c", KEEPS, str(key)], stdout=subprocess.PIPE) for key in keys
+    ]  # fmt: skip
+    for keeper in keepers:
+        assert keeper.stdout is not None
+        keeper.stdout.readline()
+    keepers[0].kill()
+    keepers[0].wait()
+    drop_left_keys(str(tmp_path))
+    assert [key.exists() for key in keys] == [False, True]
+    keepers[1].kill()
+    keepers[1].wait()
+    for keeper in keepers:
+        keeper.stdout.close()  # type: ignore[union-attr]
+
+
+def test_a_missing_interpreter_leaves_no_key(tmp_path: Path) -> None:
+    keeper = Path(files.__file__).parent / "cluster" / "ssh" / "keeper.py"
+    arguments = [sys.executable, "-I", str(keeper), "1", str(tmp_path), str(tmp_path / "no-python"), "--", "split"]
+    ended = subprocess.run(arguments, input=b"secret\n", capture_output=True, check=False, timeout=60)
+    assert ended.returncode != 0
+    assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ import base64
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from penstock.train.checkpoint_folder import (
     StageFiles,
     check_whole,
     drop_leftovers,
+    new_save,
     next_suffix,
     read_index,
     reason_of,
@@ -39,12 +41,12 @@ from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
 
 _Found = TypeVar("_Found")
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 _SHOWS_S = 5.0  # after which a network's file system shows what another host has written
 
 
 def save_checkpoint(
-    trainer: Trainer, folder: Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None,
-    *loaders: Loader,
+    trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader,
 ) -> None:  # fmt: skip
     """Write a checkpoint; every process calls this, with a folder that all of them share.
 
@@ -53,20 +55,21 @@ def save_checkpoint(
     Whatever dies or fails meanwhile, an earlier checkpoint in the folder stays whole until the later one is.
 
     Raises `ModelError` on every process where it cannot be written or where the hosts do not share the folder,
-    `UsageError` for a setting that JSON cannot hold.
+    `UsageError` for a setting that JSON cannot hold, and where a training that may go back to this checkpoint has more
+    optimizers or schedulers than are given.
     """
+    if trainer.survivors is not None:
+        _check_all_given(trainer, optimizers, schedulers)
     with trainer.world.explained():
         elastic = trainer.follower.state() if trainer.follower is not None else None
-    schedule = scheduler_state(scheduler, "save it yourself next to this") if scheduler is not None else None
-    suffix = _agree(trainer, lambda: next_suffix(folder) if trainer.world.rank == FEEDER else "")
-    gathered, state = _write(trainer, folder, suffix, optimizer, loaders)
+    suffix, save = _agree(trainer, lambda: [next_suffix(folder) if trainer.world.rank == FEEDER else "", new_save()])
+    gathered, state = _write(trainer, _Place(folder, suffix, save), optimizers, schedulers, loaders)
     _raise_first(gathered)
 
     def finish() -> None:
         if trainer.world.rank == FEEDER:
             _check_shared(trainer, folder, [document["files"] for document in gathered])
-            places = [DataPosition(**loader.state()) for loader in loaders]
-            index = _index(trainer, state, gathered, schedule, elastic, places)
+            index = _index(trainer, state, gathered, elastic, save)
             write_index(folder, index)
             drop_leftovers(folder, set(index.places.values()))
 
@@ -75,24 +78,55 @@ def save_checkpoint(
         trainer.survivors.saw_checkpoint(folder)
 
 
+def _check_all_given(trainer: Trainer, optimizers: Optimizers, schedulers: Any) -> None:
+    """Check that what goes back after a loss is in the checkpoint; raises `UsageError`."""
+    for what, given, has, say in (
+        ("optimizers", _each(optimizers), trainer.optimizers, "all that pipe.optimizer made"),
+        ("schedulers", _each(schedulers), trainer.schedulers, "all that pipe.scheduler was told of"),
+    ):
+        if {id(each) for each in given} != {id(each) for each in has}:
+            raise UsageError(
+                f"a training with on_loss goes back to its last checkpoint, but this one would have {len(given)} "
+                f"{what} of the {len(has)} that are trained with; give save_checkpoint {say}, as a list"
+            )
+
+
+def _each(given: Any) -> tuple[Any, ...]:
+    """Return what is given as one, as several or not at all."""
+    return () if given is None else tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a save writes, and its name, which no other save has."""
+
+    folder: Path
+    suffix: str
+    save: str
+
+
 def _write(
-    trainer: Trainer, folder: Path, suffix: str, optimizer: torch.optim.Optimizer | None, loaders: Sequence[Loader]
+    trainer: Trainer, place: _Place, optimizers: Optimizers, schedulers: Any, loaders: Sequence[Loader]
 ) -> tuple[list[dict[str, Any]], TrainState]:
-    """Write every process's stages; returns what all say of theirs, and this one's state."""
+    """Write every process's stages; returns what all say of theirs, and this one's state.
+
+    All that a checkpoint holds is taken at one moment: a loss between two may take a training back.
+    """
     states: list[TrainState] = []
     trained = next((loader for loader in loaders if loader.was_trained), loaders[-1] if loaders else None)
 
     def write() -> dict[str, Any]:
-        named = NamedOptimizer(optimizer, trainer.tensors) if optimizer is not None else None
+        named = NamedOptimizer(trainer.tensors, *_each(optimizers))
         state = TrainState(
-            tensors=_saved_tensors(trainer), slots=named.slots() if named is not None else {}, step=trainer.step,
+            tensors=_saved_tensors(trainer), slots=named.slots(), step=trainer.step,
             position=trained.state() if trained is not None else None,
         )  # fmt: skip
         states[:] = [state]
         # before anything is written
-        scalars, groups = encode(state.scalars(), "the optimizer's state"), named.groups() if named is not None else []
-        own = _written_here(trainer, state, suffix)
-        failed, files = _attempt(lambda: write_stages(folder, own))
+        scalars, groups = encode(state.scalars(), "the optimizer's state"), named.groups()
+        schedules = [scheduler_state(each, "save it yourself next to this") for each in _each(schedulers)]
+        own = _written_here(trainer, state, place.suffix)
+        failed, files = _attempt(lambda: write_stages(place.folder, own, place.save))
         shapes = {
             name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
             for tensors in own.values() for name, tensor in tensors.items()
@@ -100,15 +134,15 @@ def _write(
         return {
             "failed": failed, "files": files or {}, "shapes": shapes,
             "places": {name: stage for stage, tensors in own.items() for name in tensors},
-            "scalars": scalars, "groups": groups,
+            "scalars": scalars, "groups": groups, "schedules": schedules,
+            "loaders": [loader.state() for loader in loaders],
         }  # fmt: skip
 
     return trainer.together(write), states[0]
 
 
 def load_checkpoint(
-    trainer: Trainer, folder: Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None,
-    *loaders: Loader,
+    trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader,
 ) -> None:  # fmt: skip
     """Continue from a checkpoint, with any number of stages and replicas; every process calls this.
 
@@ -125,8 +159,9 @@ def load_checkpoint(
     tensors = {name: x for name, x in _saved_tensors(trainer).items() if f"model/{name}" in places}
     state = TrainState(tensors=tensors, step=index.step, random=index.random_state())
     _check_shapes(folder, index, tensors)
-    if optimizer is not None:
-        state.slots = NamedOptimizer(optimizer, trainer.tensors).restore(index)
+    _check_schedulers(folder, index, schedulers)
+    if given := _each(optimizers):
+        state.slots = NamedOptimizer(trainer.tensors, *given).restore(index)
     wanted, files = state.named(), StageFiles(folder, places)
     here = dict.fromkeys(wanted, (trainer.world.rank,))  # every process sees the files
     with torch.no_grad():
@@ -135,10 +170,8 @@ def load_checkpoint(
         ):
             wanted[name].copy_(tensor)
     trainer.step = state.step
-    if scheduler is not None:
-        if index.scheduler is None:
-            raise UsageError(f"the checkpoint {folder} was written without a scheduler; load it without one")
-        scheduler.load_state_dict(decode(index.scheduler))
+    for scheduler, kept in zip(_each(schedulers), index.all_schedulers(), strict=False):  # none may be given
+        scheduler.load_state_dict(decode(kept))
     # an earlier checkpoint has the place of one loader
     found = index.loaders if index.loaders is not None else [index.loader] if index.loader is not None else []
     for loader, place in zip(loaders if index.loaders is not None else loaders[-1:], found, strict=False):
@@ -146,6 +179,16 @@ def load_checkpoint(
     torch.set_rng_state(state.random)
     if trainer.survivors is not None:
         trainer.survivors.saw_checkpoint(folder)
+
+
+def _check_schedulers(folder: Path, index: CheckpointIndex, schedulers: Any) -> None:
+    """Check that as many schedulers are given as were saved, or none; raises `UsageError`."""
+    given, kept = len(_each(schedulers)), len(index.all_schedulers())
+    if given and given != kept:
+        raise UsageError(
+            f"the checkpoint {folder} was written with {kept or 'no'} scheduler{'s' * (kept > 1)}, and {given} "
+            f"{'is' if given == 1 else 'are'} given; load it with as many, or without"
+        )
 
 
 def _saved_tensors(trainer: Trainer) -> dict[str, Tensor]:
@@ -170,10 +213,11 @@ def _written_here(trainer: Trainer, state: TrainState, suffix: str) -> dict[str,
 
 
 def _index(
-    trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]],
-    schedule: dict[str, Any] | None, elastic: dict[str, Any] | None, places: list[DataPosition],
+    trainer: Trainer, state: TrainState, gathered: Sequence[Mapping[str, Any]], elastic: dict[str, Any] | None,
+    save: str,
 ) -> CheckpointIndex:  # fmt: skip
     groups: list[dict[str, Any]] = []
+    schedules, loaders = gathered[FEEDER]["schedules"], gathered[FEEDER]["loaders"]
     for document in gathered:
         for place, group in enumerate(document["groups"]):
             if place == len(groups):
@@ -183,10 +227,12 @@ def _index(
         model=trainer.captured.graph.model, step=state.step, num_stages=trainer.placed.num_stages,
         num_replicas=len(trainer.grid.replicas), places=_merged(gathered, "places"),
         shapes={name: (dtype, shape) for name, (dtype, shape) in _merged(gathered, "shapes").items()},
-        scalars=_merged(gathered, "scalars"), groups=[OptimizerGroup(**group) for group in groups], scheduler=schedule,
+        scalars=_merged(gathered, "scalars"), groups=[OptimizerGroup(**group) for group in groups],
+        scheduler=schedules[0] if schedules else None,
         loader=DataPosition(**state.position) if state.position is not None else None,
         random=base64.b64encode(state.random.numpy().tobytes()).decode(), files=_merged(gathered, "files"),
-        elastic=elastic, loaders=places,
+        elastic=elastic, loaders=[DataPosition(**loader) for loader in loaders],
+        more_schedulers=schedules[1:], save=save,
     )  # fmt: skip
 
 

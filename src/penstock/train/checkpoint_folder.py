@@ -14,6 +14,7 @@ import binascii
 import contextlib
 import json
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -62,8 +63,9 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `places` tells the stage's folder of each tensor and `shapes` its dtype and shape; `scalars` are an optimizer's
     values that are no tensors, by parameter. `loader` is the place in the data that was trained on, `loaders` the
     places of all loaders in the order in which they were made. `files` are the bytes of each file of the stages'
-    folders; earlier checkpoints do not say them. `elastic` is what an elastic training goes on from, and left out by
-    any other.
+    folders; earlier checkpoints do not say them. `save` is the name of the save, which the header of each file has
+    too: of two runs that write to one folder neither reads the other's files as its own. `elastic` is what an elastic
+    training goes on from, and left out by any other.
     """
 
     format: Literal["penstock-checkpoint"] = "penstock-checkpoint"
@@ -82,6 +84,12 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     files: dict[StageFile, Place] | None = None
     elastic: dict[str, Any] | None = None
     loaders: list[DataPosition] | None = None
+    more_schedulers: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    save: str | None = None
+
+    def all_schedulers(self) -> list[dict[str, Any]]:
+        """Return the states of the schedulers, the first one and any more."""
+        return [self.scheduler, *self.more_schedulers] if self.scheduler is not None else []
 
     def random_state(self) -> torch.Tensor:
         """Return the random state; raises `ValueError` for one that is none."""
@@ -112,7 +120,7 @@ def read_index(folder: Path) -> CheckpointIndex:
         # not msgspec's reader: settings may hold infinities, which JSON has no word for and Python's has
         index = msgspec.convert(json.loads(path.read_bytes()), CheckpointIndex)
         index.random_state()
-        decode([index.scheduler, index.scalars, [group.settings for group in index.groups]])
+        decode([index.all_schedulers(), index.scalars, [group.settings for group in index.groups]])
         _check_names(index)
     except FileNotFoundError:
         raise ModelError(f"{folder} holds no whole checkpoint: it has no {INDEX}; check the path") from None
@@ -139,16 +147,22 @@ def _check_names(index: CheckpointIndex) -> None:
 
 
 _FILE = "model.safetensors"
+_SAVE = "penstock.save"  # in a file's header
 _STAGE_FOLDER = re.compile(STAGE)
 
 
-def write_stages(folder: Path, own: Mapping[str, dict[str, Tensor]]) -> dict[str, int]:
-    """Write the stages' folders, and return their files' bytes once all of it is on the disk.
+def new_save() -> str:
+    """Return the name of a save, which no other has."""
+    return secrets.token_hex(16)
+
+
+def write_stages(folder: Path, own: Mapping[str, dict[str, Tensor]], save: str) -> dict[str, int]:
+    """Write the stages' folders under the name of a save, and return their files' bytes once all of it is on the disk.
 
     What fails leaves nothing behind: a full disk needs the room.
     """
     try:
-        return _write(folder, own)
+        return _write(folder, own, save)
     except Exception as error:
         for stage in own:
             shutil.rmtree(folder / stage, ignore_errors=True)
@@ -157,13 +171,13 @@ def write_stages(folder: Path, own: Mapping[str, dict[str, Tensor]]) -> dict[str
         raise
 
 
-def _write(folder: Path, own: Mapping[str, dict[str, Tensor]]) -> dict[str, int]:
+def _write(folder: Path, own: Mapping[str, dict[str, Tensor]], save: str) -> dict[str, int]:
     files: dict[str, int] = {}
     for stage, tensors in own.items():
         # what another run has left on a host that does not share the folder
         shutil.rmtree(folder / stage, ignore_errors=True)
         (folder / stage).mkdir(parents=True)
-        save_weights(TensorWeights(tensors), folder / stage / _FILE)
+        save_weights(TensorWeights(tensors), folder / stage / _FILE, metadata={_SAVE: save})
         files[f"{stage}/{_FILE}"] = (folder / stage / _FILE).stat().st_size
     if own:
         flush(folder)
@@ -189,6 +203,11 @@ class StageFiles:
     def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
         self._folder, self._places = folder, places
         self._stages: dict[str, FileWeights] = {}
+
+    def save(self, name: str) -> str | None:
+        """Return the name of the save that wrote the file of a tensor; None for one of an earlier version."""
+        with self._explained(name):
+            return self._stage(name).metadata.get(_SAVE)
 
     def shape(self, name: str) -> list[int] | None:
         """Return the shape of a tensor in its file; None where it is not there."""
@@ -216,7 +235,7 @@ class StageFiles:
 
 
 def check_whole(folder: Path, index: CheckpointIndex) -> None:
-    """Check that every file is there at its full length and holds the tensors that the index names.
+    """Check that every file is there at its full length, of this save, and holds the tensors that the index names.
 
     Raises `ModelError` naming the stage's folder.
     """
@@ -229,6 +248,9 @@ def check_whole(folder: Path, index: CheckpointIndex) -> None:
     for name, stage in sorted(index.places.items(), key=lambda item: item[1]):
         if files.shape(name) != index.shapes[name][1]:
             raise damaged(folder, stage, f"{name} is not there with the shape {index.shapes[name][1]}")
+    for stage, name in {stage: name for name, stage in index.places.items()}.items():
+        if index.save is not None and files.save(name) != index.save:
+            raise damaged(folder, stage, "it is of another save, as where two runs write to one folder at a time")
 
 
 def damaged(folder: Path, stage: str, reason: str) -> ModelError:

@@ -112,7 +112,7 @@ class _Told:
 
 def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTensors) -> _Told:
     """Tell all processes what this optimizer has of the parameters held here, before anything moves."""
-    named = NamedOptimizer(optimizer, tensors)
+    named = NamedOptimizer(tensors, optimizer)
     state = TrainState(tensors={}, slots=_slots(named, tensors))
     mine = {
         "groups": named.places(),
@@ -175,7 +175,7 @@ def _move(
 ) -> _Arrived:
     """Bring an optimizer's state to where its parameters will be."""
     after, transport = now.tensors, trainer.world.transport
-    own = TrainState(tensors={}, slots=_slots(NamedOptimizer(optimizer, before), before)).named()
+    own = TrainState(tensors={}, slots=_slots(NamedOptimizer(before, optimizer), before)).named()
     trained = [name for name in now.order if name in told.groups and name in now.captured.trainable]
     shapes = {f"optimizer/{slot}/{name}": shape for name in trained for slot, shape in told.slots.get(name, {}).items()}
     have = Held({entry: before.holders(source_of(entry)) for entry in shapes}, own.__getitem__)

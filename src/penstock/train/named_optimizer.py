@@ -15,16 +15,26 @@ from penstock.train.plain_values import decode, encode
 
 
 class NamedOptimizer:
-    """An optimizer of some of the parameters that a process holds."""
+    """Optimizers of some of the parameters that a process holds, taken as one: their groups follow each other.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, tensors: HeldTensors) -> None:
-        self._optimizer = optimizer
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._named = {name: p for name, p in tensors.parameters.items() if id(p) in known}
+    Raises `UsageError` for a parameter that two of them have.
+    """
+
+    def __init__(self, tensors: HeldTensors, *optimizers: torch.optim.Optimizer) -> None:
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        owners: dict[int, torch.optim.Optimizer] = {}
+        for optimizer in optimizers:
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if owners.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise UsageError(
+                        "a parameter belongs to one optimizer, but two have one in common; give each its own parameters"
+                    )
+        self._named = {name: p for name, p in tensors.parameters.items() if id(p) in owners}
+        self._owners = {name: owners[id(parameter)] for name, parameter in self._named.items()}
 
     def slots(self) -> dict[str, dict[str, Any]]:
         """Return what it keeps of each parameter, as it is now."""
-        return {name: dict(self._optimizer.state.get(parameter, {})) for name, parameter in self._named.items()}
+        return {name: dict(self._owners[name].state.get(parameter, {})) for name, parameter in self._named.items()}
 
     def groups(self) -> list[dict[str, Any]]:
         """Return its groups: their settings, and the names of their parameters.
@@ -41,18 +51,19 @@ class NamedOptimizer:
                 },
                 "names": [names[id(p)] for p in group["params"] if id(p) in names],
             }
-            for group in self._optimizer.param_groups
+            for group in self._groups
         ]
 
     def places(self) -> dict[str, int]:
         """Return the number of each parameter's group."""
-        numbers = {id(p): number for number, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        numbers = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
         return {name: numbers[id(parameter)] for name, parameter in self._named.items()}
 
     def restore(self, index: CheckpointIndex) -> dict[str, dict[str, Any]]:
         """Take the settings of a checkpoint and make room for what was kept of each parameter; returns that room.
 
-        Raises `UsageError` for an optimizer with other groups.
+        What was kept of steps that the checkpoint does not have is forgotten. Raises `UsageError` for an optimizer with
+        other groups.
         """
         self._restore_settings(index.groups)
         found: dict[str, dict[str, Any]] = {}
@@ -60,14 +71,17 @@ class NamedOptimizer:
             kind, *rest = place.split("/", 2)
             if kind == "optimizer" and rest[1] in self._named:
                 slot, name = rest
-                device = self.place_of(self._optimizer, self._named[name])(slot)
+                device = self.place_of(self._owners[name], self._named[name])(slot)
                 found.setdefault(name, {})[slot] = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
         for name, parameter in self._named.items():
-            self._optimizer.state[parameter].update(decode(index.scalars.get(name, {})) | found.get(name, {}))
+            kept = decode(index.scalars.get(name, {})) | found.get(name, {})
+            self._owners[name].state.pop(parameter, None)
+            if kept:
+                self._owners[name].state[parameter] = kept
         return found
 
     def _restore_settings(self, saved: Sequence[OptimizerGroup]) -> None:
-        groups = self._optimizer.param_groups
+        groups = self._groups
         if len(saved) != len(groups):
             raise UsageError(
                 f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(groups)}; build it "

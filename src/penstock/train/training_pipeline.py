@@ -21,7 +21,7 @@ from penstock.tensors import find_device
 from penstock.terminal.notes import note
 from penstock.train.arrangement import ScheduleChoice, TrainOptions, find_cuts
 from penstock.train.captured import Captured
-from penstock.train.checkpoint import load_checkpoint, save_checkpoint
+from penstock.train.checkpoint import Optimizers, load_checkpoint, save_checkpoint
 from penstock.train.evaluation import evaluate, predict
 from penstock.train.loader import Loader
 from penstock.train.loading import Collate
@@ -311,28 +311,26 @@ class TrainingPipeline:
         with self.trainer.call("save"):
             save_model(self.trainer, Path(path), metadata)
 
-    def save_checkpoint(
-        self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None
-    ) -> None:
+    def save_checkpoint(self, folder: str | Path, optimizer: Optimizers = None, scheduler: Any = None) -> None:
         """Write what is needed to continue: weights, optimizer, scheduler, place in the data, random state.
 
         Every process writes its own stages, so the folder must be one that all hosts share. A checkpoint that is in
-        it already stays whole until the new one is.
+        it already stays whole until the new one is. Several optimizers or schedulers are given as a list.
 
         Example:
             pipe.save_checkpoint("run/step1000", optimizer, scheduler)
+            pipe.save_checkpoint("run/step1000", [slow, fast], [warm_up])
 
         Raises `ModelError` where it cannot be written, or where a host has written to a folder of its own.
         """
         with self.trainer.call("save_checkpoint"):
             save_checkpoint(self.trainer, Path(folder), optimizer, scheduler, *self._loaders)
 
-    def load_checkpoint(
-        self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None
-    ) -> None:
+    def load_checkpoint(self, folder: str | Path, optimizer: Optimizers = None, scheduler: Any = None) -> None:
         """Continue from a checkpoint that any number of stages and replicas has written.
 
-        Make optimizer, scheduler and loaders first, loaders in the order in which they were made then.
+        Make optimizers, schedulers and loaders first, and give them in the order of the save. What an optimizer has
+        kept of steps that the checkpoint does not have is forgotten.
 
         Example:
             pipe.load_checkpoint("run/step1000", optimizer, scheduler)

@@ -217,7 +217,7 @@ class Survivors:
                 for each in trainer.schedulers
             ],
             "settings": [
-                [group["settings"] for group in NamedOptimizer(optimizer, trainer.tensors).groups()]
+                [group["settings"] for group in NamedOptimizer(trainer.tensors, optimizer).groups()]
                 for optimizer in trainer.optimizers
             ],
         }  # fmt: skip
@@ -277,9 +277,7 @@ class Survivors:
         self._moving = True
         try:
             index = read_index(folder)
-            optimizer = trainer.optimizers[0] if trainer.optimizers and index.groups else None
-            scheduler = trainer.schedulers[0] if trainer.schedulers and index.scheduler is not None else None
-            load_checkpoint(trainer, folder, optimizer, scheduler)
+            load_checkpoint(trainer, folder, trainer.optimizers, trainer.schedulers)
             place = index.loader
             batch.loader.rewind((place.epoch, place.position) if place is not None else (0, 0))
             for parameter in trainer.tensors.parameters.values():

@@ -141,6 +141,22 @@ def test_resume_goes_on_behind_complete_rows(penstock: Run, photos: Path, tmp_pa
     assert "resume with the same images" in err
 
 
+@pytest.mark.parametrize("other", [["--seed", 1], ["--runtime", "eager:bfloat16"]])
+def test_resume_adds_no_rows_of_another_model(penstock: Run, photos: Path, tmp_path: Path, other: list[object]) -> None:
+    output = tmp_path / "out.csv"
+    arguments = ["infer", SMALL, "--images", photos, "-o", output, "--stages", 1]
+    assert penstock(*arguments, "--num-images", 3)[0] == 0
+    before = output.read_text()
+    status, _, err = penstock(*arguments, *other, "--resume")
+    assert status == 2
+    assert str(output) in err
+    assert output.read_text() == before
+    (tmp_path / "out.csv.run.json").unlink()  # as an earlier version has written them
+    status, _, err = penstock(*arguments, "--resume")
+    assert status == 0
+    assert "which model" in err.replace("\n", " ")
+
+
 @pytest.mark.fresh
 def test_ctrl_c_leaves_rows_on_disk_and_no_process_behind(tmp_path: Path) -> None:
     output = tmp_path / "out.csv"

@@ -30,7 +30,8 @@ from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.preprocess import Transform
 from penstock.zoo.data.texts import CLS, Sentences, is_trees, read_tokenizer, read_trees, train_tokenizer
-from penstock.zoo.models.models import ZooModel, parse_hf
+from penstock.zoo.models.models import ZooModel, parse_hf, with_classes
+from penstock.zoo.weights.classes import write_classes
 
 _POOL = 50  # batches whose rows are sorted together
 
@@ -51,7 +52,8 @@ def make_task(settings: FitSettings) -> Task:
     for option in ("teacher", "hold_out"):
         if task != image_task and getattr(settings, option) is not None:
             raise UsageError(f"--{option.replace('_', '-')} is for images, not for {settings.data}; leave it out")
-    return replace(task(settings), metadata=metadata_of(settings))
+    made = task(settings)
+    return replace(made, metadata={**metadata_of(settings), **made.metadata})
 
 
 def image_task(settings: FitSettings) -> Task:
@@ -62,31 +64,28 @@ def image_task(settings: FitSettings) -> Task:
     zoo, weights, new = load_for(settings, name, "images" if name.startswith("hf:") else None)
     if zoo.transform is None or zoo.task != "image":
         raise UsageError(f"{settings.model} takes no images but {settings.data} holds images; name a model that does")
-    key = next(iter(zoo.example_kwargs), None)
-    make = ImageReader(images, zoo.transform, key, None)
+    key, classes = next(iter(zoo.example_kwargs), None), classes_of(zoo, images)
+    make = ImageReader(images, zoo.transform, key, classes)
     chosen, _ = held_out(spread(len(images), settings.num_rows), settings.hold_out)
     if settings.validation:
         other = open_images(settings.validation)
         check_labelled(other, settings.validation)
         training = Rows(chosen, make)
-        validation = Rows(range(len(other)), ImageReader(other, zoo.transform, key, images.classes))
+        validation = Rows(range(len(other)), ImageReader(other, zoo.transform, key, classes))
     else:
         training, validation = (Rows([chosen[row] for row in part], make) for part in keep_some(len(chosen)))
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
+        metadata=write_classes(classes),
     )  # fmt: skip
     return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
 
 
-def with_classes(name: str, num_classes: int) -> str:
-    """Add the number of classes to a model's name, unless it is there.
-
-    >>> with_classes("timm:resnet18", 10), with_classes("hf:vit,num_labels=4", 10)
-    ('timm:resnet18,num_classes=10', 'hf:vit,num_labels=4')
-    """
-    option = {"timm": "num_classes", "hf": "num_labels"}.get(name.partition(":")[0])
-    return name if option is None or f",{option}=" in name else f"{name},{option}={num_classes}"
+def classes_of(zoo: ZooModel, images: ImageSet) -> Sequence[str]:
+    """Return the classes of images in the order of the model's outputs: that of its weights, if they are the same."""
+    known = zoo.class_names or ()
+    return known if len(known) == len(images.classes) and set(known) == set(images.classes) else images.classes
 
 
 def check_labelled(images: ImageSet, path: str) -> None:

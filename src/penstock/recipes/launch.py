@@ -17,7 +17,7 @@ from penstock.group.entry import meeting_place, under_torchrun
 from penstock.group.launcher import LocalWorkers, WorkerExit, module_command, module_path
 from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
 from penstock.recipes.loop import fit_here
-from penstock.recipes.metrics import FitResult
+from penstock.recipes.metrics import FitResult, sole_run
 from penstock.recipes.settings import FitSettings, num_processes, plan_of, write_settings
 from penstock.spec.plan import Plan
 from penstock.transport.base import FEEDER
@@ -60,22 +60,24 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
     """
     plan = plan_of(settings)  # what is wrong with it is said before processes are started
     folder = settings.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with sole_run(folder):
         file, result = folder / "asked.json", folder / "result.json"
-        write_settings(settings, file)
-        result.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"the folder {folder} cannot be written ({error.strerror}); choose another --output") from None
-    problem: RunError | None = None
-    try:
-        if lab is None:
-            problem = _run_local(settings, plan, file, memory_bytes)
-        else:
-            problem = _run_in_lab(settings, plan, file, lab)
-    finally:
-        file.unlink(missing_ok=True)
-    return _read_result(result, problem)
+        try:
+            write_settings(settings, file)
+            result.unlink(missing_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"the folder {folder} cannot be written ({error.strerror}); choose another --output"
+            ) from None
+        problem: RunError | None = None
+        try:
+            if lab is None:
+                problem = _run_local(settings, plan, file, memory_bytes)
+            else:
+                problem = _run_in_lab(settings, plan, file, lab)
+        finally:
+            file.unlink(missing_ok=True)
+        return _read_result(result, problem)
 
 
 def write_result(path: Path, found: FitResult | BaseException) -> None:

@@ -29,6 +29,7 @@ from penstock.recipes.metrics import (
     checkpoint_folder,
     drop_old_checkpoints,
     newest_checkpoint,
+    sole_run,
 )
 from penstock.recipes.settings import FitSettings, elastic_options, plan_of, survival_options
 from penstock.recipes.tasks import Task
@@ -45,15 +46,19 @@ from penstock.transport.base import FEEDER
 WARM_UP = 2  # the first steps make connections and buffers
 
 
-def fit_here(settings: FitSettings) -> FitResult:
+def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
     """Train in the processes that are there: in this one only, or in all that torchrun started.
 
-    Raises what `fit` raises.
+    The process that has started this one `holds_folder`, or the first process does. Raises what `fit` raises.
     """
     starts = under_torchrun() and settings.join is None
     world = join_torchrun(again=settings.on_loss != "stop") if starts else None
-    with world if world is not None else contextlib.nullcontext():
+    with contextlib.ExitStack() as held:
+        if world is not None:
+            held.enter_context(world)
         first = settings.join is None and (world is None or world.rank == FEEDER)
+        if first and not holds_folder:
+            held.enter_context(sole_run(settings.folder))
         if first:
             check_new(settings)
         with working("preparing model and data") if first else contextlib.nullcontext():
@@ -165,6 +170,22 @@ class _Fit:
             raise UsageError(f"{self._settings.folder} holds no whole checkpoint any more; leave --resume out to start")
         folder = self._settings.folder / "checkpoints" / gathered[FEEDER]["name"]
         self._pipe.load_checkpoint(folder, self._optimizer, self._scheduler)
+        self._apply_settings()
+
+    def _apply_settings(self) -> None:
+        """Learn on as these settings say, where the checkpoint's optimizer and scheduler have others."""
+        given, scheduler = self._settings, self._scheduler
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = given.weight_decay
+            if scheduler is None:
+                group["lr"] = given.lr
+        if scheduler is None or (scheduler.T_max == self._num_steps and set(scheduler.base_lrs) == {given.lr}):
+            return
+        scheduler.T_max, scheduler.base_lrs = self._num_steps, [given.lr] * len(scheduler.base_lrs)
+        # not step by step from the last rate, as the scheduler does: that one was of another curve
+        for group, rate in zip(self._optimizer.param_groups, scheduler._get_closed_form_lr(), strict=True):
+            group["initial_lr"], group["lr"] = given.lr, rate
+        scheduler._last_lr = [group["lr"] for group in self._optimizer.param_groups]
 
     def run(self) -> FitResult:
         """Train to the end; returns the result, the same on every process."""

@@ -1,6 +1,7 @@
 """What a run leaves behind: settings, a line for every step and epoch, checkpoints, the model.
 
 runs/NAME/
+    run.lock                 held while a process trains here
     settings.json
     metrics.jsonl            of the first process; every other one has metrics-rank1.jsonl and so on
     checkpoints/step-000100/
@@ -21,14 +22,15 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.errors import ModelError, UsageError
-from penstock.files import LineFile, written_whole
-from penstock.recipes.settings import FitSettings, write_settings
+from penstock.files import LineFile, locked, written_whole
+from penstock.recipes.settings import FitSettings, check_resumed, read_settings, write_settings
 from penstock.terminal.notes import note
 from penstock.train.checkpoint_folder import INDEX, check_whole, read_index
 from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.weight_files import FileWeights
 
 _KEPT = 2  # checkpoints
+LOCK, SETTINGS = "run.lock", "settings.json"
 _STEP = re.compile(r"step-\d{1,18}", re.ASCII)
 
 
@@ -90,6 +92,25 @@ class FitResult(msgspec.Struct, frozen=True, kw_only=True):
         return sum(e.units_per_s * e.train_s for e in self.epochs) / self.train_s if self.train_s else 0.0
 
 
+@contextlib.contextmanager
+def sole_run(folder: Path) -> Iterator[None]:
+    """Have a run's folder to one run while the block runs; raises `UsageError` where another is under way in it."""
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(folder / LOCK))
+        except BlockingIOError as error:
+            raise UsageError(
+                f"a folder holds one run at a time, and {error.filename or 'another process'} trains in {folder}; "
+                "wait for its end, or choose another --output"
+            ) from None
+        except OSError as error:
+            raise UsageError(
+                f"the folder {folder} cannot be written ({error.strerror}); choose another --output"
+            ) from None
+        yield
+
+
 class RunFolder:
     """Writes one process's metrics as JSON lines, and knows where the rest of a run lies.
 
@@ -113,7 +134,7 @@ class RunFolder:
                     file.writelines(line.encode() for line in self._before(first_step))
             self._file = LineFile(self._metrics, append=settings.resume or settings.join is not None)
             if rank == 0:
-                write_settings(settings, self.path / "settings.json")
+                write_settings(settings, self.path / SETTINGS)
         except OSError as error:
             reason = error.strerror
             raise UsageError(f"the folder {self.path} cannot be written ({reason}); choose another --output") from None
@@ -123,8 +144,11 @@ class RunFolder:
         """Return the lines of the run that is continued, without the steps that will come again."""
         if not self._metrics.exists():
             return []
-        lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
+        lines = self._metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        steps = [_step_of(line) for line in lines]
+        if damaged := steps[:-1].count(None):  # the last one was being written where the process died
+            note(f"{damaged} damaged line{'s' * (damaged > 1)} of {self._metrics} left out")
+        return [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= first_step]
 
     def go_back(self, step: int) -> None:
         """Leave out the lines of later steps, which will come again; where that cannot be, they stay."""
@@ -161,6 +185,15 @@ class RunFolder:
                     f"metrics of rank {self._rank} cannot be written to {self.path} ({error.strerror or error}); "
                     "training goes on without those that do not fit"
                 )
+
+
+def _step_of(line: str) -> int | None:
+    """Return the step of a line of metrics; None where it is damaged."""
+    try:
+        step = json.loads(line)["step"] if line.endswith("\n") else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def checkpoint_folder(settings: FitSettings, step: int) -> Path:
@@ -219,8 +252,12 @@ def _step(folder: Path) -> int:
 
 
 def check_new(settings: FitSettings) -> None:
-    """Refuse to write over an earlier run; raises `UsageError`."""
+    """Refuse to write over an earlier run, or to go on with one as if it were another; raises `UsageError`."""
     there = (settings.folder / "metrics.jsonl").exists()
+    written = settings.folder / SETTINGS
+    changes = check_resumed(settings, read_settings(written)) if settings.resume and written.exists() else []
+    if changes:
+        note(f"goes on with {', '.join(changes)}")
     if settings.resume and newest_checkpoint(settings) is None:
         raise UsageError(f"{settings.folder} holds no whole checkpoint to go on from; leave --resume out to start")
     if there and not settings.resume:

@@ -13,9 +13,10 @@ from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
 from penstock.recipes.classify import Prediction, classify, labels_comparable
-from penstock.recipes.predictions import PredictionFile
+from penstock.recipes.predictions import PredictionFile, PredictionRun, go_on_with
 from penstock.spec.check import read_plan
 from penstock.spec.cluster import read_cluster
+from penstock.spec.plan import Plan, runtime_name
 from penstock.spec.profile import read_profile
 from penstock.terminal.console import PlainConsole
 from penstock.terminal.live import LiveView
@@ -24,6 +25,7 @@ from penstock.terminal.progress import how_far, telling, working
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.models.models import ZooModel, load_model
+from penstock.zoo.weights.weights import fingerprint_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +76,13 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
             raise UsageError(f"{asked.model} does not classify images; name an image classification model")
         plan = read_plan(asked.plan) if asked.plan else None
         microbatch_size = asked.microbatch_size if plan is None else plan.microbatch_rows
+        about = PredictionRun(
+            model=asked.model, weights=fingerprint_of(zoo.weights), images=asked.images,
+            runtimes=[asked.runtime] if plan is None else _runtimes(plan),
+        )  # fmt: skip
         with PredictionFile(asked.output, resume=asked.resume) as file:
             _check_done(file, chosen)
+            go_on_with(file, about)
             example = _example(zoo, microbatch_size)
             with working("putting the stages in place"):
                 pipe = Pipeline(
@@ -94,6 +101,11 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
     if not tally.failed:
         return summary, None
     return summary, f"{len(tally.failed)} of {len(chosen)} images failed, the first one: {tally.failed[0].error}"
+
+
+def _runtimes(plan: Plan) -> list[str]:
+    stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
+    return sorted({runtime_name(stage.runtime, stage.precision, stage.keep) for stage in stages})
 
 
 def _example(zoo: ZooModel, rows: int) -> torch.Tensor:

@@ -4,10 +4,14 @@ import csv
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from penstock.errors import RunError, UsageError
 from penstock.files import LineFile
+from penstock.spec.fields import decode_json, read_bytes, write_json
+from penstock.terminal.notes import note
 from penstock.text import guard_cell, unguard_cell
 
 COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
@@ -82,6 +86,42 @@ class PredictionFile:
             with self.path.open("r+b") as file:
                 file.truncate(len(complete))
         return rows
+
+
+class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What made a file of predictions, beside which it lies as FILE.run.json: rows of another are not added to it.
+
+    `weights` is the fingerprint of the model's tensors, `runtimes` are those of its stages.
+    """
+
+    format: Literal["penstock-predictions"] = "penstock-predictions"
+    model: str
+    weights: str
+    images: str
+    runtimes: list[str]
+
+
+def go_on_with(file: PredictionFile, run: PredictionRun) -> None:
+    """Write down what makes a file of predictions, or compare it with what has made the rows that are there.
+
+    Raises `UsageError` naming what differs.
+    """
+    path = file.path.with_name(f"{file.path.name}.run.json")
+    if file.done and path.exists():
+        before = decode_json(
+            read_bytes(path, "what has made predictions", UsageError), PredictionRun, f"{path}", UsageError
+        )
+        for name in run.__struct_fields__:
+            now, was = getattr(run, name), getattr(before, name)
+            if now != was:
+                raise UsageError(
+                    f"the rows in {file.path} are of one run, but its {name} was {was} and is {now} now; go on with "
+                    "the same, or leave --resume out"
+                )
+        return
+    if file.done:
+        note(f"there is no {path}, so nothing says which model has made the {len(file.done)} rows in {file.path}")
+    write_json(path, run)
 
 
 def _end_of_rows(data: bytes, *, quoted: bool) -> int:

@@ -1,21 +1,23 @@
 """What a training run is asked to do, as one value that a file can hold."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from penstock.deploy.run_options import SurvivalOptions
-from penstock.elastic.options import ElasticOptions, Stored
+from penstock.elastic.options import Stored
 from penstock.errors import UsageError
-from penstock.group.regroup import read_place
+from penstock.files import write_whole
 from penstock.plan.schedule.picture import find_schedule
 from penstock.spec.check import check_purpose, read_plan
 from penstock.spec.cluster import read_cluster
 from penstock.spec.plan import Plan
 from penstock.spec.profile import read_profile
-from penstock.train.arrangement import check_given_once
+
+if TYPE_CHECKING:
+    from penstock.deploy.run_options import SurvivalOptions
+    from penstock.elastic.options import ElasticOptions
 
 Positive = Annotated[int, Meta(ge=1)]
 Rate = Annotated[float, Meta(ge=0.0)]
@@ -24,6 +26,13 @@ PathText = Annotated[str, Meta(extra={"path": "as given"})]
 WholePath = Annotated[str, Meta(extra={"path": "whole"})]
 DEFAULT_SCHEDULE = "1f1b"
 DEFAULT_FREEZE = "gradient-norms"
+# what a run that is gone on with keeps: otherwise its place in the data, or what it has learned, would mean another
+_KEPT = (
+    "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "seed", "optimizer", "lr_schedule",
+    "weights", "pretrained", "teacher", "elastic",
+)  # fmt: skip
+# what may be another from there on, and is said then
+_CHANGEABLE = ("lr", "weight_decay", "clip", "autocast", "epochs", "steps", "freeze")
 # what only an elastic training is asked
 _ELASTIC = (
     "freeze", "pack", "replicate", "cache", "cache_dir", "cache_limit", "cache_dtype", "cache_views", "keep_cache",
@@ -174,6 +183,8 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def make_settings(fields: dict[str, Any]) -> FitSettings:
     """Make settings of named values; raises `UsageError` naming the one that is wrong."""
+    from penstock.group.regroup import read_place
+
     try:
         settings = msgspec.convert(fields, FitSettings)
     except msgspec.ValidationError as error:
@@ -202,11 +213,13 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
     return settings
 
 
-def elastic_options(settings: FitSettings) -> ElasticOptions:
+def elastic_options(settings: FitSettings) -> "ElasticOptions":
     """Return how a run is elastic; raises `UsageError` for what cannot be.
 
     Raises `ProfileError` and `ClusterError` for files that cannot be read.
     """
+    from penstock.elastic.options import ElasticOptions
+
     return ElasticOptions(
         freeze=settings.freeze, epochs=settings.epochs, pack=settings.pack, replicate=settings.replicate,
         cache=settings.cache, cache_dir=settings.cache_dir, cache_limit=settings.cache_limit,
@@ -216,11 +229,14 @@ def elastic_options(settings: FitSettings) -> ElasticOptions:
     )  # fmt: skip
 
 
-def survival_options(settings: FitSettings, *, first: bool) -> SurvivalOptions:
+def survival_options(settings: FitSettings, *, first: bool) -> "SurvivalOptions":
     """Return what a run does after a loss; the `first` process reads the files that the planner goes by, and has them.
 
     Raises `ProfileError` and `ClusterError` for files that cannot be read.
     """
+    from penstock.deploy.run_options import SurvivalOptions
+    from penstock.group.regroup import read_place
+
     plans = first and settings.from_cluster is not None
     return SurvivalOptions(
         on_loss=settings.on_loss, wait_s=settings.wait_for,
@@ -231,8 +247,8 @@ def survival_options(settings: FitSettings, *, first: bool) -> SurvivalOptions:
 
 
 def write_settings(settings: FitSettings, path: Path) -> None:
-    """Write settings as JSON."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
+    """Write settings as JSON, whole or not at all; raises `OSError` where they cannot be."""
+    write_whole(path, msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
 
 
 def read_settings(path: Path) -> FitSettings:
@@ -243,11 +259,41 @@ def read_settings(path: Path) -> FitSettings:
         raise UsageError(f"{path} holds no settings of a training run ({error})") from None
 
 
+def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
+    """Compare the settings of a run with those it is gone on with; returns what changes from there on.
+
+    Example:
+        check_resumed(settings.replace(lr=1e-4), settings)      # ["lr 0.0001 instead of 0.001"]
+
+    Raises `UsageError` for what has to stay as it was.
+    """
+    for name in _KEPT:
+        now, was = getattr(settings, name), getattr(before, name)
+        if not _means_same(now, was):
+            option = name.replace("_", "-")
+            way = f"give --{option} {was}" if was not in (None, True, False) else f"leave --{option} out"
+            raise UsageError(
+                f"a run that is gone on with keeps its {name}, which was {was} and is {now} now; {way}, or begin "
+                "another run with another --output"
+            )
+    pairs = ((name, getattr(settings, name), getattr(before, name)) for name in _CHANGEABLE)
+    return [f"{name} {now} instead of {was}" for name, now, was in pairs if now != was]
+
+
+def _means_same(now: Any, was: Any) -> bool:
+    """Return whether two settings are equal, or name the same file."""
+    if now == was or not (isinstance(now, str) and isinstance(was, str)):
+        return bool(now == was)
+    return Path(now).exists() and Path(now).resolve() == Path(was).resolve()
+
+
 def plan_of(settings: FitSettings) -> Plan | None:
     """Read the plan that a run follows, or return None for a run without one.
 
     Raises `PlanError` for a plan for inference, `UsageError` where the settings say something else than the plan.
     """
+    from penstock.train.arrangement import check_given_once
+
     if settings.plan is None:
         return None
     plan = read_plan(settings.plan)

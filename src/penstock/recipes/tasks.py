@@ -1,7 +1,7 @@
 """What is learned: a model in training mode, its data, its loss and what else is measured."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,7 +95,8 @@ def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooMod
     zoo = load_model(name, seed=settings.seed, head=head)
     if settings.weights is None and not settings.pretrained:
         return zoo, zoo.weights, []
-    given = load_model(settings.model, weights=path, pretrained=settings.pretrained, seed=settings.seed).weights
+    other = load_model(settings.model, weights=path, pretrained=settings.pretrained, seed=settings.seed)
+    given, zoo = other.weights, replace(zoo, class_names=other.class_names or zoo.class_names)
     known = given.names()
     shapes = {n: (tuple(p.shape), p.dtype) for n, p in zoo.module.named_parameters(remove_duplicate=False)}
     new = [n for n, (shape, _) in shapes.items() if n not in known or given.shape(n) != shape]

@@ -29,7 +29,7 @@ def main() -> int:
     writes = os.environ["RANK"] == "0"
     result = given.settings.parent / "result.json"
     try:
-        found = fit_here(read_settings(given.settings))
+        found = fit_here(read_settings(given.settings), holds_folder=True)
     # whatever it is, the process that started this one tells it
     except Exception as error:
         if writes:

@@ -1,5 +1,6 @@
 """Sets of images from every source, good and bad."""
 
+import gzip
 import pickle
 import tarfile
 from io import BytesIO
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 
 from penstock.errors import DataError
+from penstock.memory import peak_bytes
 from penstock.zoo.data import image_set
 from penstock.zoo.data.folders import natural_key
 from penstock.zoo.data.image_names import open_images
@@ -279,3 +281,46 @@ def test_a_name_of_more_digits_than_a_number_may_have() -> None:
     long = "9" * 5000
     names = [f"{long}1.png", f"{long}.png", "10.png", "9.png", "010.png", "a1.png"]
     assert sorted(names, key=natural_key) == ["9.png", "010.png", "10.png", f"{long}.png", f"{long}1.png", "a1.png"]
+
+
+class Zeros(BytesIO):
+    """As many zeros as are read."""
+
+    def read(self, count: int | None = None) -> bytes:
+        return bytes(count or 0)
+
+
+def small_tar(path: Path, members: dict[str, tuple[bytes, int]]) -> Path:
+    """A compressed archive whose members are zeros: what each is (a type of tarfile's), and how long."""
+    with tarfile.open(path, "w:gz") as archive:
+        for name, (kind, size) in members.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.size = kind, size
+            archive.addfile(member, Zeros())
+    return path
+
+
+def test_an_archive_does_not_fill_the_memory(tmp_path: Path) -> None:
+    large = 80 * 2**20
+    before = peak_bytes()
+    for kind in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+        with pytest.raises(DataError):
+            open_images(small_tar(tmp_path / "header.tar.gz", {"x": (kind, large), "a/1.png": (tarfile.REGTYPE, 9)}))
+    names = {"batches.meta.txt": (tarfile.REGTYPE, large), "data_batch_1.bin": (tarfile.REGTYPE, 3073)}
+    assert len(open_images(small_tar(tmp_path / "names.tar.gz", names))) == 1
+    images = open_images(small_tar(tmp_path / "image.tar.gz", {"a/1.png": (tarfile.REGTYPE, large)}))
+    with pytest.raises(DataError):
+        images.read(0)
+    assert peak_bytes() - before < large / 2
+
+
+def test_headers_are_not_kept(tmp_path: Path) -> None:
+    """A million empty files are a few hundred kilobytes."""
+    path = tmp_path / "many.tar.gz"
+    header = tarfile.TarInfo("a/1.png")
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for number in range(20_000):
+            header.name = f"a/{number}.png"
+            file.write(header.tobuf())
+        file.write(bytes(1024))
+    assert len(open_images(path)) == 20_000

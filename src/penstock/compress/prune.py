@@ -6,23 +6,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.compress.search import Importance
 from penstock.errors import ModelError, UsageError
 from penstock.graph.capture import capture
 from penstock.graph.ops import references
 from penstock.recipes.tasks import logits_of, scores_of
 from penstock.text import first_line
 from penstock.zoo.optional import optional_import
+from penstock.zoo.weights.classes import write_classes
 from penstock.zoo.weights.shapes import changed_sizes, write_sizes
 from penstock.zoo.weights.weight_files import save_weights
 from penstock.zoo.weights.weights import TensorWeights
 
-Importance = Literal["magnitude", "taylor", "hessian"]
 Batch = tuple[Tensor, Tensor]
 
 # what timm and transformers call the parts of attention: projections of queries, keys and values
@@ -111,8 +112,12 @@ def prune(
     return smaller
 
 
-def save_pruned(pruned: nn.Module, original: nn.Module, target: Path) -> None:
+def save_pruned(
+    pruned: nn.Module, original: nn.Module, target: Path, classes: Sequence[str] | None = None
+) -> None:  # fmt: skip
     """Write a pruned model's weights, with the sizes that differ from those of the model that it was made of.
+
+    The names of its `classes`, in the order of its outputs, go with them.
 
     `penstock infer MODEL --weights FILE` and everything else that takes `--weights` reads it. Raises `ModelError`
     where it cannot be written.
@@ -121,7 +126,7 @@ def save_pruned(pruned: nn.Module, original: nn.Module, target: Path) -> None:
         save_pruned(smaller, model, Path("deit_small_pruned.safetensors"))
     """
     weights = TensorWeights(pruned.state_dict())
-    save_weights(weights, target, metadata=write_sizes(changed_sizes(original, pruned)))
+    save_weights(weights, target, metadata={**write_sizes(changed_sizes(original, pruned)), **write_classes(classes)})
 
 
 def _projections(module: nn.Module) -> list[nn.Linear]:

@@ -3,19 +3,20 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from penstock.compress.measure import names_of_runtimes
-from penstock.compress.prune import Importance
-from penstock.compress.quantize import LayerLoss
 from penstock.errors import UsageError
 from penstock.files import written_whole
 from penstock.recipes.settings import PathText, Positive, WholePath
 
+if TYPE_CHECKING:
+    from penstock.compress.quantize import LayerLoss
+
 BASELINE = "eager"
+Importance = Literal["magnitude", "taylor", "hessian"]
 
 Ratio = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
@@ -89,12 +90,16 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search has found; `best` is what was asked for, or the nearest to it where `met` is false."""
+    """What a search has found; `best` is what was asked for, or the nearest to it where `met` is false.
+
+    `model` is the name that goes with the weights of `best`.
+    """
 
     settings: CompressSettings
     found: tuple[Found, ...]
     best: Found
     met: bool
+    model: str
 
 
 def check_asked(settings: CompressSettings) -> None:
@@ -104,6 +109,8 @@ def check_asked(settings: CompressSettings) -> None:
         raise UsageError("a search has one aim; give one of --accuracy-floor, --max-drop and --target-speedup")
     if settings.target_speedup is not None and not settings.target_speedup > 0:
         raise UsageError(f"a target speed-up is above 0, not {settings.target_speedup:g}")
+    from penstock.compress.measure import names_of_runtimes  # which needs torch
+
     unknown = [name for name in settings.runtimes if name not in names_of_runtimes()]
     if unknown:
         raise UsageError(f"the runtime {unknown[0]!r} is not known; use some of {', '.join(names_of_runtimes())}")
@@ -160,7 +167,7 @@ def frontier(found: Sequence[Found]) -> list[Found]:
     return kept[::-1]
 
 
-def write_losses(path: Path, losses: Sequence[LayerLoss]) -> None:
+def write_losses(path: Path, losses: "Sequence[LayerLoss]") -> None:
     """Write what 8 bits do in each layer alone, worst first."""
     with written_whole(path) as file:
         file.write(msgspec.json.format(msgspec.json.encode(list(losses))) + b"\n")

@@ -28,15 +28,16 @@ from penstock.compress.search import (
 )
 from penstock.cores import available_cores
 from penstock.errors import DataError, PlanError, UsageError
-from penstock.recipes.data_tasks import ImageReader, check_labelled, with_classes
+from penstock.recipes.data_tasks import ImageReader, check_labelled, classes_of
 from penstock.recipes.launch import fit
 from penstock.recipes.metrics import best_model, newest_checkpoint
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import held_out, spread
 from penstock.terminal.notes import note
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.models.models import ZooModel, load_model
-from penstock.zoo.weights.weight_files import save_weights
+from penstock.zoo.models.models import ZooModel, load_model, with_classes
+from penstock.zoo.weights.classes import read_classes, write_classes
+from penstock.zoo.weights.weight_files import FileWeights, save_weights
 
 HOLD_OUT = 5  # every so many-th image is looked at only to measure
 _BATCHES, _BATCH = 10, 16  # of images, that importances are found with
@@ -64,7 +65,7 @@ def compress(settings: CompressSettings, tell: Callable[[Found], None] = lambda 
         if is_enough(settings, search.found, ratio):
             break
     best, met = choose(settings, search.found)
-    return Outcome(settings=settings, found=tuple(search.found), best=best, met=met)
+    return Outcome(settings=settings, found=tuple(search.found), best=best, met=met, model=search.name_for(best))
 
 
 class _Search:
@@ -90,8 +91,9 @@ class _Search:
             )
         chosen = [rows[place] for place in spread(len(rows), settings.num_test_rows)]
         self._rows, self._learned = chosen, learned
-        self._test_image = ImageReader(tested, self._zoo.transform, None, images.classes)
-        self._image = ImageReader(images, self._zoo.transform, None, None)
+        self._classes = classes_of(self._zoo, images)
+        self._test_image = ImageReader(tested, self._zoo.transform, None, self._classes)
+        self._image = ImageReader(images, self._zoo.transform, None, self._classes)
         self._examples: Examples | None = None
 
     def step(self, ratio: float) -> list[Found]:
@@ -125,6 +127,11 @@ class _Search:
         self.found += new
         return new
 
+    def name_for(self, found: Found) -> str:
+        """Return the model's name as it goes with what was found: with the classes, unless its weights say them."""
+        says = read_classes(FileWeights(Path(found.weights)).metadata)
+        return self._name if says is None else self._settings.model
+
     def _load(self, weights: Path | None) -> ZooModel:
         given = self._settings
         path = weights or (Path(given.weights) if given.weights else None)
@@ -137,7 +144,7 @@ class _Search:
         path = self._folder / "original.safetensors"
         if not path.exists():
             names = [name for name in self._zoo.module.state_dict() if name in set(self._zoo.weights.names())]
-            save_weights(self._zoo.weights, path, names)
+            save_weights(self._zoo.weights, path, names, write_classes(self._classes))
         return path
 
     def _pruned(self, ratio: float) -> Path:
@@ -150,7 +157,7 @@ class _Search:
             how = Pruning(
                 ratio=ratio, importance=given.importance, everywhere=given.everywhere, round_to=given.round_to
             )  # fmt: skip
-            save_pruned(prune(zoo.module, example, how, self._batches()), zoo.module, path)
+            save_pruned(prune(zoo.module, example, how, self._batches()), zoo.module, path, self._classes)
         if not given.epochs:
             return path
         settings = FitSettings(

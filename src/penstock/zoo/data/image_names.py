@@ -14,6 +14,9 @@ from penstock.zoo.data.folders import IMAGE_SUFFIXES, is_image_name, label_by_fo
 from penstock.zoo.data.image_set import ByteRange, ImageSet, picture
 from penstock.zoo.optional import optional_import
 
+_MAX_HEADER_BYTES, _MAX_NAMES_BYTES = 2**20, 2**20
+_MAX_MEMBERS = 10_000_000
+
 
 def open_images(path: str | Path) -> ImageSet:
     """Open a set of images without reading the images.
@@ -68,7 +71,10 @@ def open_archive(path: Path) -> ImageSet:
         if is_record_name(name)
     ]
     if records:
-        texts = {name: ByteRange(path).read(*place) for name, place in places.items() if is_names_file(name)}
+        texts = {
+            name: ByteRange(path).read(*place) for name, place in places.items()
+            if is_names_file(name) and place[1] <= _MAX_NAMES_BYTES
+        }  # fmt: skip
         return open_records(records, texts)
     names, labels, classes = label_by_folder(filter(is_image_name, places), is_archive=True)
     if not names:
@@ -88,10 +94,25 @@ def _read_member(archive: ByteRange, places: Sequence[tuple[int, int]], index: i
 def _places(path: Path) -> dict[str, tuple[int, int]]:
     """Return where each file in an archive begins and how long it is."""
     compressed = path.name.lower().endswith("gz")
+    places: dict[str, tuple[int, int]] = {}
     try:
-        with tarfile.open(path, "r:gz" if compressed else "r:") as archive:
-            # sparse members are not stored in one piece
-            members = [member for member in archive if member.isreg() and not member.issparse()]
+        with tarfile.open(path, "r:gz" if compressed else "r:", tarinfo=_Member) as archive:
+            while (member := archive.next()) is not None:
+                archive.members = []  # type: ignore[attr-defined]  # it keeps every header
+                if member.isreg() and not member.issparse():  # sparse ones are not stored in one piece
+                    places[member.name.removeprefix("./")] = (member.offset_data, member.size)
+                if len(places) > _MAX_MEMBERS:
+                    raise DataError(f"{path} holds more than {_MAX_MEMBERS} files; divide it")
     except (tarfile.TarError, OSError, EOFError) as problem:
         raise DataError(f"{path} is not a whole tar file ({one_line(problem)}); copy it again") from problem
-    return {member.name.removeprefix("./"): (member.offset_data, member.size) for member in members}
+    return places
+
+
+class _Member(tarfile.TarInfo):
+    """A header of an archive, of which a name or an extension of any length would be read into memory."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if not (self.isreg() or self.issparse()) and self.size > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        found: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
+        return found

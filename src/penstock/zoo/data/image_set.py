@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.errors import DataError
 from penstock.text import one_line
+from penstock.units import format_bytes
 from penstock.zoo.optional import optional_import
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _MAX_PIXELS = 2**26
+MAX_FILE_BYTES = 2**26  # of an image as it is stored: an archive's header may announce anything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,11 @@ class ByteRange:
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return the bytes at an offset."""
+        if num_bytes > MAX_FILE_BYTES:
+            raise DataError(
+                f"a file in {self._path} has {format_bytes(num_bytes)}, more than the {format_bytes(MAX_FILE_BYTES)} "
+                "of one image"
+            )
         with self._lock:
             if self._owner != os.getpid():  # a forked process would share the position in the file
                 self._owner = os.getpid()

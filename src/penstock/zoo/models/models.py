@@ -1,6 +1,6 @@
 """A model's name to the model itself: module, example inputs, weights and what belongs to them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from penstock.zoo.models import hf_models as hf
 from penstock.zoo.models import meta
 from penstock.zoo.models import timm_models as timm
 from penstock.zoo.models.functions import call_function, find_function
+from penstock.zoo.weights.classes import read_classes
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.hf_weights import hf_weights
 from penstock.zoo.weights.shapes import KEY, narrow, read_sizes
@@ -53,7 +54,8 @@ def load_model(
 
     Weights come from `weights`, else from the published checkpoint when `pretrained`, else from the
     model's own directory or function, else they are random and depend on `seed` only. `head` asks for what
-    an `hf:` model is to do, whatever its configuration names.
+    an `hf:` model is to do, whatever its configuration names. Weights that say which classes they tell apart decide
+    how many the model has, and their names.
 
     >>> model = load_model("timm:vit_tiny_patch16_224,depth=2,num_classes=10")
     >>> model.example_args[0].shape, model.weights.shape("head.weight")
@@ -67,10 +69,14 @@ def load_model(
     source, colon, rest = name.partition(":")
     if not colon or not source or not rest:
         raise ModelError(f"a model is timm:NAME, hf:NAME_OR_PATH or package.module:function, not {name!r}")
+    classes = read_classes(FileWeights(weights).metadata) if weights is not None else None
+    counted = with_classes(name, len(classes)) if classes is not None else name
     if source == "hf":
-        model = _load_hf(name, weights, pretrained, seed, head)
+        model = _load_hf(counted, weights, pretrained, seed, head)
     else:
-        model = (_load_timm if source == "timm" else _load_function)(name, weights, pretrained, seed)
+        model = (_load_timm if source == "timm" else _load_function)(counted, weights, pretrained, seed)
+    if classes is not None:
+        model = replace(model, name=name, class_names=classes)
     if whole:
         meta.materialize(model.module, model.weights)
     return model
@@ -161,6 +167,24 @@ def _complete(module: nn.Module, found: Weights | None, seed: int) -> Weights:
     if found is None:
         found = RandomWeights(meta.parameter_shapes(module), seed, meta.parameter_aliases(module))
     return JoinedWeights(found, TensorWeights(dict(module.named_buffers(remove_duplicate=False))))
+
+
+def with_classes(name: str, num_classes: int) -> str:
+    """Add the number of classes to a model's name, unless it is there.
+
+    >>> with_classes("timm:resnet18", 10), with_classes("hf:vit,num_labels=4", 4)
+    ('timm:resnet18,num_classes=10', 'hf:vit,num_labels=4')
+
+    Raises `ModelError` where the name has another number.
+    """
+    source, _, rest = name.partition(":")
+    option = {"timm": "num_classes", "hf": "num_labels"}.get(source)
+    if option is None:
+        return name
+    given = parse_hf(rest)[1].get(option, num_classes)
+    if given != num_classes:
+        raise ModelError(f"{name} has {given} classes, but there are {num_classes}; leave {option} out")
+    return name if f",{option}=" in name else f"{name},{option}={num_classes}"
 
 
 def parse_hf(text: str) -> tuple[str, dict[str, object]]:

@@ -14,6 +14,7 @@ from penstock.text import nearest
 Shape = tuple[int, ...]
 Expected = Mapping[str, tuple[Shape, torch.dtype]]
 _Known = TypeVar("_Known")
+_FINGERPRINT_VALUES = 4096  # of each tensor: other weights differ in all of them
 
 
 class Weights(Protocol):
@@ -36,6 +37,20 @@ class Weights(Protocol):
 
     def load(self, name: str) -> Tensor:
         """Return one tensor, fresh or memory-mapped."""
+
+
+def fingerprint_of(weights: Weights) -> str:
+    """Name weights by their content: names, shapes, dtypes, and the beginning of each tensor.
+
+    >>> fingerprint_of(TensorWeights({"w": torch.zeros(2)})) == fingerprint_of(TensorWeights({"w": torch.ones(2)}))
+    False
+    """
+    digest = hashlib.sha256()
+    for name in sorted(weights.names()):
+        digest.update(f"{name} {weights.dtype(name)} {list(weights.shape(name))}".encode())
+        beginning = weights.load(name).detach().reshape(-1)[:_FINGERPRINT_VALUES]
+        digest.update(beginning.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 class ByName(Generic[_Known]):

@@ -1,0 +1,34 @@
+"""The classes that weights tell apart, as their file says: infer, train and compress take them from there."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from penstock.errors import ModelError
+
+_KEY = "penstock.classes"  # in the metadata of a safetensors file
+_Names = list[Annotated[str, msgspec.Meta(max_length=1000)]]
+
+
+def write_classes(names: Sequence[str] | None) -> dict[str, str]:
+    """Return what a weights file says of the classes, in the order of the model's outputs, as metadata.
+
+    >>> write_classes(["cat", "dog"])
+    {'penstock.classes': '["cat","dog"]'}
+    """
+    return {_KEY: msgspec.json.encode(list(names)).decode()} if names else {}
+
+
+def read_classes(metadata: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Read what a weights file says of its classes; None if it says nothing.
+
+    Raises `ModelError` for what is no list of names.
+    """
+    if _KEY not in metadata:
+        return None
+    try:
+        names = tuple(msgspec.json.decode(metadata[_KEY], type=_Names))
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"the file's {_KEY} cannot be read ({error}); train or compress the model again") from None
+    return names or None

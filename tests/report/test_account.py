@@ -121,7 +121,7 @@ def test_a_busy_stretch_pays_nothing_again() -> None:
 
 def test_what_is_no_whole_stream_is_refused() -> None:
     run = streamed(num=3)
-    with pytest.raises(DataError, match="traces are missing"):
+    with pytest.raises(DataError):
         make_account(Run(run.facts, run.processes[:1]))
     with pytest.raises(DataError, match="trace of stage 3 is missing"):
         make_account(Run(run.facts, run.processes[:-1]))

@@ -138,12 +138,12 @@ with penstock.Pipeline(model, (different(1)[0],), stages=int(sys.argv[1]), threa
 """
 
 
-def planned(model: nn.Module, devices: int, pipelines: int) -> tuple[Graph, Plan]:
+def planned(model: nn.Module, devices: int, pipelines: int, *, rotating: bool = True) -> tuple[Graph, Plan]:
     """A plan of several pipelines side by side whose cut sets take turns."""
     graph = capture(model, (different(1)[0],))
     names = [f"layers.{index}:after" for index in range(3)]
     places = [tuple(f"d{index}" for index in range(p * devices, (p + 1) * devices)) for p in range(pipelines)]
-    sets = [names[shift : shift + devices - 1] for shift in (0, 1)] if devices > 1 else [[]]
+    sets = [names[shift : shift + devices - 1] for shift in ((0, 1) if rotating else (0,))] if devices > 1 else [[]]
     plan = Plan(
         model="Passing", graph=fingerprint(graph), profile="0" * 16, cluster="0" * 16, microbatch_rows=2,
         pipelines=tuple(

@@ -50,7 +50,7 @@ class Deployment:
     def __init__(
         self, world: World, programs: Sequence[RoundRobin[StageProgram]], source: Source, run: RunOptions, *,
         sizes: Mapping[str, int], ranks: Sequence[int | RoundRobin[int]] | None = None, number: int = 0,
-        runtimes: Sequence[RuntimeChoice] = (), tracer: FeederTracer | None = None,
+        runtimes: Sequence[RuntimeChoice] = (), tracer: FeederTracer | None = None, pipeline: int = 0,
     ) -> None:  # fmt: skip
         self.world = world
         self.symbols = programs[0].items[0].symbols
@@ -66,7 +66,7 @@ class Deployment:
             trace_profile=tracer is not None and tracer.profile, torch_settings=read_settings(),
         )  # fmt: skip
         _check_shared(self.job)
-        self.tracer = tracer
+        self.tracer, self._pipeline = tracer, pipeline  # which of several side by side
         self._executor: threading.Thread | None = None
         try:
             send_stages(world.transport, self.job, programs, source, compare=world.membership is not None)
@@ -97,7 +97,7 @@ class Deployment:
         )  # fmt: skip
         window = (job.depth + 1) * sum(len(ranks.items) for ranks in job.ranks) + job.depth
         if self.tracer is not None:
-            self.tracer.follow(own)
+            self.tracer.follow(own, self._pipeline)
         errors: queue.Queue[BaseException] = queue.Queue()
         if runtimes:
             self._executor = threading.Thread(
@@ -124,6 +124,11 @@ class Deployment:
         A `KeyboardInterrupt` in the middle gives the pipeline up: what was being handed over is not known.
         """
         return stream_through(RoundRobin([self.place]), microbatches)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The turns of this deployment, for the interface shared with `Replicas`."""
+        return (0,)
 
     @property
     def deployments(self) -> "tuple[Deployment, ...]":
@@ -193,7 +198,7 @@ class Replicas:
 
     def __init__(self, deployments: Sequence[Deployment], order: Sequence[int] | None = None) -> None:
         self.deployments = tuple(deployments)
-        self._order = tuple(order) if order is not None else tuple(range(len(deployments)))
+        self.order = tuple(order) if order is not None else tuple(range(len(deployments)))
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -218,7 +223,7 @@ class Replicas:
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
         """Feed microbatches and yield their results in order, as `Deployment.stream` does."""
         places = [deployment.place for deployment in self.deployments]
-        return stream_through(RoundRobin(places, self._order), microbatches)
+        return stream_through(RoundRobin(places, self.order), microbatches)
 
     def stage_states(self) -> list[StageState]:
         """Return how far each stage of each pipeline is, as `Deployment.stage_states`."""

@@ -43,7 +43,7 @@ def place(
     deployments = [
         Deployment(
             world, programs, FromWeights(load), run, sizes=sizes, ranks=_places(pipeline, ranks),
-            number=number + index, runtimes=_runtimes(pipeline), tracer=tracer,
+            number=number + index, runtimes=_runtimes(pipeline), tracer=tracer, pipeline=index,
         )
         for index, (pipeline, programs) in enumerate(zip(plan.pipelines, divide_plan(graph, plan), strict=True))
     ]  # fmt: skip

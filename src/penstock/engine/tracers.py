@@ -25,7 +25,7 @@ from penstock.engine.reference import measure_machine
 from penstock.errors import TransportError
 from penstock.group.world import World
 from penstock.tracing.clock import Exchange, Reading, fit_clock, read_clock
-from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder
+from penstock.tracing.record import FEEDER_STAGE, Clock, Recorder, feeder_stage
 from penstock.tracing.trace import Counter, Machine, PackedTrace, ProcessTrace, Span
 from penstock.transport.base import FEEDER, Transport, receive_bytes, send_bytes
 from penstock.transport.tags import CLOCK
@@ -78,9 +78,9 @@ class FeederTracer:
         self._clocks = ClockReadings(world)
         self._own: StageTracer | None = None
 
-    def follow(self, own: OwnStages) -> None:
+    def follow(self, own: OwnStages, pipeline: int = 0) -> None:
         """Begin with the feeder's ends of a pipeline, its own stages, and the clocks of the other ranks."""
-        own.channels.trace(self.recorder, [FEEDER_STAGE])
+        own.channels.trace(self.recorder, [FEEDER_STAGE], feeder=feeder_stage(pipeline))
         if own.stages:
             self._own = StageTracer(own)
         self._clocks.begin(_others(own.job.holders))

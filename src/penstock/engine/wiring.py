@@ -108,14 +108,14 @@ class Channels:
         for channel in self.local.values():
             channel.abort()
 
-    def trace(self, recorder: Recorder | None, stages: Sequence[int]) -> None:
-        """Record what these stages take and send; on no recorder, nothing."""
+    def trace(self, recorder: Recorder | None, stages: Sequence[int], *, feeder: int = FEEDER_STAGE) -> None:
+        """Record what these stages take and send, the feeder as a stage of this number; on no recorder, nothing."""
         for (stage, kind), receiver in self.receivers.items():
             if stage in stages:
-                receiver.trace_taking(_track(recorder, stage, kind))
+                receiver.trace_taking(_track(recorder, feeder if stage == FEEDER_STAGE else stage, kind))
         for (stage, kind), sender in self.senders.items():
             if stage in stages:
-                sender.trace_sending(_track(recorder, stage, kind))
+                sender.trace_sending(_track(recorder, feeder if stage == FEEDER_STAGE else stage, kind))
 
 
 def _track(recorder: Recorder | None, stage: int, kind: str) -> Track | None:

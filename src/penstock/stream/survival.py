@@ -87,6 +87,11 @@ class SurvivingStages:
             self._recover(error, 0)
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """In which order the pipelines take microbatches."""
+        return self.deployment.order
+
+    @property
     def deployments(self) -> tuple[Deployment, ...]:
         """The pipelines that are in place."""
         return self.deployment.deployments

@@ -18,7 +18,12 @@ SCRATCH_BYTES = 12 * 2**20
 SAMPLE_S = 0.1
 # the rank of the process that feeds, and that the others come to; it has no stage of its own in the pipeline's order
 FEEDER = 0
-FEEDER_STAGE = -1
+FEEDER_STAGE = -1  # and of further pipelines side by side -2, -3 and so on
+
+
+def feeder_stage(pipeline: int) -> int:
+    """Return the number of the feeder as a stage of one of several pipelines side by side."""
+    return FEEDER_STAGE - pipeline
 
 
 class Recorder:

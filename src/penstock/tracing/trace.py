@@ -1,14 +1,17 @@
 """What a traced run leaves in its folder: one file for each process, and what all of them have in common."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from penstock.errors import DataError, UsageError
+from penstock.files import write_whole
 from penstock.tracing.clock import Alignment, Reading
+from penstock.tracing.record import FEEDER_STAGE
 
 RUN_FILE = "run.json"
 
@@ -138,7 +141,9 @@ class StageTotals(msgspec.Struct, frozen=True):
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What holds for the whole run.
 
-    - `ranks`: the process of every stage; `devices`: every rank's name, `hosts` what plans call it;
+    - `ranks`: the process of every stage, pipeline by pipeline; `pipelines`: how many stages each of them has, where
+      several stand side by side; microbatch m goes through number `turns[m % len(turns)]`;
+    - `devices`: every rank's name, `hosts` what plans call it;
     - `bandwidths`: bytes per second of each rank's link, where known;
     - `units`: the model between its possible cuts: the cut in front, counted work, bytes that cross there.
     """
@@ -162,7 +167,19 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     units: tuple[tuple[str, float, float], ...] = ()
     num_steps: int = 0
     schedule: str = ""
+    pipelines: tuple[int, ...] = ()
+    turns: tuple[int, ...] = (0,)
     version: int = 1
+
+    @property
+    def routes(self) -> tuple[range, ...]:
+        """The stages of each pipeline, by their places in `ranks`."""
+        ends = list(accumulate(self.pipelines or (len(self.ranks),)))
+        return tuple(range(begin, end) for begin, end in zip((0, *ends), ends, strict=False))
+
+    def pipeline_of(self, microbatch: int) -> int:
+        """Return which pipeline a microbatch goes through."""
+        return self.turns[microbatch % len(self.turns)]
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -175,6 +192,39 @@ class Run(msgspec.Struct, frozen=True):
     def spans(self) -> list[Span]:
         """The spans of all processes in the order in which they began."""
         return sorted((s for process in self.processes for s in process.spans), key=lambda s: s.begin_s)
+
+
+def make_run(facts: RunFacts, processes: Iterable[StreamTrace]) -> Run:
+    """Put a run together: on one clock, stages and microbatches of pipelines side by side numbered through."""
+    aligned = [process.aligned() for process in processes]
+    if len(facts.routes) > 1:
+        numbers = [
+            [m for m in range(facts.num_microbatches) if facts.pipeline_of(m) == pipeline]
+            for pipeline in range(len(facts.routes))
+        ]
+        aligned = [_numbered_through(process, facts, numbers) for process in aligned]
+    return Run(facts, tuple(aligned))
+
+
+def _numbered_through(process: ProcessTrace, facts: RunFacts, numbers: Sequence[Sequence[int]]) -> ProcessTrace:
+    """Return a process's trace, whose pipelines count from zero each, with the numbers of the whole run."""
+    own = next((p for p, route in enumerate(facts.routes) if process.rank in facts.ranks[route.start : route.stop]), 0)
+
+    def numbered(span: Span) -> Span:
+        if span.kind == "load":
+            return span
+        pipeline = own if span.stage >= 0 else FEEDER_STAGE - span.stage
+        here = numbers[pipeline]
+        # what has no number is the end of the stream
+        microbatch = here[span.microbatch] if span.microbatch < len(here) else facts.num_microbatches + span.microbatch
+        stage = facts.routes[pipeline].start + span.stage if span.stage >= 0 else FEEDER_STAGE
+        return msgspec.structs.replace(span, stage=stage, microbatch=microbatch)
+
+    start = facts.routes[own].start
+    return msgspec.structs.replace(
+        process, spans=tuple(map(numbered, process.spans)),
+        alone=tuple(msgspec.structs.replace(alone, stage=start + alone.stage) for alone in process.alone),
+    )  # fmt: skip
 
 
 def write_run(folder: str | os.PathLike[str], facts: RunFacts, processes: Sequence[StreamTrace]) -> None:
@@ -190,9 +240,9 @@ def write_run(folder: str | os.PathLike[str], facts: RunFacts, processes: Sequen
         place.mkdir(parents=True, exist_ok=True)
         for old in place.glob("trace-*.json"):
             old.unlink()
-        (place / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
+        write_whole(place / RUN_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1))
         for process in processes:
-            (place / f"trace-{process.rank}.json").write_bytes(msgspec.json.encode(process))
+            write_whole(place / f"trace-{process.rank}.json", msgspec.json.encode(process))
     except OSError as error:
         raise UsageError(f"{place} cannot be written ({error.strerror}); choose another folder") from None
 
@@ -214,4 +264,4 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         processes = [msgspec.json.decode(file.read_bytes(), type=ProcessTrace) for file in files]
     except (msgspec.MsgspecError, ValueError, OSError) as error:
         raise DataError(f"{place} does not hold what a run leaves: {error}; run it again with --trace") from None
-    return Run(facts, tuple(process.aligned() for process in processes))
+    return make_run(facts, processes)

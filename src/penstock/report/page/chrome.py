@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.files import write_whole
 from penstock.tracing.record import FEEDER_STAGE
 from penstock.tracing.trace import Run, Span
 
@@ -59,7 +60,7 @@ def chrome_trace(run: Run) -> dict[str, Any]:
 def write_chrome_trace(run: Run, path: Path) -> None:
     """Write the merged trace; raises `UsageError` where the file cannot be written."""
     try:
-        path.write_text(json.dumps(chrome_trace(run)), encoding="utf-8")
+        write_whole(path, json.dumps(chrome_trace(run)))
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another folder") from None
 
@@ -89,6 +90,7 @@ class _Rows:
         held = sorted(found, key=lambda item: (_replica(facts.ranks, item[0], num_stages), item[1]))
         self.names = {tid: f"stage {stage} on {facts.devices[rank]}" for tid, (rank, stage) in enumerate(held)}
         self._stages = {key: tid for tid, key in enumerate(held)}
+        self._routes, self._turns = facts.routes, facts.turns
         self._ranks = [process.rank for process in run.processes]
         self._trains = facts.kind == "training"
         self.pipelines = {
@@ -101,6 +103,15 @@ class _Rows:
                 self.names[len(held) + 2 * place + 1] = f"gradients of {process.device}"
         else:
             self.names |= {len(held) + place: name for place, name in {*_FEEDING.values(), _RESULTS}}
+
+    def before(self, span: Span, last: int) -> int:
+        """Return the stage that a received message comes from; `last` is a training's last one."""
+        if self._trains:
+            return last if span.stage == FEEDER_STAGE else span.stage + (1 if span.name == "B" else -1)
+        route = self._routes[self._turns[span.microbatch % len(self._turns)]]
+        if span.stage == FEEDER_STAGE:
+            return route.stop - 1
+        return span.stage - 1 if span.stage > route.start else FEEDER_STAGE
 
     def tid(self, rank: int, span: Span) -> int:
         """Return the number of the row."""
@@ -150,7 +161,7 @@ def _arrows(spans: Sequence[tuple[int, Span]], origin_s: float, rows: _Rows) -> 
     for rank, span in spans:
         if span.kind != "receive":
             continue
-        before = last if span.stage == FEEDER_STAGE else span.stage + (1 if span.name == "B" else -1)
+        before = rows.before(span, last)
         waiting = sent.get((rows.pipelines[rank], span.step, span.name, before, span.microbatch))
         if not waiting:
             continue

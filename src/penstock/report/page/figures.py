@@ -1,12 +1,12 @@
 """The page's figures as plotly's own JSON; the library itself is bundled into the page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.report.page.tables import Cell, Table
+from penstock.report.page.tables import INPUT, OUTPUT, Cell, Table, bounds_of
 from penstock.report.stream.account import Account
-from penstock.report.stream.measured import MeasuredStage, MeasuredStream
+from penstock.report.stream.measured import MeasuredStage, MeasuredStream, Step
 from penstock.tracing.trace import Run
 from penstock.units import format_seconds
 
@@ -42,8 +42,8 @@ def timeline(run: Run, stream: MeasuredStream) -> Figure:
     shown = min(stream.num_microbatches, MAX_DRAWN)
     journeys = [journey(stream, m) for m in range(shown)]
     data = [
-        _bars("waiting", stream, shown, journeys, lambda s, i: (s.steps[i].asked_s, s.steps[i].arrived_s), WAIT),
-        _bars("messages", stream, shown, journeys, lambda s, i: (s.steps[i].arrived_s, s.steps[i].end_s), MOVE),
+        _bars("waiting", stream, shown, journeys, lambda step: (step.asked_s, step.arrived_s), WAIT),
+        _bars("messages", stream, shown, journeys, lambda step: (step.arrived_s, step.end_s), MOVE),
         _computing(stream, shown, journeys),
     ]
     rows: list[tuple[Cell, ...]] = [(m, text.replace("<br>", "; ")) for m, text in enumerate(journeys)]
@@ -72,8 +72,7 @@ def timeline_layout(title: str, view: list[float], *, num_rows: int) -> dict[str
 def journey(stream: MeasuredStream, microbatch: int) -> str:
     """Describe what happened to one microbatch, stage by stage."""
     lines = [f"microbatch {microbatch}: loaded in {format_seconds(stream.load_s[microbatch])}"]
-    for stage in stream.stages:
-        step = stage.steps[microbatch]
+    for stage, step in stream.steps_of(microbatch):
         waited = step.arrived_s - step.asked_s
         begin = step.begin_s - stream.begin_s
         lines.append(
@@ -88,9 +87,17 @@ def _row(stage: MeasuredStage) -> str:
 
 
 def _bars(
-    name: str, stream: MeasuredStream, shown: int, journeys: Sequence[str], ends: Any, color: str
+    name: str,
+    stream: MeasuredStream,
+    shown: int,
+    journeys: Sequence[str],
+    ends: Callable[[Step], tuple[float, float]],
+    color: str,
 ) -> dict[str, Any]:
-    spans = [(stage, m, *ends(stage, m)) for stage in stream.stages for m in range(shown)]
+    spans = [
+        (stage, step.microbatch, *ends(step))
+        for stage in stream.stages for step in stage.steps if step.microbatch < shown
+    ]  # fmt: skip
     return {
         "type": "bar", "orientation": "h", "name": name, "marker": {"color": color}, "width": 0.35,
         "y": [_row(stage) for stage, _, _, _ in spans], "base": [round(a - stream.begin_s, 6) for _, _, a, _ in spans],
@@ -100,12 +107,11 @@ def _bars(
 
 
 def _computing(stream: MeasuredStream, shown: int, journeys: Sequence[str]) -> dict[str, Any]:
-    def ends(stage: MeasuredStage, m: int) -> tuple[float, float]:
-        step = stage.steps[m]
+    def ends(step: Step) -> tuple[float, float]:
         return step.begin_s, step.begin_s + step.compute_s
 
     bars = _bars("computing", stream, shown, journeys, ends, KEPT)
-    numbers = [m for _ in stream.stages for m in range(shown)]
+    numbers = [step.microbatch for stage in stream.stages for step in stage.steps if step.microbatch < shown]
     bars |= {
         "width": 0.8, "text": [f"F{m}" for m in numbers], **TEXT_INSIDE,
         "marker": {"color": [PALETTE[m % len(PALETTE)] for m in numbers], "line": {"width": 0.5, "color": "#ffffff"}},
@@ -116,7 +122,7 @@ def _computing(stream: MeasuredStream, shown: int, journeys: Sequence[str]) -> d
 def _first_view(stream: MeasuredStream) -> list[float]:
     """Show the filling of the pipeline and a little more; the rest is a pan away."""
     few = min(stream.num_microbatches - 1, 4 * len(stream.stages))
-    return [0.0, round(1.05 * (stream.stages[-1].steps[few].end_s - stream.begin_s), 4)]
+    return [0.0, round(1.05 * (max(step.end_s for _, step in stream.steps_of(few)) - stream.begin_s), 4)]
 
 
 def waterfall(account: Account, table: Table) -> Figure:
@@ -172,11 +178,11 @@ def stacked(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float], st
 
 
 def _bounds(run: Run, stage: int) -> str:
-    cuts = run.facts.cuts
-    if len(cuts) + 1 != len(run.facts.ranks):
+    bounds = bounds_of(run, stage)
+    if bounds is None:
         return ""
-    first = f"from {cuts[stage - 1]}" if stage else "from the input"
-    return f"{first}<br>to {cuts[stage] if stage < len(cuts) else 'the output'}"
+    first, last = (f"the {name}" if name in {INPUT, OUTPUT} else name for name in bounds)
+    return f"from {first}<br>to {last}"
 
 
 def throughput(run: Run) -> Figure:

@@ -41,7 +41,7 @@ def stream_picture(stream: MeasuredStream) -> Picture:
     bars = [
         Bar(stage.index, step.begin_s - stream.begin_s, step.compute_s, f"F{step.microbatch}",
             PALETTE[step.microbatch % len(PALETTE)])
-        for stage in stream.stages for step in stage.steps[:shown]
+        for stage in stream.stages for step in stage.steps if step.microbatch < shown
     ]  # fmt: skip
     names = [f"stage {stage.index}" for stage in stream.stages]
     parts = [

@@ -15,6 +15,7 @@ from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_rate, format_seconds
 
 _MARKUP = re.compile(r"[\\|`\[\]]")
+INPUT, OUTPUT = "input", "output"
 Cell = str | float | int | None
 
 
@@ -66,13 +67,12 @@ def account_table(account: Account) -> Table:
 def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -> Table:
     """Return each stage: where its cuts are, what it takes, alone and predicted, and how busy its device is."""
     rows: list[tuple[Cell, ...]] = []
-    bounds = ["input", *run.facts.cuts, "output"]
-    rotates = len(bounds) != len(stream.stages) + 1
     for stage in stream.stages:
         busy_s = sum(step.compute_s + step.message_s for step in stage.steps)
         compute_s = stage.mean("compute_s")
         known = predicted.get(_host(run, stage.rank))
-        place = "in rotation" if rotates else f"{bounds[stage.index]} to {bounds[stage.index + 1]}"
+        bounds = bounds_of(run, stage.index)
+        place = "in rotation" if bounds is None else f"{bounds[0]} to {bounds[1]}"
         rows.append((
             stage.index, stage.device, place, format_seconds(compute_s), format_seconds(stage.alone_s),
             *((None, None) if known is None else (format_seconds(known), f"{compute_s / known - 1:+.1%}")),
@@ -82,17 +82,28 @@ def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -
     return Table("stages", "The stages, per microbatch", columns, tuple(rows))
 
 
+def bounds_of(run: Run, stage: int) -> tuple[str, str] | None:
+    """Return between which cuts a stage lies; None where cuts rotate."""
+    facts = run.facts
+    pipeline, route = next((p, route) for p, route in enumerate(facts.routes) if stage in route)
+    sets = facts.plan["pipelines"][pipeline]["cut_sets"] if facts.plan is not None else [{"cuts": facts.cuts}]
+    bounds = [INPUT, *sets[0]["cuts"], OUTPUT]
+    place = stage - route.start
+    return (bounds[place], bounds[place + 1]) if len(sets) == 1 and len(bounds) == len(route) + 1 else None
+
+
 def link_table(run: Run, stream: MeasuredStream) -> Table:
     """Return each cut's messages: bytes, how long under way, the rate in use, and what the link has."""
     rows: list[tuple[Cell, ...]] = []
     for edge, wires in stream.wires.items():
         first = edge[0] < 0
-        stage = stream.stages[0 if first else edge[0]]
+        stage = stream.stages[edge[1] if first else edge[0]]
         num_bytes = stage.mean("num_bytes_in" if first else "num_bytes_out")
         known = [b for b in (_bandwidth(run, stream, end) for end in edge) if b is not None]
-        rate = num_bytes * stream.num_microbatches / stream.total_s
+        in_all = num_bytes * len(stage.steps)
+        rate = in_all / stream.total_s
         rows.append((
-            edge_name(edge), format_bytes(num_bytes), format_bytes(num_bytes * stream.num_microbatches),
+            edge_name(edge), format_bytes(num_bytes), format_bytes(in_all),
             format_seconds(statistics.median(wires)), format_rate(rate),
             format_rate(min(known)) if known else None, f"{rate / min(known):.1%}" if known else None,
         ))  # fmt: skip
@@ -119,11 +130,13 @@ def environment_table(run: Run) -> Table:
 def plan_table(run: Run, stream: MeasuredStream) -> Table:
     """Return which stage ran where, with its part of the work."""
     loads = loads_alone(stream)
-    work = sum(stage.alone_s for stage in stream.stages)
+    work = sum(stage.share * stage.alone_s for stage in stream.stages)
     rows: list[tuple[Cell, ...]] = []
     for stage in stream.stages:
-        cut = run.facts.cuts[stage.index] if stage.index < len(run.facts.cuts) else None
-        rows.append((stage.index, stage.device, cut, f"{stage.alone_s / work:.1%}", format_seconds(loads[stage.rank])))
+        bounds = bounds_of(run, stage.index)
+        cut = bounds[1] if bounds is not None and bounds[1] != OUTPUT else None
+        part = stage.share * stage.alone_s / work
+        rows.append((stage.index, stage.device, cut, f"{part:.1%}", format_seconds(loads[stage.rank])))
     columns = ("stage", "device", "cut after it", "of the seconds alone", "its device's load")
     return Table("plan", "The plan", columns, tuple(rows))
 

@@ -104,9 +104,9 @@ class _Costs:
         slower_s = compute_s - self.inflation_s - self.alone_s + beside_s * self.foreign_part
         return {"alone": self.alone_s, "slower": slower_s, **self._messages(messages_s)}
 
-    def after(self, microbatch: int) -> dict[str, float]:
-        """Return the parts of what has to follow a step, for which nobody waits."""
-        backlog = self.backlog[microbatch]
+    def after(self, place: int) -> dict[str, float]:
+        """Return the parts of what has to follow one of the stage's steps, for which nobody waits."""
+        backlog = self.backlog[place]
         return {"slower": backlog.early_s, "load": backlog.load_s, **self._messages(backlog.others_s)}
 
     def _messages(self, seconds: float) -> dict[str, float]:
@@ -149,7 +149,7 @@ def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
 def _reference(stream: MeasuredStream, run: Run) -> tuple[list[float], float]:
     """Return devices' speeds, and the whole model's seconds on the mean device."""
     speed = device_speeds({stage.rank: stage.machine for stage in stream.stages}, run.facts.hosts)
-    work = sum(stage.alone_s * speed[stage.rank] for stage in stream.stages)
+    work = sum(stage.share * stage.alone_s * speed[stage.rank] for stage in stream.stages)
     return list(speed.values()), work / (sum(speed.values()) / len(speed))
 
 
@@ -168,10 +168,10 @@ def device_speeds(machines: Mapping[int, Machine], names: Sequence[str]) -> dict
 
 
 def loads_alone(stream: MeasuredStream) -> dict[int, float]:
-    """Return each device's seconds per microbatch alone, by rank."""
+    """Return each device's seconds per microbatch of the stream alone, by rank."""
     loads: dict[int, float] = defaultdict(float)
     for stage in stream.stages:
-        loads[stage.rank] += stage.alone_s
+        loads[stage.rank] += stage.share * stage.alone_s
     return loads
 
 
@@ -215,16 +215,21 @@ def _stage_costs(
 def _recorded(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Recorded]]:
     """Return what was done in a stream, part by part: by the feeding process, then by each device."""
     num = stream.num_microbatches
-    feeder = [Recorded(source=None, target=(FEEDER_STAGE, 0), parts={"load": stream.load_s[m]}) for m in range(num)]
-    last = len(stream.stages) - 1
+    firsts = [stream.routes[stream.turns[m % len(stream.turns)]].start for m in range(num)]
+    feeder = [
+        Recorded(source=None, target=(FEEDER_STAGE, first), parts={"load": seconds})
+        for first, seconds in zip(firsts, stream.load_s, strict=True)
+    ]
     steps: dict[int, list[Recorded]] = {stage.rank: [] for stage in stream.stages}
-    for m in range(num):
-        for stage in stream.stages:
-            cost, step = costs[stage.index], stage.steps[m]
-            source: Edge = (stage.index - 1, stage.index)
-            target: Edge = (stage.index, stage.index + 1 if stage.index < last else FEEDER_STAGE)
-            parts = cost.split(step.compute_s, step.beside_s)
-            steps[stage.rank].append(Recorded(source=source, target=target, parts=parts, after=cost.after(m)))
+    for route in stream.routes:
+        for place in range(len(stream.stages[route.start].steps)):
+            for index in route:
+                stage, cost = stream.stages[index], costs[index]
+                step = stage.steps[place]
+                source: Edge = (index - 1 if index > route.start else FEEDER_STAGE, index)
+                target: Edge = (index, index + 1 if index + 1 < route.stop else FEEDER_STAGE)
+                parts = cost.split(step.compute_s, step.beside_s)
+                steps[stage.rank].append(Recorded(source=source, target=target, parts=parts, after=cost.after(place)))
     return [feeder, *steps.values()]
 
 
@@ -245,7 +250,8 @@ def _reasons(
         "imbalance": imbalance_reason(stream, loads, busiest, speeds),
         "bubble": f"{num} microbatches through {count} stages: while the pipeline fills and drains, devices wait",
         "slower": f"stage {slowest.index} on {slowest.device} computes {format_seconds(slowest.mean('compute_s'))} "
-        f"per microbatch, alone {format_seconds(slower.alone_s)}",
+        f"per microbatch, alone {format_seconds(slower.alone_s)}; with what else had its core beside that, "
+        f"{format_seconds(abs(slower.slower_s))} {'more' if slower.slower_s >= 0 else 'less'} than alone",
         "communication_cpu": f"stage {talker.index} handles "
         f"{format_bytes(talker.mean('num_bytes_in') + talker.mean('num_bytes_out'))} per microbatch, which takes "
         f"{format_seconds(costs[talker.index].bytes_s)} of its time",
@@ -262,8 +268,8 @@ def _reasons(
 def edge_name(edge: Edge) -> str:
     """Name a cut by the stages around it."""
     if edge[0] < 0:
-        return "into stage 0"
-    return f"from stage {edge[0]} to stage {edge[1]}" if edge[1] >= 0 else "back to the feeding process"
+        return f"into stage {edge[1]}"
+    return f"from stage {edge[0]} {f'to stage {edge[1]}' if edge[1] >= 0 else 'back to the feeding process'}"
 
 
 def imbalance_reason(stream: MeasuredStream, loads: dict[int, float], busiest: int, speeds: list[float]) -> str:

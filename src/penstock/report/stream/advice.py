@@ -4,18 +4,23 @@ import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
+
 from penstock.errors import PenstockError
 from penstock.plan.candidates import Request
 from penstock.plan.choose import choose
+from penstock.plan.cost.predict import predict
 from penstock.plan.explain import what_would_help
 from penstock.report.stream.account import Account, stream_costs
 from penstock.report.stream.measured import MeasuredStream, share
 from penstock.spec.cluster import Cluster, Device
 from penstock.spec.fields import as_name
+from penstock.spec.plan import CutSet, Pipeline, Plan, Stage
 from penstock.spec.profile import Boundary, Profile, Unit
 from penstock.tracing.trace import ProcessTrace, Run
 from penstock.units import format_bytes
 
+_WORTH = 0.01
 # the run has not measured memory that is free
 _ANY_MEMORY = 2**50
 
@@ -31,26 +36,51 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
         return [*lines, "The planner has nothing to say: the run does not hold what lies between its cuts."]
     profile, cluster = observed_profile(run, stream), observed_cluster(run, stream)
     rows = max(1, run.facts.num_rows // max(1, run.facts.num_microbatches))
-    request = Request(rows=(rows,), num_rows=run.facts.num_rows, depth=run.facts.depth, replicas=False, shared=False)
+    request = Request(
+        rows=(rows,), num_rows=run.facts.num_rows, depth=run.facts.depth, replicas=len(stream.routes) > 1, shared=False
+    )  # fmt: skip
     try:
         choice = choose(profile, cluster, request)
         helps = what_would_help(choice, profile, cluster, request)
+        now = predict(_as_it_ran(choice.plan, run, cluster), profile, cluster, num_rows=run.facts.num_rows)
     except PenstockError as error:
         return [*lines, f"The planner finds no plan: {error}."]
     measured = run.facts.num_rows / run.facts.total_s
-    reached = choice.plan.prediction.num_rows / choice.plan.prediction.total_s
-    pipeline = choice.plan.pipelines[0]
-    sets = len(pipeline.cut_sets)
-    cuts = ", ".join(pipeline.cut_sets[0].cuts) or "no cut"
-    rotation = f" and {sets - 1} other cut sets in rotation" if sets > 1 else ""
-    lines.append(
-        f"Planned for what was measured, the cuts would be {cuts}{rotation}: {reached:.4g} rows/s for these "
-        f"{run.facts.num_rows} rows, where {measured:.4g} were measured ({reached / measured - 1:+.1%}); the pace "
-        f"would be set by {choice.plan.prediction.limit}."
-    )
-    useful = [item for item in helps if item.gain > 5e-3 and "memory" not in item.change][:3]
+    predicted, reached = (plan.prediction.num_rows / plan.prediction.total_s for plan in (now, choice.plan))
+    off, gain = abs(predicted / measured - 1), reached / predicted - 1
+    if gain > max(off, _WORTH):
+        pipeline = choice.plan.pipelines[0]
+        sets = len(pipeline.cut_sets)
+        cuts = ", ".join(pipeline.cut_sets[0].cuts) or "no cut"
+        rotation = f" and {sets - 1} other cut sets in rotation" if sets > 1 else ""
+        lines.append(
+            f"Planned for what was measured, the cuts would be {cuts}{rotation}: {reached:.4g} rows/s predicted for "
+            f"these {run.facts.num_rows} rows, {gain:+.1%} beside the {predicted:.4g} that are predicted for this run "
+            f"({measured:.4g} were measured); the pace would be set by {choice.plan.prediction.limit}."
+        )
+    else:
+        lines.append(
+            f"Nothing else is worth planning: the planner predicts {predicted:.4g} rows/s for this run, where "
+            f"{measured:.4g} were measured ({off:.1%} off), and with other cuts {reached:.4g} ({gain:+.1%})."
+        )
+    useful = [item for item in helps if item.gain > max(off, _WORTH) and "memory" not in item.change][:3]
     lines += [f"With {item.change}: {item.rows_per_s:.4g} rows/s steady ({item.gain:+.1%})." for item in useful]
     return lines
+
+
+def _as_it_ran(like: Plan, run: Run, cluster: Cluster) -> Plan:
+    """Return the plan of a run, on the devices that were observed, with everything else like another one."""
+    pipelines = []
+    names = [device.name for device in cluster.devices]
+    for place, route in enumerate(run.facts.routes):
+        planned = run.facts.plan["pipelines"][place] if run.facts.plan is not None else None
+        sets = planned["cut_sets"] if planned is not None else [{"cuts": run.facts.cuts}]
+        part = sum(run.facts.pipeline_of(m) == place for m in range(run.facts.num_microbatches))
+        pipelines.append(Pipeline(
+            stages=tuple(Stage(devices=(names[index],)) for index in route),
+            cut_sets=msgspec.convert(sets, tuple[CutSet, ...]), share=part / run.facts.num_microbatches,
+        ))  # fmt: skip
+    return msgspec.structs.replace(like, pipelines=tuple(pipelines))
 
 
 def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
@@ -64,7 +94,7 @@ def observed_profile(run: Run, stream: MeasuredStream) -> Profile:
     stages = list(stream.stages)
     for number, (first, last) in enumerate(pairwise(bounds)):
         held = [stages[number]] if len(bounds) == len(stages) + 1 else stages
-        taken = sum(stage.alone_s * share(stage.machine) for stage in held)
+        taken = sum(stage.share * stage.alone_s * share(stage.machine) for stage in held)
         work = sum(unit[1] for unit in units[first:last]) or 1.0
         seconds += [unit[1] * taken / work for unit in units[first:last]]
     rows = max(1, run.facts.num_rows // max(1, run.facts.num_microbatches))

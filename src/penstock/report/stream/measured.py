@@ -60,7 +60,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStage:
-    """A stage during a stream: its steps, what it takes alone, its device."""
+    """A stage during a stream: its steps, what it takes alone, its device, its part of all microbatches."""
 
     index: int
     rank: int
@@ -70,6 +70,7 @@ class MeasuredStage:
     machine: Machine
     cpu_s: float  # of its whole process, per microbatch, loading apart
     load_cpu_s: float
+    share: float = 1.0
 
     def mean(self, field: str) -> float:
         """Return the mean of a field over the steps."""
@@ -78,7 +79,11 @@ class MeasuredStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStream:
-    """A stream: its stages in order, how long data took to load, how long each message was under way."""
+    """A stream: its stages in order, how long data took to load, how long each message was under way.
+
+    `routes` are the stages of each pipeline, where several stand side by side, and `turns` says which one a microbatch
+    goes through.
+    """
 
     stages: tuple[MeasuredStage, ...]
     load_s: tuple[float, ...]
@@ -86,6 +91,14 @@ class MeasuredStream:
     begin_s: float
     total_s: float
     depth: int
+    routes: tuple[range, ...]
+    turns: tuple[int, ...]
+
+    def steps_of(self, microbatch: int) -> list[tuple[MeasuredStage, Step]]:
+        """Return what happened to a microbatch, stage by stage."""
+        route = self.routes[self.turns[microbatch % len(self.turns)]]
+        place = next(k for k, step in enumerate(self.stages[route.start].steps) if step.microbatch == microbatch)
+        return [(self.stages[index], self.stages[index].steps[place]) for index in route]
 
     @property
     def num_microbatches(self) -> int:
@@ -109,25 +122,34 @@ def measure_stream(run: Run) -> MeasuredStream:
             if span.kind != "unit" and span.microbatch < count:
                 found[span.kind, span.stage][span.microbatch] = span
     loads = found["load", FEEDER_STAGE]
-    if len(loads) < count or len(found["compute", 0]) < count:
+    if len(loads) < count:
         raise DataError("some processes' traces are missing; copy the whole folder of the run")
-    stages = tuple(_stage(run, index, found, count) for index in range(len(facts.ranks)))
-    begin_s = loads[0].begin_s
+    stages: list[MeasuredStage] = []
+    wires: dict[Edge, tuple[float, ...]] = {}
+    for pipeline, route in enumerate(facts.routes):
+        through = [m for m in range(count) if facts.pipeline_of(m) == pipeline]
+        if not through:
+            raise DataError(f"pipeline {pipeline} has had no microbatch; trace a stream of more of them")
+        own = [_stage(run, index, found, through, len(through) / count) for index in route]
+        wires |= _wires(own, found, through, facts.depth)
+        stages += own
     return MeasuredStream(
-        stages=stages, load_s=tuple(loads[m].seconds for m in range(count)),
-        wires=_wires(stages, found, count, facts.depth), begin_s=begin_s, total_s=facts.total_s, depth=facts.depth,
+        stages=tuple(stages), load_s=tuple(loads[m].seconds for m in range(count)), wires=wires,
+        begin_s=loads[0].begin_s, total_s=facts.total_s, depth=facts.depth, routes=facts.routes, turns=facts.turns,
     )  # fmt: skip
 
 
-def _stage(run: Run, index: int, found: Mapping[tuple[str, int], Mapping[int, Span]], count: int) -> MeasuredStage:
+def _stage(
+    run: Run, index: int, found: Mapping[tuple[str, int], Mapping[int, Span]], through: Sequence[int], part: float
+) -> MeasuredStage:
     rank = run.facts.ranks[index]
     process = next((p for p in run.processes if p.rank == rank), None)
-    if process is None or len(found["compute", index]) < count:
+    if process is None or not set(through) <= found["compute", index].keys():
         raise DataError(f"the trace of stage {index} is missing; copy the whole folder of the run")
     steps = []
     between = found["between", index]
     before_s: float | None = None
-    for m in range(count):
+    for m in through:
         wait, read, compute, buffer, give = (
             found[kind, index][m] for kind in ("wait", "receive", "compute", "buffer", "send")
         )
@@ -145,7 +167,8 @@ def _stage(run: Run, index: int, found: Mapping[tuple[str, int], Mapping[int, Sp
     return MeasuredStage(
         index=index, rank=rank, device=process.device, steps=tuple(steps), machine=process.machine,
         alone_s=_alone_s(run, index, process, steps),
-        cpu_s=max(0.0, max(totals, default=0.0) - own_loads) / count, load_cpu_s=own_loads / count,
+        cpu_s=max(0.0, max(totals, default=0.0) - own_loads) / len(through), load_cpu_s=own_loads / len(through),
+        share=part,
     )  # fmt: skip
 
 
@@ -164,7 +187,10 @@ def share(machine: Machine) -> float:
 
 
 def _wires(
-    stages: Sequence[MeasuredStage], found: Mapping[tuple[str, int], Mapping[int, Span]], count: int, depth: int
+    stages: Sequence[MeasuredStage],
+    found: Mapping[tuple[str, int], Mapping[int, Span]],
+    through: Sequence[int],
+    depth: int,
 ) -> dict[Edge, tuple[float, ...]]:
     """Find how long each message was under way, once it could leave.
 
@@ -172,21 +198,21 @@ def _wires(
     taken, or less if it must have been quicker.
     """
     wires: dict[Edge, tuple[float, ...]] = {}
-    made = [found["load", FEEDER_STAGE][m].end_s for m in range(count)]
-    for position, stage in enumerate([*stages, None]):
-        source = position - 1
-        edge = (source, position if stage is not None else FEEDER_STAGE)
+    made = [found["load", FEEDER_STAGE][m].end_s for m in through]
+    before: MeasuredStage | None = None
+    for stage in [*stages, None]:
+        edge = tuple(each.index if each is not None else FEEDER_STAGE for each in (before, stage))
         if stage is not None:
             arrivals = [(step.asked_s, step.arrived_s) for step in stage.steps]
             taken = [step.end_s for step in stage.steps]
         else:
             waits = found["wait", FEEDER_STAGE]
-            arrivals = [(waits[m].begin_s, waits[m].end_s) for m in range(count)]
+            arrivals = [(waits[m].begin_s, waits[m].end_s) for m in through]
             taken = []
-        local = (stage.rank if stage else FEEDER) == (stages[source].rank if source >= 0 else FEEDER)
-        wires[edge] = (0.0,) * count if local else _wire(made, arrivals, taken, depth)
+        local = (stage.rank if stage is not None else FEEDER) == (before.rank if before is not None else FEEDER)
+        wires[edge[0], edge[1]] = (0.0,) * len(through) if local else _wire(made, arrivals, taken, depth)
         if stage is not None:
-            made = [step.end_s for step in stage.steps]
+            made, before = [step.end_s for step in stage.steps], stage
     return wires
 
 

@@ -206,11 +206,15 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> l
         # more microbatches are smaller in proportion
         return num / count * simulate(make_schedule(schedule, len(replica), count), seconds).makespan_s
 
-    here = played(run.facts.schedule, num) if run.facts.schedule in SCHEDULES else None
-    for name in ("1f1b", "zero-bubble") if here is not None else ():
+    if run.facts.schedule not in SCHEDULES:
+        return lines
+    here = played(run.facts.schedule, num)
+    # the simulator knows no more of another schedule than of the one that was measured
+    error = abs(here / statistics.fmean(step.seconds for step in training.steps) - 1)
+    for name in ("1f1b", "zero-bubble"):
         for count in (num, 2 * num):
-            gain = here / played(name, count) - 1 if here is not None else 0.0
-            if gain > _WORTH:
+            gain = here / played(name, count) - 1
+            if gain > max(error, _WORTH):
                 lines.append(
                     f"With the schedule {name} and {count} microbatches, {gain:.1%} more rows/s by the simulator"
                     f"{', if half as many rows take half as long' if count != num else ''}."

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.pipeline.beside import Beside, start
-from penstock.bench.compare import BenchOptions, Comparison
+from penstock.bench.compare import Comparison
+from penstock.bench.options import BenchOptions
 from penstock.bench.peer import peer_job
 from penstock.cluster.lab import parse_lab
 from penstock.cluster.lab.network import bandwidth_commands

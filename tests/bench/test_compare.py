@@ -6,7 +6,8 @@ import pytest
 from torch import Tensor
 
 from penstock.bench.ceiling import WholeModel
-from penstock.bench.compare import BenchOptions, Comparison
+from penstock.bench.compare import Comparison
+from penstock.bench.options import BenchOptions
 from penstock.group.entry import start_local
 from penstock.zoo.models.models import load_model
 from tests.cli.conftest import SMALL

@@ -4,14 +4,13 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import torch
-from msgspec import Meta
 from torch import Tensor
 
 from penstock.bench.ceiling import Baseline, Ceilings, WholeModel
+from penstock.bench.options import BenchOptions
 from penstock.bench.peer import PeerSettings, block_after, do_peer
 from penstock.bench.samples import Difference, Measured, Samples, limit_of
 from penstock.cores import available_cores
@@ -35,28 +34,11 @@ from penstock.plan.search.partition import stage_sums
 from penstock.runtime.registry import parse_runtime
 from penstock.spec.plan import Plan
 from penstock.stream.streaming_pipeline import stream_facts
-from penstock.tracing.trace import Run
+from penstock.tracing.trace import Run, make_run
 from penstock.transport.base import WORD_BYTES, receive_bytes, send_bytes
 from penstock.zoo.models.models import ZooModel
 
 _EXPECTED = 0.8  # of what devices could do at most
-
-
-class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is measured, and how; a field with a description is an option of `penstock bench`."""
-
-    num_images: Annotated[int, Meta(ge=1, description="Images per pass.")] = 500
-    serial_images: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Images of the serial run, if fewer.")
-    ] = None
-    passes: Annotated[int, Meta(ge=1, description="Counted passes per row; the full protocol has 5.")] = 1
-    microbatch_size: int = 1
-    depth: Annotated[int, Meta(ge=1, description="Microbatches that may wait at a cut.")] = 2
-    seed: int = 0
-    threads: int | None = None
-    device: str = "cpu"
-    runtime: str = "eager"
-    trace: bool = False
 
 
 class Comparison:
@@ -258,7 +240,7 @@ class Comparison:
             deployment, deployment.last_report, model=self._zoo.name, cuts=[cut.name for cut in cuts],
             threads=self._threads,
         )  # fmt: skip
-        return Run(facts, tuple(process.aligned() for process in deployment.traces))
+        return make_run(facts, deployment.traces)
 
     def _load(self, state: State) -> Tensor:
         return load_state(self.graph, state, self._zoo.weights)

@@ -4,30 +4,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from penstock.bench.compare import BenchOptions, Comparison
-from penstock.bench.peer import peer_job, start_peers
+from penstock.bench.options import BenchOptions
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
 from penstock.cli.settings_options import Given, takes_settings
-from penstock.deploy.policies import POLICIES
-from penstock.deploy.worker import follow
 from penstock.errors import UsageError
-from penstock.group.entry import join_torchrun, start_local, under_torchrun
-from penstock.report.comparison import write_comparison
-from penstock.runtime.registry import parse_runtime
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
-from penstock.tensors import find_device
 from penstock.terminal import notes
 from penstock.terminal.progress import duration, working
 from penstock.tracing.trace import Run
-from penstock.transport.base import FEEDER
-from penstock.zoo.models.models import load_model
+
+if TYPE_CHECKING:
+    from penstock.bench.compare import Comparison
 
 _SHARED = {"microbatch_size": opt.MicrobatchSize, "seed": opt.Seed, "threads": opt.Threads, "device": opt.ComputesOn,
            "runtime": opt.Runtime}  # fmt: skip
@@ -38,7 +32,9 @@ def bench(
     *,
     model: opt.Model,
     stages: Annotated[str, typer.Option(help="Stage counts, like 1,2,4.")] = "1,2,4",
-    policy: Annotated[str, typer.Option(help=f"Policies: {','.join(POLICIES)}.")] = "balanced",
+    policy: Annotated[str, typer.Option(help="Policies: balanced,equal-blocks,equal-size,smallest-crossing.")] = (
+        "balanced"
+    ),
     cut: Annotated[
         list[str] | None, typer.Option("--cut", metavar="A:after,B:after", help="One more row with these cuts.")
     ] = None,
@@ -57,6 +53,16 @@ def bench(
     json: opt.JsonFile = None,
 ) -> None:
     """Measure a model serially and as pipelines: images per second, speed-up, equality, where the time goes."""
+    from penstock.bench.compare import Comparison
+    from penstock.bench.peer import peer_job, start_peers
+    from penstock.deploy.worker import follow
+    from penstock.group.entry import join_torchrun, start_local, under_torchrun
+    from penstock.report.comparison import write_comparison
+    from penstock.runtime.registry import parse_runtime
+    from penstock.tensors import find_device
+    from penstock.transport.base import FEEDER
+    from penstock.zoo.models.models import load_model
+
     opt.bind_to(bind, cluster)
     options = BenchOptions(**given, trace=report is not None)
     plans = [_read_plan(file, options.microbatch_size) for file in plan or []]
@@ -104,6 +110,8 @@ class _Rows:
 
     def check(self, device: str) -> None:
         """Raise `UsageError` for a policy that is not known, and for a peer where it does not run."""
+        from penstock.deploy.policies import POLICIES
+
         for name in self.policies:
             if name not in POLICIES:
                 raise UsageError(f"the policy {name!r} is not known; use {', '.join(POLICIES)}")
@@ -119,7 +127,7 @@ class _Rows:
 
 
 def _measure(
-    comparison: Comparison, wanted: _Rows, say: Callable[[str], None], keep: Callable[[list[dict[str, Any]]], None]
+    comparison: "Comparison", wanted: _Rows, say: Callable[[str], None], keep: Callable[[list[dict[str, Any]]], None]
 ) -> list[tuple[dict[str, Any], Run | None]]:
     """Measure all rows, each with what a pipeline recorded; each is said and kept as it ends."""
     measured: list[tuple[dict[str, Any], Run | None]] = []
@@ -136,11 +144,11 @@ def _measure(
     return measured
 
 
-def _write(json: Path | None, model: str, comparison: Comparison, rows: list[dict[str, Any]]) -> None:
+def _write(json: Path | None, model: str, comparison: "Comparison", rows: list[dict[str, Any]]) -> None:
     opt.write_json(json, {"model": model, "settings": comparison.settings(), "rows": rows})
 
 
-def _measurements(comparison: Comparison, wanted: _Rows) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]]:
+def _measurements(comparison: "Comparison", wanted: _Rows) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]]:
     """Return the rows to measure, in order: how each is called, on how many devices, and what measures it."""
     yield "serial", 1, comparison.serial
     for count in wanted.stages if wanted.peer else []:

@@ -8,15 +8,11 @@ import typer
 from rich.table import Table
 
 from penstock.cli.options import JsonFile, Pretrained, Seed, WeightsFile, make_console, write_json
-from penstock.deploy.bundle import write_bundle
-from penstock.deploy.state import load_state
 from penstock.errors import UsageError
-from penstock.graph.capture import capture
 from penstock.spec.check import read_plan
 from penstock.spec.plan import Plan
 from penstock.terminal.progress import working
 from penstock.units import format_bytes
-from penstock.zoo.models.models import load_model
 
 
 def bundle(
@@ -33,6 +29,11 @@ def bundle(
     json: JsonFile = None,
 ) -> None:
     """Write each stage's programs and only its weights into a folder for its device."""
+    from penstock.deploy.bundle import write_bundle
+    from penstock.deploy.state import load_state
+    from penstock.graph.capture import capture
+    from penstock.zoo.models.models import load_model
+
     chosen = read_plan(plan)
     name = model or _model_of(chosen, plan)
     console = make_console()

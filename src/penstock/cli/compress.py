@@ -9,9 +9,7 @@ from rich.table import Table
 
 from penstock.cli import options as opt
 from penstock.cli.settings_options import Given, takes_settings
-from penstock.compress.frontier import draw_frontier
 from penstock.compress.search import CompressSettings, Found, Outcome, baseline, floor_of, frontier
-from penstock.compress.steps import compress as search
 from penstock.errors import RunError, UsageError
 from penstock.terminal.notes import note
 
@@ -30,6 +28,9 @@ _SHARED = {
 @takes_settings(CompressSettings, _SHARED)
 def compress(*, given: Given, json: opt.JsonFile = None) -> None:
     """Prune, train on and try runtimes; print what was found and keep the fastest that is accurate enough."""
+    from penstock.compress.frontier import draw_frontier
+    from penstock.compress.steps import compress as search
+
     try:
         settings = msgspec.convert(given, CompressSettings)
     except msgspec.ValidationError as error:
@@ -43,7 +44,7 @@ def compress(*, given: Given, json: opt.JsonFile = None) -> None:
     rows = f" --microbatch-size {settings.microbatch_size}" if settings.microbatch_size > 1 else ""
     console.print(
         f"{best.name}: {best.accuracy:.2%} right ({best.accuracy - base.accuracy:+.2%}), "
-        f"{best.rows_per_s / base.rows_per_s:.2f} times as fast; penstock infer {settings.model} "
+        f"{best.rows_per_s / base.rows_per_s:.2f} times as fast; penstock infer {outcome.model} "
         f"--weights {best.weights} --runtime {best.runtime}{rows}", markup=False, soft_wrap=True,
     )  # fmt: skip
     console.print(f"figure: {picture}", markup=False)

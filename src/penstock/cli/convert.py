@@ -9,7 +9,6 @@ from penstock.cli.options import JsonFile, write_json
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
 from penstock.units import format_bytes
-from penstock.zoo.weights.convert import convert_checkpoint
 
 
 def convert(
@@ -18,6 +17,8 @@ def convert(
     json: JsonFile = None,
 ) -> None:
     """Convert a checkpoint to safetensors with the model's own names."""
+    from penstock.zoo.weights.convert import convert_checkpoint
+
     with working(f"converting {source}"):
         converted = convert_checkpoint(source, output)
     say(f"{output}: {converted.num_tensors} tensors, {format_bytes(converted.num_bytes)}")

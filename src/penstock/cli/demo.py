@@ -1,22 +1,20 @@
 """`penstock demo`: the whole flow on this machine, on data that needs no download."""
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn import functional
 
 from penstock.cli.options import JsonFile, make_console, write_json
-from penstock.deploy.split import SplitModel, split
-from penstock.pipeline import Pipeline
 from penstock.terminal.console import PlainConsole
 from penstock.units import format_bytes
-from penstock.zoo.data.image_names import open_images
-from penstock.zoo.optional import optional_import
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from penstock.deploy.split import SplitModel
 
 _EVERY = 5  # each fifth image is for testing
 _MICROBATCH = 32
@@ -30,6 +28,8 @@ def demo(
     json: JsonFile = None,
 ) -> None:
     """Train a small ViT on scikit-learn's digits, then stream it through 1, 2 and 4 processes."""
+    from penstock.deploy.split import split
+
     console = make_console()
     train, test = _digits()
     console.print(
@@ -57,8 +57,12 @@ def demo(
         raise typer.Exit(1)
 
 
-def _digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _digits() -> "tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]":
     """Return training and test images as tensors, one grey channel of 8 by 8, with their labels."""
+    import torch
+
+    from penstock.zoo.data.image_names import open_images
+
     images = open_images("digits")
     pixels = torch.stack([_pixels(images.read(index)) for index in range(len(images))])
     labels = torch.tensor([images.label(index) for index in range(len(images))])
@@ -66,13 +70,22 @@ def _digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (pixels[~test], labels[~test]), (pixels[test], labels[test])
 
 
-def _pixels(image: Any) -> Tensor:
+def _pixels(image: Any) -> "Tensor":
+    import torch
+
+    from penstock.zoo.optional import optional_import
+
     numpy = optional_import("numpy", "data")
     grey = torch.from_numpy(numpy.asarray(image.convert("L"), dtype="float32"))
     return (grey / 127.5 - 1.0).unsqueeze(0)
 
 
-def _small_vit(seed: int) -> nn.Module:
+def _small_vit(seed: int) -> "nn.Module":
+    import torch
+    from torch import nn
+
+    from penstock.zoo.optional import optional_import
+
     timm = optional_import("timm.models.vision_transformer", "vision")
     torch.manual_seed(seed)
     model: nn.Module = timm.VisionTransformer(
@@ -81,8 +94,11 @@ def _small_vit(seed: int) -> nn.Module:
     return model
 
 
-def _train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, seed: int) -> None:
+def _train(model: "nn.Module", images: "Tensor", labels: "Tensor", *, epochs: int, seed: int) -> None:
     """Train in this process, with a progress bar where there is a terminal."""
+    import torch
+    from torch.nn import functional
+
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.05)
     batches = -(-len(images) // _BATCH)
@@ -105,8 +121,10 @@ def _train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, see
     model.eval()
 
 
-def _one_process(model: nn.Module, images: Tensor) -> list[Tensor]:
+def _one_process(model: "nn.Module", images: "Tensor") -> "list[Tensor]":
     """Run the same microbatches with the same number of threads as a stage has: the reference."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.no_grad():
@@ -115,8 +133,14 @@ def _one_process(model: nn.Module, images: Tensor) -> list[Tensor]:
     return outputs
 
 
-def _stream(model: nn.Module, test: tuple[Tensor, Tensor], reference: list[Tensor], stages: int) -> dict[str, Any]:
+def _stream(
+    model: "nn.Module", test: "tuple[Tensor, Tensor]", reference: "list[Tensor]", stages: int
+) -> dict[str, Any]:
     """Stream the test images, once to warm up and once to measure."""
+    import torch
+
+    from penstock.pipeline import Pipeline
+
     microbatches = test[0].split(_MICROBATCH)
     with Pipeline(model, (microbatches[0],), stages=stages, threads=1) as pipe:
         list(pipe.stream(microbatches))
@@ -127,11 +151,13 @@ def _stream(model: nn.Module, test: tuple[Tensor, Tensor], reference: list[Tenso
     return {"stages": stages, "images_per_second": report.rows_per_s, "accuracy": accuracy, "bit_equal": equal}
 
 
-def _accuracy(outputs: list[Tensor], labels: Tensor) -> float:
+def _accuracy(outputs: "list[Tensor]", labels: "Tensor") -> float:
+    import torch
+
     return float((torch.cat(outputs).argmax(dim=1) == labels).float().mean())
 
 
-def _print_cuts(console: PlainConsole, halves: SplitModel) -> None:
+def _print_cuts(console: PlainConsole, halves: "SplitModel") -> None:
     table = Table("stage", "cut after it", "crossing, per image", "parameters")
     for stage in halves.stages:
         crossing = format_bytes(stage.after.num_bytes({"batch": 1})) if stage.after else ""

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -20,16 +20,16 @@ from penstock.cluster.ssh.remote import address_of, hosts_of, on_all
 from penstock.cluster.ssh.run import PORT, RemoteRun
 from penstock.cluster.ssh.schedulers import kubernetes_manifest, slurm_script
 from penstock.errors import ClusterError, UsageError
-from penstock.group.entry import join_torchrun, under_torchrun
-from penstock.group.world import World
-from penstock.measure.hosts import MeasuredHosts, measure_hosts
 from penstock.spec.cluster import Cluster, Link, read_cluster, write_cluster
 from penstock.spec.fields import write_text
 from penstock.spec.profile import Profile, read_profile, write_profile
 from penstock.terminal.notes import say
 from penstock.terminal.progress import working
-from penstock.transport.curve import read_key
 from penstock.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from penstock.group.world import World
+    from penstock.measure.hosts import MeasuredHosts
 
 app = typer.Typer(no_args_is_help=True, help="Reach, prepare and measure the machines of a cluster.")
 
@@ -107,6 +107,8 @@ def run(
 
     Paths are those of the machines, from each one's folder on. All processes end together, and nothing is left behind.
     """
+    from penstock.transport.curve import read_key
+
     arguments = [word for index, word in enumerate(context.args) if index or word != "--"]
     if not arguments:
         raise UsageError("hosts run takes a verb after the file, as in: penstock hosts run cluster.toml -- bench MODEL")
@@ -140,6 +142,8 @@ def join(
 
     In a stream as a worker; in a training with its command: penstock hosts join CLUSTER HOST -- train MODEL --data DIR
     """
+    from penstock.transport.curve import read_key
+
     spec = _machines(cluster)
     spec.device(host)
     first = hosts_of(spec)[0]
@@ -184,6 +188,9 @@ def measure(
     json: JsonFile = None,
 ) -> None:
     """Measure all hosts at once and the links one by one; write a cluster file that `penstock plan` takes."""
+    from penstock.group.entry import join_torchrun, under_torchrun
+    from penstock.measure.hosts import measure_hosts
+
     if not under_torchrun() and not is_lab(cluster):
         raise typer.Exit(_measure_by_ssh(cluster, output, profile, seconds, json, update=update))
     if not under_torchrun():
@@ -230,7 +237,7 @@ def _measure_by_ssh(
     return 0
 
 
-def _as_measured(cluster: Cluster, world: World, measured: MeasuredHosts, profile: Profile | None) -> Cluster:
+def _as_measured(cluster: Cluster, world: "World", measured: "MeasuredHosts", profile: Profile | None) -> Cluster:
     """Return the cluster with measured speeds and links; raises `ClusterError` for a host that the file lacks."""
     known = {device.name for device in cluster.devices}
     missing = [name for name in world.hosts if name not in known]
@@ -251,7 +258,7 @@ def _as_measured(cluster: Cluster, world: World, measured: MeasuredHosts, profil
     return msgspec.structs.replace(cluster, links=links)
 
 
-def _print(world: World, measured: MeasuredHosts, profile: Profile | None) -> None:
+def _print(world: "World", measured: "MeasuredHosts", profile: Profile | None) -> None:
     console = make_console()
     hosts = Table("host", "a round of reference work", "speed")
     for name, taken in zip(world.hosts, measured.calibration_s, strict=True):

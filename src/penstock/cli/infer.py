@@ -7,12 +7,8 @@ import typer
 
 from penstock.cli import options as opt
 from penstock.cli.cluster import Cluster
-from penstock.deploy.worker import follow
 from penstock.errors import RunError
-from penstock.group.entry import join_torchrun, under_torchrun
-from penstock.runtime.registry import parse_runtime
 from penstock.terminal.notes import say
-from penstock.transport.base import FEEDER
 
 
 def infer(
@@ -52,6 +48,11 @@ def infer(
     json: opt.JsonFile = None,
 ) -> None:
     """Classify images through a pipeline: predictions in order, throughput, and accuracy where there are labels."""
+    from penstock.deploy.worker import follow
+    from penstock.group.entry import join_torchrun, under_torchrun
+    from penstock.runtime.registry import parse_runtime
+    from penstock.transport.base import FEEDER
+
     opt.check_profiled(profile=profile, trace=trace)
     opt.bind_to(bind, cluster)
     parse_runtime(runtime)  # before the model is loaded

@@ -1,7 +1,9 @@
 """The `penstock` command: verbs, and how errors reach people."""
 
 import importlib
+import os
 import sys
+import time
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +37,10 @@ _HELP = {
 }
 
 
+# in which torchrun ends the other processes of a machine, where the first of them has failed too
+_FIRST_SPEAKS_S = 3.0
+
+
 class _Verbs(TyperGroup):
     """The verbs, each in a module of its name, which is imported when the verb runs."""
 
@@ -63,6 +69,17 @@ class _Verbs(TyperGroup):
             return typer.main.get_group(verb).commands[cmd_name]
         verb.command(cmd_name)(getattr(module, cmd_name))
         return typer.main.get_command(verb)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a verb; under torchrun an error of all processes of a machine is that of the first one."""
+        try:
+            return super().invoke(ctx)
+        except typer.Exit:
+            raise
+        except Exception:
+            if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("LOCAL_RANK", "0") != "0":
+                time.sleep(_FIRST_SPEAKS_S)
+            raise
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

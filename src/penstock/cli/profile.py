@@ -10,22 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli import options as opt
-from penstock.deploy.state import load_state
-from penstock.engine.reference import calibrate
 from penstock.errors import UsageError
-from penstock.graph.capture import capture
-from penstock.measure.costs import Timing
-from penstock.measure.hosts import measure_messages
-from penstock.measure.profiler import measure_loader, profile_graph, script_bytes, worker_bytes
-from penstock.measure.runtime_columns import measure_runtimes
-from penstock.recipes.profiled import profile_task
 from penstock.recipes.settings import make_settings
-from penstock.runtime.registry import parse_runtime
 from penstock.spec.profile import Profile, write_profile
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds
-from penstock.zoo.data.image_names import open_images
-from penstock.zoo.models.models import load_model
 
 
 def profile(
@@ -51,6 +40,18 @@ def profile(
     json: opt.JsonFile = None,
 ) -> None:
     """Time every part of a model between two possible cuts, and what messages cost; write it for `penstock plan`."""
+    from penstock.deploy.state import load_state
+    from penstock.engine.reference import calibrate
+    from penstock.graph.capture import capture
+    from penstock.measure.costs import Timing
+    from penstock.measure.hosts import measure_messages
+    from penstock.measure.profiler import measure_loader, profile_graph, script_bytes, worker_bytes
+    from penstock.measure.runtime_columns import measure_runtimes
+    from penstock.recipes.profiled import profile_task
+    from penstock.runtime.registry import parse_runtime
+    from penstock.zoo.data.image_names import open_images
+    from penstock.zoo.models.models import load_model
+
     sizes = opt.parse_numbers(rows, "--rows")
     choices = [parse_runtime(name) for name in runtime or ()]
     if choices and (training or data is not None):

@@ -1,24 +1,19 @@
 """`penstock split`: where a model would be cut, and what each policy costs."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Column, Table
 
 from penstock.cli import options as opt
-from penstock.deploy.policies import POLICIES, choose_cuts
-from penstock.deploy.state import load_state
 from penstock.errors import CutError, UsageError
-from penstock.graph.capture import capture
-from penstock.graph.cuts import Cut, Cuts
-from penstock.graph.graph import Graph
-from penstock.graph.stages import divide
-from penstock.graph.work import count_work
-from penstock.measure.costs import measure_work
 from penstock.plan.search.partition import stage_sums
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds
-from penstock.zoo.models.models import load_model
+
+if TYPE_CHECKING:
+    from penstock.graph.cuts import Cut, Cuts
+    from penstock.graph.graph import Graph
 
 
 def split(
@@ -35,6 +30,14 @@ def split(
     json: opt.JsonFile = None,
 ) -> None:
     """Print the stages, what crosses between them, and how the policies compare."""
+    from penstock.deploy.policies import choose_cuts
+    from penstock.deploy.state import load_state
+    from penstock.graph.capture import capture
+    from penstock.graph.cuts import Cuts
+    from penstock.graph.work import count_work
+    from penstock.measure.costs import measure_work
+    from penstock.zoo.models.models import load_model
+
     if work not in {"counted", "measured"}:
         raise UsageError(f"--work is 'counted' or 'measured', not {work!r}")
     console = opt.make_console()
@@ -64,7 +67,9 @@ def split(
     opt.write_json(json, {"model": model, "work": work, "stages": rows, "policies": policies})
 
 
-def _stage_rows(graph: Graph, chosen: list[Cut], costs: list[float], sizes: dict[str, int]) -> list[dict[str, Any]]:
+def _stage_rows(graph: "Graph", chosen: "list[Cut]", costs: list[float], sizes: dict[str, int]) -> list[dict[str, Any]]:
+    from penstock.graph.stages import divide
+
     sums = stage_sums(costs, [cut.position for cut in chosen])
     programs = divide(graph, chosen)
     return [
@@ -82,8 +87,10 @@ def _stage_rows(graph: Graph, chosen: list[Cut], costs: list[float], sizes: dict
 
 
 def _policy_rows(
-    graph: Graph, cuts: Cuts, stages: int, costs: list[float], sizes: dict[str, int]
+    graph: "Graph", cuts: "Cuts", stages: int, costs: list[float], sizes: dict[str, int]
 ) -> list[dict[str, Any]]:
+    from penstock.deploy.policies import POLICIES, choose_cuts
+
     rows: list[dict[str, Any]] = []
     for policy in POLICIES:
         try:

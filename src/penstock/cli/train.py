@@ -3,7 +3,7 @@
 import contextlib
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -13,23 +13,13 @@ from penstock.cli.settings_options import Given, takes_settings
 from penstock.cluster.lab import lab_session, read_lab
 from penstock.cores import available_cores
 from penstock.errors import RunError, UsageError
-from penstock.group.entry import under_torchrun
-from penstock.recipes.launch import available_memory, fit
-from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import FitSettings, make_settings
-from penstock.recipes.several import (
-    Place,
-    Row,
-    ablation_runs,
-    draw_comparison,
-    find_largest_batch,
-    mode_runs,
-    read_sweep,
-    run_all,
-)
 from penstock.spec.check import read_plan
-from penstock.transport.base import FEEDER
 from penstock.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from penstock.recipes.metrics import FitResult
+    from penstock.recipes.several import Place, Row
 
 _SHARED = {
     "model": opt.Model, "policy": opt.Policy, "cuts": opt.CutNames, "weights": opt.WeightsFile,
@@ -55,6 +45,9 @@ def train(
     json: opt.JsonFile = None,
 ) -> None:
     """Train a model: in one process, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
+    from penstock.recipes.launch import fit
+    from penstock.recipes.several import Place
+
     opt.check_profiled(profile=given["profile"], trace=given["trace"])
     opt.bind_to(bind, cluster)
     if given["batch_size"] is None:
@@ -78,6 +71,8 @@ def train(
 
 def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: Path | None, memory: str | None) -> None:
     """Check the options that start several runs against the others; raises `UsageError`."""
+    from penstock.group.entry import under_torchrun
+
     if len(chosen) > 1 or (chosen and under_torchrun()):
         raise UsageError(f"{' and '.join(chosen)} starts processes of its own; use one of them, without torchrun")
     if settings.plan is not None and chosen and chosen != ["--sweep"]:
@@ -91,10 +86,22 @@ def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: P
 
 
 def _several(
-    settings: FitSettings, place: Place, compare: str | None, sweep: Path | None, json: Path | None, *,
+    settings: FitSettings, place: "Place", compare: str | None, sweep: Path | None, json: Path | None, *,
     ablation: bool, weak_scaling: bool,
 ) -> None:  # fmt: skip
     """Run what consists of several runs, and print their table."""
+    from penstock.recipes.launch import available_memory
+    from penstock.recipes.several import (
+        Place,
+        Row,
+        ablation_runs,
+        draw_comparison,
+        find_largest_batch,
+        mode_runs,
+        read_sweep,
+        run_all,
+    )
+
     console = opt.make_console()
 
     def tell(row: Row) -> None:
@@ -128,7 +135,7 @@ def _several(
         raise RunError(f"{len(failed)} of {len(rows)} runs failed, the first one: {failed[0].name}: {failed[0].failed}")
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: "list[Row]") -> Table:
     table = Table(
         "run", "processes", "batch", "training s", "per s", "validation loss", "accuracy", "memory", "what happened"
     )
@@ -148,7 +155,10 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
-def _show_one(result: FitResult, json: Path | None) -> None:
+def _show_one(result: "FitResult", json: Path | None) -> None:
+    from penstock.group.entry import under_torchrun
+    from penstock.transport.base import FEEDER
+
     if under_torchrun() and int(os.environ["RANK"]) != FEEDER:
         return
     table = Table("epoch", "steps", "training loss", "validation loss", "accuracy", "training", "throughput")

@@ -7,10 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options as opt
-from penstock.deploy.worker import follow
 from penstock.errors import RunError
-from penstock.group.regroup import join_later, read_place
-from penstock.group.variables import KEY
 from penstock.terminal.notes import say
 
 
@@ -25,6 +22,10 @@ def worker(
     bind: opt.Bind = None,
 ) -> None:
     """Join a run that is under way, as a device that comes back or a new one; leave when it is over."""
+    from penstock.deploy.worker import follow
+    from penstock.group.regroup import join_later, read_place
+    from penstock.group.variables import KEY
+
     host, port = read_place(join)
     opt.bind_to(bind)
     if key is not None:

@@ -1,8 +1,11 @@
 """Schedules for people: read from text, as clock cycles, as a drawing, and the bubble's formula."""
 
 import re
+from itertools import groupby
 from pathlib import Path
 from typing import cast
+
+import msgspec
 
 from penstock.errors import UsageError
 from penstock.plan.schedule.actions import KINDS, STAGE_KINDS, Action, Kind, Schedule
@@ -11,11 +14,15 @@ from penstock.plan.schedule.simulate import Duration, simulate, uniform
 
 # what people write: forwards are computed once more where a stage is told to, by checkpointing
 _WRITTEN = [kind for kind in KINDS if kind != "R"]
+_IDLE = "."
+_DRAWN = re.compile(r"device \d+  (.*)")
 _ACTION = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 
 
 def read_schedule(text: str) -> Schedule:
     """Read a schedule with one line per device; `#` begins a comment, and a lone stage may be left out.
+
+    What `penstock schedule` prints and what it writes with `--json` are read as well.
 
     Example:
         read_schedule('''
@@ -25,11 +32,34 @@ def read_schedule(text: str) -> Schedule:
 
     Raises `UsageError` for a word that is no action. Whether the whole can be run, `check_schedule` says.
     """
-    lines = [line.partition("#")[0].split() for line in text.splitlines()]
+    drawn = [match[1] for match in map(_DRAWN.fullmatch, text.splitlines()) if match]
+    if text.lstrip().startswith("{"):
+        lines = [line.split() for line in _read_devices(text)]
+    elif drawn:  # a tick a word: one action may take several, and none takes a dot
+        lines = [[word for word, _ in groupby(line.split()) if word != _IDLE] for line in drawn]
+    else:
+        lines = [line.partition("#")[0].split() for line in text.splitlines()]
     devices = [words for words in lines if words]
     if not devices:
         raise UsageError("the schedule is empty; write one line of actions per device, as in 'F0 F1 B0 B1'")
     return tuple(tuple(_read(word, device) for word in words) for device, words in enumerate(devices))
+
+
+def _read_devices(text: str) -> list[str]:
+    """Return the lines of a schedule that `penstock schedule --json` has written."""
+    try:
+        return msgspec.json.decode(text, type=_Written).devices
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise UsageError(
+            f"the schedule is JSON, but not as penstock schedule --json writes it ({error}); write it again, or a line "
+            "of actions for each device"
+        ) from None
+
+
+class _Written(msgspec.Struct):
+    """What is needed of a schedule's JSON."""
+
+    devices: list[str]
 
 
 def find_schedule(given: str) -> str:
@@ -59,9 +89,6 @@ def _read(word: str, device: int) -> Action:
             "stage, as in F3.1, and S.1 or U.1 for a whole stage"
         )
     return Action(cast(Kind, match[1]), int(match[2] or 0), int(match[3] or device))
-
-
-_IDLE = "."
 
 
 def clock_cycles(schedule: Schedule, duration: Duration | None = None) -> list[list[Action | None]]:

@@ -15,8 +15,10 @@ import torch
 
 from penstock.cluster.lab import Lab, LabSpec, OutputLine, lab_session
 from penstock.cluster.ssh.remote import SSH
+from penstock.errors import UsageError
 
-SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
+SSHD = shutil.which("sshd", path=_PATH)
 # `ip netns exec` hides the cgroups, of which a machine of its own would know: version 1 or 2, whichever there is
 _SEES_QUOTA = (
     "{ mount -t cgroup2 none /sys/fs/cgroup && test -e /sys/fs/cgroup/cpu.max; } 2>/dev/null || "
@@ -46,8 +48,13 @@ def ssh_lab(spec: LabSpec, folder: Path) -> Iterator[SshLab]:
     """Put a lab up with an sshd on each host; commands run by ssh come from the first one.
 
     The hosts share this machine's files, so each has a folder of its own; their virtual environment has the packages of
-    this process's own, without Penstock.
+    this process's own, without Penstock. Raises `UsageError` without an ssh server.
     """
+    missing = [tool for tool in ("sshd", "ssh", "ssh-keygen") if shutil.which(tool, path=_PATH) is None]
+    if missing:
+        raise UsageError(
+            f"a lab reached by ssh needs {', '.join(missing)}; install the packages openssh-server and openssh-client"
+        )
     keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f"]
     for name in ("host_key", "user_key"):
         subprocess.run([*keygen, str(folder / name)], check=True)

@@ -6,11 +6,11 @@ BIN := .venv/bin
 
 setup: .venv/.ready
 
-# PIP_ARGS: for small boards, see "CPU only" in the README
+# PIP_ARGS: further arguments of pip install
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
+	$(BIN)/python src/penstock/cluster/install.py $(CURDIR)/.venv --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
 	touch $@
 
 demo: setup

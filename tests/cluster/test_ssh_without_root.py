@@ -14,7 +14,7 @@ from penstock.cluster.ssh.run import environment, remote_command
 from penstock.cluster.ssh.schedulers import kubernetes_manifest, slurm_script
 from penstock.errors import ClusterError
 from penstock.spec.cluster import Cluster, parse_cluster, write_cluster
-from penstock.version import __version__
+from penstock.version import LOWEST_TORCH, __version__
 
 FILE = """
 [[devices]]
@@ -99,7 +99,10 @@ FINE = {
         ({"packages": None}, "no virtual environment", "penstock hosts push c.toml"),
         ({"packages": {}}, "no torch", "penstock hosts push c.toml"),
         ({"packages": {}, "free_bytes": 1e9}, "no torch, and 1 GB of disk", 'another folder = "..." for board'),
-        ({"packages": {"torch": "2.0.0"}}, "torch 2.0.0, here 9.9.0", "penstock hosts push c.toml"),
+        ({"packages": {}, "free_bytes": 5e9}, "no torch, and 5 GB of disk", 'another folder = "..." for board'),
+        ({"packages": {}, "free_bytes": 5e9, "takes_cpu_build": True}, "no torch", "penstock hosts push c.toml"),
+        ({"bits": 32}, "32-bit Python", "the 64-bit system"),
+        ({"packages": {"torch": "2.9.1"}}, f"torch 2.9.1, and {LOWEST_TORCH} is needed", "penstock hosts push c.toml"),
         ({"packages": {"torch": "9.9.0"}}, "no penstock", "penstock hosts push c.toml"),
         (
             {"packages": {"torch": "9.9.0", "penstock": "0.0"}},
@@ -113,7 +116,6 @@ FINE = {
 def test_what_is_missing_and_what_mends_it(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, object], problem: str, mend: str
 ) -> None:
-    monkeypatch.setattr(check_module, "torch_version", lambda: "9.9.0")
     monkeypatch.setattr(check_module, "_probe", lambda _host: {**FINE, "free_bytes": int(20e9), **_whole(change)})
     board = hosts_of(cluster())[1]
     found = check_hosts(cluster(), [board], "c.toml")[0]

@@ -374,3 +374,18 @@ def test_a_deployment_on_a_broken_world_says_why(thirds: Divided) -> None:
         with pytest.raises(RunError, match="worker 1: no disk") as caught:
             thirds.deploy(world.feeder)
         assert not isinstance(caught.value, ConnectionBroken)
+
+
+def test_operators_that_another_torch_has_otherwise_are_refused(thirds: Divided) -> None:
+    """Before anything is sent; one that no stage there calls is no reason."""
+    inputs = tower_inputs(2)
+    with memory_world(3) as world:
+        world.feeder.unlike = {2: frozenset({"aten.linear.default"}), 1: frozenset({"aten.gelu.default"})}
+        with pytest.raises(RunError) as refused:
+            thirds.deploy(world.feeder)
+        assert "aten.linear.default" in str(refused.value)
+        assert world.feeder.names[2] in str(refused.value)
+        world.feeder.unlike = {2: frozenset({"aten.gelu.default"})}
+        deployment = thirds.deploy(world.feeder)
+        check(thirds, deployment, inputs)
+        deployment.close()

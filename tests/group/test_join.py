@@ -13,6 +13,8 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from penstock import __version__
 from penstock.errors import RunError, UsageError
+from penstock.graph.operators import listed_operators
+from penstock.graph.schema import marks_of_operators
 from penstock.group import join
 from penstock.group.addresses import LOOPBACK, first_address, listen
 from penstock.group.board import PatientStore, connect_store, serve_store, wait_for_server
@@ -122,6 +124,38 @@ def test_who_does_not_fit_is_refused(what: str, message: str) -> None:
     with pytest.raises(RunError, match=message):
         meet(store, 0, 2)
     assert "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def say_hello(store: Store, marks: object) -> None:
+    """Have rank 1 come with another version of torch, and the marks of its operators."""
+    hello = Hello(
+        rank=1, size=2, run="", nonce="x", penstock=__version__, torch="2.10.0", name="a board", host="board",
+        address=LOOPBACK, board_port=1,
+    )  # fmt: skip
+    store.set("penstock/run0/hello/1", msgspec.json.encode(hello).decode())
+    store.set("penstock/run0/hello/1/operators", msgspec.json.encode(marks).decode())
+
+
+@pytest.mark.parametrize("changed", [[], ["aten.relu.default"], ["aten.relu.default", "aten.linear.default"]])
+def test_another_torch_joins_and_its_other_operators_are_known(
+    changed: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    store, names = HashStore(), sorted(listed_operators())
+    marks = marks_of_operators()
+    assert len(marks) == len(names)
+    assert all(marks), "this torch lacks an operator of the list"
+    say_hello(store, ["" if name in changed else mark for name, mark in zip(names, marks, strict=True)])
+    assert meet(store, 0, 2).unlike == {1: frozenset(changed)}
+    said = capfd.readouterr().err.replace("\n", " ")
+    assert "a board (2.10.0)" in said
+
+
+@pytest.mark.parametrize("marks", [[], ["x"], {"a": 1}, 7])
+def test_operators_that_cannot_be_read(marks: object) -> None:
+    store = HashStore()
+    say_hello(store, marks)
+    with pytest.raises(RunError):
+        meet(store, 0, 2)
 
 
 def test_a_store_that_falls_silent_is_the_first_host_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from penstock.deploy.jobs import FromModules, Source, send_stages
+from penstock.deploy.programs import check_operators
 from penstock.deploy.run_options import RunOptions
 from penstock.engine.counters import ACTIVATIONS, Counters
 from penstock.engine.driver import JOIN_S, Driver, Microbatch, finish_stream, stream_through
@@ -66,6 +67,7 @@ class Deployment:
             trace_profile=tracer is not None and tracer.profile, torch_settings=read_settings(),
         )  # fmt: skip
         _check_shared(self.job)
+        check_operators(world, [ranks.items for ranks in places], [each.items for each in programs])
         self.tracer, self._pipeline = tracer, pipeline  # which of several side by side
         self._executor: threading.Thread | None = None
         try:

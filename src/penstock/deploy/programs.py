@@ -3,13 +3,16 @@
 Beside `split` because workers need it, and capturing, which they never do, takes long to import.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from penstock.errors import PlanError
+import torch
+
+from penstock.errors import PlanError, RunError
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import divide, fingerprint
+from penstock.group.world import World
 from penstock.plan.schedule.round_robin import RoundRobin, round_robin
 from penstock.spec.check import check_cuts, check_plan, check_purpose
 from penstock.spec.plan import Pipeline, Plan
@@ -25,6 +28,23 @@ def divide_in_turns(
     """
     sets = [divide(graph, cuts) for cuts in cut_sets]
     return [RoundRobin(programs, order) for programs in zip(*sets, strict=True)]
+
+
+def check_operators(
+    world: World, holders: Sequence[Collection[int]], programs: Sequence[Collection[StageProgram]]
+) -> None:
+    """Check that the ranks that hold each stage have its operators as this process has them.
+
+    Ranks may have another version of PyTorch. Raises `RunError` naming the operator that one has otherwise, or lacks.
+    """
+    for ranks, own in zip(holders, programs, strict=True):
+        targets = {op.target for program in own for op in (*program.prelude, *program.ops)}
+        for rank in ranks:
+            if unlike := sorted(targets & world.unlike.get(rank, frozenset())):
+                raise RunError(
+                    f"the PyTorch of {world.names[rank]} has another {unlike[0]} than the one here "
+                    f"({torch.__version__}), or none, and its stage calls it; install the same PyTorch there"
+                )
 
 
 def divide_plan(graph: Graph, plan: Plan) -> list[list[RoundRobin[StageProgram]]]:

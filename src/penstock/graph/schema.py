@@ -1,5 +1,6 @@
 """Check a call against its operator's schema: which arguments, and none that would exhaust the machine."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from penstock.errors import ProgramError
 from penstock.graph.encoding import StageDevice
 from penstock.graph.expressions import Number
+from penstock.graph.operators import listed_operators
 from penstock.graph.ops import GETITEM, Op, resolve_operator
 
 FORGED = "the program file is damaged or forged; split the model again"
@@ -22,6 +24,28 @@ _AMOUNTS = {
     "size", "shape", "output_size", "repeats", "pad", "padding", "steps", "n", "m", "row", "col",
     "num_classes", "minlength", "bins", "window_length",
 }  # fmt: skip
+
+
+def marks_of_operators() -> list[str]:
+    """Return a mark of each listed operator's schema in this PyTorch, in the order of their names; none if it lacks it.
+
+    Equal marks of two versions mean that both take the same arguments for it.
+    """
+    return [_mark(name) for name in sorted(listed_operators())]
+
+
+def unlike_operators(marks: Sequence[str], others: Sequence[str]) -> frozenset[str]:
+    """Return the listed operators that two versions have otherwise, or that one of them lacks."""
+    return frozenset(
+        name for name, mark, other in zip(sorted(listed_operators()), marks, others, strict=True) if mark != other
+    )
+
+
+def _mark(name: str) -> str:
+    try:
+        return hashlib.blake2b(str(resolve_operator(name)._schema).encode(), digest_size=4).hexdigest()
+    except AttributeError:
+        return ""
 
 
 def check_call(op: Op) -> None:

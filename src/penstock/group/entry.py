@@ -27,6 +27,7 @@ from penstock.group.launcher import LocalWorkers
 from penstock.group.links import Links, PlainLinks, choose_links, close_store
 from penstock.group.liveness import WATCHFUL_S, Boards, Health
 from penstock.group.roll_call import Membership, Rendezvous, RollCall
+from penstock.group.slurm import slurm_variables
 from penstock.group.variables import KEY, TRUSTED
 from penstock.group.world import World
 from penstock.terminal.notes import note
@@ -46,7 +47,12 @@ _REASON_S = 2.0  # after a connection broke: in which the reason comes
 
 
 def under_torchrun() -> bool:
-    """Return whether torchrun, or something that sets the same variables, started this process."""
+    """Return whether torchrun, or something that sets the same variables, started this process.
+
+    A task of a step of Slurm's is given them here, so that `srun python script.py` is enough.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(slurm_variables(os.environ))
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
@@ -244,7 +250,7 @@ def join_group(
         transport=transport, health=health, names=names, devices=list(devices), store=store,
         bandwidths=[hello.bandwidth_bytes_per_s for hello in meeting.hellos],
         hosts=[hello.host for hello in meeting.hellos], membership=_membership(meeting, rendezvous, before),
-        secured=rendezvous.links.secured,
+        secured=rendezvous.links.secured, unlike=meeting.unlike,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Annotated
 
@@ -22,11 +22,13 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import DeviceLost, RunError
+from penstock.graph.schema import marks_of_operators, unlike_operators
 from penstock.group.board import PatientStore, read_if_there
 from penstock.group.links import Links, close_store
 from penstock.group.liveness import Boards
 from penstock.group.roll_call import Rendezvous
 from penstock.group.verdict import prepare_board
+from penstock.terminal.notes import note
 from penstock.text import first_line
 from penstock.transport.base import FEEDER, SILENCE_S
 from penstock.transport.watched import StoreSilent
@@ -70,6 +72,7 @@ class Meeting:
         own: str | None = None, silence_s: float = SILENCE_S,
     ) -> None:  # fmt: skip
         self._rank, self._size, self._prefix, self._links = rank, size, prefix, rendezvous.links
+        self.unlike: Mapping[int, frozenset[str]] = {}  # operators that ranks with another torch have otherwise
         address = rendezvous.address
         self.board = _serve_board(rendezvous.links, address, rank)
         self._own = Hello(
@@ -137,15 +140,46 @@ class Meeting:
                 if data is not None:
                     found[rank] = check_hello(data, self._own, rank)
             if len(found) == self._size:
+                self.unlike = self._compare_operators(store, found, watch, deadline)
                 return [found[rank] for rank in range(self._size)]
-            watch()
-            if time.monotonic() > deadline:
-                missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)
-                raise RunError(
-                    f"rank {missing} of {self._size} did not join within {join_s:.0f} s; "
-                    "start it, or check that it can reach the first host"
-                )
-            time.sleep(_POLL_S)
+            self._wait_on(watch, deadline, found)
+
+    def _wait_on(self, watch: Callable[[], None], deadline: float, found: Collection[int]) -> None:
+        """Wait a moment for the others; raises `RunError` naming those that have not come in time."""
+        watch()
+        if time.monotonic() > deadline:
+            missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)
+            raise RunError(
+                f"rank {missing} of {self._size} did not join in time; start it, or check that it can reach the "
+                "first host"
+            )
+        time.sleep(_POLL_S)
+
+    def _compare_operators(
+        self, store: PatientStore, hellos: Mapping[int, Hello], watch: Callable[[], None], deadline: float
+    ) -> dict[int, frozenset[str]]:
+        """Return the operators that each rank with another version of torch has otherwise than this process."""
+        if len({hello.torch for hello in hellos.values()}) == 1:
+            return {}
+        own = marks_of_operators()
+        found = {self._rank: own}
+        text = msgspec.json.encode(own).decode()
+        store.call(lambda s: s.set(f"{self._key(self._rank)}/operators", text))
+        while len(found) < self._size:
+            for rank in set(range(self._size)) - found.keys():
+                data = store.call(partial(read_if_there, key=f"{self._key(rank)}/operators"))
+                if data is not None:
+                    found[rank] = _read_marks(data, rank, len(own))
+            if len(found) < self._size:
+                self._wait_on(watch, deadline, found)
+        others = {rank: hello for rank, hello in hellos.items() if hello.torch != self._own.torch}
+        if self._rank == FEEDER:
+            names = ", ".join(f"{hello.name} ({hello.torch})" for hello in others.values())
+            note(
+                f"not all processes run torch {self._own.torch}: {names}; what these compute may differ from it in its "
+                "last bits"
+            )
+        return {rank: unlike_operators(own, found[rank]) for rank in others}
 
     def _key(self, rank: int) -> str:
         return f"penstock/{self._prefix}/hello/{rank}"
@@ -171,7 +205,6 @@ def check_hello(data: bytes, own: Hello, rank: int) -> Hello:
         ) from None
     for what, theirs, ours, mend in (
         ("runs penstock", hello.penstock, own.penstock, "install the same everywhere"),
-        ("runs torch", hello.torch, own.torch, "install the same everywhere"),
         ("counts processes", hello.size, own.size, "start all of them for the same number"),
         ("is of the run", hello.run, own.run, "give all of them the same --rdzv-id"),
         ("calls itself rank", hello.rank, rank, "start again"),
@@ -182,6 +215,16 @@ def check_hello(data: bytes, own: Hello, rank: int) -> Hello:
                 f"{own.rank} on {own.host} {ours!s}; {mend}"
             )
     return hello
+
+
+def _read_marks(data: bytes, rank: int, count: int) -> list[str]:
+    try:
+        marks = msgspec.json.decode(data, type=list[str])
+    except (msgspec.MsgspecError, UnicodeError):
+        marks = []
+    if len(marks) != count:
+        raise RunError(f"rank {rank} names no operators that can be read; install penstock {__version__} there")
+    return marks
 
 
 def host_name() -> str:

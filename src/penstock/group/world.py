@@ -84,6 +84,7 @@ class World:
     membership: Membership | None = None  # where the run goes on in another group once one of this is lost
     served: Store | None = None  # by this process, for the workers that it has started
     folder: PrivateFolder | None = None  # and where they meet
+    unlike: Mapping[int, frozenset[str]] = field(default_factory=dict)  # operators that a rank's torch has otherwise
 
     @property
     def rank(self) -> int:
@@ -208,6 +209,7 @@ class World:
 # what a world has of the group that it is
 _OF_A_GROUP = (
     "transport", "health", "names", "devices", "store", "bandwidths", "workers", "hosts", "worker_ranks", "membership",
+    "unlike",
 )  # fmt: skip
 
 

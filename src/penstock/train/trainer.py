@@ -164,7 +164,13 @@ class Trainer:
 
     def _check_alike(self) -> None:
         """Raise `UsageError` unless all processes have the same model, cuts, settings, and settings of torch."""
-        mine = read_settings()
+        mine, targets = read_settings(), {op.target for op in self.captured.graph.ops}
+        for rank, unlike in self.world.unlike.items():
+            if common := sorted(targets & unlike):
+                raise UsageError(
+                    f"the PyTorch of {self.world.names[rank]} has another {common[0]} than the one of "
+                    f"{self.world.names[self.world.rank]}, or none, and the model calls it; install the same everywhere"
+                )
         for rank, other in enumerate(all_gather(self.world.transport, {"model": self.alike, "torch": dict(mine)})):
             if changed := differences(mine, other["torch"]):
                 names = self.world.names

@@ -9,10 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from penstock.cluster.ssh.remote import Host, on_all, run_on
 from penstock.spec.cluster import Cluster
 from penstock.units import format_bytes
-from penstock.version import __version__
+from penstock.version import LOWEST_TORCH, __version__
 
 _CLOCK_S = 2.0
-_TORCH_BYTES = 7e9  # what PyTorch with its CUDA libraries and the model libraries take
+# what PyTorch and the model libraries take: with CUDA's, and without
+_CUDA_BYTES, _CPU_BYTES = 8e9, 2.5e9
 # run by the machine's Python, with its virtual environment's interpreter and folder as arguments; needs nothing
 _PROBE = r"""
 import json, os, platform, shutil, subprocess, sys, time
@@ -31,6 +32,9 @@ place = folder
 while not os.path.isdir(place):
     place = os.path.dirname(place)
 found["free_bytes"] = shutil.disk_usage(place).free
+found["bits"] = 64 if sys.maxsize > 2**32 else 32
+found["takes_cpu_build"] = not (os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi")) and (
+    shutil.which("uv") is not None or platform.machine().lower() in ("aarch64", "arm64"))
 began = time.perf_counter()
 total = 0
 for number in range(300000):
@@ -66,6 +70,8 @@ class HostCheck:
     free_bytes: int = 0
     clock_s: float = 0.0  # ahead of this machine
     loop_s: float = 0.0  # a fixed piece of plain Python
+    bits: int = 64  # of its Python
+    takes_cpu_build: bool = False  # of PyTorch
     problem: str = ""
     mend: str = ""
 
@@ -108,7 +114,8 @@ def _judge(host: Host, cluster: Cluster, found: "Mapping[str, object] | str", fi
         penstock=str((packages or {}).get("penstock", "")), torch=str((packages or {}).get("torch", "")),
         cores=int(str(found["cores"])), memory_bytes=int(str(found["memory_bytes"])),
         free_bytes=int(str(found["free_bytes"])), clock_s=float(str(found["clock_s"])),
-        loop_s=float(str(found["loop_s"])),
+        loop_s=float(str(found["loop_s"])), bits=int(str(found.get("bits", 64))),
+        takes_cpu_build=bool(found.get("takes_cpu_build")),
     )  # fmt: skip
     problem, mend = _missing(base, host, cluster.device(host.name).memory_bytes, packages, file)
     return replace(base, problem=problem, mend=mend)
@@ -120,16 +127,19 @@ def _missing(
     push = f"penstock hosts push {file}"
     if tuple(map(int, found.python.split(".")[:2])) < (3, 10):
         return f"Python {found.python}, and 3.10 is needed", f'another python = "..." for {host.name} in {file}'
+    if found.bits < 64:
+        return f"{found.bits}-bit Python, and PyTorch is built for 64 bits", "the 64-bit system on its card"
     if packages is None or not found.torch:
-        if found.free_bytes < _TORCH_BYTES:
+        needed = _CPU_BYTES if found.takes_cpu_build else _CUDA_BYTES
+        if found.free_bytes < needed:
             free = format_bytes(found.free_bytes)
             return (
-                f"no torch, and {free} of disk are not enough for it",
+                f"no torch, and {free} of disk are not enough for it: up to {format_bytes(needed)}",
                 f'another folder = "..." for {host.name} in {file}',
             )
         return ("no virtual environment" if packages is None else "no torch"), push
-    if found.torch.partition("+")[0] != torch_version():
-        return f"torch {found.torch}, here {torch_version()}", push
+    if is_older(found.torch, LOWEST_TORCH):
+        return f"torch {found.torch}, and {LOWEST_TORCH} is needed", push
     if found.penstock != __version__:
         return (f"penstock {found.penstock}, here {__version__}" if found.penstock else "no penstock"), push
     if 0 < found.memory_bytes < memory_bytes:
@@ -138,6 +148,16 @@ def _missing(
     if abs(found.clock_s) > _CLOCK_S:
         return f"its clock is off by {found.clock_s:+.1f} s", f"ssh {host.target} sudo timedatectl set-ntp true"
     return "", ""
+
+
+def is_older(version_: str, lowest: str) -> bool:
+    """Return whether a version comes before another one.
+
+    >>> is_older("2.9.1", "2.10"), is_older("2.10.0+cpu", "2.10"), is_older("2.15.0a0+git", "2.10")
+    (True, False, False)
+    """
+    numbers = [[int(part) for part in text.partition("+")[0].split(".")[:2]] for text in (version_, lowest)]
+    return numbers[0] < numbers[1]
 
 
 def torch_version() -> str:

@@ -7,9 +7,11 @@ import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from penstock.cluster import install as install_script
 from penstock.cluster.ssh.check import torch_version
 from penstock.cluster.ssh.remote import Host, on_all, require, run_on
 from penstock.errors import ClusterError
+from penstock.version import LOWEST_TORCH
 
 _INSTALL_S = 3600.0
 _COPY_S = 3600.0
@@ -51,13 +53,6 @@ import os, sys
 with open(os.path.expanduser(os.path.join("~", sys.argv[1])), "rb") as file:
     sys.stdout.buffer.write(file.read())
 """
-_MAKE = r"""
-import os, subprocess, sys
-venv = os.path.expanduser(os.path.join("~", sys.argv[1]))
-if not os.path.exists(os.path.join(venv, "bin", "python")):
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-subprocess.run([os.path.join(venv, "bin", "python"), "-m", "pip", "install", "--quiet", *sys.argv[2:]], check=True)
-"""
 FILES = "files"  # below a machine's folder: what a run takes and leaves there
 # what a process needs that holds a stage; the first machine needs the model's library too
 CORE = ("torch", "numpy", "safetensors", "msgspec", "pyzmq", "typer", "rich")
@@ -73,8 +68,9 @@ def push(
     """Bring all machines at once what is missing there; returns how many bytes of files went to each.
 
     `bundle` is a bundle's folder, of which each machine gets its own part; `requirements` are further packages. With
-    `install` a virtual environment is made where there is none, and packages are installed by pip, in the versions
-    that are here. `tell` is called with a machine's name and what is done there. Raises `ClusterError`.
+    `install` a virtual environment is made where there is none, and packages are installed, PyTorch in the build that
+    fits the machine (`cluster/install.py`). `tell` is called with a machine's name and what is done there. Raises
+    `ClusterError`.
 
     Example:
         push(hosts_of(cluster), tell=lambda name, what: print(name, what))
@@ -91,7 +87,9 @@ def push(
             if _missing(host, wanted):
                 tell(host.name, "installing packages; the first time takes minutes")
                 words = [host.python, "-", host.environment, *wanted]
-                require(host, run_on(host, words, data=_MAKE.encode(), timeout_s=_INSTALL_S), "installing packages")
+                script = Path(install_script.__file__).read_bytes()
+                chosen = require(host, run_on(host, words, data=script, timeout_s=_INSTALL_S), "installing packages")
+                tell(host.name, f"has {chosen.decode(errors='replace').strip()}")
         tell(host.name, "is ready")
         return sent
 
@@ -153,14 +151,16 @@ def fetch(host: Host, path: str) -> bytes:
 
 
 def _missing(host: Host, wanted: Sequence[str]) -> bool:
-    """Whether a package of these, with their versions, is not in the machine's virtual environment."""
+    """Whether a package of these is not in the machine's virtual environment, or torch is too old."""
     ask = (
         "import importlib.metadata as m, sys\n"
-        "for name, _, want in (each.partition('==') for each in sys.argv[1:]):\n"
-        " have = m.version(name).partition('+')[0]\n"
-        " if want and have != want: sys.exit(1)\n"
+        "lowest, *names = sys.argv[1:]\n"
+        "found = {name: m.version(name.partition('==')[0]) for name in names}\n"
+        "numbers = lambda text: [int(part) for part in text.partition('+')[0].split('.')[:2]]\n"
+        "torch = [have for name, have in found.items() if name.startswith('torch==')]\n"
+        "sys.exit(any(numbers(have) < numbers(lowest) for have in torch))\n"
     )
-    return run_on(host, [host.interpreter, "-c", ask, *wanted]).status != 0
+    return run_on(host, [host.interpreter, "-c", ask, LOWEST_TORCH, *wanted]).status != 0
 
 
 def _packages(further: Sequence[str], *, first: bool) -> list[str]:

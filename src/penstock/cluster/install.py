@@ -1,0 +1,126 @@
+"""Install packages into a virtual environment, with the build of PyTorch that fits the machine; says which, and why.
+
+    install.py ENVIRONMENT ARGUMENTS-OF-PIP-INSTALL ...
+
+                                   PyTorch comes from
+    an NVIDIA GPU                  the usual index
+    none, and uv is there          PyTorch's own index of CPU builds, which uv knows by --torch-backend
+    neither, on 64-bit ARM         the usual index, the last version that is a CPU build there
+    neither, elsewhere             the usual index: its CUDA libraries come too
+
+Run by a machine's own Python before anything else is known of it: the standard library is all that it needs.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+# the last CPU builds for 64-bit ARM on the usual index, and the torchvision that is built for it
+LAST_CPU = {"torch": "2.10.0", "torchvision": "0.25.0"}
+# bytes that an installation takes at most, with what pip unpacks on the way
+_CUDA_BYTES, _CPU_BYTES = 8e9, 2.5e9
+_CUDA_PACKAGES = re.compile(r"(torch|torchvision|triton|nvidia[\w.-]*|cuda[\w.-]*)\s*[=<>!~;]", re.IGNORECASE)
+
+
+def main(environment: str, wanted: list[str]) -> str:
+    """Make the environment if there is none, and install; returns what was chosen, in one line.
+
+    Raises `SystemExit` in one line for a machine on which PyTorch cannot be installed.
+    """
+    _check_python()
+    environment = os.path.join(os.path.expanduser("~"), environment)
+    python = os.path.join(environment, "bin", "python")
+    gpu, uv = _has_gpu(), shutil.which("uv")
+    if not _has_torch(python):
+        _check_room(environment, _CPU_BYTES if not gpu and (uv or _is_arm()) else _CUDA_BYTES)
+    if not os.path.exists(python):
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    pip = [python, "-m", "pip", "install", "--quiet"]
+    if gpu:
+        subprocess.run([*pip, *wanted], check=True)
+        return "PyTorch for the NVIDIA GPU of this machine"
+    why = "uv, which knows PyTorch's index of CPU builds, is not installed"
+    if uv:
+        done = subprocess.run(
+            [uv, "pip", "install", "--quiet", "--python", python, "--torch-backend", "cpu", *wanted],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return "PyTorch's CPU build, from its own index by uv: this machine has no NVIDIA GPU"
+        why = f"uv could not take the CPU build ({(done.stderr.strip().splitlines() or ['no reason'])[-1][:200]})"
+    if not _is_arm():
+        subprocess.run([*pip, *wanted], check=True)
+        return f"PyTorch with its CUDA libraries, though this machine has no NVIDIA GPU: {why}"
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([*pip, *with_last_cpu(wanted, folder)], check=True)
+    return f"PyTorch {LAST_CPU['torch']}, the last CPU build for ARM on the usual index: {why}"
+
+
+def with_last_cpu(wanted: list[str], folder: str) -> list[str]:
+    """Return the arguments with PyTorch's last CPU build for 64-bit ARM, also where a constraints file pins another.
+
+    >>> with_last_cpu(["torch==2.15.0", "numpy"], "/tmp")
+    ['torch==2.10.0', 'numpy']
+    """
+    found: list[str] = []
+    for place, word in enumerate(wanted):
+        name = re.split(r"[=<>!~;\\[ ]", word, maxsplit=1)[0].lower()
+        if place and wanted[place - 1] in ("-c", "--constraint"):
+            word = _constraints(word, os.path.join(folder, f"constraints-{place}.txt"))
+        elif name in LAST_CPU:
+            word = f"{name}=={LAST_CPU[name]}"
+        found.append(word)
+    return found
+
+
+def _constraints(path: str, target: str) -> str:
+    """Copy a constraints file without what belongs to a CUDA build; returns the copy."""
+    with open(path, encoding="utf-8") as file:
+        lines = [line for line in file if not _CUDA_PACKAGES.match(line)]
+    lines += [f"{name}=={version}\n" for name, version in LAST_CPU.items()]
+    with open(target, "w", encoding="utf-8") as file:
+        file.writelines(lines)
+    return target
+
+
+def _check_python() -> None:
+    if sys.version_info < (3, 10):  # noqa: UP036 -- run by whatever Python a machine has
+        raise SystemExit(f"Python 3.10 or later is needed, and this is {platform.python_version()}; set python = ...")
+    if sys.maxsize <= 2**32:
+        raise SystemExit(
+            f"PyTorch is built for 64-bit systems, and this Python is of 32 bits ({platform.machine()}); install the "
+            "64-bit system, such as Raspberry Pi OS (64-bit)"
+        )
+
+
+def _check_room(environment: str, needed_bytes: float) -> None:
+    place = environment
+    while not os.path.isdir(place):
+        place = os.path.dirname(place) or "/"
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise SystemExit(
+            f"PyTorch and its packages take up to {needed_bytes / 1e6:.0f} MB, and {place} has {free / 1e6:.0f} MB "
+            "free; make room, or choose another folder"
+        )
+
+
+def _has_torch(python: str) -> bool:
+    ask = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    return os.path.exists(python) and subprocess.run([python, "-c", ask], check=False).returncode == 0
+
+
+def _has_gpu() -> bool:
+    return os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
+
+
+def _is_arm() -> bool:
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1], sys.argv[2:]))

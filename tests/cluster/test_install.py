@@ -1,0 +1,103 @@
+"""Which build of PyTorch a machine gets, and what is refused before anything is installed."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.cluster import install
+from penstock.cluster.install import LAST_CPU, main, with_last_cpu
+
+WANTED = ["torch==2.15.0", "numpy", "timm"]
+Machine = Callable[..., list[list[str]]]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with a kind of processor, perhaps a GPU and uv; gives the commands that are run on it."""
+    commands: list[list[str]] = []
+
+    def make(processor: str, *, gpu: bool = False, uv: int | None = None, free: float = 64e9) -> list[list[str]]:
+        def run(command: list[str], **_: Any) -> SimpleNamespace:
+            commands.append(command)
+            return SimpleNamespace(returncode=uv if "uv" in command[0] else 0, stderr="error: no route\n")
+
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setattr(install.platform, "machine", lambda: processor)
+        monkeypatch.setattr(install, "_has_gpu", lambda: gpu)
+        monkeypatch.setattr(
+            install.shutil, "which", lambda name: "/usr/bin/uv" if name == "uv" and uv is not None else None
+        )
+        monkeypatch.setattr(install.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        monkeypatch.setattr(install.subprocess, "run", run)
+        return commands
+
+    return make
+
+
+@pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
+def test_a_gpu_has_its_build(machine: Machine, processor: str) -> None:
+    commands = machine(processor, gpu=True, uv=0)
+    assert "GPU" in main("env", WANTED)
+    assert commands[-1][1:] == ["-m", "pip", "install", "--quiet", *WANTED]
+
+
+@pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
+def test_uv_knows_the_index_of_cpu_builds(machine: Machine, processor: str) -> None:
+    commands = machine(processor, uv=0, free=3e9)
+    assert "uv" in main("env", WANTED)
+    assert commands[-1][0] == "/usr/bin/uv"
+    assert commands[-1][-5:] == ["--torch-backend", "cpu", *WANTED]
+
+
+@pytest.mark.parametrize("uv", [None, 2])
+def test_without_that_index_an_arm_board_has_the_last_cpu_build(machine: Machine, uv: int | None) -> None:
+    commands = machine("aarch64", uv=uv, free=3e9)
+    chosen = main("env", WANTED)
+    assert LAST_CPU["torch"] in chosen
+    assert ("no route" in chosen) == (uv is not None)
+    assert commands[-1][-3:] == [f"torch=={LAST_CPU['torch']}", "numpy", "timm"]
+
+
+def test_elsewhere_the_usual_build_comes_and_says_so(machine: Machine) -> None:
+    commands = machine("x86_64")
+    assert "CUDA" in main("env", WANTED)
+    assert commands[-1][-3:] == WANTED
+
+
+def test_a_constraints_file_loses_what_is_of_cuda(tmp_path: Path) -> None:
+    pins = tmp_path / "constraints.txt"
+    pins.write_text(
+        "torch==2.15.0\ntorchvision==0.30.0\ntorch-pruning==1.6.1\nnvidia-nccl-cu13==2\nnumpy==2.1\ntriton==3\n"
+    )
+    (tmp_path / "made").mkdir()
+    found = with_last_cpu(["--constraint", str(pins), "--editable", ".[dev]"], str(tmp_path / "made"))
+    assert found[2:] == ["--editable", ".[dev]"]
+    lines = Path(found[1]).read_text().splitlines()
+    assert lines == ["torch-pruning==1.6.1", "numpy==2.1", "torch==2.10.0", "torchvision==0.25.0"]
+
+
+@pytest.mark.parametrize(("free", "processor"), [(1e9, "aarch64"), (5e9, "x86_64")])
+def test_a_card_without_room_is_refused_before_anything_is_made(
+    machine: Machine, free: float, processor: str, tmp_path: Path
+) -> None:
+    commands = machine(processor, free=free)
+    with pytest.raises(SystemExit) as refused:
+        main("env", WANTED)
+    assert f"{free / 1e6:.0f} MB" in str(refused.value)
+    assert commands == []
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("maxsize", 2**31 - 1), ("version_info", (3, 9, 1))])
+def test_a_python_that_cannot_have_it(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    commands = machine("armv7l")
+    monkeypatch.setattr(sys, name, value)
+    with pytest.raises(SystemExit) as refused:
+        main("env", WANTED)
+    assert "\n" not in str(refused.value)
+    assert commands == []

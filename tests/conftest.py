@@ -38,7 +38,7 @@ with contextlib.suppress(OSError):
     if "GenuineIntel" in processor and "avx512f" in processor:
         os.environ.setdefault("MKL_CBWR", "AVX512,STRICT")
 
-_SETTLE_S = 5.0
+_SETTLE_S = 20.0  # a busy machine takes its time; what is left behind is so for good
 _COLLECT_S = 1.0
 # pytest's own, and what torch and scikit-learn set for themselves when they are first used
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
@@ -77,6 +77,10 @@ def _command(process: psutil.Process) -> str:
 @pytest.fixture(scope="session", autouse=True)
 def process_that_stands_by() -> Iterator[None]:
     """Have the Python processes that tests start forked from one that has imported everything; see `tests/warm.py`."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each: threads of two that wait for each other take minutes
+        import torch
+
+        torch.set_num_threads(1)
     with warm.standing_by():
         yield
 

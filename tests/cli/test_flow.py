@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import penstock as library
-from penstock.cli import profile as profile_verb
 from penstock.cli.main import main
+from penstock.measure import hosts, profiler
 from penstock.spec.check import read_plan
 from penstock.spec.profile import read_profile
 from penstock.zoo.data.image_names import open_images
@@ -35,8 +35,8 @@ memory = "2 GiB"
 def measured_once() -> Iterator[None]:
     """Let all profiles here have the same figures of messages and of a worker's memory, which take seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("measure_messages", "worker_bytes"):
-            patch.setattr(profile_verb, name, cache(getattr(profile_verb, name)))
+        for module, name in ((hosts, "measure_messages"), (profiler, "worker_bytes")):
+            patch.setattr(module, name, cache(getattr(module, name)))
         yield
 
 

@@ -34,15 +34,13 @@ def test_the_list_of_verbs_comes_without_torch() -> None:
 
 
 @pytest.mark.fresh
-@pytest.mark.parametrize(
-    ("typed", "offered", "torch"), [("penstock in", ["infer"], 0), ("penstock infer --sta", ["--stages"], 1)]
-)
-def test_a_shell_completes_verbs_without_torch_and_their_options(typed: str, offered: list[str], torch: int) -> None:
+@pytest.mark.parametrize(("typed", "offered"), [("penstock in", ["infer"]), ("penstock infer --sta", ["--stages"])])
+def test_a_shell_completes_verbs_and_their_options_without_torch(typed: str, offered: list[str]) -> None:
     said = "atexit.register(lambda: print('torch' in sys.modules))"
     code = f"import atexit, sys; from penstock.cli.main import main; sys.argv[0] = 'penstock'; {said}; main([])"
     env = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     found = run_python("-c", code, deadline_s=60.0, env=env)
-    assert found.stdout.splitlines() == [*offered, str(bool(torch))]
+    assert found.stdout.splitlines() == [*offered, "False"]
 
 
 @pytest.mark.parametrize("verb", main_module._HELP)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from penstock.cli import train
+from penstock.recipes import several
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.several import Place, Row
 from tests.cli.conftest import SMALL
@@ -127,7 +127,7 @@ def test_an_ablation_is_five_rows(penstock: Run, tmp_path: Path, monkeypatch: py
             tell(row)
         return rows
 
-    monkeypatch.setattr(train, "run_all", run_nothing)
+    monkeypatch.setattr(several, "run_all", run_nothing)
     arguments = ["--data", "digits", "--ablation", "--elastic", "--freeze", "0,1", "--json", tmp_path / "rows.json"]
     status, out, _ = penstock("train", VIT, *arguments, "-o", tmp_path / "run")
     assert status == 0

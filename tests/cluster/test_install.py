@@ -1,6 +1,9 @@
 """Which build of PyTorch a machine gets, and what is refused before anything is installed."""
 
 import os
+import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +30,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
             return SimpleNamespace(returncode=uv if "uv" in command[0] else 0, stderr="error: no route\n")
 
         monkeypatch.setenv("HOME", str(tmp_path))
-        monkeypatch.setattr(install.platform, "machine", lambda: processor)
+        monkeypatch.setattr(platform, "machine", lambda: processor)
         monkeypatch.setattr(install, "_has_gpu", lambda: gpu)
-        monkeypatch.setattr(
-            install.shutil, "which", lambda name: "/usr/bin/uv" if name == "uv" and uv is not None else None
-        )
-        monkeypatch.setattr(install.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-        monkeypatch.setattr(install.subprocess, "run", run)
+        monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/uv" if name == "uv" and uv is not None else None)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        monkeypatch.setattr(subprocess, "run", run)
         return commands
 
     return make

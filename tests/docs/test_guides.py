@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from penstock.cli import main as main_module
-from penstock.cli import profile, train
+from penstock.measure import hosts, profiler
 from penstock.measure.profiler import MessageCosts
+from penstock.recipes import launch, several
 from penstock.recipes.launch import fit
 from penstock.recipes.metrics import FitResult
 from penstock.recipes.settings import DEFAULT_FREEZE, FitSettings
@@ -137,11 +138,11 @@ def test_commands_run(guide: Path, penstock: Run, tmp_path: Path, monkeypatch: p
         return FitResult(settings=asked, num_processes=asked.num_processes, epochs=[], new_tensors=[])
 
     both: list[FitSettings] = []
-    monkeypatch.setattr(train, "run_all", run_nothing)
-    monkeypatch.setattr(train, "fit", run_in_two_processes)
+    monkeypatch.setattr(several, "run_all", run_nothing)
+    monkeypatch.setattr(launch, "fit", run_in_two_processes)
     # what takes seconds and is tested where it is
-    monkeypatch.setattr(profile, "measure_messages", MessageCosts)
-    monkeypatch.setattr(profile, "worker_bytes", lambda: 1e8)
+    monkeypatch.setattr(hosts, "measure_messages", MessageCosts)
+    monkeypatch.setattr(profiler, "worker_bytes", lambda: 1e8)
     for command in commands(guide):
         if not command.startswith("penstock ") or re.search(ELSEWHERE, command + " "):
             assert re.search(rf"^(python|torchrun) |{ELSEWHERE}", command + " "), command

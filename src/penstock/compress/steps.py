@@ -35,7 +35,7 @@ from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import held_out, spread
 from penstock.terminal.notes import note
 from penstock.zoo.data.image_names import open_images
-from penstock.zoo.models.models import ZooModel, load_model, with_classes
+from penstock.zoo.models.models import ZooModel, classes_in, load_model, with_classes
 from penstock.zoo.weights.classes import read_classes, write_classes
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
 
@@ -92,6 +92,8 @@ class _Search:
         chosen = [rows[place] for place in spread(len(rows), settings.num_test_rows)]
         self._rows, self._learned = chosen, learned
         self._classes = classes_of(self._zoo, images)
+        counted = classes_in(self._name) in (None, len(self._classes))
+        self._written = self._classes if counted else None  # of a head with as many
         self._test_image = ImageReader(tested, self._zoo.transform, None, self._classes)
         self._image = ImageReader(images, self._zoo.transform, None, self._classes)
         self._examples: Examples | None = None
@@ -144,7 +146,7 @@ class _Search:
         path = self._folder / "original.safetensors"
         if not path.exists():
             names = [name for name in self._zoo.module.state_dict() if name in set(self._zoo.weights.names())]
-            save_weights(self._zoo.weights, path, names, write_classes(self._classes))
+            save_weights(self._zoo.weights, path, names, write_classes(self._written))
         return path
 
     def _pruned(self, ratio: float) -> Path:
@@ -157,7 +159,7 @@ class _Search:
             how = Pruning(
                 ratio=ratio, importance=given.importance, everywhere=given.everywhere, round_to=given.round_to
             )  # fmt: skip
-            save_pruned(prune(zoo.module, example, how, self._batches()), zoo.module, path, self._classes)
+            save_pruned(prune(zoo.module, example, how, self._batches()), zoo.module, path, self._written)
         if not given.epochs:
             return path
         settings = FitSettings(

@@ -72,6 +72,7 @@ class Meeting:
         own: str | None = None, silence_s: float = SILENCE_S,
     ) -> None:  # fmt: skip
         self._rank, self._size, self._prefix, self._links = rank, size, prefix, rendezvous.links
+        self._join_s = join_s
         self.unlike: Mapping[int, frozenset[str]] = {}  # operators that ranks with another torch have otherwise
         address = rendezvous.address
         self.board = _serve_board(rendezvous.links, address, rank)
@@ -85,7 +86,7 @@ class Meeting:
         with contextlib.ExitStack() as where_it_fails:
             where_it_fails.callback(close_store, self.board)
             try:
-                self.hellos = self._meet(store, watch, join_s)
+                self.hellos = self._meet(store, watch)
             except StoreSilent as error:
                 raise DeviceLost(
                     f"the first host was lost by rank {rank} while the processes met: {error}, so it was stopped, cut "
@@ -128,9 +129,9 @@ class Meeting:
             self._links.connect_s,
         )
 
-    def _meet(self, store: PatientStore, watch: Callable[[], None], join_s: float) -> list[Hello]:
+    def _meet(self, store: PatientStore, watch: Callable[[], None]) -> list[Hello]:
         self._claim(store)
-        deadline = time.monotonic() + join_s
+        deadline = time.monotonic() + self._join_s
         found: dict[int, Hello] = {}
         key, text = self._key(self._rank), msgspec.json.encode(self._own).decode()
         store.call(lambda s: s.set(key, text))
@@ -150,8 +151,8 @@ class Meeting:
         if time.monotonic() > deadline:
             missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)
             raise RunError(
-                f"rank {missing} of {self._size} did not join in time; start it, or check that it can reach the "
-                "first host"
+                f"rank {missing} of {self._size} did not join within {self._join_s:.0f} s; start it, or check that it "
+                "can reach the first host"
             )
         time.sleep(_POLL_S)
 

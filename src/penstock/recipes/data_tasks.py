@@ -30,7 +30,7 @@ from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.preprocess import Transform
 from penstock.zoo.data.texts import CLS, Sentences, is_trees, read_tokenizer, read_trees, train_tokenizer
-from penstock.zoo.models.models import ZooModel, parse_hf, with_classes
+from penstock.zoo.models.models import ZooModel, classes_in, parse_hf, with_classes
 from penstock.zoo.weights.classes import write_classes
 
 _POOL = 50  # batches whose rows are sorted together
@@ -77,7 +77,7 @@ def image_task(settings: FitSettings) -> Task:
     task = Task(
         unit="images", module=zoo.module.train(), weights=weights, example=(zoo.example_args, zoo.example_kwargs),
         training=training, validation=validation, loss_fn=class_loss, accuracy=class_accuracy, new_tensors=new,
-        metadata=write_classes(classes),
+        metadata=write_classes(classes if classes_in(name) in (None, len(classes)) else None),
     )  # fmt: skip
     return task if settings.teacher is None else taught(task, name, Path(settings.teacher))
 

@@ -109,7 +109,7 @@ class Trainer:
         self.alike = self._settings(captured, placed, options)
         with self.world.explained():
             if not joins:
-                self._check_alike()
+                self._check_alike(captured)
             self.now = PlacedStages(self.world, captured, placed, how, self._work.head)
             self.tracer = (
                 TrainingTracer(self.world, self.now.observer, self.now.synchronizer, profile=run.trace_profile)
@@ -162,9 +162,9 @@ class Trainer:
                 len(placed.grid.replicas), placed.usual_microbatches,
                 None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
 
-    def _check_alike(self) -> None:
+    def _check_alike(self, captured: Captured) -> None:
         """Raise `UsageError` unless all processes have the same model, cuts, settings, and settings of torch."""
-        mine, targets = read_settings(), {op.target for op in self.captured.graph.ops}
+        mine, targets = read_settings(), {op.target for op in captured.graph.ops}
         for rank, unlike in self.world.unlike.items():
             if common := sorted(targets & unlike):
                 raise UsageError(

@@ -21,6 +21,8 @@ from penstock.zoo.weights.shapes import KEY, narrow, read_sizes
 from penstock.zoo.weights.weight_files import FileWeights
 from penstock.zoo.weights.weights import JoinedWeights, ModuleWeights, RandomWeights, TensorWeights, Weights
 
+_CLASSES = {"timm": "num_classes", "hf": "num_labels"}  # the option of each source
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooModel:
@@ -71,6 +73,10 @@ def load_model(
         raise ModelError(f"a model is timm:NAME, hf:NAME_OR_PATH or package.module:function, not {name!r}")
     classes = read_classes(FileWeights(weights).metadata) if weights is not None else None
     counted = with_classes(name, len(classes)) if classes is not None else name
+    if classes is not None and classes_in(counted) not in (None, len(classes)):
+        raise ModelError(
+            f"{weights} tells {len(classes)} classes apart, and {name} has {classes_in(name)}; leave that option out"
+        )
     if source == "hf":
         model = _load_hf(counted, weights, pretrained, seed, head)
     else:
@@ -172,19 +178,22 @@ def _complete(module: nn.Module, found: Weights | None, seed: int) -> Weights:
 def with_classes(name: str, num_classes: int) -> str:
     """Add the number of classes to a model's name, unless it is there.
 
-    >>> with_classes("timm:resnet18", 10), with_classes("hf:vit,num_labels=4", 4)
+    >>> with_classes("timm:resnet18", 10), with_classes("hf:vit,num_labels=4", 10)
     ('timm:resnet18,num_classes=10', 'hf:vit,num_labels=4')
+    """
+    option = _CLASSES.get(name.partition(":")[0])
+    return name if option is None or classes_in(name) is not None else f"{name},{option}={num_classes}"
 
-    Raises `ModelError` where the name has another number.
+
+def classes_in(name: str) -> int | None:
+    """Return the number of classes that a model's name gives; None if it gives none.
+
+    >>> classes_in("timm:resnet18,num_classes=10"), classes_in("timm:resnet18")
+    (10, None)
     """
     source, _, rest = name.partition(":")
-    option = {"timm": "num_classes", "hf": "num_labels"}.get(source)
-    if option is None:
-        return name
-    given = parse_hf(rest)[1].get(option, num_classes)
-    if given != num_classes:
-        raise ModelError(f"{name} has {given} classes, but there are {num_classes}; leave {option} out")
-    return name if f",{option}=" in name else f"{name},{option}={num_classes}"
+    found = parse_hf(rest)[1].get(_CLASSES[source]) if source in _CLASSES else None
+    return found if isinstance(found, int) else None
 
 
 def parse_hf(text: str) -> tuple[str, dict[str, object]]:

@@ -44,7 +44,7 @@ def written_whole(target: Path) -> Iterator[IO[bytes]]:
 
 
 def drop_left(target: Path) -> None:
-    """Remove what processes that died while they wrote a file have left beside it: nobody has it locked."""
+    """Remove temporary files of killed processes next to a file; a running process keeps its own locked."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             if _lock(file) and time.time() - path.stat().st_mtime > _BEING_MADE_S:
@@ -61,7 +61,7 @@ def _lock(file: IO[bytes]) -> bool:
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file that is there whole or not at all; a device or pipe, as /dev/stdout, is written to as it is.
+    """Write a file atomically; a device or pipe such as /dev/stdout is written directly.
 
     Raises `OSError` where it cannot be written.
     """

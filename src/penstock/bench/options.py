@@ -1,4 +1,4 @@
-"""How much a benchmark measures, as one value."""
+"""Options of `penstock bench`."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from msgspec import Meta
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is measured, and how; a field with a description is an option of `penstock bench`."""
+    """Options of a benchmark; a field with a description is an option of `penstock bench`."""
 
     num_images: Annotated[int, Meta(ge=1, description="Images per pass.")] = 500
     serial_images: Annotated[

@@ -37,7 +37,7 @@ _HELP = {
 }
 
 
-# in which torchrun ends the other processes of a machine, where the first of them has failed too
+# torchrun ends a machine's other processes within this time if the first one fails too
 _FIRST_SPEAKS_S = 3.0
 
 

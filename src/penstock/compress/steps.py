@@ -130,7 +130,7 @@ class _Search:
         return new
 
     def name_for(self, found: Found) -> str:
-        """Return the model's name as it goes with what was found: with the classes, unless its weights say them."""
+        """Return the model's name for a result: with the number of classes, unless its weights file has it."""
         says = read_classes(FileWeights(Path(found.weights)).metadata)
         return self._name if says is None else self._settings.model
 

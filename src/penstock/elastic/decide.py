@@ -34,8 +34,8 @@ class Situation:
 
     `plan` has the plan so far, `cached_layers` are read from a cache now. `layers` are the boundaries after each layer.
     `remaining_rows` are still to be trained on. `migrate_s` is what moving takes. Without `pack` the plan stays,
-    without `replicate` its number of pipelines. Without `caching` nothing more is cached. `beside_s` is what a row took
-    beside what is predicted, as loading it and the loop's own code.
+    without `replicate` its number of pipelines. Without `caching` nothing more is cached. `beside_s` are the seconds of
+    a row beyond the prediction, such as loading and the loop's own code.
     """
 
     profile: Profile

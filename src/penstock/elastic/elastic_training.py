@@ -93,7 +93,7 @@ class ElasticTraining:
         self._migrate_s = 0.0
         self._moves_measured = False
         self._running: tuple[float, int] | None = None  # since when, and the rows that were done then
-        self._beside_s = 0.0  # what a row of the last epoch took beside what was predicted
+        self._beside_s = 0.0  # seconds of a row of the last epoch beyond the prediction
         trainer.follower = loader.follower = self
 
     @property

@@ -73,6 +73,6 @@ class ElasticOptions:
 
     def stored(self) -> "torch.dtype":
         """Return the dtype of what is cached."""
-        import torch  # whoever only reads options does without
+        import torch  # imported late: reading options needs no torch
 
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.cache_dtype]

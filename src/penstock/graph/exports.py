@@ -2,5 +2,5 @@
 
 import threading
 
-# for as long as a model is captured, and as settings of torch are read: mkldnn, cudnn and nnpack are off meanwhile
+# held during a capture, which turns mkldnn, cudnn and nnpack off, and while settings of torch are read
 EXPORTING = threading.RLock()

@@ -74,7 +74,7 @@ class Following:
             following = dataclasses.replace(self._world)
             try:
                 _go_over(following)
-            # whatever it is: whoever asks for the newest group waits for this thread
+            # any error at all: callers of `newest` wait for this thread
             except BaseException as error:
                 with self._changed:
                     self._problem, self._thread = _as_ours(error), None

@@ -146,7 +146,7 @@ class Meeting:
             self._wait_on(watch, deadline, found)
 
     def _wait_on(self, watch: Callable[[], None], deadline: float, found: Collection[int]) -> None:
-        """Wait a moment for the others; raises `RunError` naming those that have not come in time."""
+        """Wait briefly for the other ranks; raises `RunError` naming those that are late."""
         watch()
         if time.monotonic() > deadline:
             missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)

@@ -1,4 +1,4 @@
-"""What torchrun would say to a process that Slurm's `srun` has started: read from the variables that it sets."""
+"""Translate the variables that Slurm's `srun` sets into those of torchrun."""
 
 import re
 from collections.abc import Mapping

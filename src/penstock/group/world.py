@@ -192,7 +192,7 @@ class World:
             setattr(self, name, getattr(following, name))
 
     def close(self, grace_s: float = 5.0) -> None:
-        """End the workers and let go of every connection; an error of one keeps no other from its end."""
+        """End the workers and close every connection, also if closing one of them fails."""
         with contextlib.ExitStack() as ends:  # which come in the order of their lines from below
             if self.folder is not None:
                 ends.callback(self.folder.close)

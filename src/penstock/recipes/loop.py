@@ -173,7 +173,7 @@ class _Fit:
         self._apply_settings()
 
     def _apply_settings(self) -> None:
-        """Learn on as these settings say, where the checkpoint's optimizer and scheduler have others."""
+        """Apply the learning rate, weight decay and number of steps of these settings to what a checkpoint restored."""
         given, scheduler = self._settings, self._scheduler
         for group in self._optimizer.param_groups:
             group["weight_decay"] = given.weight_decay
@@ -182,7 +182,7 @@ class _Fit:
         if scheduler is None or (scheduler.T_max == self._num_steps and set(scheduler.base_lrs) == {given.lr}):
             return
         scheduler.T_max, scheduler.base_lrs = self._num_steps, [given.lr] * len(scheduler.base_lrs)
-        # not step by step from the last rate, as the scheduler does: that one was of another curve
+        # the scheduler derives each rate from the one before, which belongs to another curve
         for group, rate in zip(self._optimizer.param_groups, scheduler._get_closed_form_lr(), strict=True):
             group["initial_lr"], group["lr"] = given.lr, rate
         scheduler._last_lr = [group["lr"] for group in self._optimizer.param_groups]

@@ -94,7 +94,7 @@ class FitResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def sole_run(folder: Path) -> Iterator[None]:
-    """Have a run's folder to one run while the block runs; raises `UsageError` where another is under way in it."""
+    """Lock a run's folder while the block runs; raises `UsageError` if another run holds it."""
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ class RunFolder:
             return []
         lines = self._metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         steps = [_step_of(line) for line in lines]
-        if damaged := steps[:-1].count(None):  # the last one was being written where the process died
+        if damaged := steps[:-1].count(None):  # the last line may be incomplete after a crash
             note(f"{damaged} damaged line{'s' * (damaged > 1)} of {self._metrics} left out")
         return [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= first_step]
 
@@ -188,7 +188,7 @@ class RunFolder:
 
 
 def _step_of(line: str) -> int | None:
-    """Return the step of a line of metrics; None where it is damaged."""
+    """Return the step of a line of metrics, or None for a damaged line."""
     try:
         step = json.loads(line)["step"] if line.endswith("\n") else None
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -252,12 +252,12 @@ def _step(folder: Path) -> int:
 
 
 def check_new(settings: FitSettings) -> None:
-    """Refuse to write over an earlier run, or to go on with one as if it were another; raises `UsageError`."""
+    """Check that the folder is empty, or that `--resume` continues the same run; raises `UsageError`."""
     there = (settings.folder / "metrics.jsonl").exists()
     written = settings.folder / SETTINGS
     changes = check_resumed(settings, read_settings(written)) if settings.resume and written.exists() else []
     if changes:
-        note(f"goes on with {', '.join(changes)}")
+        note(f"resuming with {', '.join(changes)}")
     if settings.resume and newest_checkpoint(settings) is None:
         raise UsageError(f"{settings.folder} holds no whole checkpoint to go on from; leave --resume out to start")
     if there and not settings.resume:

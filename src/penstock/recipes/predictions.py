@@ -89,9 +89,9 @@ class PredictionFile:
 
 
 class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What made a file of predictions, beside which it lies as FILE.run.json: rows of another are not added to it.
+    """The run that wrote a prediction file, saved next to it as FILE.run.json and compared on `--resume`.
 
-    `weights` is the fingerprint of the model's tensors, `runtimes` are those of its stages.
+    `weights` is the fingerprint of the model's tensors, `runtimes` lists those of its stages.
     """
 
     format: Literal["penstock-predictions"] = "penstock-predictions"
@@ -102,7 +102,7 @@ class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def go_on_with(file: PredictionFile, run: PredictionRun) -> None:
-    """Write down what makes a file of predictions, or compare it with what has made the rows that are there.
+    """Save which run writes a prediction file, or compare it with the run that wrote its rows.
 
     Raises `UsageError` naming what differs.
     """
@@ -115,12 +115,12 @@ def go_on_with(file: PredictionFile, run: PredictionRun) -> None:
             now, was = getattr(run, name), getattr(before, name)
             if now != was:
                 raise UsageError(
-                    f"the rows in {file.path} are of one run, but its {name} was {was} and is {now} now; go on with "
-                    "the same, or leave --resume out"
+                    f"{file.path} was written with the {name} {was}, not {now}; resume with the same {name}, or leave "
+                    "--resume out"
                 )
         return
     if file.done:
-        note(f"there is no {path}, so nothing says which model has made the {len(file.done)} rows in {file.path}")
+        note(f"{path} is missing, so it is unknown which model wrote the {len(file.done)} rows of {file.path}")
     write_json(path, run)
 
 

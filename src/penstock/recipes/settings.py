@@ -26,12 +26,12 @@ PathText = Annotated[str, Meta(extra={"path": "as given"})]
 WholePath = Annotated[str, Meta(extra={"path": "whole"})]
 DEFAULT_SCHEDULE = "1f1b"
 DEFAULT_FREEZE = "gradient-norms"
-# what a run that is gone on with keeps: otherwise its place in the data, or what it has learned, would mean another
+# settings that a resumed run must keep: others would change its place in the data or what its state means
 _KEPT = (
     "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "seed", "optimizer", "lr_schedule",
     "weights", "pretrained", "teacher", "elastic",
 )  # fmt: skip
-# what may be another from there on, and is said then
+# settings that may change on resuming, which is then noted
 _CHANGEABLE = ("lr", "weight_decay", "clip", "autocast", "epochs", "steps", "freeze")
 # what only an elastic training is asked
 _ELASTIC = (
@@ -260,12 +260,12 @@ def read_settings(path: Path) -> FitSettings:
 
 
 def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
-    """Compare the settings of a run with those it is gone on with; returns what changes from there on.
+    """Compare a resumed run's settings with those it began with; returns what changes.
 
     Example:
         check_resumed(settings.replace(lr=1e-4), settings)      # ["lr 0.0001 instead of 0.001"]
 
-    Raises `UsageError` for what has to stay as it was.
+    Raises `UsageError` for a setting that must not change.
     """
     for name in _KEPT:
         now, was = getattr(settings, name), getattr(before, name)
@@ -273,8 +273,8 @@ def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
             option = name.replace("_", "-")
             way = f"give --{option} {was}" if was not in (None, True, False) else f"leave --{option} out"
             raise UsageError(
-                f"a run that is gone on with keeps its {name}, which was {was} and is {now} now; {way}, or begin "
-                "another run with another --output"
+                f"a resumed run keeps its {name}, which was {was}, not {now}; {way}, or start another run with another "
+                "--output"
             )
     pairs = ((name, getattr(settings, name), getattr(before, name)) for name in _CHANGEABLE)
     return [f"{name} {now} instead of {was}" for name, now, was in pairs if now != was]

@@ -81,13 +81,13 @@ def save_checkpoint(
 def _check_all_given(trainer: Trainer, optimizers: Optimizers, schedulers: Any) -> None:
     """Check that what goes back after a loss is in the checkpoint; raises `UsageError`."""
     for what, given, has, say in (
-        ("optimizers", _each(optimizers), trainer.optimizers, "all that pipe.optimizer made"),
-        ("schedulers", _each(schedulers), trainer.schedulers, "all that pipe.scheduler was told of"),
+        ("optimizers", _each(optimizers), trainer.optimizers, "every optimizer made by pipe.optimizer"),
+        ("schedulers", _each(schedulers), trainer.schedulers, "every scheduler registered with pipe.scheduler"),
     ):
         if {id(each) for each in given} != {id(each) for each in has}:
             raise UsageError(
-                f"a training with on_loss goes back to its last checkpoint, but this one would have {len(given)} "
-                f"{what} of the {len(has)} that are trained with; give save_checkpoint {say}, as a list"
+                f"a training with on_loss goes back to its last checkpoint, but this one would hold {len(given)} of "
+                f"{len(has)} {what}; pass save_checkpoint a list of {say}"
             )
 
 
@@ -98,7 +98,7 @@ def _each(given: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a save writes, and its name, which no other save has."""
+    """The folder of a save, the suffix of its stages' folders, and its unique name."""
 
     folder: Path
     suffix: str
@@ -110,7 +110,7 @@ def _write(
 ) -> tuple[list[dict[str, Any]], TrainState]:
     """Write every process's stages; returns what all say of theirs, and this one's state.
 
-    All that a checkpoint holds is taken at one moment: a loss between two may take a training back.
+    Everything in a checkpoint is read at one moment, because a loss between two moments can rewind the training.
     """
     states: list[TrainState] = []
     trained = next((loader for loader in loaders if loader.was_trained), loaders[-1] if loaders else None)

@@ -26,9 +26,7 @@ class NamedOptimizer:
         for optimizer in optimizers:
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                 if owners.setdefault(id(parameter), optimizer) is not optimizer:
-                    raise UsageError(
-                        "a parameter belongs to one optimizer, but two have one in common; give each its own parameters"
-                    )
+                    raise UsageError("two optimizers share a parameter; give each its own parameters")
         self._named = {name: p for name, p in tensors.parameters.items() if id(p) in owners}
         self._owners = {name: owners[id(parameter)] for name, parameter in self._named.items()}
 

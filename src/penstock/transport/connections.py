@@ -43,9 +43,7 @@ class Connections:
 
     refused = "closes the connection"  # what an address does whose connection breaks before it stands
     part_bytes = 4 * 2**20  # no part of a message to a listening socket is longer
-    again_s: Sequence[
-        float
-    ] = ()  # after which connecting is tried again where the other side has closed the connection
+    again_s: Sequence[float] = ()  # pauses before connecting again after the other side closed the connection
 
     def __init__(self) -> None:
         raise_file_limit()

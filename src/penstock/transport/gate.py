@@ -48,7 +48,7 @@ class Gate:
 
     @property
     def follows(self) -> bool:
-        """Whether the listening socket is still open."""
+        """Return whether the listening socket is still open."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Gate:
                 self._unproved.pop(file, None)
                 if event["event"] == zmq.EVENT_ACCEPTED and (peer := _ask(file, socket.socket.getpeername)):
                     self._unproved[file] = peer
-                # what has ended meanwhile is known by its event: its file may be another connection's already
+                # read all events first: the file number of a closed connection may have been reused
                 if len(self._unproved) > MOST_UNPROVED and not self._monitor.poll(0):
                     self._make_room()
         finally:

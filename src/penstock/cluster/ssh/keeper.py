@@ -58,7 +58,7 @@ def _run(grace_s: float, folder: str, interpreter: str, arguments: list[str], en
 
 @contextlib.contextmanager
 def _key_file(path: str, key: bytes) -> Iterator[None]:
-    """Have the key in a file while the block runs; it is locked, so that others see that it is in use."""
+    """Keep the key in a locked file while the block runs; the lock shows that it is in use."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -71,7 +71,7 @@ def _key_file(path: str, key: bytes) -> Iterator[None]:
 
 
 def drop_left_keys(folder: str) -> None:
-    """Remove the keys of keepers that were killed: nobody has their files locked."""
+    """Remove key files that no running keeper has locked."""
     for path in glob.glob(os.path.join(glob.escape(folder), "run-*.key")):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -151,7 +151,7 @@ def fetch(host: Host, path: str) -> bytes:
 
 
 def _missing(host: Host, wanted: Sequence[str]) -> bool:
-    """Whether a package of these is not in the machine's virtual environment, or torch is too old."""
+    """Return whether the machine's virtual environment lacks one of these packages or has too old a torch."""
     ask = (
         "import importlib.metadata as m, sys\n"
         "lowest, *names = sys.argv[1:]\n"

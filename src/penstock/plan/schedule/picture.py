@@ -57,7 +57,7 @@ def _read_devices(text: str) -> list[str]:
 
 
 class _Written(msgspec.Struct):
-    """What is needed of a schedule's JSON."""
+    """The part of a schedule's JSON that is read."""
 
     devices: list[str]
 

@@ -250,8 +250,8 @@ def _reasons(
         "imbalance": imbalance_reason(stream, loads, busiest, speeds),
         "bubble": f"{num} microbatches through {count} stages: while the pipeline fills and drains, devices wait",
         "slower": f"stage {slowest.index} on {slowest.device} computes {format_seconds(slowest.mean('compute_s'))} "
-        f"per microbatch, alone {format_seconds(slower.alone_s)}; with what else had its core beside that, "
-        f"{format_seconds(abs(slower.slower_s))} {'more' if slower.slower_s >= 0 else 'less'} than alone",
+        f"per microbatch, {format_seconds(slower.alone_s)} alone; with the time that other work took from its core it "
+        f"is {format_seconds(abs(slower.slower_s))} {'slower' if slower.slower_s >= 0 else 'faster'}",
         "communication_cpu": f"stage {talker.index} handles "
         f"{format_bytes(talker.mean('num_bytes_in') + talker.mean('num_bytes_out'))} per microbatch, which takes "
         f"{format_seconds(costs[talker.index].bytes_s)} of its time",

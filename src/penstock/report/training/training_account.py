@@ -209,7 +209,7 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> l
     if run.facts.schedule not in SCHEDULES:
         return lines
     here = played(run.facts.schedule, num)
-    # the simulator knows no more of another schedule than of the one that was measured
+    # the simulator's error on the measured schedule bounds what it can say about another
     error = abs(here / statistics.fmean(step.seconds for step in training.steps) - 1)
     for name in ("1f1b", "zero-bubble"):
         for count in (num, 2 * num):

@@ -75,7 +75,7 @@ def load_model(
     counted = with_classes(name, len(classes)) if classes is not None else name
     if classes is not None and classes_in(counted) not in (None, len(classes)):
         raise ModelError(
-            f"{weights} tells {len(classes)} classes apart, and {name} has {classes_in(name)}; leave that option out"
+            f"{weights} has {len(classes)} classes, not the {classes_in(name)} of {name}; leave that option out"
         )
     if source == "hf":
         model = _load_hf(counted, weights, pretrained, seed, head)

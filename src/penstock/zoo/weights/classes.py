@@ -1,4 +1,4 @@
-"""The classes that weights tell apart, as their file says: infer, train and compress take them from there."""
+"""Class names in the metadata of a weights file."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -12,7 +12,7 @@ _Names = list[Annotated[str, msgspec.Meta(max_length=1000)]]
 
 
 def write_classes(names: Sequence[str] | None) -> dict[str, str]:
-    """Return what a weights file says of the classes, in the order of the model's outputs, as metadata.
+    """Return the metadata that stores class names in a weights file, in the order of the model's outputs.
 
     >>> write_classes(["cat", "dog"])
     {'penstock.classes': '["cat","dog"]'}
@@ -21,9 +21,9 @@ def write_classes(names: Sequence[str] | None) -> dict[str, str]:
 
 
 def read_classes(metadata: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Read what a weights file says of its classes; None if it says nothing.
+    """Read the class names in a weights file's metadata; None if there are none.
 
-    Raises `ModelError` for what is no list of names.
+    Raises `ModelError` if they are not a list of names.
     """
     if _KEY not in metadata:
         return None

@@ -34,7 +34,7 @@ def addresses_while(running: Running, num_processes: int) -> set[str]:
         now = listening(running)
         listeners |= {pid for pid, addresses in now.items() if addresses}
         seen.update(*now.values())
-        time.sleep(0.01)
+        time.sleep(0.1)  # a port stays open for seconds, and to look takes the processor from those that are looked at
     assert len(listeners) >= num_processes
     done = running.wait()
     assert done.status == 0, done.stderr

@@ -12,7 +12,14 @@ html_theme = "furo"
 html_title = f"Penstock {version}"
 # pages link to benchmarks' figures and to SECURITY.md, so the source is the whole repository
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/guides/*.md", "benchmarks/*/README.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md"]
+include_patterns = [
+    "docs/*.md",
+    "docs/guides/*.md",
+    "benchmarks/*/README.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "CONTRIBUTING.md",
+]
 myst_heading_anchors = 4
 # docstrings say `name` for code
 default_role = "code"

@@ -249,9 +249,7 @@ def _reasons(
     return {
         "imbalance": imbalance_reason(stream, loads, busiest, speeds),
         "bubble": f"{num} microbatches through {count} stages: while the pipeline fills and drains, devices wait",
-        "slower": f"stage {slowest.index} on {slowest.device} computes {format_seconds(slowest.mean('compute_s'))} "
-        f"per microbatch, {format_seconds(slower.alone_s)} alone; with the time that other work took from its core it "
-        f"is {format_seconds(abs(slower.slower_s))} {'slower' if slower.slower_s >= 0 else 'faster'}",
+        "slower": _slower_reason(slowest, slower),
         "communication_cpu": f"stage {talker.index} handles "
         f"{format_bytes(talker.mean('num_bytes_in') + talker.mean('num_bytes_out'))} per microbatch, which takes "
         f"{format_seconds(costs[talker.index].bytes_s)} of its time",
@@ -263,6 +261,22 @@ def _reasons(
         "remainder": f"the replay with all of these takes {abs(speedups[-2] / speedups[-1] - 1):.1%} "
         f"{'less' if speedups[-2] > speedups[-1] else 'more'} than was measured",
     }  # fmt: skip
+
+
+def _slower_reason(stage: MeasuredStage, costs: _Costs) -> str:
+    """Return what a stage computes for, what of that is charged to slower computing, and where the rest is."""
+    compute_s = stage.mean("compute_s")
+    text = (
+        f"stage {stage.index} on {stage.device} computes {format_seconds(compute_s)} per microbatch, "
+        f"{format_seconds(costs.alone_s)} alone"
+    )
+    if 0 <= costs.slower_s <= compute_s - costs.alone_s:
+        return f"{text}; {format_seconds(costs.slower_s)} of the difference are charged here, the rest to its messages"
+    if costs.slower_s > 0:
+        return (
+            f"{text}; {format_seconds(costs.slower_s)} are charged here, since other work had its core in between too"
+        )
+    return f"{text}; its messages account for more than the difference"
 
 
 def edge_name(edge: Edge) -> str:

@@ -47,7 +47,8 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
         return [*lines, f"The planner finds no plan: {error}."]
     measured = run.facts.num_rows / run.facts.total_s
     predicted, reached = (plan.prediction.num_rows / plan.prediction.total_s for plan in (now, choice.plan))
-    off, gain = abs(predicted / measured - 1), reached / predicted - 1
+    # a plan is better if it beats this run both as predicted and as measured, by more than the two differ
+    off, gain = abs(predicted / measured - 1), reached / max(predicted, measured) - 1
     if gain > max(off, _WORTH):
         pipeline = choice.plan.pipelines[0]
         sets = len(pipeline.cut_sets)
@@ -55,13 +56,13 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
         rotation = f" and {sets - 1} other cut sets in rotation" if sets > 1 else ""
         lines.append(
             f"Planned for what was measured, the cuts would be {cuts}{rotation}: {reached:.4g} rows/s predicted for "
-            f"these {run.facts.num_rows} rows, {gain:+.1%} beside the {predicted:.4g} that are predicted for this run "
-            f"({measured:.4g} were measured); the pace would be set by {choice.plan.prediction.limit}."
+            f"these {run.facts.num_rows} rows, where {predicted:.4g} are predicted for this run and {measured:.4g} were "
+            f"measured ({gain:+.1%}); the pace would be set by {choice.plan.prediction.limit}."
         )
     else:
         lines.append(
-            f"Nothing else is worth planning: the planner predicts {predicted:.4g} rows/s for this run, where "
-            f"{measured:.4g} were measured ({off:.1%} off), and with other cuts {reached:.4g} ({gain:+.1%})."
+            f"Other cuts are not worth trying: {reached:.4g} rows/s are predicted for them ({gain:+.1%}), where "
+            f"{predicted:.4g} are predicted for this run and {measured:.4g} were measured ({off:.1%} off)."
         )
     useful = [item for item in helps if item.gain > max(off, _WORTH) and "memory" not in item.change][:3]
     lines += [f"With {item.change}: {item.rows_per_s:.4g} rows/s steady ({item.gain:+.1%})." for item in useful]

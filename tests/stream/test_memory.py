@@ -63,7 +63,7 @@ def test_each_process_holds_its_own_share(tmp_path: Path) -> None:
 
 def _python(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

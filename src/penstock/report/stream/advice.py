@@ -56,8 +56,8 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
         rotation = f" and {sets - 1} other cut sets in rotation" if sets > 1 else ""
         lines.append(
             f"Planned for what was measured, the cuts would be {cuts}{rotation}: {reached:.4g} rows/s predicted for "
-            f"these {run.facts.num_rows} rows, where {predicted:.4g} are predicted for this run and {measured:.4g} were "
-            f"measured ({gain:+.1%}); the pace would be set by {choice.plan.prediction.limit}."
+            f"these {run.facts.num_rows} rows, where {predicted:.4g} are predicted for this run and {measured:.4g} "
+            f"were measured ({gain:+.1%}); the pace would be set by {choice.plan.prediction.limit}."
         )
     else:
         lines.append(

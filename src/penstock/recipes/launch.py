@@ -1,6 +1,7 @@
 """Start a training run: in this process, in fresh ones on this machine, or on the hosts of a lab."""
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -46,9 +47,19 @@ def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
             raise UsageError("--cluster starts processes of its own; use it without torchrun")
         with lab_session(read_lab(cluster)) as lab:
             return fit_apart(settings, lab=lab)
+    if settings.join is None and under_torchrun():
+        _check_enough(settings, int(os.environ["WORLD_SIZE"]))
     if settings.join is not None or under_torchrun() or num_processes(settings, plan_of(settings)) == 1:
         return fit_here(settings)
     return fit_apart(settings)
+
+
+def _check_enough(settings: FitSettings, num_started: int) -> None:
+    """Refuse to train on fewer devices than were asked for; raises `UsageError`."""
+    if settings.devices is not None and settings.devices > num_started:
+        raise UsageError(
+            f"--devices expected {settings.devices} processes; got {num_started}; start one for each, or leave it out"
+        )
 
 
 def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: int | None = None) -> FitResult:

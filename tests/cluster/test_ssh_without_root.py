@@ -147,7 +147,13 @@ def test_jobs_of_schedulers() -> None:
     script = slurm_script(words, 4, threads=2)
     assert "#SBATCH --nodes=4" in script
     assert "#SBATCH --cpus-per-task=2" in script
-    assert "penstock infer timm:deit --images 'my photos'" in script
+    assert "infer timm:deit --images 'my photos'" in script
+    assert "--resume" in script
+    assert "--no-kill" not in script
+    assert "--resume" not in slurm_script(["bench", "timm:deit"], 4, threads=2)
+    surviving = slurm_script(words, 4, threads=2, survives=True)
+    assert "#SBATCH --no-kill" in surviving
+    assert "infer timm:deit --images 'my photos'" in surviving
     service, job = json.loads(kubernetes_manifest(words, 4, threads=2))["items"]
     assert service["spec"]["clusterIP"] == "None"
     spec = job["spec"]

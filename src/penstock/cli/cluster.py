@@ -57,7 +57,7 @@ def run_on_cluster(path: Path, arguments: Sequence[str]) -> int:
 
 def _run_in_lab(path: Path, arguments: Sequence[str]) -> int:
     spec = read_lab(path)
-    first, ends = spec.hosts[0].name, _ends_with(arguments)
+    first, ends = spec.hosts[0].name, ends_with(arguments)
     command = module_command("penstock", *arguments)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(lab_session(spec))
@@ -74,7 +74,7 @@ def run_by_ssh(cluster: Spec, arguments: Sequence[str], port: int = PORT, key: b
     an empty one they trust the network.
     """
     hosts, commands = commands_by_ssh(cluster, arguments, port)
-    ends = _ends_with(arguments)
+    ends = ends_with(arguments)
     shown = _shown(hosts[0].name)
     from penstock.transport.curve import make_key  # other verbs need no keys, and their help is to come at once
 
@@ -109,7 +109,7 @@ def is_lab(path: Path) -> bool:
         return "hosts" in msgspec.toml.decode(file.read())
 
 
-def _ends_with(arguments: Sequence[str]) -> EndTogether:
+def ends_with(arguments: Sequence[str]) -> EndTogether:
     """Return what ends a run: the first failure, or the first host's end where the loss of another is outlived."""
     asked = _option(arguments, "--on-loss")
     if arguments[:1] == ["train"]:

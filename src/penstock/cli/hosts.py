@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from penstock.cli.cluster import commands_by_ssh, is_lab, run_by_ssh, run_on_cluster
+from penstock.cli.cluster import commands_by_ssh, ends_with, is_lab, run_by_ssh, run_on_cluster
 from penstock.cli.options import JsonFile, make_console, write_json
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.ssh.check import check_hosts
@@ -114,8 +114,12 @@ def run(
         raise UsageError("hosts run takes a verb after the file, as in: penstock hosts run cluster.toml -- bench MODEL")
     spec = _machines(cluster)
     threads = max(device.threads for device in spec.devices)
-    if slurm or kubernetes:
-        say((slurm_script if slurm else kubernetes_manifest)(arguments, len(spec.devices), threads=threads))
+    if slurm:
+        survives = ends_with(arguments) == "first"
+        say(slurm_script(arguments, len(spec.devices), threads=threads, survives=survives))
+        return
+    if kubernetes:
+        say(kubernetes_manifest(arguments, len(spec.devices), threads=threads))
         return
     if dry_run:
         hosts, commands = commands_by_ssh(spec, arguments, port)

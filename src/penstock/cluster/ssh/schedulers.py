@@ -6,26 +6,51 @@ from collections.abc import Sequence
 
 from penstock.cluster.ssh.run import PORT
 
+_RESUMED = {"infer", "train"}  # verbs that go on with --resume
+_RANK = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
 
-def slurm_script(arguments: Sequence[str], num_hosts: int, *, threads: int, minutes: int = 60) -> str:
+
+def slurm_script(
+    arguments: Sequence[str], num_hosts: int, *, threads: int, minutes: int = 60, survives: bool = False
+) -> str:
     """Return a batch script that runs a verb on several nodes, one process on each.
 
     Example:
         print(slurm_script(["infer", "timm:deit_small_patch16_224", "--images", "photos/"], 4, threads=4))
 
-    Slurm ends all processes when one fails unless it is told not to, as here: a stream goes on without a lost node.
+    Slurm ends a job that has lost a node and starts it again, then with --resume. A run that `survives` the loss of any
+    process but the first keeps its other nodes, and the status of its job is the first process's.
     """
+    options, words = "", shlex.join(arguments)
+    if arguments[0] in _RESUMED:
+        options += "\n#SBATCH --requeue"
+        words += ' ${SLURM_RESTART_COUNT:+"--resume"}'
+    # a step that is not given cores has one for each task (Slurm 22.05); processes that see a failure say it themselves
+    step = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0'
+    if survives:
+        options += "\n#SBATCH --no-kill"
+        work = f"""first=$(mktemp) && trap 'rm -f "$first"' EXIT  # the first process runs on this node
+{step} --no-kill bash -c 'trap : TERM
+    {_RANK} python -m penstock "$@"
+    status=$?; [ "$SLURM_PROCID" != 0 ] || echo $status > "$0"; exit $status' "$first" {words}
+status=$?
+[ ! -s "$first" ] || status=$(cat "$first")
+exit "$status"
+"""
+    else:
+        work = f"""{step} bash -c '{_RANK} \\
+    exec python -m penstock "$@"' penstock {words}
+"""
     return f"""#!/bin/bash
 #SBATCH --job-name=penstock
 #SBATCH --nodes={num_hosts}
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task={threads}
-#SBATCH --time={minutes}
+#SBATCH --time={minutes}{options}
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_PORT={PORT} OMP_NUM_THREADS=1
-srun --kill-on-bad-exit=0 bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 \\
-    exec python -m penstock "$@"' penstock {shlex.join(arguments)}
-"""
+# jobs that share a node meet at different ports
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) OMP_NUM_THREADS=1
+{work}"""
 
 
 def kubernetes_manifest(arguments: Sequence[str], num_hosts: int, *, threads: int, image: str = "penstock") -> str:

@@ -140,7 +140,7 @@ def one_thread() -> Iterator[None]:
 
 # what takes longest is begun first, so that processes that run files side by side end at about the same time; files
 # with many processes and deadlines of their own are not begun beside each other
-_LONG = ("test_lost_ranks", "test_elastic_runs", "test_demo", "test_memory", "test_survivors", "test_ssh")
+_LONG = ("test_lost_ranks", "test_elastic_runs", "test_demo", "test_memory", "test_survivors", "test_ssh", "test_slurm")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -71,19 +71,27 @@ class _Verbs(TyperGroup):
         return typer.main.get_command(verb)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a verb; under torchrun an error of all processes of a machine is that of the first one."""
+        """Run a verb; under torchrun only the first process of each machine prints an error that all of them have."""
         try:
             return super().invoke(ctx)
         except typer.Exit:
             raise
-        except Exception:
+        except Exception as error:
             if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("LOCAL_RANK", "0") != "0":
+                if isinstance(error, PenstockError) and _has_joined():
+                    raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
                 time.sleep(_FIRST_SPEAKS_S)
             raise
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(_HELP.items()))
+
+
+def _has_joined() -> bool:
+    """Return whether this process has been in a group, whose first process learns of every error."""
+    entry = sys.modules.get("penstock.group.entry")
+    return entry is not None and entry.has_joined.is_set()
 
 
 _PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}

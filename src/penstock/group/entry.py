@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,8 @@ from penstock.transport.memory_network import MemoryNetwork
 
 # a script that makes several pipelines joins several times; all its processes count alike
 _joins = itertools.count()
+# set once this process has been in a group: then its errors reach the others, the first of them too
+has_joined = threading.Event()
 # where they meet if torchrun gives no place: kept, since others may join again before this process does
 _serving: dict[tuple[str, int], TCPStore] = {}
 # one for each key, and for folders, for the same reason
@@ -133,6 +136,7 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
         rendezvous, rank, size, prefix, range(size), again=survives,
         silence_s=WATCHFUL_S if survives and followed else SILENCE_S,
     )  # fmt: skip
+    has_joined.set()
     world.cores = cores
     world.followed = followed
     world.position = int(os.environ.get("LOCAL_RANK", rank))

@@ -134,3 +134,15 @@ def test_settings_are_written_whole(tmp_path: Path) -> None:
     fit(settings(folder, steps=1, validate=False))
     assert json.loads((folder / SETTINGS).read_text())["steps"] == 1
     assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("more", [{}, {"stages": 2}])
+def test_a_refused_run_leaves_the_one_that_is_there(tmp_path: Path, more: dict[str, Any]) -> None:
+    folder = tmp_path / "run"
+    fit(settings(folder, steps=1, validate=False, **more))
+    (folder / "result.json").write_text("kept")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != LOCK}
+    for changes in ({}, {"resume": True, "seed": 5}):
+        with pytest.raises(UsageError):
+            fit(settings(folder, steps=2, validate=False, **more, **changes))
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != LOCK} == before

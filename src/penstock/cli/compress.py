@@ -45,7 +45,8 @@ def compress(*, given: Given, json: opt.JsonFile = None) -> None:
     console.print(
         f"{best.name}: {best.accuracy:.2%} right ({best.accuracy - base.accuracy:+.2%}), "
         f"{best.rows_per_s / base.rows_per_s:.2f} times as fast; penstock infer {outcome.model} "
-        f"--weights {best.weights} --runtime {best.runtime}{rows}", markup=False, soft_wrap=True,
+        f"--weights {best.weights} --runtime {best.runtime}{rows} --images {settings.test or settings.data}",
+        markup=False, soft_wrap=True,
     )  # fmt: skip
     console.print(f"figure: {picture}", markup=False)
     opt.write_json(json, {"rows": outcome.found, "best": best, "met": outcome.met})

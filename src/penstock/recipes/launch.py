@@ -18,7 +18,7 @@ from penstock.group.entry import meeting_place, under_torchrun
 from penstock.group.launcher import LocalWorkers, WorkerExit, module_command, module_path
 from penstock.memory import available_bytes, is_out_of_memory, num_killed, resident_bytes
 from penstock.recipes.loop import fit_here
-from penstock.recipes.metrics import FitResult, sole_run
+from penstock.recipes.metrics import FitResult, check_new, sole_run
 from penstock.recipes.settings import FitSettings, num_processes, plan_of, write_settings
 from penstock.spec.plan import Plan
 from penstock.transport.base import FEEDER
@@ -72,6 +72,7 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
     plan = plan_of(settings)  # what is wrong with it is said before processes are started
     folder = settings.folder
     with sole_run(folder):
+        check_new(settings)  # before anything is written: what is refused changes nothing
         file, result = folder / "asked.json", folder / "result.json"
         try:
             write_settings(settings, file)

@@ -59,7 +59,6 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
         first = settings.join is None and (world is None or world.rank == FEEDER)
         if first and not holds_folder:
             held.enter_context(sole_run(settings.folder))
-        if first:
             check_new(settings)
         with working("preparing model and data") if first else contextlib.nullcontext():
             task = make_task(settings)

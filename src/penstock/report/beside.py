@@ -13,6 +13,7 @@ from penstock.report.page.figures import Figure, loads, timeline
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table, markdown, predicted_loads, stage_table
 from penstock.report.run_report import profiled_lines
+from penstock.report.stream.account import shape_of
 from penstock.report.stream.measured import MeasuredStage, MeasuredStream, measure_stream
 from penstock.tracing.trace import Run, Span, read_run
 from penstock.units import format_bytes, format_seconds
@@ -130,8 +131,7 @@ def _lead(named: Sequence[Named]) -> list[str]:
 
 
 def _shape(each: Named) -> str:
-    count = len(each.stream.stages)
-    return f"{each.run.facts.model} in {count} stage{'s' if count > 1 else ''}"
+    return f"{each.run.facts.model} in {shape_of(each.stream)}"
 
 
 def _how(named: Sequence[Named]) -> Text:
@@ -151,6 +151,7 @@ def differences(named: Sequence[Named]) -> Table:
     rows: list[tuple[Cell, ...]] = [
         ("stages", *(len(each.stream.stages) for each in named)),
         ("microbatches", *(each.stream.num_microbatches for each in named)),
+        ("rows of a microbatch", *(each.run.facts.num_rows / each.stream.num_microbatches for each in named)),
         ("threads of a stage", *(each.run.facts.threads for each in named)),
         ("rows/s", *(f"{each.rows_per_s:.4g}" for each in named)),
         ("times the first", *(f"{each.rows_per_s / named[0].rows_per_s:.2f}" for each in named)),

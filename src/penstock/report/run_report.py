@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.errors import UsageError
 from penstock.files import write_whole
+from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.report.page.chrome import write_chrome_trace
 from penstock.report.page.figures import Figure, loads, memory, throughput, timeline, waterfall
 from penstock.report.page.page import Text, make_page
@@ -24,7 +25,7 @@ from penstock.report.page.tables import (
     stage_table,
 )
 from penstock.report.page.training_figures import training_figures, training_picture, training_tables
-from penstock.report.stream.account import Account, make_account
+from penstock.report.stream.account import Account, make_account, shape_of
 from penstock.report.stream.advice import advise, advise_memory
 from penstock.report.stream.measured import measure_stream
 from penstock.report.training.plans import PlanLine, PlanTimeline, read_plans
@@ -145,7 +146,7 @@ def stream_contents(run: Run) -> Contents:
     stages = stage_table(run, stream, predicted_loads(run))
     done = f"{facts.num_rows} rows in {facts.total_s:.2f} s, {facts.num_rows / facts.total_s:.4g} rows/s"
     return Contents(
-        title=f"{facts.model} in {len(facts.ranks)} stages", account=account, lead=lead_lines(account, done),
+        title=f"{facts.model} in {shape_of(stream)}", account=account, lead=lead_lines(account, done),
         advice=[*advise(run, stream, account), *advise_memory(run)],
         figures=[waterfall(account, account_table(account)), timeline(run, stream), loads(run, stream, stages),
                  throughput(run), memory(run)],
@@ -162,7 +163,7 @@ def training_contents(run: Run) -> Contents:
     each = f"{replicas} replicas of " if replicas > 1 else ""
     done = (
         f"{len(training.steps)} steps in {training.seconds:.2f} s, {training.num_rows / training.seconds:.4g} rows/s, "
-        f"schedule {facts.schedule}"
+        f"schedule {facts.schedule if facts.schedule in SCHEDULES else 'of your own'}"
     )
     return Contents(
         title=f"Training {facts.model} in {each}{len(facts.cuts) + 1} stages", account=account,

@@ -216,7 +216,7 @@ class StreamingPipeline:
         facts = stream_facts(
             self.deployment, self.deployment.last_report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
             threads=self.threads, plan=self._plan,
-            units=units_of(self.graph, self.deployment.sizes) if self.cuts else (),
+            units=units_of(self.graph, self.deployment.sizes) if list(Cuts(self.graph)) else (),
         )  # fmt: skip
         if self._run.trace is not None:
             write_run(self._run.trace, facts, self.deployment.traces)

@@ -237,18 +237,19 @@ def _reasons(
     stream: MeasuredStream, costs: Mapping[int, _Costs], speeds: list[float], speedups: list[float]
 ) -> dict[str, str]:
     """Return for every cause the figures behind it, in words."""
-    num, count = stream.num_microbatches, len(stream.stages)
+    num = stream.num_microbatches
     loads = loads_alone(stream)
     busiest = max(loads, key=lambda rank: loads[rank])
     slowest = max(stream.stages, key=lambda s: costs[s.index].slower_s)
     slower, talker = costs[slowest.index], max(stream.stages, key=lambda s: costs[s.index].bytes_s)
     chatty = max(stream.stages, key=lambda s: costs[s.index].fixed_s)
-    edge, wire_s = max(((edge, sum(wire) / len(wire)) for edge, wire in stream.wires.items()), key=lambda pair: pair[1])
-    sender = next((s for s in stream.stages if s.index == edge[0]), None)
-    crossing = sender.mean("num_bytes_out") if sender else stream.stages[0].mean("num_bytes_in")
+    wires = {edge: statistics.median(wire) for edge, wire in stream.wires.items()}
+    edge, wire_s = max(wires.items(), key=lambda pair: pair[1])
+    first = edge[0] < 0
+    crossing = stream.stages[edge[1] if first else edge[0]].mean("num_bytes_in" if first else "num_bytes_out")
     return {
         "imbalance": imbalance_reason(stream, loads, busiest, speeds),
-        "bubble": f"{num} microbatches through {count} stages: while the pipeline fills and drains, devices wait",
+        "bubble": f"{num} microbatches through {shape_of(stream)}: while pipelines fill and drain, devices wait",
         "slower": _slower_reason(slowest, slower),
         "communication_cpu": f"stage {talker.index} handles "
         f"{format_bytes(talker.mean('num_bytes_in') + talker.mean('num_bytes_out'))} per microbatch, which takes "
@@ -257,7 +258,7 @@ def _reasons(
         f"computing, however small the message; it computes {format_seconds(chatty.mean('compute_s'))}",
         "loading": f"a microbatch takes {format_seconds(sum(stream.load_s) / num)} to load",
         "communication": f"a message {edge_name(edge)} of {format_bytes(crossing)} is under way for "
-        f"{format_seconds(wire_s)}; the busiest device takes {format_seconds(loads[busiest])}",
+        f"{format_seconds(wire_s)}; the busiest device computes for {format_seconds(loads[busiest])} alone",
         "remainder": f"the replay with all of these takes {abs(speedups[-2] / speedups[-1] - 1):.1%} "
         f"{'less' if speedups[-2] > speedups[-1] else 'more'} than was measured",
     }  # fmt: skip
@@ -277,6 +278,17 @@ def _slower_reason(stage: MeasuredStage, costs: _Costs) -> str:
             f"{text}; {format_seconds(costs.slower_s)} are charged here, since other work had its core in between too"
         )
     return f"{text}; its messages account for more than the difference"
+
+
+def shape_of(stream: MeasuredStream) -> str:
+    """Write how many stages a stream went through, and how many pipelines side by side.
+
+    Example:
+        "2 stages", "2 pipelines of 1 stage"
+    """
+    counts = sorted({len(route) for route in stream.routes})
+    stages = f"{' or '.join(map(str, counts))} stage{'s' if counts != [1] else ''}"
+    return stages if len(stream.routes) == 1 else f"{len(stream.routes)} pipelines of {stages}"
 
 
 def edge_name(edge: Edge) -> str:

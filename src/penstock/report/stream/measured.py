@@ -149,6 +149,7 @@ def _stage(
     steps = []
     between = found["between", index]
     before_s: float | None = None
+    began_s = found["load", FEEDER_STAGE][0].begin_s  # a stage waits for a stream to begin, which is none of it
     for m in through:
         wait, read, compute, buffer, give = (
             found[kind, index][m] for kind in ("wait", "receive", "compute", "buffer", "send")
@@ -157,7 +158,8 @@ def _stage(
         gap += wait.begin_s - before_s if before_s is not None else 0.0
         before_s = give.end_s
         steps.append(Step(
-            microbatch=m, asked_s=wait.begin_s, arrived_s=wait.end_s, end_s=give.end_s, read_s=read.seconds,
+            microbatch=m, asked_s=min(max(wait.begin_s, began_s), wait.end_s), arrived_s=wait.end_s, end_s=give.end_s,
+            read_s=read.seconds,
             compute_s=compute.seconds, cpu_s=compute.cpu_s, buffer_s=buffer.seconds, give_s=give.seconds,
             gap_s=max(0.0, gap), between_cpu_s=between[m].cpu_s if m in between else 0.0,
             num_bytes_in=read.num_bytes, num_bytes_out=give.num_bytes,

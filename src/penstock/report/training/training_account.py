@@ -165,11 +165,12 @@ def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[
     last_s = sum(min(part.synchronize_s for part in step.parts.values()) for step in steps) / num
     microbatches = len({d.microbatch for d in steps[0].parts[training.replicas[0][0]].done})
     return {
-        "imbalance": f"{devices[busiest]} computes {format_seconds(loads[busiest])} per step, the mean device "
-        f"{format_seconds(sum(loads.values()) / len(loads))}",
+        "imbalance": f"{devices[busiest]} takes {format_seconds(loads[busiest])} per step, "
+        f"{format_seconds(mean(busiest, 'update_s'))} of that for the optimizer's update, the mean device "
+        f"{format_seconds(sum(loads.values()) / len(loads))} for both",
         "bubble": f"{microbatches} microbatches per step go forth and back through {len(training.replicas[0])} stages",
-        "slower": f"{devices[slowest]} computes {format_seconds(actual[slowest])} per step, alone "
-        f"{format_seconds(alone[slowest])}",
+        "slower": f"{devices[slowest]} computes {format_seconds(actual[slowest])} per step without "
+        f"the update, alone {format_seconds(alone[slowest])}",
         "communication_cpu": f"{devices[talker]} handles {format_bytes(crossing[talker])} per step in "
         f"{format_seconds(messages[talker])}",
         "overhead": f"{devices[resting]} spends {format_seconds(mean(resting, 'rest_s'))} per step beside its actions",

@@ -123,4 +123,4 @@ def _is_arm() -> bool:
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1], sys.argv[2:]))
+    sys.stdout.write(main(sys.argv[1], sys.argv[2:]) + "\n")

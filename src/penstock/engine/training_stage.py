@@ -206,6 +206,7 @@ def leaves_beside(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
     [tensor([1., 1.], requires_grad=True)]
     """
     seen = {output.grad_fn for output in outputs}
+    given = {id(output) for output in outputs}  # one that came from an earlier stage as it is has no function
     waiting = [loss.grad_fn]
     found: list[Tensor] = []
     while waiting:
@@ -213,7 +214,7 @@ def leaves_beside(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
+        if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in given:
             found.append(leaf)
         waiting += [following for following, _ in node.next_functions]
     return found

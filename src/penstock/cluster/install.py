@@ -22,7 +22,7 @@ import tempfile
 # the last CPU builds for 64-bit ARM on the usual index, and the torchvision that is built for it
 LAST_CPU = {"torch": "2.10.0", "torchvision": "0.25.0"}
 # bytes that an installation takes at most, with what pip unpacks on the way
-_CUDA_BYTES, _CPU_BYTES = 8e9, 2.5e9
+CUDA_BYTES, CPU_BYTES = 8e9, 2.5e9
 _CUDA_PACKAGES = re.compile(r"(torch|torchvision|triton|nvidia[\w.-]*|cuda[\w.-]*)\s*[=<>!~;]", re.IGNORECASE)
 
 
@@ -36,7 +36,7 @@ def main(environment: str, wanted: list[str]) -> str:
     python = os.path.join(environment, "bin", "python")
     gpu, uv = _has_gpu(), shutil.which("uv")
     if not _has_torch(python):
-        _check_room(environment, _CPU_BYTES if not gpu and (uv or _is_arm()) else _CUDA_BYTES)
+        _check_room(environment, CPU_BYTES if not gpu and (uv or _is_arm()) else CUDA_BYTES)
     if not os.path.exists(python):
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     pip = [python, "-m", "pip", "install", "--quiet"]

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
+from penstock.cluster.install import CPU_BYTES, CUDA_BYTES
 from penstock.cluster.ssh.remote import Host, on_all, run_on
 from penstock.spec.cluster import Cluster
 from penstock.units import format_bytes
 from penstock.version import LOWEST_TORCH, __version__
 
 _CLOCK_S = 2.0
-# what PyTorch and the model libraries take: with CUDA's, and without
-_CUDA_BYTES, _CPU_BYTES = 8e9, 2.5e9
 # run by the machine's Python, with its virtual environment's interpreter and folder as arguments; needs nothing
 _PROBE = r"""
 import json, os, platform, shutil, subprocess, sys, time
@@ -130,7 +129,7 @@ def _missing(
     if found.bits < 64:
         return f"{found.bits}-bit Python, and PyTorch is built for 64 bits", "the 64-bit system on its card"
     if packages is None or not found.torch:
-        needed = _CPU_BYTES if found.takes_cpu_build else _CUDA_BYTES
+        needed = CPU_BYTES if found.takes_cpu_build else CUDA_BYTES
         if found.free_bytes < needed:
             free = format_bytes(found.free_bytes)
             return (

@@ -16,9 +16,10 @@ from zmq.utils.monitor import recv_monitor_message
 # connections that may be in their handshake at a time; one takes milliseconds
 MOST_UNPROVED = 64
 _POLL_MS = 100
-# Bytes that this side has sent, as `tcpi_bytes_acked` of Linux's `struct tcp_info` has them: 64 of greeting and 170 of
-# WELCOME before the other side has proved the key, and more than 290 with READY after it
-_BYTES_ACKED = struct.Struct("=120xQ")
+# Bytes that this side has sent and sent again (`tcpi_bytes_sent`, `tcpi_bytes_retrans` of Linux's `struct tcp_info`, from
+# 4.19): 64 of greeting and 170 of WELCOME before the other side has proved the key, and more than 290 with READY after
+# it. What the other side has acknowledged is late: it knows READY before its system says so.
+_BYTES_SENT = struct.Struct("=200xQQ")
 _SENT_BEFORE_PROOF = 270
 _Peer = tuple[object, ...]
 
@@ -30,7 +31,8 @@ class Gate:
 
     Of the addresses that they come from, the one with the most loses. A thread follows the socket's events until the
     socket is closed. libzmq does not say which connection has passed its handshake, so the system is asked how much
-    was sent over it: only one that has passed is sent more than the handshake's beginning.
+    was sent over it: only one that has passed is sent more than the handshake's beginning. Linux before 4.19 does not
+    say, and nothing is closed there.
 
     Example:
         gate = Gate(context, listener)
@@ -85,8 +87,11 @@ class Gate:
 
 
 def _is_unproved(connection: socket.socket, peer: _Peer) -> bool:
-    (sent,) = _BYTES_ACKED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size))
-    return connection.getpeername() == peer and bool(sent <= _SENT_BEFORE_PROOF)
+    known = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT.size)
+    if len(known) < _BYTES_SENT.size:  # an older system does not say, and nobody is closed by guessing
+        return False
+    sent, again = _BYTES_SENT.unpack(known)
+    return connection.getpeername() == peer and bool(sent - again <= _SENT_BEFORE_PROOF)
 
 
 def _end(connection: socket.socket, peer: _Peer) -> None:

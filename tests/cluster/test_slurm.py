@@ -127,9 +127,13 @@ def test_a_training_is_stopped_requeued_and_resumed(nodes: SlurmNodes, tmp_path:
     until(lambda: nodes.field(job) == "PENDING" and not nodes.processes(job), JOB_S)
     before = step_of(run)
     assert before >= 2
-    # Slurm would wait for two minutes, in case the nodes do not know yet
-    nodes.run("scontrol", "update", f"jobid={job}", "starttime=now")
-    until(lambda: step_of(run) > before, JOB_S)
+
+    def goes_on() -> bool:
+        # Slurm would wait for two minutes, in case the nodes do not know yet, and may say so after it was asked not to
+        nodes.start_now(job)
+        return step_of(run) > before
+
+    until(goes_on, JOB_S)
     assert nodes.field(job, "Restarts") == "1"
 
     nodes.run("scancel", job)

@@ -95,7 +95,7 @@ FINE = {
     ("change", "problem", "mend"),
     [
         ({}, "", ""),
-        ({"python": "3.9.1"}, "Python 3.9.1, and 3.10 is needed", 'another python = "..." for board in c.toml'),
+        ({"python": "3.9.1"}, "Python 3.9.1, and 3.11 is needed", 'another python = "..." for board in c.toml'),
         ({"packages": None}, "no virtual environment", "penstock hosts push c.toml"),
         ({"packages": {}}, "no torch", "penstock hosts push c.toml"),
         ({"packages": {}, "free_bytes": 1e9}, "no torch, and 1 GB of disk", 'another folder = "..." for board'),

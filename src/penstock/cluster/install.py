@@ -88,8 +88,8 @@ def _constraints(path: str, target: str) -> str:
 
 
 def _check_python() -> None:
-    if sys.version_info < (3, 10):  # noqa: UP036 -- run by whatever Python a machine has
-        raise SystemExit(f"Python 3.10 or later is needed, and this is {platform.python_version()}; set python = ...")
+    if sys.version_info < (3, 11):  # noqa: UP036 -- run by whatever Python a machine has
+        raise SystemExit(f"Python 3.11 or later is needed, and this is {platform.python_version()}; set python = ...")
     if sys.maxsize <= 2**32:
         raise SystemExit(
             f"PyTorch is built for 64-bit systems, and this Python is of 32 bits ({platform.machine()}); install the "

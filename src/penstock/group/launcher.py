@@ -20,9 +20,6 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _KILLED_S = 10.0  # in which a process that was killed ends
 # the folder that the package lies in
 _SOURCE = Path(__file__).resolve().parents[2]
-# what -P does, for Python 3.10; `sys` is built in, so nothing is looked for before the current folder is off the path
-_LEAVE_OUT_CURRENT_FOLDER = "import sys; del sys.path[0]\n"
-_RUN_MODULE = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -33,16 +30,12 @@ def module_command(module: str, *arguments: str) -> list[str]:
     >>> module_command("penstock", "demo")[-2:]
     ['penstock', 'demo']
     """
-    if sys.version_info >= (3, 11):
-        return [sys.executable, "-P", "-m", module, *arguments]
-    return [sys.executable, "-c", _LEAVE_OUT_CURRENT_FOLDER + _RUN_MODULE, module, *arguments]
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def code_command(code: str) -> list[str]:
     """Return the command that runs a piece of code of ours, without the current folder as `module_command`."""
-    if sys.version_info >= (3, 11):
-        return [sys.executable, "-P", "-c", code]
-    return [sys.executable, "-c", _LEAVE_OUT_CURRENT_FOLDER + code]
+    return [sys.executable, "-P", "-c", code]
 
 
 def module_path(module: str = "penstock") -> str:

@@ -16,9 +16,10 @@ from zmq.utils.monitor import recv_monitor_message
 # connections that may be in their handshake at a time; one takes milliseconds
 MOST_UNPROVED = 64
 _POLL_MS = 100
-# Bytes that this side has sent and sent again (`tcpi_bytes_sent`, `tcpi_bytes_retrans` of Linux's `struct tcp_info`, from
-# 4.19): 64 of greeting and 170 of WELCOME before the other side has proved the key, and more than 290 with READY after
-# it. What the other side has acknowledged is late: it knows READY before its system says so.
+# Bytes that this side has sent, and those of them that were sent again: `tcpi_bytes_sent` and `tcpi_bytes_retrans` of
+# Linux's `struct tcp_info`, from 4.19. They are 64 of greeting and 170 of WELCOME before the other side has proved the
+# key, and more than 290 with READY after it. What was acknowledged is late: a process may know READY before its system
+# says so.
 _BYTES_SENT = struct.Struct("=200xQQ")
 _SENT_BEFORE_PROOF = 270
 _Peer = tuple[object, ...]

@@ -124,8 +124,8 @@ def _missing(
     found: HostCheck, host: Host, memory_bytes: int, packages: Mapping[str, object] | None, file: str
 ) -> tuple[str, str]:
     push = f"penstock hosts push {file}"
-    if tuple(map(int, found.python.split(".")[:2])) < (3, 10):
-        return f"Python {found.python}, and 3.10 is needed", f'another python = "..." for {host.name} in {file}'
+    if tuple(map(int, found.python.split(".")[:2])) < (3, 11):
+        return f"Python {found.python}, and 3.11 is needed", f'another python = "..." for {host.name} in {file}'
     if found.bits < 64:
         return f"{found.bits}-bit Python, and PyTorch is built for 64 bits", "the 64-bit system on its card"
     if packages is None or not found.torch:

@@ -23,6 +23,7 @@ from penstock.train.loss_convention import call_loss
 from penstock.train.own_loss import own_loss
 from penstock.train.trainer import Trainer
 from penstock.transport.memory_network import MemoryNetwork
+from tests.processes import PATIENCE
 
 
 def take_rows(tree: Any, rows: range) -> Any:
@@ -60,7 +61,7 @@ def in_threads(size: int, script: Callable[[World], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(60.0 * PATIENCE)
     assert not any(thread.is_alive() for thread in threads), "a rank has not ended"
     failed = [error for error in errors if error is not None]
     if failed:

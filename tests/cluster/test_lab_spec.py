@@ -21,6 +21,7 @@ name = "host1"
 cpu = 1
 memory = "512 MiB"
 bandwidth = "100 Mbit/s"
+arch = "aarch64"
 """
 
 
@@ -29,7 +30,7 @@ def test_a_lab_file_is_read() -> None:
         name="edge",
         hosts=(
             HostSpec(name="host0", cpu=0.35, memory_bytes=GIB, bandwidth_bytes_per_s=125e6),
-            HostSpec(name="host1", cpu=1.0, memory_bytes=GIB // 2, bandwidth_bytes_per_s=12.5e6),
+            HostSpec(name="host1", cpu=1.0, memory_bytes=GIB // 2, bandwidth_bytes_per_s=12.5e6, arch="aarch64"),
         ),
     )
 
@@ -54,6 +55,8 @@ def test_a_lab_file_is_read() -> None:
         (('"1 Gbit/s"', '"1 GB/s"'), "bandwidth of the lab: .*'1 GB/s'"),
         (('"1 Gbit/s"', '"1 bit/s"'), "host0 has 1 bit/s"),
         (('name = "edge"', 'name = "Edge!"'), "a lab name is 1 to 20 of .* not 'Edge!'"),
+        (('"aarch64"', '"../x"'), "host1 has '../x'"),
+        (('"aarch64"', "64"), "arch of host host1 is text, not 64"),
         (('name = "edge"', "name = 3"), "the lab's name is text, not 3"),
         (('name = "edge"', "name = "), "a lab file is TOML, but this one is not"),
     ],
@@ -88,6 +91,7 @@ hosts = st.builds(
     cpu=st.floats(min_value=0.01, max_value=1000),
     memory_bytes=st.integers(2**20, 2**48),
     bandwidth_bytes_per_s=st.none() | st.integers(1000, 10**13).map(lambda bits: bits / 8),
+    arch=st.none() | st.sampled_from(["aarch64", "x86_64"]),
 )
 
 

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
 }
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("case", CASES)
 def test_any_cuts_give_the_same_bits(case: str) -> None:
     build, inputs = CASES[case]
@@ -63,6 +64,7 @@ def test_any_cuts_give_the_same_bits(case: str) -> None:
             assert_same(result, split(**call))
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("policy", ["balanced", "equal-blocks", "equal-size", "smallest-crossing"])
 def test_policies_give_the_same_bits(policy: str) -> None:
     model = deit()

@@ -173,6 +173,7 @@ def test_blocks_of_all_levels() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.board
 def test_convolutions_with_batchnorm_may_be_cut_anywhere() -> None:
     graph = capture(seeded(UNet), (torch.randn(2, 3, 8, 8),))
     cuts = Cuts(graph)

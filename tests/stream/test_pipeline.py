@@ -245,6 +245,7 @@ print("fine")
 """
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("way", ["-c", "stdin"])
 def test_without_a_main_guard(way: str) -> None:
     arguments = ["-c", SCRIPT] if way == "-c" else ["-"]
@@ -308,6 +309,7 @@ sys.stdout.write("fine\\n")
 """
 
 
+@pytest.mark.board
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)

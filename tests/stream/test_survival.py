@@ -238,6 +238,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("how", ["at once", "late"])
 def test_the_same_script_in_every_process(tmp_path: Path, how: str) -> None:
     """Also where one finds that it cannot reach all of the next group, once others have."""

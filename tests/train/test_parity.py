@@ -46,6 +46,7 @@ def test_sgd_in_float32_with_every_schedule(name: str) -> None:
     assert losses[0][0] == losses[1][0] == losses[2][0] == losses[3][0]
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("name", MODELS)
 def test_replicas(name: str) -> None:
     compare(name, REPLICAS, 3, torch.float32, sgd)
@@ -63,6 +64,7 @@ def test_adamw_in_float64(name: str) -> None:
     compare(name, cases, 10, torch.float64, adamw)
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_are_bit_equal_between_schedules(name: str) -> None:
     given = batches(name, 2)

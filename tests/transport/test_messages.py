@@ -11,6 +11,8 @@ from penstock.graph.expressions import Size
 from penstock.graph.ops import Value
 from penstock.transport.messages import BODY_BYTES, CLOSE, DATA, END, Format, Message
 
+pytestmark = pytest.mark.board
+
 FORMAT = Format(
     [
         Value("a", torch.float32, (Size("batch"), 3, 5)),

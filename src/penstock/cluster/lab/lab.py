@@ -13,6 +13,7 @@ import msgspec
 from penstock.cluster.lab import network, presence
 from penstock.cluster.lab.machine import Machine, this_machine
 from penstock.cluster.lab.processes import Target, choose_cores
+from penstock.cluster.lab.roots import check_root, root_folder
 from penstock.cluster.lab.run import GRACE_S, LabRun
 from penstock.cluster.lab.signals import ended_by_signals
 from penstock.cluster.lab.spec import LabSpec, check_bandwidth, check_cpu, check_fit, read_lab
@@ -85,6 +86,8 @@ class Lab:
         """
         machine, name = self._machine, self.spec.name
         warnings = check_fit(self.spec, machine.num_cores, machine.memory_bytes)
+        for host in self.spec.hosts:
+            check_root(host.name, host.arch, machine.shell)
         with machine.locked():
             state = presence.find_state(self.spec, machine)
             if state == "up":
@@ -216,6 +219,7 @@ class Lab:
                 lab=self.spec.name, host=host.name, address=network.host_address(index), cpu=host.cpu,
                 bandwidth_bytes_per_s=host.bandwidth_bytes_per_s, memory_bytes=host.memory_bytes, core=cores[index],
                 directories=tuple(self._machine.cgroups.directories(self.spec.name, host.name)),
+                root=root_folder(host.arch),
             )
             for index, host in enumerate(self.spec.hosts)
             if chosen is None or host.name in chosen

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cluster.lab.network import host_namespace
+from penstock.cluster.lab.roots import inside
 
 _JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
 _RENAME = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
@@ -48,6 +49,7 @@ class Target:
     memory_bytes: int
     directories: tuple[Path, ...]
     core: int | None = None
+    root: Path | None = None
 
     @property
     def process_files(self) -> list[str]:
@@ -61,7 +63,7 @@ def command_line(target: Target, command: Sequence[str]) -> list[str]:
         *("sh", "-c", _JOIN, "penstock-lab", *target.process_files, "--"),
         *(() if target.core is None else ("taskset", "--cpu-list", str(target.core))),
         *("ip", "netns", "exec", host_namespace(target.lab, target.host)),
-        *("unshare", "--uts", "sh", "-c", _RENAME, target.host, *command),
+        *("unshare", "--uts", "sh", "-c", _RENAME, target.host, *inside(target.root, command)),
     ]
 
 

@@ -7,6 +7,7 @@ name = "host0"
 cpu = 0.35                        # share of a core
 memory = "1 GiB"
 bandwidth = "100 Mbit/s"          # optional; without any, the link is not limited
+arch = "aarch64"                  # optional; another processor, emulated in a system of its own
 """
 
 import math
@@ -23,9 +24,10 @@ from penstock.units import format_bytes, parse_bytes, parse_rate
 
 MAX_HOSTS = 200
 _LAB_FIELDS = ("name", "bandwidth", "hosts")
-_HOST_FIELDS = ("name", "cpu", "memory", "bandwidth")
+_HOST_FIELDS = ("name", "cpu", "memory", "bandwidth", "arch")
 _NOT_EMULATED = ("latency", "loss", "jitter")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?")
+_ARCH = re.compile(r"[a-z0-9_]{1,20}")
 _MIN_CPU = 0.01
 _MIN_MEMORY_BYTES = 2**20
 _MIN_BANDWIDTH_BYTES_PER_S = 125.0
@@ -34,7 +36,7 @@ QUIET_SHARE = 0.7
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One emulated host: its share of a core, its memory and, unless None, its bandwidth.
+    """One emulated host: its share of a core, its memory and, unless None, its bandwidth and its processor.
 
     Raises `ClusterError` when a value cannot be emulated.
 
@@ -46,6 +48,7 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     cpu: float
     memory_bytes: int
     bandwidth_bytes_per_s: float | None = None
+    arch: str | None = None
 
     def __post_init__(self) -> None:
         _check_name("a host name", self.name)
@@ -54,6 +57,11 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ClusterError(
                 f"a host's memory is at least 1 MiB, but {self.name} has {self.memory_bytes} bytes; "
                 'write it like memory = "1 GiB"'
+            )
+        if self.arch is not None and not _ARCH.fullmatch(self.arch):
+            raise ClusterError(
+                f"arch names a processor as uname -m does, but {self.name} has {self.arch!r}; "
+                'write it like arch = "aarch64"'
             )
         if self.bandwidth_bytes_per_s is not None:
             check_bandwidth(self.name, self.bandwidth_bytes_per_s)
@@ -154,6 +162,8 @@ def write_lab(spec: LabSpec) -> str:
         if host.bandwidth_bytes_per_s is not None:
             bits = round(host.bandwidth_bytes_per_s * 8)
             lines.append(f'bandwidth = "{_exact(bits, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))}"')
+        if host.arch is not None:
+            lines.append(f'arch = "{host.arch}"')
     return "\n".join(lines) + "\n"
 
 
@@ -217,6 +227,7 @@ def _parse_host(index: int, table: Mapping[str, object], default_rate: float | N
     return HostSpec(
         name=read_text(f"the name of {where}", name), cpu=float(cpu), memory_bytes=memory_bytes,
         bandwidth_bytes_per_s=default_rate if rate is None else rate,
+        arch=None if table.get("arch") is None else read_text(f"arch of {where}", table["arch"]),
     )  # fmt: skip
 
 

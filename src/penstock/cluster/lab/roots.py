@@ -1,0 +1,76 @@
+"""Hosts of a lab with another processor: a folder with that system, whose programs qemu-user runs.
+
+`scripts/aarch64.sh build` makes such a folder. A command on such a host runs in it, and shares with this machine
+
+    /dev, /proc, /sys, /tmp      what programs need
+    the current folder           under the same path, so that models, scripts and results are found
+    the source of penstock       in the place where the root's own Python would look for an installed one
+    /etc/hosts of the host       so that hosts know each other by name
+
+The mounts belong to the command's own mount namespace, which `ip netns exec` makes, and end with it.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.cluster.lab.shell import Shell
+from penstock.errors import ClusterError, RunError
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+# where scripts/aarch64.sh puts the virtual environment
+_ENVIRONMENT = "/opt/penstock"
+_ENTER = """
+root=$1 folder=$2 package=$3 environment=$4; shift 4
+for place in /dev /proc /sys /tmp "$folder"; do
+    mkdir -p "$root$place" && mount --rbind "$place" "$root$place" || exit 125
+done
+for site in "$root$environment"/lib/python3*/site-packages; do
+    mkdir -p "$site/penstock" && mount --bind "$package" "$site/penstock" || exit 125
+done
+touch "$root/etc/hosts" && mount --bind /etc/hosts "$root/etc/hosts" || exit 125
+exec chroot "$root" env -C "$folder" PATH="$environment/bin:/usr/bin:/bin" "$@"
+"""
+
+
+def root_folder(arch: str | None) -> Path | None:
+    """Return the folder with the system of a processor; None for this machine's own.
+
+    Folders lie in `PENSTOCK_ROOTS`, by default `~/.cache/penstock/roots`, and have the processor's name.
+
+    >>> root_folder(None) is None
+    True
+    """
+    if arch in {None, platform.machine()}:
+        return None
+    folder = os.environ.get("PENSTOCK_ROOTS") or Path.home() / ".cache/penstock/roots"
+    return Path(folder, str(arch))
+
+
+def check_root(host: str, arch: str | None, shell: Shell) -> None:
+    """Raise `ClusterError` unless programs of a host's processor run here."""
+    root = root_folder(arch)
+    if root is None:
+        return
+    if not (root / _ENVIRONMENT.lstrip("/") / "bin/python").exists():
+        raise ClusterError(
+            f'a host with arch = "{arch}" runs in the system in {root}, but {host} finds none there; make it with '
+            f"scripts/{arch}.sh build"
+        )
+    try:
+        shell.run(["chroot", str(root), "true"])
+    except RunError as error:
+        raise ClusterError(
+            f"{host} has programs for {arch}, which do not run here ({error}); run scripts/{arch}.sh build, which "
+            "registers the emulator"
+        ) from None
+
+
+def inside(root: Path | None, command: Sequence[str]) -> list[str]:
+    """Return the command that runs `command` in a root; with this machine's Python replaced by the root's."""
+    if root is None:
+        return list(command)
+    own = [f"{_ENVIRONMENT}/bin/python" if word == sys.executable else word for word in command]
+    return ["sh", "-c", _ENTER, "penstock-root", str(root), os.getcwd(), str(_PACKAGE), _ENVIRONMENT, *own]

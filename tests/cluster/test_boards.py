@@ -1,0 +1,70 @@
+"""Hosts of a lab with another processor, which is emulated: the same messages and the same classes."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.cluster.lab.processes import command_line
+from penstock.cluster.lab.roots import check_root, inside, root_folder
+from penstock.cluster.lab.shell import RecordingShell, SystemShell
+from penstock.errors import ClusterError, RunError
+from tests.cli.conftest import SMALL
+from tests.cluster.labs import make_spec
+from tests.cluster.test_lab_without_root import targets
+
+BOARD = root_folder("aarch64")
+EMULATED = (
+    BOARD is not None and (BOARD / "opt/installed").exists() and Path("/proc/sys/fs/binfmt_misc/qemu-aarch64").exists()
+)
+
+
+def test_a_command_on_a_host_of_this_processor_is_as_it_was() -> None:
+    assert root_folder(os.uname().machine) is None
+    assert inside(None, ["python", "-c", ""]) == ["python", "-c", ""]
+
+
+def test_python_is_that_of_the_root() -> None:
+    target = replace(targets(make_spec("lab"))[1], root=Path("/roots/arm"))
+    line = command_line(target, [sys.executable, "-m", "penstock"])
+    assert line[-3:] == ["/opt/penstock/bin/python", "-m", "penstock"]
+    assert "/roots/arm" in line
+
+
+def test_a_root_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_ROOTS", str(tmp_path))
+    with pytest.raises(ClusterError, match=r"host1 .*scripts/sparc\.sh build"):
+        check_root("host1", "sparc", SystemShell())
+
+
+def test_a_processor_that_is_not_emulated_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_ROOTS", str(tmp_path))
+    python = tmp_path / "sparc/opt/penstock/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    shell = RecordingShell({f"chroot {tmp_path}/sparc true": RunError("exec format error")})
+    with pytest.raises(ClusterError, match=r"host1 .*exec format error"):
+        check_root("host1", "sparc", shell)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="a lab needs root")
+@pytest.mark.skipif(not EMULATED, reason="no emulated board is here; scripts/aarch64.sh build makes one")
+@pytest.mark.timeout(600)
+def test_a_stream_through_this_machine_and_a_board(tmp_path: Path) -> None:
+    hosts = [("near", 0.9, ""), ("board", 1.0, 'arch = "aarch64"\n')]
+    tables = "".join(f'[[hosts]]\nname = "{name}"\ncpu = {cpu}\nmemory = "3 GiB"\n{arch}' for name, cpu, arch in hosts)
+    (tmp_path / "lab.toml").write_text(f'name = "boards"\nbandwidth = "1 Gbit/s"\n{tables}')
+    words = ["infer", SMALL, "--images", "digits", "--num-images", "8", "--stages", "2"]
+    lab = ["--cluster", str(tmp_path / "lab.toml")]
+    assert main([*words, "-o", str(tmp_path / "alone.csv")]) == 0
+    assert main([*words, "-o", str(tmp_path / "board.csv"), *lab]) == 0
+    alone, board = (
+        [line.split(",")[:2] for line in (tmp_path / f"{name}.csv").read_text().splitlines()]
+        for name in ("alone", "board")
+    )
+    assert len(alone) == 9
+    assert board == alone

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Build the source package and the wheel and check both; with --install put the wheel into an empty environment.
+# Build the source package and the wheel and check both; with --install put the wheel into empty environments, one without
+# extras and one for each extra.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
@@ -25,8 +26,15 @@ if strange:
 EOF
 
 if [ "${1:-}" = --install ]; then # PyTorch comes too: minutes
-    "$python" -m venv "$work/empty"
-    "$work/empty/bin/python" -m pip install --quiet dist/*.whl
-    (cd "$work" && "$work/empty/bin/penstock" --version && "$work/empty/bin/penstock" schedule 1f1b --stages 2 --microbatches 2)
+    "$work/tools/bin/python" -m pip install --quiet uv
+    uv() { UV_NATIVE_TLS=1 "$work/tools/bin/uv" "$@"; }
+    extras=$("$python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"])')
+    for extra in "" $extras; do
+        uv venv --quiet --clear --python "$python" "$work/empty"
+        uv pip install --quiet --python "$work/empty/bin/python" "$(echo dist/*.whl)${extra:+[$extra]}"
+        uv pip check --quiet --python "$work/empty/bin/python"
+        (cd "$work" && empty/bin/penstock --version && empty/bin/penstock schedule 1f1b --stages 2 --microbatches 2 >schedule)
+        echo "installed with ${extra:-no extra}"
+    done
 fi
 echo "dist has $(ls dist | tr '\n' ' ')"

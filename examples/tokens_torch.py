@@ -38,7 +38,7 @@ optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.1)
 for epoch in range(3):
     for batch in tokens.split(32):
         if rank == 0:
-            schedule.step(batch[:, :-1])
+            schedule.step(batch[:, :-1].contiguous())
         else:
             losses: list[torch.Tensor] = []
             schedule.step(target=batch[:, 1:], losses=losses)

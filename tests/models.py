@@ -19,6 +19,9 @@ from penstock.graph.work import count_work
 from penstock.transport.messages import DATA, Format, Message
 from penstock.zoo.weights.weights import ModuleWeights
 
+# docs/limits.md says what PyTorch 2.10 cannot do, which is the last with a CPU build for boards on the usual index
+OLD_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
+
 
 def seeded(model_class: Any, *args: Any, **kwargs: Any) -> nn.Module:
     """Build a model in evaluation mode with the weights of seed 0."""

@@ -23,6 +23,7 @@ from tests.warm import started_by
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 # how many times longer processes may take; scripts/aarch64.sh sets it
+GLOO = "[Gloo] Rank"  # what torch 2.10 writes on standard output
 PATIENCE = float(os.environ.get("TESTS_PATIENCE", "1"))
 
 
@@ -75,7 +76,9 @@ class Running:
     def line(self) -> str:
         """Wait for a line of its output."""
         assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        while (line := self._process.stdout.readline()).startswith(GLOO):
+            pass
+        return line.strip()
 
     def kill(self) -> None:
         """Kill it alone, and see what its children do."""
@@ -90,6 +93,7 @@ class Running:
             self._kill_all()
             out, err = self._process.communicate()
             raise AssertionError(f"{self._process.args!r} is over its deadline\n{out}\n{err}") from None
+        out = "".join(line for line in out.splitlines(keepends=True) if not line.startswith(GLOO))
         return Finished(self._process.returncode, out, err)
 
     def __enter__(self) -> "Running":

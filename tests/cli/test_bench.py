@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import SMALL
+from tests.models import OLD_TORCH
 from tests.processes import free_port
 
 Run = Callable[..., tuple[int, str, str]]
@@ -69,6 +70,7 @@ def test_another_runtime_beside_eager_in_one_process(penstock: Run, tmp_path: Pa
     assert "top-1" in out
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="torch.distributed.pipelining of 2.10 takes other stages")
 def test_the_peer_runs_beside_it(penstock: Run, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     assert penstock("bench", SMALL, "--stages", 2, "--num-images", 8, "--peer", "--json", file)[0] == 0

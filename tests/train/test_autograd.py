@@ -16,6 +16,7 @@ from penstock.errors import CaptureError, PenstockError
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.train.captured import Captured
+from tests.models import OLD_TORCH
 from tests.trainers import by_hand, errors, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -187,8 +188,9 @@ MIDDLES: dict[str, Middle] = {
     "decorated": lambda _, h: h + without(h),
     "inference_mode": infers,
     "reentrant": lambda m, h: checkpoint(lambda x: torch.tanh(m.first(x)), h, use_reentrant=True),
-    "checkpoint": lambda m, h: checkpoint(lambda x: torch.tanh(m.first(x)), h, use_reentrant=False),
 }
+if not OLD_TORCH:
+    MIDDLES["checkpoint"] = lambda m, h: checkpoint(lambda x: torch.tanh(m.first(x)), h, use_reentrant=False)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -24,6 +24,7 @@ from penstock.version import __version__
 if TYPE_CHECKING:
     from penstock.deploy.split import SplitModel, split
     from penstock.errors import DeviceLost, PenstockError, RunError, UsageError
+    from penstock.generate.generator import Generator
     from penstock.graph.capture import capture
     from penstock.pipeline import Pipeline
     from penstock.stream.bundled import BundledPipeline
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BundledPipeline": "penstock.stream.bundled",
     "DeviceLost": "penstock.errors",
+    "Generator": "penstock.generate.generator",
     "PenstockError": "penstock.errors",
     "Pipe": "penstock.train.pipe",
     "Pipeline": "penstock.pipeline",
@@ -42,8 +44,8 @@ _HOMES = {
     "split": "penstock.deploy.split",
 }
 __all__ = [
-    "BundledPipeline", "DeviceLost", "PenstockError", "Pipe", "Pipeline", "RunError", "SplitModel", "UsageError",
-    "__version__", "capture", "split",
+    "BundledPipeline", "DeviceLost", "Generator", "PenstockError", "Pipe", "Pipeline", "RunError", "SplitModel",
+    "UsageError", "__version__", "capture", "split",
 ]  # fmt: skip
 
 

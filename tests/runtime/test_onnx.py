@@ -90,7 +90,6 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.board
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operators(name: str) -> None:
     x = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0))
@@ -112,7 +111,6 @@ class Convolutions(nn.Module):
         return result
 
 
-@pytest.mark.board
 def test_convolutions() -> None:
     model = seeded(Convolutions)
     model(torch.randn(4, 3, 9, 9))  # statistics that are not 0 and 1
@@ -130,7 +128,6 @@ def _models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     }  # fmt: skip
 
 
-@pytest.mark.board
 @pytest.mark.parametrize("name", ["deit", "resnet", "bert", "gpt2"])
 def test_models(name: str) -> None:
     model, args = _models()[name]
@@ -155,7 +152,6 @@ def test_inputs_of_any_strides() -> None:
     torch.testing.assert_close(runtime({"batch": 3}, [last])[0], model(images), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.board
 def test_eight_bits_are_near_and_smaller() -> None:
     model, (images,) = _models()["deit"]
     (wanted,), (found,) = both(model, images, precision="int8")

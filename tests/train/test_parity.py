@@ -64,7 +64,6 @@ def test_adamw_in_float64(name: str) -> None:
     compare(name, cases, 10, torch.float64, adamw)
 
 
-@pytest.mark.board
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_are_bit_equal_between_schedules(name: str) -> None:
     given = batches(name, 2)

@@ -24,6 +24,8 @@ _HELP = {
     "profile": "Measure what every part of a model costs.",
     "bundle": "Write each device's programs and weights.",
     "infer": "Classify images through a pipeline.",
+    "generate": "Answer prompts with a language model.",
+    "chat": "Talk to a language model.",
     "train": "Train or fine-tune: stages, replicas, both.",
     "bench": "Measure a model serially and as pipelines.",
     "plan": "Choose how to run a model on a cluster.",
@@ -99,7 +101,7 @@ app = typer.Typer(
     cls=_Verbs, no_args_is_help=True, help="Run one PyTorch model across the machines you have.",
     **_PLAIN | {"add_completion": True},
 )  # fmt: skip
-_ON_CLUSTERS = {"bench", "infer", "train"}  # in a lab, `train` starts its processes itself
+_ON_CLUSTERS = {"bench", "chat", "generate", "infer", "train"}  # in a lab, `train` starts its processes itself
 
 
 def _print_version(wanted: bool) -> None:

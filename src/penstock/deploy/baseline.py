@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.deploy.bundle import LoadState
 from penstock.deploy.documents import RunBaseline, write_document
 from penstock.deploy.state import receive_state, send_state
-from penstock.graph.program import StageProgram, read_program, write_program
+from penstock.graph.program import StageProgram, read_program, states_of, write_program
 from penstock.group.world import World
 from penstock.runtime.registry import EAGER, StageRuntime
 from penstock.runtime.torch_settings import applied, read_settings
@@ -36,7 +36,7 @@ def ask_baseline(
         num_microbatches=num_microbatches, computes_on=computes_on, torch_settings=dict(read_settings()),
     )  # fmt: skip
     send_bytes(transport, write_document(document), rank)
-    send_state(transport, program.states, load, rank)
+    send_state(transport, states_of([program]), load, rank)
     for microbatch in inputs:
         for tensor in microbatch:
             send_tensor(transport, tensor, rank)
@@ -47,7 +47,7 @@ def serve_baseline(world: World, document: RunBaseline) -> None:
     transport, device = world.transport, find_device(document.computes_on, world.position)
     program = read_program(document.program)
     sizes = document.sizes
-    runtime = EAGER.load(program, receive_state(transport, program.states, device), device)
+    runtime = EAGER.load(program, receive_state(transport, states_of([program]), device), device)
     inputs = []
     for _ in range(document.num_inputs):
         tensors = [torch.empty(value.evaluate(sizes), dtype=value.dtype) for value in program.inputs]

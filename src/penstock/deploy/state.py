@@ -162,7 +162,12 @@ def source_of(name: str) -> str:
 
 
 def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
-    """Read one tensor of a model's state to the host: constants from the graph, the rest by name from the weights."""
+    """Read one tensor of a model's state to the host: constants from the graph, the rest by name from the weights.
+
+    A cache is zero.
+    """
+    if state.kind == "cache":
+        return torch.zeros(state.value.evaluate({}), dtype=state.value.dtype)
     if state.kind == "constant":
         return graph.constants[state.source].cpu()
     if state.kind == "buffer" and state.source not in weights.names():

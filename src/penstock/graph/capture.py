@@ -74,7 +74,7 @@ def capture(
         )
     arguments, keywords = tuple(args), dict(kwargs or {})
     rows = _batch_rows(arguments, keywords)
-    with EXPORTING, _fake_parameters(model), _as_one_pass(model), torch.set_grad_enabled(model.training):
+    with EXPORTING, fake_parameters(model), _as_one_pass(model), torch.set_grad_enabled(model.training):
         if rows is None:
             return _export(model, arguments, keywords, None, fixed_batch=None)
         wide_arguments, wide_keywords = (_widen(x, rows) for x in (arguments, keywords))
@@ -136,20 +136,21 @@ def _as_one_pass(model: nn.Module) -> Iterator[None]:
     It returns no cache for generating text, which is no tensor. Experts of a mixture are computed by products of
     batches of matrices: the other ways are an operator of the library's own, or decide by values.
     """
-    config: Any = getattr(model, "config", None)
-    experts = getattr(config, "_experts_implementation", None)
+    # the model itself, or one inside of a caller's module
+    mixture: Any = next((each for each in model.modules() if hasattr(each, "_can_set_experts_implementation")), model)
+    experts = getattr(getattr(mixture, "config", None), "_experts_implementation", None)
     # an encoder and a decoder have configurations of their own
     configs = {id(each): each for each in (getattr(module, "config", None) for module in model.modules())}
     caching: list[Any] = [each for each in configs.values() if getattr(each, "use_cache", None)]
-    has_experts: Callable[[], bool] = getattr(model, "_can_set_experts_implementation", bool)
+    has_experts: Callable[[], bool] = getattr(mixture, "_can_set_experts_implementation", bool)
     changes = experts != _EXPERTS and has_experts()
     try:
         for each in caching:
             each.use_cache = False
         if changes:
-            model.set_experts_implementation(_EXPERTS)  # type: ignore[operator]
+            mixture.set_experts_implementation(_EXPERTS)
             note(
-                f"{type(model).__name__} is captured with its experts computed by {_EXPERTS}, not {experts}; to "
+                f"{type(mixture).__name__} is captured with its experts computed by {_EXPERTS}, not {experts}; to "
                 f"compare outputs, call set_experts_implementation({_EXPERTS!r})"
             )
         yield
@@ -157,11 +158,11 @@ def _as_one_pass(model: nn.Module) -> Iterator[None]:
         for each in caching:
             each.use_cache = True
         if changes:
-            model.set_experts_implementation(experts)  # type: ignore[operator]
+            mixture.set_experts_implementation(experts)
 
 
 @contextlib.contextmanager
-def _fake_parameters(model: nn.Module) -> Iterator[None]:
+def fake_parameters(model: nn.Module) -> Iterator[None]:
     """Stand in for parameters on the meta device with fake ones that claim to be on the CPU."""
     owners = [
         (module, name, parameter)

@@ -43,11 +43,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A tensor that a stage holds between microbatches, by its name in the model."""
+    """A tensor that a stage holds between microbatches, by its name in the model.
+
+    A cache is zero where the stage is made, belongs to it alone, and is never sent.
+    """
 
     value: Value
     source: str
-    kind: Literal["parameter", "buffer", "constant"]
+    kind: Literal["parameter", "buffer", "constant", "cache"]
     requires_grad: bool = False  # of a parameter; torch.matmul takes another kernel then, with other last bits
 
 

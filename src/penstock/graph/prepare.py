@@ -14,7 +14,9 @@ def prepare(graph: Graph) -> Graph:
     """Return a graph as it was translated, all operations in `ops`, put in order."""
     storage = Storage(graph.ops, [state.value.name for state in graph.states])
     live = _live(graph.ops, graph.outputs, storage)
-    prelude = _prelude(live, {state.value.name for state in graph.states if state.kind != "parameter"}, storage)
+    prelude = _prelude(
+        live, {state.value.name for state in graph.states if state.kind in {"buffer", "constant"}}, storage
+    )
     ordered = [op for op in live if op.name not in prelude]
     used = {name for op in live for name in op.uses()} | set(references(graph.outputs))
     return dataclasses.replace(

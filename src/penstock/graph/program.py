@@ -47,13 +47,14 @@ class StageProgram:
         return tuple(state for state in self.states if state.kind == "parameter")
 
     def state_bytes(self) -> int:
-        """Return the bytes of parameters, buffers and constants."""
+        """Return the bytes of parameters, buffers, constants and caches."""
         return sum(state.value.num_bytes({}) for state in self.states)
 
 
 def states_of(programs: Iterable[StageProgram]) -> list[State]:
-    """Return the state of programs that take turns; what several of them use is there once."""
-    return list({state.value.name: state for program in programs for state in program.states}.values())
+    """Return the state of programs that take turns, but for caches; what several of them use is there once."""
+    states = {state.value.name: state for program in programs for state in program.states}
+    return [state for state in states.values() if state.kind != "cache"]
 
 
 def write_program(program: StageProgram) -> str:
@@ -119,8 +120,10 @@ def _read_document(document: Mapping[str, Any]) -> StageProgram:
 
 
 def _read_state(item: Mapping[str, Any]) -> State:
-    if item["kind"] not in {"parameter", "buffer", "constant"}:
-        raise ProgramError(f"a state's kind is parameter, buffer or constant, not {_quoted(item['kind'])}; {_FORGED}")
+    if item["kind"] not in {"parameter", "buffer", "constant", "cache"}:
+        raise ProgramError(
+            f"a state's kind is parameter, buffer, constant or cache, not {_quoted(item['kind'])}; {_FORGED}"
+        )
     requires_grad = item.get("requires_grad", False)
     value = _read_value(item, frozenset())
     can = value.dtype.is_floating_point or value.dtype.is_complex

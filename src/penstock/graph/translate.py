@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
 from penstock.errors import CaptureError
+from penstock.graph.caches import is_cache
 from penstock.graph.callbacks import Callback
 from penstock.graph.encoding import STAGE_DEVICE
 from penstock.graph.expressions import Size
@@ -114,7 +115,9 @@ class _Translator:
 
     def _state(self, node: fx.Node, source: str, kind: Any) -> None:
         source = self.first_names.get(source, source)
-        if kind != "parameter":
+        if kind == "buffer" and is_cache(self.model, source):
+            kind = "cache"
+        elif kind != "parameter":
             self.constants[source] = self._constant(source, kind)
         self.values[node.name] = self._add_state(source, node.meta["val"], kind)
 

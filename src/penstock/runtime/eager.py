@@ -19,8 +19,9 @@ from penstock.runtime.results import check_result
 from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
 
-# Programs bound to so many different microbatch sizes are kept; a stream has two, the last one ragged.
-_KEPT_SIZES = 8
+# Programs bound to so many different microbatch sizes are kept: a stream has two, the last one ragged, and a decoder
+# two for each size of room.
+_KEPT_SIZES = 32
 # texts come in many lengths
 _WATCHED_SIZES = 4096
 
@@ -175,6 +176,8 @@ class Runtime:
     def _check(self, state: State, tensors: Mapping[str, Tensor]) -> Tensor:
         value = state.value
         name, tensor = value.name, tensors.get(value.name)
+        if tensor is None and state.kind == "cache":
+            tensor = torch.zeros(value.evaluate({}), dtype=value.dtype, device=self.device)
         if tensor is None:
             raise ProgramError(f"the stage needs the tensor {name!r} and did not get it; bundle its weights again")
         if tuple(tensor.shape) != value.evaluate({}) or tensor.dtype != value.dtype:

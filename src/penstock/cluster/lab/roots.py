@@ -31,7 +31,7 @@ for site in "$root$environment"/lib/python3*/site-packages; do
     mkdir -p "$site/penstock" && mount --bind "$package" "$site/penstock" || exit 125
 done
 touch "$root/etc/hosts" && mount --bind /etc/hosts "$root/etc/hosts" || exit 125
-exec chroot "$root" env -C "$folder" PATH="$environment/bin:/usr/bin:/bin" "$@"
+exec chroot "$root" env -u PYTHONDONTWRITEBYTECODE -C "$folder" PATH="$environment/bin:/usr/bin:/bin" "$@"
 """
 
 

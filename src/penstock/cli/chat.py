@@ -1,0 +1,61 @@
+"""`penstock chat`: a conversation with a language model in stages."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from penstock.cli import generate as given
+from penstock.cli import options as opt
+from penstock.cli.cluster import Cluster
+from penstock.errors import UsageError
+from penstock.terminal.notes import say
+
+
+def chat(
+    model: opt.Model,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    max_new_tokens: given.NewTokens = 256,
+    temperature: given.Temperature = 0.0,
+    top_p: given.TopP = None,
+    top_k: given.TopK = None,
+    seed: given.SampleSeed = None,
+    stages: given.Stages = None,
+    policy: opt.Policy = "balanced",
+    cut: opt.CutNames = None,
+    max_length: given.MaxLength = 2048,
+    weights: opt.WeightsFile = None,
+    pretrained: opt.Pretrained = False,
+    threads: opt.Threads = 1,
+    bind: opt.Bind = None,
+    cluster: Cluster = None,
+) -> None:
+    """Talk to a language model of transformers; an empty line or Ctrl-D ends."""
+    opt.bind_to(bind, cluster)
+    first, world = given.join()
+    if not first:
+        return
+    from penstock.recipes.texts import Conversation, TextSettings, open_generator
+
+    settings = TextSettings(
+        model=model, stages=stages, policy=policy, cuts=cut or None, slots=1, max_length=max_length,
+        threads=threads or 1, weights=weights, pretrained=pretrained, seed=seed,
+    )  # fmt: skip
+    sampling = given.sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens, "seed": seed}
+    with open_generator(settings, world) as generator:
+        conversation = Conversation(generator, system, **sampling)
+        while text := _read("> " if sys.stdin.isatty() else ""):
+            try:
+                for part in conversation.ask(text):
+                    sys.stdout.write(part)
+                    sys.stdout.flush()
+                sys.stdout.write("\n")
+            except UsageError as error:  # too long a conversation, which can be begun again
+                say(str(error), err=True)
+
+
+def _read(prompt: str) -> str:
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        return ""

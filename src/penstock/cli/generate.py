@@ -1,0 +1,104 @@
+"""`penstock generate`: texts from a language model in stages."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli import options as opt
+from penstock.cli.cluster import Cluster
+from penstock.errors import UsageError
+from penstock.terminal.notes import say
+
+if TYPE_CHECKING:
+    from penstock.group.world import World
+
+Stages = Annotated[int | None, typer.Option(min=1, help="2 on one machine, under torchrun one per process.")]
+Slots = Annotated[int, typer.Option(min=1, help="Sequences that step together; there are stages + 1 such lanes.")]
+MaxLength = Annotated[int, typer.Option(min=2, help="The most tokens of a prompt and its answer.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="Of the choice between tokens; 0 always takes the likeliest.")
+]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest of this probability.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Choose among so many likeliest.")]
+SampleSeed = Annotated[int | None, typer.Option("--seed", help="Of the choices: the same ones each time.")]
+
+
+def generate(
+    model: opt.Model,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", metavar="FILE", help='Prompts: a line each, or .jsonl with "prompt".')
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Answers as JSON lines; continued if there.")
+    ] = None,
+    max_new_tokens: NewTokens = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: SampleSeed = None,
+    stages: Stages = None,
+    policy: opt.Policy = "balanced",
+    cut: opt.CutNames = None,
+    slots: Slots = 4,
+    max_length: MaxLength = 512,
+    weights: opt.WeightsFile = None,
+    pretrained: opt.Pretrained = False,
+    threads: opt.Threads = 1,
+    bind: opt.Bind = None,
+    cluster: Cluster = None,
+    json: opt.JsonFile = None,
+) -> None:
+    """Answer prompts with a language model of transformers: in order, many at a time."""
+    opt.bind_to(bind, cluster)
+    if not prompt and file is None:
+        raise UsageError('there is nothing to answer; give --prompt "Once upon a time" or --file prompts.jsonl')
+    if prompt and file is not None:
+        raise UsageError("prompts come from one place; give either --prompt or --file")
+    first, world = join()
+    if not first:
+        return
+    from penstock.recipes.texts import TextSettings, answer_prompts, open_generator, read_prompts
+
+    settings = TextSettings(
+        model=model, stages=stages, policy=policy, cuts=cut or None, slots=slots, max_length=max_length,
+        threads=threads or 1, weights=weights, pretrained=pretrained, seed=seed,
+        sampling=sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens},
+    )  # fmt: skip
+    prompts = list(prompt) if prompt else read_prompts(file) if file is not None else []
+    with open_generator(settings, world) as generator:
+        said = answer_prompts(generator, prompts, settings, output)
+    if output is None:
+        for row in said["rows"]:
+            say(f"{row['prompt']}{row['text']}")
+    say(f"{said['num_tokens']} tokens in {said['seconds']:.1f} s, {said['tokens_per_s']:.1f} tokens/s", err=True)
+    opt.write_json(json, said)
+
+
+def join() -> "tuple[bool, World | None]":
+    """Join the processes of a run, if there are others; returns whether this one is the first, and their world.
+
+    In the others it returns once they are done.
+    """
+    from penstock.deploy.worker import follow
+    from penstock.group.entry import join_torchrun, under_torchrun
+    from penstock.transport.base import FEEDER
+
+    if not under_torchrun():
+        return True, None
+    world = join_torchrun(followed=True)
+    if world.rank == FEEDER:
+        return True, world
+    follow(world)
+    return False, None
+
+
+def sampling_of(temperature: float, top_p: float | None, top_k: int | None) -> dict[str, Any]:
+    """Return the options of transformers for a choice between tokens."""
+    if not temperature:
+        if top_p is not None or top_k is not None:
+            raise UsageError("--top-p and --top-k choose between tokens; give --temperature 0.7 too")
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0 if top_k is None else top_k}

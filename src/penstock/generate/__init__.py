@@ -1,0 +1,1 @@
+"""Text from a decoder: a cache on every stage, lanes of sequences, sampling."""

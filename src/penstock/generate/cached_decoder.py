@@ -1,0 +1,173 @@
+"""A language model of transformers whose cache is an input like any other: one graph that prefills and decodes."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.graph.caches import add_cache
+from penstock.graph.capture import fake_parameters
+from penstock.zoo.optional import optional_import
+
+BLOCK = 64  # room grows by so many positions: attention over masked room has equal bits for multiples of it
+
+
+class CachedDecoder(nn.Module):
+    """Continues several sequences at once, each in a slot of its own.
+
+    A call runs the tokens `ids` [B, S] at `positions` [B, S] of the sequences in the slots `rows` [B], and returns the
+    logits [B, V] of the token at the index `last` [1] of each. Keys and values are written where the positions say and
+    read at `places` [T], which is `arange` over the room that is looked at; what is written beyond a sequence's own
+    tokens is never seen, and later written over.
+
+        slot, place:   0 1 2 3 4 5 6 7          rows = [0, 2], S = 1
+        0              k k k W . . . .          W: written by this call at `positions`
+        1              k k . . . . . .          k: read, as far as position <= its own
+        2              k k k k k W . .
+
+    `length` is the most tokens of a sequence. Raises `UsageError` for a model that does not work this way.
+    """
+
+    def __init__(self, model: Any, *, slots: int, length: int) -> None:
+        super().__init__()
+        _check(model)
+        self.model, self.config = model, model.config
+        self.length = -(-length // BLOCK) * BLOCK
+        self._sliding = _sliding_window(model.config.get_text_config())
+        self._eager = model.config.get_text_config()._attn_implementation == "eager"
+        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._sizes = _cache_sizes(model)
+        for index, (heads, key_width, value_width, dtype) in enumerate(self._sizes):
+            add_cache(self, f"keys{index}", slots, self.length, heads, key_width, dtype=dtype)
+            add_cache(self, f"values{index}", slots, self.length, heads, value_width, dtype=dtype)
+
+    def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, last: Tensor, places: Tensor) -> Tensor:
+        """Run one microbatch."""
+        layers = [(getattr(self, f"keys{index}"), getattr(self, f"values{index}")) for index in range(len(self._sizes))]
+        output = self.model(
+            input_ids=ids, position_ids=positions, attention_mask=self._masks(positions, places), use_cache=True,
+            past_key_values=_slot_cache(layers, rows, positions, places),
+            **({"logits_to_keep": last} if self._selects else {}),
+        )  # fmt: skip
+        logits: Tensor = output.logits if self._selects else output.logits.index_select(1, last)
+        return logits[:, 0]
+
+    def _masks(self, positions: Tensor, places: Tensor) -> Any:
+        """Return who sees what: every token all that are not after it, or the last ones of a window."""
+        window, kinds = self._sliding
+        own = positions[:, None, :, None]
+        full = places <= own
+        if window is None:
+            return self._as_wanted(full)
+        near = self._as_wanted(full & (places > own - window))
+        return {kind: near if kind == "sliding_attention" else self._as_wanted(full) for kind in kinds} or near
+
+    def _as_wanted(self, seen: Tensor) -> Tensor:
+        if not self._eager:
+            return seen
+        dtype = self._sizes[0][-1]
+        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype)
+        return torch.where(seen, torch.zeros((), dtype=dtype), hidden)
+
+    def example(self, rows: int, chunk: int) -> dict[str, Tensor]:
+        """Return the inputs of the largest call: so many sequences, a chunk of a prompt, all of the room."""
+        return {
+            "ids": torch.zeros(rows, chunk, dtype=torch.int64),
+            "positions": torch.arange(chunk).expand(rows, chunk).contiguous(),
+            "rows": torch.arange(rows), "last": torch.zeros(1, dtype=torch.int64), "places": torch.arange(self.length),
+        }  # fmt: skip
+
+
+# which inputs' dimensions may have other sizes than the example's
+DYNAMIC: Mapping[str, Mapping[str | int, int]] = {"step": {"ids": 1, "positions": 1}, "room": {"places": 0}}
+
+
+def _check(model: Any) -> None:
+    config = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or config is None or not hasattr(model, "generate"):
+        raise UsageError(
+            f"a generator takes a language model of transformers, not {type(model).__name__}; load one with "
+            "AutoModelForCausalLM.from_pretrained"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{type(model).__name__} has an encoder, whose keys a generator does not keep yet; use a decoder alone"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UsageError(
+            f"{type(model).__name__} takes no position_ids, which tell its sequences apart; use model.generate"
+        )
+
+
+def _sliding_window(config: Any) -> tuple[int | None, tuple[str, ...]]:
+    """Return the window, and the kinds of layers that the model wants a mask for, none if it wants one for all."""
+    window = getattr(config, "sliding_window", None)
+    kinds = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    unknown = [kind for kind in kinds if kind not in {"full_attention", "sliding_attention"}]
+    if unknown:
+        raise UsageError(f"a generator does not know layers of {unknown[0]}; use model.generate")
+    if kinds and "sliding_attention" not in kinds:
+        return None, ()
+    if not getattr(config, "use_sliding_window", True):
+        return None, ()
+    return window, kinds if window is not None else ()
+
+
+def _cache_sizes(model: Any) -> list[tuple[int, int, int, torch.dtype]]:
+    """Return heads, widths of keys and values, and dtype for each layer, as the model hands them to a cache."""
+    utils = optional_import("transformers.cache_utils", "text")
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+
+    class Probe(utils.DynamicCache):  # type: ignore[misc, name-defined]
+        def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_given: Any, **_named: Any) -> Any:
+            found[layer_idx] = keys, values
+            return keys, values
+
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    try:
+        with fake_parameters(model), torch.no_grad():
+            model(input_ids=ids, position_ids=torch.zeros_like(ids), past_key_values=Probe(), use_cache=True)
+    except Exception as error:  # a model may do anything with a cache that it does not know
+        raise UsageError(
+            f"{type(model).__name__} does not run with a cache of keys and values ({error}); use model.generate"
+        ) from error
+    number = model.config.get_text_config().num_hidden_layers
+    if sorted(found) != list(range(number)):
+        raise UsageError(
+            f"{type(model).__name__} keeps keys and values for {len(found)} of {number} layers, and something else for "
+            "the others; use model.generate"
+        )
+    return [(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype) for _, (keys, values) in sorted(found.items())]
+
+
+def _slot_cache(layers: list[tuple[Tensor, Tensor]], rows: Tensor, positions: Tensor, places: Tensor) -> Any:
+    """Make transformers' cache of one call, which writes into the slots and reads from them."""
+    utils = optional_import("transformers.cache_utils", "text")
+    written, read = (rows[:, None], positions), (rows[:, None], places[None, :])
+
+    class Layer(utils.CacheLayerMixin):  # type: ignore[misc, name-defined]
+        is_initialized = True
+
+        def __init__(self, keys: Tensor, values: Tensor) -> None:
+            self.keys, self.values = keys, values
+
+        def lazy_initialization(self, *_given: Any) -> None: ...
+
+        def update(self, keys: Tensor, values: Tensor, *_given: Any, **_named: Any) -> tuple[Tensor, Tensor]:
+            self.keys.index_put_(written, keys.transpose(1, 2))
+            self.values.index_put_(written, values.transpose(1, 2))
+            return self.keys[read].transpose(1, 2), self.values[read].transpose(1, 2)
+
+        def get_mask_sizes(self, _query: Any) -> tuple[int, int]:
+            return places.shape[0], 0
+
+        def get_seq_length(self) -> int:
+            return 0
+
+        def get_max_length(self) -> int:
+            return places.shape[0]
+
+    return utils.Cache(layers=[Layer(keys, values) for keys, values in layers])

@@ -1,0 +1,138 @@
+"""Which microbatch of a generation goes next: chunks of prompts, and steps of lanes."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.generate.cached_decoder import BLOCK
+
+
+@dataclass(eq=False, slots=True)
+class Sequence_:  # noqa: N801 -- the field's word, which typing has taken
+    """A prompt and what has been generated after it, in a slot while it is in flight."""
+
+    tokens: list[int]
+    num_prompt: int
+    slot: int = -1
+    fed: int = 0  # tokens whose keys and values the stages have, or will have
+    waits: bool = False  # for the token after those
+
+
+@dataclass(slots=True)
+class Step:
+    """One microbatch: what it feeds, and which of its rows are waited for."""
+
+    rows: list[int]  # the slots
+    ids: list[list[int]]
+    positions: list[list[int]]
+    last: int
+    room: int
+    sampled: list[tuple[int, Sequence_]] = field(default_factory=list)  # row of the batch, sequence
+    lane: int = -1  # whose step this is; none of a chunk
+
+
+class Lanes:
+    """Slots in lanes, each of which steps as a whole, so that a sequence's bits do not depend on its company.
+
+    A step has as many rows as a lane has slots, also where some are empty or wait; a prompt goes in chunks of one size,
+    the last one filled up. A row that nobody waits for writes at the place that its own sequence fills next.
+
+    Example:
+        lanes = Lanes(num_lanes=2, slots=4, chunk=32)
+        slot = lanes.admit(Sequence_([5, 7, 2], 3))
+        step = lanes.next()
+    """
+
+    def __init__(self, *, num_lanes: int, slots: int, chunk: int) -> None:
+        self._slots, self._chunk = slots, chunk
+        self._in_slots: list[Sequence_ | None] = [None] * (num_lanes * slots)
+        self._stepping = [False] * num_lanes
+        self._turns = deque(range(num_lanes))
+        self._after_chunk = False
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether another sequence may come in."""
+        return None in self._in_slots
+
+    @property
+    def sequences(self) -> Iterable[Sequence_]:
+        """Return all sequences in slots."""
+        return [sequence for sequence in self._in_slots if sequence is not None]
+
+    def admit(self, sequence: Sequence_) -> None:
+        """Give a sequence a slot of the emptiest lane."""
+        lanes = [self._in_slots[at : at + self._slots] for at in range(0, len(self._in_slots), self._slots)]
+        lane = max(range(len(lanes)), key=lambda number: (lanes[number].count(None), -number))
+        sequence.slot = lane * self._slots + lanes[lane].index(None)
+        self._in_slots[sequence.slot] = sequence
+
+    def release(self, sequence: Sequence_) -> None:
+        """Free a sequence's slot."""
+        self._in_slots[sequence.slot] = None
+        sequence.slot = -1
+
+    def next(self) -> Step | None:
+        """Return the next microbatch, and take it for fed; None while all wait for results.
+
+        Chunks and steps alternate where there are both.
+        """
+        step = None if self._after_chunk else self._next_chunk()
+        self._after_chunk = step is not None
+        return step or self._next_step() or self._next_chunk()
+
+    def took(self, step: Step) -> None:
+        """Take note that a microbatch's result is there."""
+        if step.lane >= 0:
+            self._stepping[step.lane] = False
+        for _, sequence in step.sampled:
+            sequence.waits = False
+
+    def _next_chunk(self) -> Step | None:
+        for sequence in self.sequences:
+            if sequence.fed < sequence.num_prompt:
+                part = sequence.tokens[sequence.fed : min(sequence.fed + self._chunk, sequence.num_prompt)]
+                begin, sequence.fed = sequence.fed, sequence.fed + len(part)
+                step = Step(
+                    rows=[sequence.slot], ids=[part + [0] * (self._chunk - len(part))],
+                    positions=[list(range(begin, begin + self._chunk))], last=len(part) - 1,
+                    room=_room(begin + self._chunk),
+                )  # fmt: skip
+                if sequence.fed == sequence.num_prompt:
+                    sequence.waits = True
+                    step.sampled.append((0, sequence))
+                return step
+        return None
+
+    def _next_step(self) -> Step | None:
+        for _ in range(len(self._turns)):
+            lane = self._turns[0]
+            self._turns.rotate(-1)
+            own = self._in_slots[lane * self._slots : (lane + 1) * self._slots]
+            if not self._stepping[lane] and any(_is_ready(sequence) for sequence in own):
+                return self._step(lane, own)
+        return None
+
+    def _step(self, lane: int, own: Sequence[Sequence_ | None]) -> Step:
+        step = Step(rows=[], ids=[], positions=[], last=0, room=0, lane=lane)
+        for row, sequence in enumerate(own):
+            step.rows.append(lane * self._slots + row)
+            step.positions.append([sequence.fed if sequence is not None else 0])
+            ready = _is_ready(sequence)
+            step.ids.append([sequence.tokens[-1] if sequence is not None and ready else 0])
+            if sequence is not None and ready:
+                sequence.fed += 1
+                sequence.waits = True
+                step.sampled.append((row, sequence))
+                step.room = max(step.room, _room(sequence.fed))
+        self._stepping[lane] = True
+        return step
+
+
+def _is_ready(sequence: Sequence_ | None) -> bool:
+    """Return whether a sequence's last token is known and has not been fed."""
+    return sequence is not None and not sequence.waits and sequence.num_prompt <= sequence.fed < len(sequence.tokens)
+
+
+def _room(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK

@@ -1,0 +1,119 @@
+"""From logits to a token: transformers' own processors, in its order, with random numbers of each request's own."""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError, UsageError
+from penstock.text import nearest, one_line
+from penstock.zoo.optional import optional_import
+
+# what is supported; anything else that is set is refused by name
+_SAMPLING = {
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size",
+    "bad_words_ids", "suppress_tokens", "min_length", "min_new_tokens",
+}  # fmt: skip
+_ENDS = {"max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings"}
+_NO_MATTER = {"transformers_version", "use_cache", "cache_implementation", "num_return_sequences"}
+# the values that mean: not asked for
+_OFF: dict[str, tuple[object, ...]] = {
+    "num_beams": (1,), "num_beam_groups": (1,), "length_penalty": (1.0,), "early_stopping": (False,),
+    "output_scores": (False,), "output_logits": (False,), "output_attentions": (False,),
+    "output_hidden_states": (False,), "return_dict_in_generate": (False,), "diversity_penalty": (0.0,),
+    "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "encoder_repetition_penalty": (1.0,),
+    "renormalize_logits": (False,), "encoder_no_repeat_ngram_size": (0,), "remove_invalid_values": (False,),
+    "token_healing": (False,),
+}  # fmt: skip
+
+
+def read_config(model: Any, config: Any, changes: dict[str, Any]) -> Any:
+    """Return what a generation was asked: a configuration, the model's own if none is given, with changes.
+
+    Raises `UsageError` for names that transformers does not know, and for what a generator does not do.
+    """
+    found = copy.deepcopy(config if config is not None else model.generation_config)
+    try:
+        unknown = found.update(**changes)
+    except ValueError as error:  # transformers' own check
+        raise UsageError(one_line(error)) from None
+    if unknown:
+        name = next(iter(unknown))
+        raise UsageError(f"generate has no {name}{nearest(name, vars(found))}")
+    for name, value in vars(found).items():
+        known = name.startswith("_") or name in _SAMPLING | _ENDS | _NO_MATTER
+        if not known and value is not None and value not in _OFF.get(name, ()):
+            raise UsageError(f"a generator does not do {name}={value!r}; leave it out, or use model.generate")
+    if found.do_sample and (found.temperature is not None and found.temperature <= 0):
+        raise UsageError(f"temperature must be above 0, not {found.temperature}; for 0, use do_sample=False")
+    return found
+
+
+class Sampler:
+    """Chooses the next token of one sequence.
+
+    Example:
+        token, logprob = Sampler(config, num_prompt=4, seed=0)([5, 7, 2, 9], logits)
+
+    `seed` makes the sequence's random numbers its own; without one they come from torch's generator. The
+    log-probability is that of the model's own distribution, before anything is changed in it. Raises `RunError` for
+    logits that are NaN.
+    """
+
+    def __init__(self, config: Any, *, num_prompt: int, seed: int | None = None) -> None:
+        self._sample = bool(config.do_sample)
+        self._processors = _processors(config, num_prompt)
+        self._random = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def __call__(self, tokens: Sequence[int], logits: Tensor) -> tuple[int, float]:
+        """Choose a token after those; `logits` are [V]."""
+        logits = logits.float()
+        if not math.isfinite(float(logits.max())):
+            raise RunError("the model's logits are not numbers; check its weights and its precision")
+        scores = self._processors(torch.tensor([list(tokens)]), logits[None].clone())
+        if self._sample:
+            chosen = int(torch.multinomial(torch.softmax(scores, -1), 1, generator=self._random))
+        else:
+            chosen = int(scores.argmax())
+        return chosen, float(torch.log_softmax(logits, -1)[chosen])
+
+
+def _processors(config: Any, num_prompt: int) -> Any:
+    """Return transformers' processors in the order in which it applies them."""
+    kinds = optional_import("transformers.generation.logits_process", "text")
+    found = kinds.LogitsProcessorList()
+    ends = ends_of(config)
+    if config.repetition_penalty not in {None, 1.0}:
+        found.append(kinds.RepetitionPenaltyLogitsProcessor(penalty=config.repetition_penalty))
+    if config.no_repeat_ngram_size:
+        found.append(kinds.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+    if config.bad_words_ids:
+        found.append(kinds.NoBadWordsLogitsProcessor(config.bad_words_ids, ends or None))
+    if config.min_length and ends:
+        found.append(kinds.MinLengthLogitsProcessor(config.min_length, ends))
+    if config.min_new_tokens and ends:
+        found.append(kinds.MinNewTokensLengthLogitsProcessor(num_prompt, config.min_new_tokens, ends))
+    if config.suppress_tokens:
+        found.append(kinds.SuppressTokensLogitsProcessor(config.suppress_tokens))
+    if config.do_sample:
+        if config.temperature not in {None, 1.0}:
+            found.append(kinds.TemperatureLogitsWarper(config.temperature))
+        top_k = 50 if config.top_k is None else config.top_k  # transformers' own default
+        if top_k:
+            found.append(kinds.TopKLogitsWarper(top_k))
+        if config.top_p is not None and config.top_p < 1.0:
+            found.append(kinds.TopPLogitsWarper(config.top_p))
+        if config.min_p is not None:
+            found.append(kinds.MinPLogitsWarper(config.min_p))
+        if config.typical_p is not None and config.typical_p < 1.0:
+            found.append(kinds.TypicalLogitsWarper(config.typical_p))
+    return found
+
+
+def ends_of(config: Any) -> list[int]:
+    """Return the tokens that end a sequence."""
+    ends = config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

@@ -1,0 +1,141 @@
+"""`penstock generate` and `penstock chat`, with a small model and tokenizer in a folder."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.generate.decoders import decoder
+
+Run = Callable[..., tuple[int, str, str]]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+PROMPTS = ["w3 w4 w5", "w9", "w10 w11 w12 w13 w14 w15", "w20 w21", "w22 w23 w24"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    words = {"<unk>": 0, "user": 1, "assistant": 2, **{f"w{index}": index for index in range(3, 120)}}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    decoder("llama").save_pretrained(path)
+    return path
+
+
+def answers(folder: Path, prompts: list[str], count: int) -> list[str]:
+    """What transformers writes."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        made = model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :]
+        found.append(str(tokenizer.decode(made, skip_special_tokens=True)))
+    return found
+
+
+def test_prompts_of_a_file_are_answered_in_order_and_continued(penstock: Run, folder: Path, tmp_path: Path) -> None:
+    file, output, said = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", tmp_path / "said.json"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    words = ("generate", f"hf:{folder}", "--file", file, "-o", output, "--max-new-tokens", 9, "--slots", 2)
+    assert penstock(*words, "--json", said)[0] == 0
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == PROMPTS
+    assert [row["text"] for row in rows] == answers(folder, PROMPTS, 9)
+    assert json.loads(said.read_text())["num_tokens"] == 45
+    # the last row was cut off: it and the one before it are written again
+    whole = output.read_text()
+    output.write_text("".join(line + "\n" for line in whole.splitlines()[:3]) + '{"prompt": "w2')
+    assert penstock(*words, "--stages", 3)[0] == 0
+    assert output.read_text() == whole
+    # nothing is left to do
+    assert penstock(*words)[0] == 0
+    assert output.read_text() == whole
+
+
+def test_prompts_on_the_command_line(penstock: Run, folder: Path) -> None:
+    status, out, _ = penstock("generate", f"hf:{folder}", "-p", PROMPTS[0], "-p", PROMPTS[1], "--max-new-tokens", 5)
+    assert status == 0
+    wanted = answers(folder, PROMPTS[:2], 5)
+    assert out.splitlines() == [prompt + answer for prompt, answer in zip(PROMPTS[:2], wanted, strict=True)]
+
+
+def test_a_choice_with_a_seed_is_the_same_again(penstock: Run, folder: Path) -> None:
+    words = ("generate", f"hf:{folder}", "-p", PROMPTS[0], "--temperature", 1.5, "--max-new-tokens", 20)
+    first, again, other = (penstock(*words, "--seed", seed)[1] for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_a_conversation(penstock: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("w5 w6\nw7\n\n"))
+    status, out, _ = penstock("chat", f"hf:{folder}", "--max-new-tokens", 6, "--max-length", 64)
+    assert status == 0
+    (first,) = answers(folder, ["user w5 w6"], 6)
+    (second,) = answers(folder, [f"user w5 w6 assistant {first} user w7"], 6)
+    assert out.splitlines() == [first, second]
+
+
+def test_a_conversation_that_is_too_long_is_one_line(
+    penstock: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(" ".join(["w5"] * 70) + "\nw7\n\n"))
+    status, out, err = penstock("chat", f"hf:{folder}", "--max-new-tokens", 6, "--max-length", 64)
+    assert status == 0
+    assert "64" in err
+    assert out.splitlines() == answers(folder, ["user w7"], 6)
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], "--prompt"),
+        (["-p", "w3", "--file", "x"], "either"),
+        (["--file", "missing.txt"], "missing.txt"),
+        (["-p", "w3", "--top-p", "0.5"], "--temperature"),
+        (["-p", "w3", "--max-new-tokens", "600"], "512"),
+        (["-p", ""], "at least one"),
+    ],
+)
+def test_wrong_use_is_one_line(penstock: Run, folder: Path, words: list[str], value: str) -> None:
+    status, _, err = penstock("generate", f"hf:{folder}", *words)
+    assert status in {1, 2}
+    assert value in err
+    assert "Traceback" not in err
+
+
+def test_a_model_without_a_tokenizer_or_a_template(penstock: Run, folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    decoder("llama").save_pretrained(bare)
+    status, _, err = penstock("generate", f"hf:{bare}", "-p", "w3")
+    assert (status, "tokenizer" in err) == (2, True)
+    status, _, err = penstock("generate", "timm:resnet18", "-p", "w3")
+    assert (status, "hf:" in err) == (2, True)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for file in folder.iterdir():
+        if "template" not in file.name:
+            (plain / file.name).write_bytes(file.read_bytes())
+    status, _, err = penstock("chat", f"hf:{plain}")
+    assert (status, "template" in err) == (2, True)
+
+
+def test_a_tokenizer_of_another_model(penstock: Run, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    decoder("llama").save_pretrained(other)
+    settings = json.loads((other / "config.json").read_text())
+    small = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | {"vocab_size": 50}))
+    small.save_pretrained(other)
+    for file in folder.glob("tokenizer*"):
+        (other / file.name).write_bytes(file.read_bytes())
+    status, _, err = penstock("generate", f"hf:{other}", "-p", "w3")
+    assert (status, "another model" in err) == (2, True)

@@ -1,0 +1,65 @@
+"""One graph for prompts and steps: the tokens of `model.generate`, for decoders of many kinds, cut anywhere."""
+
+import pytest
+import torch
+import transformers
+
+import penstock
+from penstock.errors import UsageError
+from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
+from penstock.generate.lanes import Lanes, Sequence_
+from penstock.graph.capture import capture
+from penstock.graph.cuts import Cuts
+from tests.generate.decoders import decoder, expected, prompts
+from tests.models import split_at
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NEW = 34  # beyond the window of those that have one
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gemma2", "gemma3", "mixtral", "opt", "falcon"])
+def test_the_tokens_of_transformers(name: str) -> None:
+    model = decoder(name)
+    wrapped = CachedDecoder(model, slots=3, length=128).eval()
+    graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=DYNAMIC)
+    split = split_at(wrapped, graph, list(Cuts(graph))[7::40])  # also inside of blocks
+    lanes = Lanes(num_lanes=1, slots=3, chunk=32)
+    sequences = [Sequence_(list(prompt), len(prompt)) for prompt in prompts(5, 33, 70)]
+    for sequence in sequences:
+        lanes.admit(sequence)
+    while (step := lanes.next()) is not None:
+        logits = split(
+            ids=torch.tensor(step.ids), positions=torch.tensor(step.positions), rows=torch.tensor(step.rows),
+            last=torch.tensor([step.last]), places=torch.arange(step.room),
+        )  # fmt: skip
+        lanes.took(step)
+        for row, sequence in step.sampled:
+            sequence.tokens.append(int(logits[row].argmax()))
+            if len(sequence.tokens) == sequence.num_prompt + NEW:
+                lanes.release(sequence)
+    for sequence in sequences:
+        prompt = sequence.tokens[: sequence.num_prompt]
+        wanted = expected(model, prompt, max_new_tokens=NEW, do_sample=False)
+        assert sequence.tokens[sequence.num_prompt :] == wanted
+
+
+def test_caches_are_no_weights() -> None:
+    wrapped = CachedDecoder(decoder("llama"), slots=3, length=100).eval()
+    parts = penstock.split(wrapped, (), wrapped.example(3, 32), stages=2, dynamic=DYNAMIC)
+    caches = [state for stage in parts.stages for state in stage.program.states if state.kind == "cache"]
+    assert len(caches) == 6  # keys and values of three layers, none in both stages
+    assert {state.value.evaluate({}) for state in caches} == {(3, 128, 2, 12)}  # room in blocks of 64
+
+
+def test_what_keeps_something_else_is_refused() -> None:
+    with pytest.raises(UsageError, match="not Linear"):
+        CachedDecoder(torch.nn.Linear(2, 2), slots=1, length=64)
+    t5 = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(UsageError, match="T5ForConditionalGeneration has an encoder"):
+        CachedDecoder(transformers.T5ForConditionalGeneration(t5), slots=1, length=64)
+    mamba = transformers.MambaConfig(vocab_size=50, hidden_size=16, state_size=4, num_hidden_layers=1)
+    with pytest.raises(UsageError, match="MambaForCausalLM"):
+        CachedDecoder(transformers.MambaForCausalLM(mamba), slots=1, length=64)
+    bloom = transformers.BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
+    with pytest.raises(UsageError, match="BloomForCausalLM"):
+        CachedDecoder(transformers.BloomForCausalLM(bloom), slots=1, length=64)

@@ -1,0 +1,206 @@
+"""`penstock.Generator`: the tokens of `model.generate`, the same bits in any company, and every way to end."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import PenstockError, RunError, UsageError
+from penstock.generate.generator import Generator
+from tests.generate.decoders import decoder, expected, prompts
+from tests.processes import run_python
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LENGTHS = (5, 1, 33, 64, 70, 10, 31, 32)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return decoder("llama")
+
+
+@pytest.fixture(scope="module")
+def generator(model: Any) -> Iterator[Generator]:
+    with Generator(model, stages=2, slots=2, max_length=128) as made:
+        yield made
+
+
+def test_bits_do_not_depend_on_cuts_or_company(model: Any) -> None:
+    given = prompts(*LENGTHS)
+    wanted = [expected(model, prompt, max_new_tokens=30, do_sample=False) for prompt in given]
+    logprobs: list[list[float]] = []
+    for number, (stages, slots) in enumerate([(1, 3), (2, 3), (3, 3)]):
+        with Generator(model, stages=stages, slots=slots, max_length=128) as made:
+            order = list(range(len(given)))
+            random.Random(number).shuffle(order)
+            found = {index: made.submit(given[index], max_new_tokens=30) for index in order}
+            together = [found[index].result() for index in range(len(given))]
+            alone = made.submit(given[2], max_new_tokens=30)
+            assert alone.result() == wanted[2]
+            assert alone.logprobs == found[2].logprobs
+        assert together == wanted
+        logprobs = logprobs or [found[index].logprobs for index in range(len(given))]
+        assert logprobs == [found[index].logprobs for index in range(len(given))]
+
+
+def test_generate_is_that_of_the_model(model: Any, generator: Generator) -> None:
+    rows = prompts(9, 4, 12)
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    for settings in ({"max_new_tokens": 12}, {"max_length": 22}, {}, {"repetition_penalty": 1.3, "max_new_tokens": 20},
+                     {"no_repeat_ngram_size": 2, "max_new_tokens": 20}, {"min_new_tokens": 9, "max_new_tokens": 12},
+                     {"eos_token_id": 7, "max_new_tokens": 40}, {"bad_words_ids": [[5], [6, 7]]}):  # fmt: skip
+        wanted = model.generate(ids, attention_mask=mask, do_sample=False, **settings)
+        assert torch.equal(generator.generate(ids, mask, do_sample=False, **settings), wanted), settings
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_k": 0, "top_p": 0.8}, {"min_p": 0.1}], ids=str
+)
+def test_sampling_with_a_seed_is_that_of_the_model(model: Any, generator: Generator, settings: dict[str, Any]) -> None:
+    ids = torch.tensor(prompts(6))
+    torch.manual_seed(5)
+    wanted = model.generate(ids, do_sample=True, max_new_tokens=15, **settings)
+    found = generator.generate(ids, do_sample=True, max_new_tokens=15, seed=5, **settings)
+    assert torch.equal(found, wanted)
+
+
+def test_several_sequences_of_one_prompt(generator: Generator) -> None:
+    ids = torch.tensor(prompts(6))
+    found = generator.generate(ids, do_sample=True, max_new_tokens=10, num_return_sequences=3, seed=1)
+    assert found.shape == (3, 16)
+    assert len({tuple(row.tolist()) for row in found}) > 1
+    assert torch.equal(found[1:2], generator.generate(ids, do_sample=True, max_new_tokens=10, seed=2))
+
+
+def test_from_many_threads(model: Any, generator: Generator) -> None:
+    given = prompts(*range(2, 14))
+    found: dict[int, list[int]] = {}
+
+    def ask(index: int) -> None:
+        found[index] = generator.submit(given[index], max_new_tokens=8).result()
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    for index, prompt in enumerate(given):
+        assert found[index] == expected(model, prompt, max_new_tokens=8, do_sample=False)
+
+
+def test_tokens_come_one_by_one_and_a_request_may_be_left(generator: Generator) -> None:
+    request = generator.submit(prompts(5)[0], max_new_tokens=100)
+    first = [next(iter(request)) for _ in range(3)]
+    request.cancel()
+    rest = list(request)
+    assert request.tokens == first + rest
+    assert len(request.tokens) < 100
+    assert request.finish_reason == "cancelled"
+    # its slot is free again, as are those of requests that never began
+    many = [generator.submit(prompts(5)[0], max_new_tokens=4) for _ in range(20)]
+    for each in many[::2]:
+        each.cancel()
+    assert [len(each.result()) for each in many[1::2]] == [4] * 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "value"),
+    [
+        ({"num_beams": 4}, "num_beams=4"),
+        ({"penalty_alpha": 0.6}, "penalty_alpha=0.6"),
+        ({"max_new_token": 3}, "max_new_token"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 125}, "128"),
+        ({"temperature": 0.0, "do_sample": True}, "temperature"),
+        ({"stop_strings": ["x"]}, "tokenizer"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(generator: Generator, changes: dict[str, Any], value: str) -> None:
+    with pytest.raises(UsageError, match=value):
+        generator.submit(prompts(5)[0], **changes)
+
+
+@pytest.mark.parametrize("prompt", [[], [-1], [120], "text"])
+def test_what_is_no_prompt_is_refused(generator: Generator, prompt: Any) -> None:
+    with pytest.raises(UsageError):
+        generator.submit(prompt, max_new_tokens=3)
+
+
+def test_one_request_that_fails_is_alone(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, good = (generator.submit(prompts(40)[0], max_new_tokens=20) for _ in range(2))
+    monkeypatch.setattr(
+        bad, "sample", lambda _tokens, logits: type(good.sample).__call__(good.sample, [], logits * float("nan"))
+    )
+    with pytest.raises(RunError):
+        bad.result()
+    assert len(good.result()) == 20
+
+
+def test_a_worker_that_is_killed_ends_all_requests(model: Any) -> None:
+    made = Generator(model, stages=2, slots=2, max_length=128)
+    requests = [made.submit(prompt, max_new_tokens=100) for prompt in prompts(5, 6, 7, 8, 9, 10, 11)]
+    next(iter(requests[0]))
+    workers = made._pipeline.world.workers
+    assert workers is not None
+    os.kill(workers.pids[1], signal.SIGKILL)
+    begin = time.perf_counter()
+    for request in requests:
+        with pytest.raises(RunError, match="killed"):
+            request.result()
+    assert time.perf_counter() - begin < 20.0
+    with pytest.raises(RunError, match="has ended"):
+        made.submit(prompts(5)[0], max_new_tokens=3)
+    made.close()
+
+
+def test_what_waits_at_the_end_is_told(model: Any) -> None:
+    made = Generator(model, stages=1, slots=1, max_length=128)
+    running, waiting = (made.submit(prompts(5)[0], max_new_tokens=50) for _ in range(2))
+    next(iter(running))
+    made.close()
+    assert len(running.result()) == 50
+    with pytest.raises(PenstockError, match="closed"):
+        waiting.result()
+    with pytest.raises(UsageError, match="closed"):
+        made.submit(prompts(5)[0])
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"max_length": 1}, {"lanes": -1}])
+def test_options_that_cannot_be(model: Any, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Generator(model, **wrong)
+
+
+SCRIPT = """
+import os, sys, torch, penstock
+from tests.generate.decoders import decoder, expected, prompts
+torch.set_num_threads(1)
+rank = os.environ["RANK"]
+model = decoder("gpt2")
+with penstock.Generator(model if rank == "0" else None, max_length=64) as generator:
+    assert generator.generates == (rank == "0")
+    if generator.generates:
+        for prompt in prompts(3, 20):
+            assert generator.submit(prompt, max_new_tokens=9).result() == expected(
+                model, prompt, max_new_tokens=9, do_sample=False)
+sys.stdout.write("fine\\n")
+"""
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = run_python(*arguments, deadline_s=120.0)
+    assert done.status == 0, done.stderr
+    assert done.stdout.count("fine") == 2

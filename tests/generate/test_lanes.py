@@ -1,0 +1,89 @@
+"""Lanes and slots: every token is fed once, at its place, whatever comes and goes meanwhile."""
+
+import random
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.generate.cached_decoder import BLOCK
+from penstock.generate.lanes import Lanes, Sequence_, Step
+
+
+def follow(step: Step, seen: dict[int, dict[int, int]], chunk: int) -> None:
+    """Write what a step writes, as the stages' caches hold it, and check what its rows may see."""
+    assert len(set(step.rows)) == len(step.rows)
+    assert step.room % BLOCK == 0
+    for slot, ids, positions in zip(step.rows, step.ids, step.positions, strict=True):
+        assert positions == list(range(positions[0], positions[0] + len(ids)))
+        seen.setdefault(slot, {}).update(zip(positions, ids, strict=True))
+    for row, sequence in step.sampled:
+        assert step.rows[row] == sequence.slot
+        last = step.positions[row][step.last]
+        assert last == sequence.fed - 1
+        assert last < step.room
+        # all that it attends to are its own tokens
+        assert [seen[sequence.slot][place] for place in range(last + 1)] == sequence.tokens[: last + 1]
+    assert len(step.ids[0]) == (1 if step.lane >= 0 else chunk)
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=12),
+    num_lanes=st.integers(1, 3), slots=st.integers(1, 3), depth=st.integers(1, 6), seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_every_sequence_is_continued_to_its_end(
+    lengths: list[tuple[int, int]], num_lanes: int, slots: int, depth: int, seed: int
+) -> None:
+    choose = random.Random(seed)
+    lanes = Lanes(num_lanes=num_lanes, slots=slots, chunk=32)
+    waiting = deque(
+        (Sequence_([choose.randrange(1, 99) for _ in range(prompt)], prompt), prompt + new) for prompt, new in lengths
+    )
+    most = {id(sequence): length for sequence, length in waiting}
+    everything = [sequence for sequence, _ in waiting]
+    seen: dict[int, dict[int, int]] = {}
+    in_flight: deque[Step] = deque()
+    stepping: set[int] = set()
+    for _ in range(5000):
+        while waiting and lanes.has_room and choose.random() < 0.7:
+            lanes.admit(waiting.popleft()[0])
+        step = lanes.next() if len(in_flight) < depth else None
+        if step is not None:
+            assert step.lane not in stepping
+            if step.lane >= 0:
+                assert len(step.rows) == slots
+                stepping.add(step.lane)
+            follow(step, seen, 32)
+            in_flight.append(step)
+        if in_flight and (step is None or choose.random() < 0.5):
+            done = in_flight.popleft()
+            stepping.discard(done.lane)
+            lanes.took(done)
+            for _, sequence in done.sampled:
+                sequence.tokens.append(choose.randrange(1, 99))
+                if len(sequence.tokens) == most[id(sequence)]:
+                    lanes.release(sequence)
+        if not waiting and not in_flight and not list(lanes.sequences):
+            break
+    assert [len(sequence.tokens) for sequence in everything] == list(most.values())
+
+
+def test_chunks_and_steps_alternate() -> None:
+    lanes = Lanes(num_lanes=1, slots=2, chunk=32)
+    first = Sequence_([1], 1)
+    lanes.admit(first)
+    step = lanes.next()
+    assert step is not None
+    lanes.took(step)
+    first.tokens.append(5)
+    lanes.admit(Sequence_(list(range(100)), 100))
+    kinds = []
+    for _ in range(6):
+        step = lanes.next()
+        assert step is not None
+        kinds.append(step.lane)
+        lanes.took(step)
+        for _, sequence in step.sampled:
+            sequence.tokens.append(5)
+    assert kinds == [0, -1, 0, -1, 0, -1]

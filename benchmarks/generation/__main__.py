@@ -1,7 +1,7 @@
 """Run with `python -m benchmarks.generation --json FILE [--model hf:FOLDER] [--quick]`; the speeds need root.
 
-`equal` and `invariant` need nothing but this repository. `--model` is a folder with a language model and its tokenizer, for
-the speeds: one process beside `model.generate`, and one and four hosts of a lab with 0.35 of a core each.
+`equal` and `invariant` need nothing but this repository. `--model` is a folder with a language model and its tokenizer,
+for the speeds: one process beside `model.generate`, and one and four hosts of a lab with 0.35 of a core each.
 """
 
 import argparse

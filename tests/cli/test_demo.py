@@ -4,12 +4,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.mark.board
 def test_the_whole_flow_learns_and_agrees(penstock: Run, tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     status, out, _ = penstock("demo", "--epochs", 2, "--json", file)

@@ -1,15 +1,20 @@
 """One graph for prompts and steps: the tokens of `model.generate`, for decoders of many kinds, cut anywhere."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 
 import penstock
-from penstock.errors import UsageError
+from penstock.errors import OutOfMemory, UsageError
 from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
 from penstock.generate.lanes import Lanes, Sequence_
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
+from penstock.graph.program import read_program, states_of, write_program
+from penstock.graph.stages import divide
+from penstock.runtime.eager import Runtime
 from tests.generate.decoders import decoder, expected, prompts
 from tests.models import split_at
 
@@ -63,3 +68,17 @@ def test_what_keeps_something_else_is_refused() -> None:
     bloom = transformers.BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
     with pytest.raises(UsageError, match="BloomForCausalLM"):
         CachedDecoder(transformers.BloomForCausalLM(bloom), slots=1, length=64)
+
+
+def test_caches_that_do_not_fit_are_refused_before_they_are_made() -> None:
+    wrapped = CachedDecoder(decoder("llama"), slots=3, length=128).eval()
+    graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=DYNAMIC)
+    program = divide(graph, [])[0]
+    states = tuple(
+        replace(state, value=replace(state.value, shape=(2**18, 2**12, 2, 12))) if state.kind == "cache" else state
+        for state in program.states
+    )
+    forged = read_program(write_program(replace(program, states=states)))
+    tensors = {state.value.name: torch.zeros(state.value.evaluate({})) for state in states_of([forged])}
+    with pytest.raises(OutOfMemory, match="fewer slots"):
+        Runtime(forged, tensors)

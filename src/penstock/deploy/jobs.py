@@ -98,7 +98,7 @@ def load_programs(
     programs: Sequence[StageProgram], load: LoadState, device: torch.device = HOST, runtime: RuntimeChoice = EAGER
 ) -> list[StageRuntime]:
     """Make runtimes in this process that share what they have in common."""
-    tensors = {state.value.name: moved(load(state), device) for state in states_of(programs)}
+    tensors = {state.value.name: moved(load(state), device) for state in states_of(programs)}  # without caches
     return [runtime.load(program, tensors, device) for program in programs]
 
 

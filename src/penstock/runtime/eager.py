@@ -14,7 +14,7 @@ from penstock.graph.expressions import Size
 from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, is_factory, references, resolve_operator
 from penstock.graph.program import StageProgram
 from penstock.graph.schema import check_amounts
-from penstock.memory import is_out_of_memory
+from penstock.memory import allowed_bytes, is_out_of_memory
 from penstock.runtime.results import check_result
 from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
@@ -82,6 +82,7 @@ class Runtime:
         self.program = program
         self.device = device
         self._indices = self._number()
+        _check_caches(program, tensors)
         self._state = [self._check(state, tensors) for state in program.states]
         self._inputs = [self._indices[value.name] for value in program.inputs]
         self._outputs = [self._indices[value.name] for value in program.outputs]
@@ -286,6 +287,17 @@ class Runtime:
         if isinstance(argument, (list, tuple)):
             return [self._settle(item, sizes) for item in argument]
         return argument
+
+
+def _check_caches(program: StageProgram, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `OutOfMemory` where the caches that a program wants do not fit: nothing is sent that would bound them."""
+    made = [state.value for state in program.states if state.kind == "cache" and state.value.name not in tensors]
+    wanted = sum(value.num_bytes({}) for value in made)
+    if made and wanted > (allowed := allowed_bytes()):
+        raise OutOfMemory(
+            f"the caches of this stage take {wanted / 1e6:.0f} MB, and {allowed / 1e6:.0f} MB are free; use fewer "
+            "slots or a shorter max_length"
+        )
 
 
 def _positional(

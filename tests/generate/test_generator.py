@@ -163,6 +163,27 @@ def test_a_worker_that_is_killed_ends_all_requests(model: Any) -> None:
     made.close()
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_devices_that_are_lost_change_no_bit(model: Any, stages: int) -> None:
+    given = prompts(*LENGTHS, 40, 50)
+    settings: dict[str, Any] = {"max_new_tokens": 50, "do_sample": True}
+    with Generator(model, stages=1, slots=3, max_length=128) as made:
+        alone = [made.submit(prompt, seed=index, **settings) for index, prompt in enumerate(given)]
+        wanted = [(request.result(), request.logprobs) for request in alone]
+    with Generator(model, stages=stages, slots=3, max_length=128, on_loss="continue") as made:
+        requests = [made.submit(prompt, seed=index, **settings) for index, prompt in enumerate(given)]
+        workers = made._pipeline.world.workers
+        assert workers is not None
+        for lost in range(stages // 2):
+            for _ in range(5):
+                next(iter(requests[lost]))
+            os.kill(workers.pids[stages - 1 - lost], signal.SIGKILL)
+        assert [(request.result(), request.logprobs) for request in requests] == wanted
+        # and one that comes after it
+        again = made.submit(given[2], seed=2, **settings)
+        assert (again.result(), again.logprobs) == wanted[2]
+
+
 def test_what_waits_at_the_end_is_told(model: Any) -> None:
     made = Generator(model, stages=1, slots=1, max_length=128)
     running, waiting = (made.submit(prompts(5)[0], max_new_tokens=50) for _ in range(2))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.deploy import jobs, state
 from penstock.errors import DeviceLost, RunError, UsageError
@@ -87,6 +87,27 @@ def test_devices_that_are_lost_one_after_the_other(
             list(pipe.stream([(x, rows)] * 3 + [(x, rows + 1000)]))
         assert pipe.changes == []
     assert "goes on with worker-1, worker-3" in capfd.readouterr().err
+
+
+def test_texts_of_any_length_after_a_loss() -> None:
+    """What else than the batch varies is as large as in the example also where the stages have been placed again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8), *(nn.Linear(8, 8) for _ in range(6))).eval()
+    texts = [torch.randint(20, (2, 1 + index % 12)) for index in range(60)]
+
+    def fed(pids: list[int]) -> Iterator[Tensor]:
+        for index, text in enumerate(texts):
+            if index == 20:
+                os.kill(pids[1], signal.SIGKILL)
+            yield text
+            time.sleep(0.002)
+
+    example, dynamic = torch.zeros(2, 12, dtype=torch.int64), {"length": {0: 1}}
+    with Pipeline(model, (example,), dynamic=dynamic, stages=3, threads=1, on_loss="continue") as pipe:
+        outputs = list(pipe.stream(fed(pids_of(pipe))))
+        assert len(pipe.changes) == 1
+    with torch.no_grad():
+        assert all(torch.equal(found, model(text)) for found, text in zip(outputs, texts, strict=True))
 
 
 def test_nobody_is_left() -> None:

@@ -1,5 +1,6 @@
 """`penstock.Generator`: a language model in stages that answers many requests at a time."""
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,17 +10,19 @@ import torch
 from torch import Tensor
 
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
+from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
 from penstock.engine.driver import Driver, finish_stream, open_stream
-from penstock.errors import PenstockError, RunError, UsageError
+from penstock.errors import DeviceLost, OutOfMemory, PenstockError, RunError, UsageError
 from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
 from penstock.generate.lanes import Lanes, Sequence_, Step
 from penstock.generate.request import Request
 from penstock.generate.sampling import Sampler, read_config
 from penstock.graph.call import bind_inputs, build_output
+from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.runtime.registry import parse_runtime
 from penstock.stream.streaming_pipeline import StreamingPipeline
+from penstock.stream.survival import SurvivingStages
 from penstock.zoo.weights.weights import Weights
 
 _CHUNK = 32
@@ -41,8 +44,10 @@ class Generator:
                 print(text, end="")
 
     `max_length` is the most tokens of a sequence, prompt and answer. With more than one thread for each stage, the last
-    bits of a row depend on its place among the rows, and so may a token on the request's company. Options that are not
-    listed here are those of `penstock.Pipeline`. Under torchrun the first process generates and the others hold stages.
+    bits of a row depend on its place among the rows, and so may a token on the request's company. With
+    `on_loss="continue"` a lost machine is a pause: the stages move to the others, what is in flight is fed again in the
+    same shapes, and goes on with the same bits. Options that are not listed here are those of `penstock.Pipeline`.
+    Under torchrun the first process generates and the others hold stages.
 
     Raises `UsageError` for a model that keeps something else than keys and values, and what `penstock.Pipeline` raises.
     """
@@ -51,6 +56,7 @@ class Generator:
         self, model: Any, tokenizer: Any = None, *, stages: int | None = None, slots: int = 4,
         lanes: int | None = None, max_length: int = 512, policy: str = "balanced", cuts: Sequence[str] | None = None,
         threads: int = 1, runtime: str = "eager", weights: Weights | None = None, world: World | None = None,
+        on_loss: str = "stop",
     ) -> None:  # fmt: skip
         for name, value in {"slots": slots, "lanes": lanes or 1, "max_length": max_length - 1}.items():
             if value < 1:
@@ -63,7 +69,7 @@ class Generator:
         self._requests: dict[Sequence_, Request] = {}
         self._closing = False
         self._failure: BaseException | None = None
-        count = stages or (len(world.devices) if world is not None else 2)
+        count = stages or _num_devices(world)
         num_lanes = lanes or (count + 1 if count > 1 else 1)
         self._num_slots = slots * num_lanes
         call = ModelCall(model=None)
@@ -77,17 +83,13 @@ class Generator:
                 weights=None if weights is None else _OfDecoder(weights),
             )  # fmt: skip
         self._pipeline = StreamingPipeline(
-            call, CutOptions(stages=stages or (None if world is not None else 2), policy=policy, cuts=cuts),
-            RunOptions(threads=threads, runtime=parse_runtime(runtime)), world, owns_world=world is None,
+            call, CutOptions(stages=count if cuts is None else None, policy=policy, cuts=cuts),
+            RunOptions(threads=threads, runtime=parse_runtime(runtime), survival=SurvivalOptions(on_loss=on_loss)),
+            world, owns_world=world is None,
         )  # fmt: skip
         self._thread: threading.Thread | None = None
         if self._pipeline.feeds:
-            deployment = self._pipeline.deployment
-            if not isinstance(deployment, Deployment):
-                raise UsageError("a generator's stages stand in one line; leave replicas and on_loss out")
-            self._deployment, self._graph = deployment, self._pipeline.graph
-            # what is in the pipeline at a time: enough that no stage waits, and few enough that a new request need not
-            self._most = 2 * len(deployment.job.ranks)
+            self._graph = self._pipeline.graph
             self._lanes = Lanes(num_lanes=num_lanes, slots=slots, chunk=_CHUNK)
             self._thread = threading.Thread(target=self._run, name="penstock-generator", daemon=True)
             self._thread.start()
@@ -249,24 +251,44 @@ class Generator:
         if self._closing:
             raise UsageError("the generator is closed; make a new one")
 
+    @property
+    def _deployment(self) -> Deployment:
+        """Return the stages as they are in place now."""
+        return self._pipeline.deployment.deployments[0]
+
     def _run(self) -> None:
-        """Feed microbatches and take their results, until the generator is closed."""
+        """Feed microbatches and take their results, until the generator is closed; over a loss, if that was asked."""
         try:
-            driver = open_stream(self._deployment.place)
-            in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
-            while self._goes_on(in_flight):
-                while driver.has_room and len(in_flight) < self._most and (step := self._lanes.next()) is not None:
-                    in_flight.append((step, self._feed(driver, step)))
-                    if driver.has_result:
-                        break
-                if in_flight:
-                    step, sizes = in_flight.popleft()
-                    logits: Tensor = build_output(self._graph, driver.take(), sizes)
-                    self._take(step, logits)
-            finish_stream(self._deployment.place)
+            while True:
+                try:
+                    self._generate()
+                    return
+                except (DeviceLost, OutOfMemory) as error:
+                    stages = self._pipeline.deployment
+                    if not isinstance(stages, SurvivingStages):
+                        raise
+                    stages.recover(error, len(self._requests))
+                    self._lanes.begin_again()
         except Exception as error:  # whoever waits for a token gets it
             self._fail(error)
             self._deployment.abandon()
+
+    def _generate(self) -> None:
+        place = self._deployment.place
+        driver = open_stream(place)
+        # what is in the pipeline at a time: enough that no stage waits, and few enough that a new request need not
+        most = 2 * len(place.job.ranks)
+        in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
+        while self._goes_on(in_flight):
+            while driver.has_room and len(in_flight) < most and (step := self._lanes.next()) is not None:
+                in_flight.append((step, self._feed(driver, step)))
+                if driver.has_result:
+                    break
+            if in_flight:
+                step, sizes = in_flight.popleft()
+                logits: Tensor = build_output(self._graph, driver.take(), sizes)
+                self._take(step, logits)
+        finish_stream(place)
 
     def _goes_on(self, in_flight: Sequence[object]) -> bool:
         """Take requests in, and wait for one while there is nothing to do; False once all is done."""
@@ -334,6 +356,12 @@ class Generator:
             self._waiting.clear()
         for request in waiting:
             request.fail(error)
+
+
+def _num_devices(world: World | None) -> int:
+    if world is not None:
+        return len(world.devices)
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 2
 
 
 class _OfDecoder:

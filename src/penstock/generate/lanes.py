@@ -81,9 +81,15 @@ class Lanes:
         self._after_chunk = step is not None
         return step or self._next_step() or self._next_chunk()
 
+    def begin_again(self) -> None:
+        """Feed everything once more, in microbatches of the same shapes: the stages' caches are gone."""
+        self._stepping = [False] * len(self._stepping)
+        for sequence in self.sequences:
+            sequence.fed, sequence.waits = 0, False
+
     def took(self, step: Step) -> None:
         """Take note that a microbatch's result is there."""
-        if step.lane >= 0:
+        if step.lane >= 0 and step.sampled:
             self._stepping[step.lane] = False
         for _, sequence in step.sampled:
             sequence.waits = False
@@ -98,7 +104,7 @@ class Lanes:
                     positions=[list(range(begin, begin + self._chunk))], last=len(part) - 1,
                     room=_room(begin + self._chunk),
                 )  # fmt: skip
-                if sequence.fed == sequence.num_prompt:
+                if sequence.fed == len(sequence.tokens):
                     sequence.waits = True
                     step.sampled.append((0, sequence))
                 return step
@@ -119,18 +125,19 @@ class Lanes:
             step.rows.append(lane * self._slots + row)
             step.positions.append([sequence.fed if sequence is not None else 0])
             ready = _is_ready(sequence)
-            step.ids.append([sequence.tokens[-1] if sequence is not None and ready else 0])
+            step.ids.append([sequence.tokens[sequence.fed] if sequence is not None and ready else 0])
             if sequence is not None and ready:
                 sequence.fed += 1
-                sequence.waits = True
-                step.sampled.append((row, sequence))
                 step.room = max(step.room, _room(sequence.fed))
-        self._stepping[lane] = True
+                if sequence.fed == len(sequence.tokens):  # else it is fed again, and the next token is known
+                    sequence.waits = True
+                    step.sampled.append((row, sequence))
+        self._stepping[lane] = bool(step.sampled)
         return step
 
 
 def _is_ready(sequence: Sequence_ | None) -> bool:
-    """Return whether a sequence's last token is known and has not been fed."""
+    """Return whether a sequence has a token after its prompt that is known and has not been fed."""
     return sequence is not None and not sequence.waits and sequence.num_prompt <= sequence.fed < len(sequence.tokens)
 
 

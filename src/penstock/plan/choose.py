@@ -216,13 +216,15 @@ class Moving:
 def plan_again(
     plan: Plan, profile: Profile, cluster: Cluster, *, speeds: Mapping[str, float] | None = None,
     missing: Collection[str] = (), worth: float = 0.02, moving: Moving | None = None, replicas: bool = True,
+    alternate: bool | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan for a cluster as it is now; the old one with new predictions where a new one gains too little.
 
     `speeds` are devices' speeds as observed, in multiples of the profiled device's; `missing` are devices that
     are gone; a device that is new stands in the cluster already. A new plan must be faster by more than `worth`
     (0.02 is 2%), since to change plans moves weights, and with `moving` must save more time than that takes.
-    Microbatch size, depth and schedule stay; without `replicas` one pipeline is looked for. Of a training whose leading
+    Microbatch size, depth and schedule stay; without `replicas` one pipeline is looked for, and
+    with `alternate` False one cut set. Of a training whose leading
     layers are frozen the profile says so (`plan/cost/frozen.py`).
 
     Example:
@@ -234,6 +236,8 @@ def plan_again(
     now = observed(cluster, speeds or {}, missing)
     errors = [column.error for column in (columns_of(plan, profile) or {}).values()]
     request = replace(request_of(plan), replicas=replicas, max_error=max(errors, default=None))
+    if alternate is not None:
+        request = replace(request, alternate=alternate)
     kept = None
     if not set(plan.devices) & set(missing):
         stays = msgspec.structs.replace(

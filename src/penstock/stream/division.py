@@ -76,7 +76,7 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
             raise UsageError("a plan says what its stages are run by; leave runtime out")
         cuts = tuple(Cuts(graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
 
-        num_devices, deploy = len(plan.devices), _planned(run, graph, plan, load)
+        num_devices, deploy = len(plan.devices), _planned(run, graph, plan, load, _further(call, graph))
     else:
         stages = cut.stages or (len(world.devices) if world else _STAGES)
         places = check_world(world, stages) if world else None
@@ -91,12 +91,12 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
 
 
 def _planned(
-    run: RunOptions, graph: Graph, plan: Plan, load: LoadState
+    run: RunOptions, graph: Graph, plan: Plan, load: LoadState, further: Mapping[str, int]
 ) -> Callable[[World, int, FeederTracer | None], Deployment | Replicas]:
     """Return what deploys the stages of a plan."""
 
     def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Replicas:
-        return place(world, graph, plan, load, replace(run, threads=threads), tracer=tracer)
+        return place(world, graph, plan, load, replace(run, threads=threads), tracer=tracer, further=further)
 
     return deploy
 
@@ -107,12 +107,15 @@ def _surviving(
 ) -> Callable[[World, int, FeederTracer | None], SurvivingStages]:  # fmt: skip
     """Return what deploys stages that outlive the loss of devices."""
     _, sizes = bind_inputs(graph, call.args, call.kwargs)
-    rows, options = sizes.get("batch", 1), run.survival
+    rows, options, further = sizes.get("batch", 1), run.survival, _further(call, graph)
     found = options.profile
 
     def survive(world: World, threads: int, tracer: FeederTracer | None) -> SurvivingStages:
         replanner = Replanner(
-            cut.plan, lambda: found if found is not None else counted_profile(graph, rows), options.cluster
+            cut.plan,
+            lambda: found if found is not None else counted_profile(graph, rows),
+            options.cluster,
+            one_way=any(state.kind == "cache" for state in graph.states),
         )
         ranks = name_devices(world)
         if world.workers is not None:  # they stand for a plan's devices, in order
@@ -123,7 +126,7 @@ def _surviving(
 
         def put(world: World, plan: Plan, ranks: Mapping[str, int], number: int) -> Replicas:
             asked = replace(run, threads=threads)
-            return place(world, graph, plan, load, asked, number=number, ranks=ranks)
+            return place(world, graph, plan, load, asked, number=number, ranks=ranks, further=further)
 
         asked_for = cut.plan is not None or cut.cuts is not None or cut.policy != "balanced"
         return SurvivingStages(
@@ -131,6 +134,12 @@ def _surviving(
         )
 
     return survive
+
+
+def _further(call: ModelCall, graph: Graph) -> dict[str, int]:
+    """Return the example's sizes beside the batch's: the largest that may come."""
+    _, sizes = bind_inputs(graph, call.args, call.kwargs)
+    return {symbol: size for symbol, size in sizes.items() if symbol != "batch"}
 
 
 def _describe(

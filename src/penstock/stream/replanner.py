@@ -28,11 +28,14 @@ class Replanner:
         plan = replanner.plan(["board0", "board2"], speeds={"board2": 0.3})
     """
 
-    def __init__(self, plan: Plan | None, profile: Callable[[], Profile], cluster: Cluster | None) -> None:
+    def __init__(
+        self, plan: Plan | None, profile: Callable[[], Profile], cluster: Cluster | None, *, one_way: bool = False
+    ) -> None:
         self._plan, self._make_profile = plan, profile
         self._profile: Profile | None = None
         self._cluster = cluster
-        self._replicas = cluster is not None or (plan is not None and len(plan.pipelines) > 1)
+        self._replicas = not one_way and (cluster is not None or (plan is not None and len(plan.pipelines) > 1))
+        self._one_way = one_way  # every microbatch takes the same cuts, for what the stages keep
 
     @property
     def profile(self) -> Profile:
@@ -70,7 +73,14 @@ class Replanner:
         missing = {device.name for device in cluster.devices} - set(names)
         known = {name: speed for name, speed in speeds.items() if name in names}
         fresh = plan_again(
-            old, self.profile, cluster, speeds=known, missing=missing, worth=WORTH, replicas=self._replicas
+            old,
+            self.profile,
+            cluster,
+            speeds=known,
+            missing=missing,
+            worth=WORTH,
+            replicas=self._replicas,
+            alternate=False if self._one_way else None,
         )
         if columns_of(old, self.profile) is not None:
             return fresh

@@ -84,7 +84,7 @@ class SurvivingStages:
             self.deployment = deploy()
             self._number = len(self.deployments)
         except (DeviceLost, OutOfMemory) as error:
-            self._recover(error, 0)
+            self.recover(error, 0)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ class SurvivingStages:
                     return
                 self._change()
             except (DeviceLost, OutOfMemory) as error:
-                self._recover(error, feed.num_pending)
+                self.recover(error, feed.num_pending)
             feed.paused = False
 
     def _count(self, report: StreamReport, sizes: Mapping[str, int]) -> None:
@@ -193,12 +193,12 @@ class SurvivingStages:
                 self._regroup(set())
             self._place(plan or self._replanner.plan(list(self._ranks()), speeds), speeds)
         except (DeviceLost, OutOfMemory, TransportError) as error:
-            self._recover(error, 0)
+            self.recover(error, 0)
             return
         self._tell(why, began_s, 0)
 
-    def _recover(self, error: PenstockError, num_again: int) -> None:
-        """Go on without what was lost; raises the loss where that cannot be."""
+    def recover(self, error: PenstockError, num_again: int) -> None:
+        """Go on without what was lost, `num_again` microbatches of which are fed again; raises the loss otherwise."""
         began_s, first = time.perf_counter(), error
         speeds = self._speeds.now()
         for _ in range(_ATTEMPTS):

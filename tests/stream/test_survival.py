@@ -102,7 +102,8 @@ def test_texts_of_any_length_after_a_loss() -> None:
             yield text
             time.sleep(0.002)
 
-    example, dynamic = torch.zeros(2, 12, dtype=torch.int64), {"length": {0: 1}}
+    example = torch.zeros(2, 12, dtype=torch.int64)
+    dynamic: dict[str, dict[str | int, int]] = {"length": {0: 1}}
     with Pipeline(model, (example,), dynamic=dynamic, stages=3, threads=1, on_loss="continue") as pipe:
         outputs = list(pipe.stream(fed(pids_of(pipe))))
         assert len(pipe.changes) == 1

@@ -27,19 +27,20 @@ def chat(
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
+    on_loss: given.OnLoss = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,
 ) -> None:
     """Talk to a language model of transformers; an empty line or Ctrl-D ends."""
     opt.bind_to(bind, cluster)
-    first, world = given.join()
+    first, world, on_loss = given.join(on_loss)
     if not first:
         return
     from penstock.recipes.texts import Conversation, TextSettings, open_generator
 
     settings = TextSettings(
         model=model, stages=stages, policy=policy, cuts=cut or None, slots=1, max_length=max_length,
-        threads=threads or 1, weights=weights, pretrained=pretrained, seed=seed,
+        threads=threads or 1, weights=weights, pretrained=pretrained, seed=seed, on_loss=on_loss,
     )  # fmt: skip
     sampling = given.sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens, "seed": seed}
     with open_generator(settings, world) as generator:

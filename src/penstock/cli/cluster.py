@@ -115,7 +115,7 @@ def ends_with(arguments: Sequence[str]) -> EndTogether:
     if arguments[:1] == ["train"]:
         survives = asked not in {None, "stop"}
     else:
-        survives = arguments[:1] == ["infer"] and asked != "stop" and "--trace" not in arguments
+        survives = arguments[0] in {"chat", "generate", "infer"} and asked != "stop" and "--trace" not in arguments
     return "first" if survives else True
 
 

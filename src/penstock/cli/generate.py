@@ -22,6 +22,10 @@ Temperature = Annotated[
 ]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest of this probability.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Choose among so many likeliest.")]
+OnLoss = Annotated[
+    str | None,
+    typer.Option(metavar="stop|continue", help="When a device is lost: stop, or go on with the others, the default."),
+]
 SampleSeed = Annotated[int | None, typer.Option("--seed", help="Of the choices: the same ones each time.")]
 
 
@@ -47,6 +51,7 @@ def generate(
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
+    on_loss: OnLoss = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,
     json: opt.JsonFile = None,
@@ -57,14 +62,14 @@ def generate(
         raise UsageError('there is nothing to answer; give --prompt "Once upon a time" or --file prompts.jsonl')
     if prompt and file is not None:
         raise UsageError("prompts come from one place; give either --prompt or --file")
-    first, world = join()
+    first, world, on_loss = join(on_loss)
     if not first:
         return
     from penstock.recipes.texts import TextSettings, answer_prompts, open_generator, read_prompts
 
     settings = TextSettings(
         model=model, stages=stages, policy=policy, cuts=cut or None, slots=slots, max_length=max_length,
-        threads=threads or 1, weights=weights, pretrained=pretrained, seed=seed,
+        threads=threads or 1, weights=weights, pretrained=pretrained, seed=seed, on_loss=on_loss,
         sampling=sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens},
     )  # fmt: skip
     prompts = list(prompt) if prompt else read_prompts(file) if file is not None else []
@@ -77,22 +82,26 @@ def generate(
     opt.write_json(json, said)
 
 
-def join() -> "tuple[bool, World | None]":
+def join(on_loss: str | None) -> "tuple[bool, World | None, str]":
     """Join the processes of a run, if there are others; returns whether this one is the first, and their world.
 
-    In the others it returns once they are done.
+    Returns too what is done when one is lost: torchrun's agents then end all. In the others it returns once they are
+    done. Raises `UsageError` for what cannot be done then.
     """
     from penstock.deploy.worker import follow
     from penstock.group.entry import join_torchrun, under_torchrun
     from penstock.transport.base import FEEDER
 
     if not under_torchrun():
-        return True, None
-    world = join_torchrun(followed=True)
+        return True, None, opt.choose_on_loss(on_loss, trace=None)
+    asked, on_loss = on_loss, opt.choose_on_loss(on_loss, trace=None)
+    world = join_torchrun(followed=True, again=on_loss != "stop")
+    if world.membership is None and asked is None:
+        on_loss = "stop"
     if world.rank == FEEDER:
-        return True, world
+        return True, world, on_loss
     follow(world)
-    return False, None
+    return False, None, on_loss
 
 
 def sampling_of(temperature: float, top_p: float | None, top_k: int | None) -> dict[str, Any]:

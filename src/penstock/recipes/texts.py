@@ -32,6 +32,7 @@ class TextSettings:
     pretrained: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
+    on_loss: str = "stop"
 
 
 def open_generator(settings: TextSettings, world: World | None = None) -> Generator:
@@ -55,7 +56,7 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
     return Generator(
         zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, policy=settings.policy, cuts=settings.cuts,
         slots=settings.slots, max_length=settings.max_length, threads=settings.threads, runtime=settings.runtime,
-        world=world,
+        world=world, on_loss=settings.on_loss,
     )  # fmt: skip
 
 

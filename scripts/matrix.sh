@@ -17,7 +17,7 @@ row() {
     mkdir -p build
     grep -vE '^(torch|torchvision|triton|nvidia[a-z0-9-]*|cuda[a-z0-9-]*)==' constraints.txt >build/matrix-constraints
     root=$roots/x86_64-python$version-torch$torch
-    if command -v "python$version" >/dev/null; then
+    if "python$version" -c "" 2>/dev/null; then
         [ -x "$root/bin/python" ] || "python$version" -m venv "$root"
         "$root/bin/python" -m pip install --quiet "${words[@]:0:3}" --editable ".[dev]"
         output=$("$root/bin/python" -m pytest -q -p no:cacheprovider --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@" |

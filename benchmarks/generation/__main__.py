@@ -24,7 +24,7 @@ from tests.generate.decoders import FAMILIES, decoder, expected, prompts
 _LENGTHS = (5, 1, 33, 70)
 _NEW = 40
 _CPU = 0.35
-_SLOTS = 8  # of a lane
+_SLOTS = 4  # of a lane: four lanes of them are 16 requests
 _PROMPTS = ("The capital of France is", "Once upon a time there was", "Water boils at", "A penstock is a pipe that")
 
 

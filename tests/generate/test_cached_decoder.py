@@ -28,7 +28,7 @@ def test_the_tokens_of_transformers(name: str) -> None:
     wrapped = CachedDecoder(model, slots=3, length=128).eval()
     graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=DYNAMIC)
     split = split_at(wrapped, graph, list(Cuts(graph))[7::40])  # also inside of blocks
-    lanes = Lanes(num_lanes=1, slots=3, chunk=32)
+    lanes = Lanes(num_lanes=1, num_used=1, slots=3)
     sequences = [Sequence_(list(prompt), len(prompt)) for prompt in prompts(5, 33, 70)]
     for sequence in sequences:
         lanes.admit(sequence)

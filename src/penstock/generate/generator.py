@@ -14,7 +14,7 @@ from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, Survi
 from penstock.engine.driver import Driver, finish_stream, open_stream
 from penstock.errors import DeviceLost, OutOfMemory, PenstockError, RunError, UsageError
 from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
-from penstock.generate.lanes import Lanes, Sequence_, Step
+from penstock.generate.lanes import CHUNKS, Lanes, Sequence_, Step
 from penstock.generate.request import Request
 from penstock.generate.sampling import Sampler, read_config
 from penstock.graph.call import bind_inputs, build_output
@@ -25,7 +25,6 @@ from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.stream.survival import SurvivingStages
 from penstock.zoo.weights.weights import Weights
 
-_CHUNK = 32
 _NEW_TOKENS = 20  # transformers' own, where nothing is said
 _CLOSES_S = 60.0
 
@@ -79,7 +78,7 @@ class Generator:
             self._vocabulary = int(model.config.get_text_config().vocab_size)
             decoder = CachedDecoder(model, slots=self._num_slots, length=max_length).eval()
             call = ModelCall(
-                model=decoder, kwargs=decoder.example(slots, _CHUNK), dynamic=DYNAMIC,
+                model=decoder, kwargs=decoder.example(slots, CHUNKS[-1]), dynamic=DYNAMIC,
                 weights=None if weights is None else _OfDecoder(weights),
             )  # fmt: skip
         self._pipeline = StreamingPipeline(
@@ -90,7 +89,7 @@ class Generator:
         self._thread: threading.Thread | None = None
         if self._pipeline.feeds:
             self._graph = self._pipeline.graph
-            self._lanes = Lanes(num_lanes=num_lanes, slots=slots, chunk=_CHUNK)
+            self._lanes = Lanes(num_lanes=num_lanes, num_used=min(count, num_lanes), slots=slots)
             self._thread = threading.Thread(target=self._run, name="penstock-generator", daemon=True)
             self._thread.start()
 

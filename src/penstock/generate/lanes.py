@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from penstock.generate.cached_decoder import BLOCK
 
+# the sizes of a prompt's last chunk; the others have the largest
+CHUNKS = (8, 16, 32)
+
 
 @dataclass(eq=False, slots=True)
 class Sequence_:  # noqa: N801 -- the field's word, which typing has taken
@@ -34,17 +37,19 @@ class Step:
 class Lanes:
     """Slots in lanes, each of which steps as a whole, so that a sequence's bits do not depend on its company.
 
-    A step has as many rows as a lane has slots, also where some are empty or wait; a prompt goes in chunks of one size,
-    the last one filled up. A row that nobody waits for writes at the place that its own sequence fills next.
+    A step has as many rows as a lane has slots, also where some are empty or wait; a prompt goes in chunks whose sizes
+    depend on its length alone, the last one filled up. A row that nobody waits for writes at the place that its own
+    sequence fills next. The first `num_used` lanes are filled before any other: a step takes as long for one row as for
+    all, and so many lanes keep as many stages busy.
 
     Example:
-        lanes = Lanes(num_lanes=2, slots=4, chunk=32)
+        lanes = Lanes(num_lanes=3, num_used=2, slots=4)
         slot = lanes.admit(Sequence_([5, 7, 2], 3))
         step = lanes.next()
     """
 
-    def __init__(self, *, num_lanes: int, slots: int, chunk: int) -> None:
-        self._slots, self._chunk = slots, chunk
+    def __init__(self, *, num_lanes: int, num_used: int, slots: int) -> None:
+        self._slots, self._num_used = slots, num_used
         self._in_slots: list[Sequence_ | None] = [None] * (num_lanes * slots)
         self._stepping = [False] * num_lanes
         self._turns = deque(range(num_lanes))
@@ -61,9 +66,10 @@ class Lanes:
         return [sequence for sequence in self._in_slots if sequence is not None]
 
     def admit(self, sequence: Sequence_) -> None:
-        """Give a sequence a slot of the emptiest lane."""
+        """Give a sequence a slot of the emptiest lane, of the first ones if they have any."""
         lanes = [self._in_slots[at : at + self._slots] for at in range(0, len(self._in_slots), self._slots)]
-        lane = max(range(len(lanes)), key=lambda number: (lanes[number].count(None), -number))
+        first = [number for number in range(self._num_used) if None in lanes[number]]
+        lane = max(first or range(len(lanes)), key=lambda number: (lanes[number].count(None), -number))
         sequence.slot = lane * self._slots + lanes[lane].index(None)
         self._in_slots[sequence.slot] = sequence
 
@@ -97,12 +103,13 @@ class Lanes:
     def _next_chunk(self) -> Step | None:
         for sequence in self.sequences:
             if sequence.fed < sequence.num_prompt:
-                part = sequence.tokens[sequence.fed : min(sequence.fed + self._chunk, sequence.num_prompt)]
+                part = sequence.tokens[sequence.fed : min(sequence.fed + CHUNKS[-1], sequence.num_prompt)]
+                size = next(size for size in CHUNKS if size >= len(part))
                 begin, sequence.fed = sequence.fed, sequence.fed + len(part)
                 step = Step(
-                    rows=[sequence.slot], ids=[part + [0] * (self._chunk - len(part))],
-                    positions=[list(range(begin, begin + self._chunk))], last=len(part) - 1,
-                    room=_room(begin + self._chunk),
+                    rows=[sequence.slot], ids=[part + [0] * (size - len(part))],
+                    positions=[list(range(begin, begin + size))], last=len(part) - 1,
+                    room=_room(begin + size),
                 )  # fmt: skip
                 if sequence.fed == len(sequence.tokens):
                     sequence.waits = True

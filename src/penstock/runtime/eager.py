@@ -20,8 +20,8 @@ from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
 
 # Programs bound to so many different microbatch sizes are kept: a stream has two, the last one ragged, and a decoder
-# two for each size of room.
-_KEPT_SIZES = 32
+# four for each size of room.
+_KEPT_SIZES = 64
 # texts come in many lengths
 _WATCHED_SIZES = 4096
 

@@ -9,7 +9,7 @@ import transformers
 import penstock
 from penstock.errors import OutOfMemory, UsageError
 from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
-from penstock.generate.lanes import Lanes, Sequence_
+from penstock.generate.lanes import Lanes, SequenceState
 from penstock.graph.capture import capture
 from penstock.graph.cuts import Cuts
 from penstock.graph.program import read_program, states_of, write_program
@@ -29,7 +29,7 @@ def test_the_tokens_of_transformers(name: str) -> None:
     graph = capture(wrapped, (), wrapped.example(3, 32), dynamic=DYNAMIC)
     split = split_at(wrapped, graph, list(Cuts(graph))[7::40])  # also inside of blocks
     lanes = Lanes(num_lanes=1, num_used=1, slots=3)
-    sequences = [Sequence_(list(prompt), len(prompt)) for prompt in prompts(5, 33, 70)]
+    sequences = [SequenceState(list(prompt), len(prompt)) for prompt in prompts(5, 33, 70)]
     for sequence in sequences:
         lanes.admit(sequence)
     while (step := lanes.next()) is not None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.generate.cached_decoder import BLOCK
-from penstock.generate.lanes import CHUNKS, Lanes, Sequence_, Step
+from penstock.generate.lanes import CHUNKS, Lanes, SequenceState, Step
 
 
 def follow(step: Step, seen: dict[int, dict[int, int]]) -> None:
@@ -39,7 +39,8 @@ def test_every_sequence_is_continued_to_its_end(
     choose = random.Random(seed)
     lanes = Lanes(num_lanes=num_lanes, num_used=max(1, num_lanes - 1), slots=slots)
     waiting = deque(
-        (Sequence_([choose.randrange(1, 99) for _ in range(prompt)], prompt), prompt + new) for prompt, new in lengths
+        (SequenceState([choose.randrange(1, 99) for _ in range(prompt)], prompt), prompt + new)
+        for prompt, new in lengths
     )
     most = {id(sequence): length for sequence, length in waiting}
     everything = [sequence for sequence, _ in waiting]
@@ -77,13 +78,13 @@ def test_every_sequence_is_continued_to_its_end(
 
 def test_chunks_and_steps_alternate() -> None:
     lanes = Lanes(num_lanes=1, num_used=1, slots=2)
-    first = Sequence_([1], 1)
+    first = SequenceState([1], 1)
     lanes.admit(first)
     step = lanes.next()
     assert step is not None
     lanes.took(step)
     first.tokens.append(5)
-    lanes.admit(Sequence_(list(range(100)), 100))
+    lanes.admit(SequenceState(list(range(100)), 100))
     kinds = []
     for _ in range(6):
         step = lanes.next()

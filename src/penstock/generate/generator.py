@@ -14,7 +14,7 @@ from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, Survi
 from penstock.engine.driver import Driver, finish_stream, open_stream
 from penstock.errors import DeviceLost, OutOfMemory, PenstockError, RunError, UsageError
 from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
-from penstock.generate.lanes import CHUNKS, Lanes, Sequence_, Step
+from penstock.generate.lanes import CHUNKS, Lanes, SequenceState, Step
 from penstock.generate.request import Request
 from penstock.generate.sampling import Sampler, read_config
 from penstock.graph.call import bind_inputs, build_output
@@ -65,7 +65,7 @@ class Generator:
         self._max_length = max_length
         self._condition = threading.Condition()
         self._waiting: deque[Request] = deque()
-        self._requests: dict[Sequence_, Request] = {}
+        self._requests: dict[SequenceState, Request] = {}
         self._closing = False
         self._failure: BaseException | None = None
         count = stages or _num_devices(world)
@@ -301,7 +301,7 @@ class Generator:
                     if request.cancelled:
                         request.finish("cancelled")
                         continue
-                    sequence = Sequence_(list(request.prompt), len(request.prompt))
+                    sequence = SequenceState(list(request.prompt), len(request.prompt))
                     self._lanes.admit(sequence)
                     self._requests[sequence] = request
                 if self._closing:
@@ -343,7 +343,7 @@ class Generator:
             if (reason := request.add(token, logprob)) is not None:
                 self._end(sequence, reason)
 
-    def _end(self, sequence: Sequence_, reason: str) -> None:
+    def _end(self, sequence: SequenceState, reason: str) -> None:
         self._lanes.release(sequence)
         self._requests.pop(sequence).finish(reason)
 

@@ -11,7 +11,7 @@ CHUNKS = (8, 16, 32)
 
 
 @dataclass(eq=False, slots=True)
-class Sequence_:  # noqa: N801 -- the field's word, which typing has taken
+class SequenceState:
     """A prompt and what has been generated after it, in a slot while it is in flight."""
 
     tokens: list[int]
@@ -30,7 +30,7 @@ class Step:
     positions: list[list[int]]
     last: int
     room: int
-    sampled: list[tuple[int, Sequence_]] = field(default_factory=list)  # row of the batch, sequence
+    sampled: list[tuple[int, SequenceState]] = field(default_factory=list)  # row of the batch, sequence
     lane: int = -1  # whose step this is; none of a chunk
 
 
@@ -44,13 +44,13 @@ class Lanes:
 
     Example:
         lanes = Lanes(num_lanes=3, num_used=2, slots=4)
-        slot = lanes.admit(Sequence_([5, 7, 2], 3))
+        slot = lanes.admit(SequenceState([5, 7, 2], 3))
         step = lanes.next()
     """
 
     def __init__(self, *, num_lanes: int, num_used: int, slots: int) -> None:
         self._slots, self._num_used = slots, num_used
-        self._in_slots: list[Sequence_ | None] = [None] * (num_lanes * slots)
+        self._in_slots: list[SequenceState | None] = [None] * (num_lanes * slots)
         self._stepping = [False] * num_lanes
         self._turns = deque(range(num_lanes))
         self._after_chunk = False
@@ -61,11 +61,11 @@ class Lanes:
         return None in self._in_slots
 
     @property
-    def sequences(self) -> Iterable[Sequence_]:
+    def sequences(self) -> Iterable[SequenceState]:
         """Return all sequences in slots."""
         return [sequence for sequence in self._in_slots if sequence is not None]
 
-    def admit(self, sequence: Sequence_) -> None:
+    def admit(self, sequence: SequenceState) -> None:
         """Give a sequence a slot of the emptiest lane, of the first ones if they have any."""
         lanes = [self._in_slots[at : at + self._slots] for at in range(0, len(self._in_slots), self._slots)]
         first = [number for number in range(self._num_used) if None in lanes[number]]
@@ -73,7 +73,7 @@ class Lanes:
         sequence.slot = lane * self._slots + lanes[lane].index(None)
         self._in_slots[sequence.slot] = sequence
 
-    def release(self, sequence: Sequence_) -> None:
+    def release(self, sequence: SequenceState) -> None:
         """Free a sequence's slot."""
         self._in_slots[sequence.slot] = None
         sequence.slot = -1
@@ -126,7 +126,7 @@ class Lanes:
                 return self._step(lane, own)
         return None
 
-    def _step(self, lane: int, own: Sequence[Sequence_ | None]) -> Step:
+    def _step(self, lane: int, own: Sequence[SequenceState | None]) -> Step:
         step = Step(rows=[], ids=[], positions=[], last=0, room=0, lane=lane)
         for row, sequence in enumerate(own):
             step.rows.append(lane * self._slots + row)
@@ -143,7 +143,7 @@ class Lanes:
         return step
 
 
-def _is_ready(sequence: Sequence_ | None) -> bool:
+def _is_ready(sequence: SequenceState | None) -> bool:
     """Return whether a sequence has a token after its prompt that is known and has not been fed."""
     return sequence is not None and not sequence.waits and sequence.num_prompt <= sequence.fed < len(sequence.tokens)
 

@@ -26,7 +26,6 @@ from penstock.stream.survival import SurvivingStages
 from penstock.zoo.weights.weights import Weights
 
 _NEW_TOKENS = 20  # transformers' own, where nothing is said
-_CLOSES_S = 60.0
 
 
 class Generator:
@@ -156,16 +155,20 @@ class Generator:
             config.max_new_tokens = config.max_length - input_ids.shape[1]
         shown = attention_mask if attention_mask is not None else torch.ones_like(input_ids)
         shown = shown.repeat_interleave(config.num_return_sequences or 1, 0).bool()
-        requests = [
-            self.submit(row[seen].tolist(), generation_config=config, seed=None if seed is None else seed + number)
-            for number, (row, seen) in enumerate(zip(prompts, shown, strict=True))
-        ]
-        if streamer is not None:
-            streamer.put(input_ids)
-            for token in requests[0]:
-                streamer.put(torch.tensor([token]))
-            streamer.end()
-        answers = [request.result() for request in requests]
+        requests: list[Request] = []
+        try:
+            for number, (row, seen) in enumerate(zip(prompts, shown, strict=True)):
+                own = None if seed is None else seed + number
+                requests.append(self.submit(row[seen].tolist(), generation_config=config, seed=own))
+            if streamer is not None:
+                streamer.put(input_ids)
+                for token in requests[0]:
+                    streamer.put(torch.tensor([token]))
+                streamer.end()
+            answers = [request.result() for request in requests]
+        finally:
+            for request in requests:  # where one could not be taken, or the caller is interrupted
+                request.cancel()
         ends = config.eos_token_id if isinstance(config.eos_token_id, int) else (config.eos_token_id or [0])[0]
         fill = config.pad_token_id if config.pad_token_id is not None else ends
         longest = max(map(len, answers))
@@ -206,7 +209,7 @@ class Generator:
             self._closing = True
             self._condition.notify_all()
         if self._thread is not None:
-            self._thread.join(_CLOSES_S)
+            self._thread.join()  # each wait of its own has a deadline
 
     def __enter__(self) -> "Generator":
         return self

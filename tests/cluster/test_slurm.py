@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,9 +132,14 @@ def test_a_training_is_stopped_requeued_and_resumed(nodes: SlurmNodes, tmp_path:
     def goes_on() -> bool:
         # Slurm would wait for two minutes, in case the nodes do not know yet, and may say so after it was asked not to
         nodes.start_now(job)
+        time.sleep(0.5)
         return step_of(run) > before
 
-    until(goes_on, JOB_S)
+    try:
+        until(goes_on, 2 * JOB_S)
+    except AssertionError:
+        fields = [nodes.field(job, name) for name in ("JobState", "Reason", "Restarts", "StartTime", "EligibleTime")]
+        raise AssertionError(f"{fields} {before} {step_of(run)}\n{output(nodes, 'train')[-3000:]}") from None
     assert nodes.field(job, "Restarts") == "1"
 
     nodes.run("scancel", job)

@@ -192,7 +192,7 @@ def test_an_operator_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> N
         (("outputs", 0, "name"), "nothing", "the output 'nothing' is never made"),
         (("prelude", 0, 2), [{"value": "x"}], "arange uses 'x' before it is made"),
         (("states", 0, "dtype"), "quint8", "'quint8' is not a dtype"),
-        (("states", 0, "kind"), "secret", "a state's kind is parameter, buffer or constant, not 'secret'"),
+        (("states", 0, "kind"), "secret", "a state's kind is parameter, buffer, constant or cache, not 'secret'"),
         (("states", 0, "name"), "", "is not a name"),
         (("states", 0, "name"), "two\nlines", "is not a name"),
         (("states", 0, "name"), "n" * 513, "is not a name"),

@@ -34,7 +34,7 @@ def test_pipelines_side_by_side_are_one_run(devices: int, pipelines: int, tmp_pa
         steps = stream.steps_of(number)
         assert [step.microbatch for _, step in steps] == [number] * devices
         assert len({stage.index // devices for stage, _ in steps}) == 1
-        assert all(one.end_s <= other.end_s for (_, one), (_, other) in pairwise(steps))
+        assert all(one.begin_s <= other.begin_s for (_, one), (_, other) in pairwise(steps))
     assert sum(stage.share for stage in stream.stages) == pytest.approx(devices)
     account = make_account(run, stream)
     assert account.num_times - sum(line.times for line in account.lines) == pytest.approx(account.speedup)

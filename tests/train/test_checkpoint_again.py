@@ -1,6 +1,7 @@
 """Checkpoints that are gone back to: nothing of later steps stays, and all optimizers and schedulers go back."""
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,13 @@ MAKE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
+_ONE_AT_A_TIME = threading.Lock()  # threads share torch's random numbers
+
+
 def model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).train()
+    with _ONE_AT_A_TIME:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).train()
 
 
 def steps(pipe: Pipeline, optimizers: list[torch.optim.Optimizer], schedulers: list[Any], num: int) -> list[float]:

@@ -19,9 +19,10 @@ from penstock.runtime.results import check_result
 from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
 
-# Programs bound to so many different microbatch sizes are kept: a stream has two, the last one ragged, and a decoder
-# four for each size of room.
-_KEPT_SIZES = 64
+# Programs bound to so many different microbatch sizes are kept; a stream has two, the last one ragged.
+_KEPT_SIZES = 8
+# A decoder has a step and three chunks for each size of room.
+_KEPT_SIZES_OF_DECODER = 64
 # texts come in many lengths
 _WATCHED_SIZES = 4096
 
@@ -87,6 +88,8 @@ class Runtime:
         self._inputs = [self._indices[value.name] for value in program.inputs]
         self._outputs = [self._indices[value.name] for value in program.outputs]
         self._bound: dict[tuple[int, ...], _Bound] = {}
+        decodes = any(state.kind == "cache" for state in program.states)
+        self._kept_sizes = _KEPT_SIZES_OF_DECODER if decodes else _KEPT_SIZES
         self._watched_sizes: set[tuple[int, ...]] = set()
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -160,7 +163,7 @@ class Runtime:
         key = tuple(sizes[symbol] for symbol in self.program.symbols)
         bound = self._bound.get(key)
         if bound is None:
-            if len(self._bound) >= _KEPT_SIZES:
+            if len(self._bound) >= self._kept_sizes:
                 self._bound.pop(next(iter(self._bound)))
             bound = self._bound[key] = self._bind(sizes)
             bound.watched = key in self._watched_sizes

@@ -89,7 +89,8 @@ class Generator:
         if self._pipeline.feeds:
             self._graph = self._pipeline.graph
             self._lanes = Lanes(num_lanes=num_lanes, num_used=min(count, num_lanes), slots=slots)
-            self._thread = threading.Thread(target=self._run, name="penstock-generator", daemon=True)
+            driver = open_stream(self._deployment.place)
+            self._thread = threading.Thread(target=self._run, args=(driver,), name="penstock-generator", daemon=True)
             self._thread.start()
 
     @property
@@ -258,12 +259,12 @@ class Generator:
         """Return the stages as they are in place now."""
         return self._pipeline.deployment.deployments[0]
 
-    def _run(self) -> None:
+    def _run(self, driver: Driver) -> None:
         """Feed microbatches and take their results, until the generator is closed; over a loss, if that was asked."""
         try:
             while True:
                 try:
-                    self._generate()
+                    self._generate(driver)
                     return
                 except (DeviceLost, OutOfMemory) as error:
                     stages = self._pipeline.deployment
@@ -271,13 +272,13 @@ class Generator:
                         raise
                     stages.recover(error, len(self._requests))
                     self._lanes.begin_again()
+                    driver = open_stream(self._deployment.place)
         except Exception as error:  # whoever waits for a token gets it
             self._fail(error)
             self._deployment.abandon()
 
-    def _generate(self) -> None:
+    def _generate(self, driver: Driver) -> None:
         place = self._deployment.place
-        driver = open_stream(place)
         # what is in the pipeline at a time: enough that no stage waits, and few enough that a new request need not
         most = 2 * len(place.job.ranks)
         in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()

@@ -49,7 +49,7 @@ from penstock.units import parse_bytes, parse_rate, parse_seconds, write_bytes
 _CLUSTER_FIELDS = ("name", "feeder", "bandwidth", "latency", "devices", "hosts", "links")
 _REACHED = ("ssh", "folder", "venv", "python")
 _DEVICE_FIELDS = ("name", "speed", "memory", "threads", "address", "bandwidth", "latency", "runtimes", *_REACHED)
-_HOST_FIELDS = ("name", "cpu", "memory", "bandwidth")
+HOST_FIELDS = ("name", "cpu", "memory", "bandwidth", "arch")  # of a lab's file
 _LINK_FIELDS = ("between", "bandwidth", "latency")
 
 
@@ -250,7 +250,7 @@ def write_cluster(cluster: Cluster) -> str:
 def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: float, *, kind: str) -> Device:
     """Read a device of a cluster file, or a host of a lab file, which has its share of a core for a speed."""
     where = _named(table)
-    check_fields(where, table, _HOST_FIELDS if kind == "host" else _DEVICE_FIELDS)
+    check_fields(where, table, HOST_FIELDS if kind == "host" else _DEVICE_FIELDS)
     name = read_text(f"a {kind}'s name", needed(where, table, "name"))
     field = "cpu" if kind == "host" else "speed"
     speed = read_number(f"{field} of {where}", needed(where, table, field), float)

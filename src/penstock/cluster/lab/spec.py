@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import ClusterError
+from penstock.spec.cluster import HOST_FIELDS
 from penstock.spec.fields import check_fields, nearest, needed, read_quantity, read_tables, read_text
 from penstock.units import format_bytes, parse_bytes, parse_rate
 
 MAX_HOSTS = 200
 _LAB_FIELDS = ("name", "bandwidth", "hosts")
-_HOST_FIELDS = ("name", "cpu", "memory", "bandwidth", "arch")
 _NOT_EMULATED = ("latency", "loss", "jitter")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?")
 _ARCH = re.compile(r"[a-z0-9_]{1,20}")
@@ -218,7 +218,7 @@ def check_bandwidth(host: str, bytes_per_s: float) -> None:
 
 def _parse_host(index: int, table: Mapping[str, object], default_rate: float | None) -> HostSpec:
     where = f"host {table.get('name', f'number {index}')}"
-    _check_fields(where, table, _HOST_FIELDS)
+    _check_fields(where, table, HOST_FIELDS)
     name, cpu, memory = (needed(where, table, field) for field in ("name", "cpu", "memory"))
     if isinstance(cpu, bool) or not isinstance(cpu, int | float):
         raise ClusterError(f"cpu is a number, but {where} has {cpu!r}; write it like cpu = 0.35")

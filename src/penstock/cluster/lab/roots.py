@@ -7,6 +7,8 @@
     the source of penstock       in the place where the root's own Python would look for an installed one
     /etc/hosts of the host       so that hosts know each other by name
 
+What this machine's Python finds by PYTHONPATH is another processor's, so that variable does not travel.
+
 The mounts belong to the command's own mount namespace, which `ip netns exec` makes, and end with it.
 """
 
@@ -31,7 +33,7 @@ for site in "$root$environment"/lib/python3*/site-packages; do
     mkdir -p "$site/penstock" && mount --bind "$package" "$site/penstock" || exit 125
 done
 touch "$root/etc/hosts" && mount --bind /etc/hosts "$root/etc/hosts" || exit 125
-exec chroot "$root" env -u PYTHONDONTWRITEBYTECODE -C "$folder" PATH="$environment/bin:/usr/bin:/bin" "$@"
+exec chroot "$root" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPATH -C "$folder" PATH="$environment/bin:/usr/bin:/bin" "$@"
 """
 
 

@@ -24,14 +24,13 @@ from penstock.spec.plan import Pipeline, Plan
 def place(
     world: World, graph: Graph, plan: Plan, load: LoadState, run: RunOptions, *, number: int = 0,
     tracer: FeederTracer | None = None, ranks: Mapping[str, int] | None = None,
-    further: Mapping[str, int] | None = None,
+    largest: Mapping[str, int] | None = None,
 ) -> Replicas:  # fmt: skip
     """Send every device its stages and return what streams through them.
 
-    `ranks` are those of the devices where they are known, `further` the largest of sizes that vary beside the batch's.
-    Pipelines take jobs from `number` on. Raises `PlanError`
-    where the plan is of another model or names a device that is not there, and where stages that devices share would
-    be recorded.
+    `ranks` are those of the devices where they are known, `largest` the sizes of the largest microbatch, but for its
+    rows, which the plan says. Pipelines take jobs from `number` on. Raises `PlanError` where the plan is of another
+    model or names a device that is not there, and where stages that devices share would be recorded.
     """
     shared = [stage for pipeline in plan.pipelines for stage in pipeline.stages if len(stage.devices) > 1]
     if shared and tracer is not None:
@@ -39,14 +38,16 @@ def place(
             f"a run is recorded with one device a stage, but {', '.join(shared[0].devices)} share one in this plan; "
             "plan without --shared, or run it without a trace"
         )
-    keeps = any(state.kind == "cache" for state in graph.states)
-    if keeps and (len(plan.pipelines) > 1 or any(len(pipeline.cut_sets) > 1 for pipeline in plan.pipelines)):
+    if graph.keeps_caches and (
+        len(plan.pipelines) > 1 or any(len(pipeline.cut_sets) > 1 for pipeline in plan.pipelines)
+    ):
         raise PlanError(
             f"{graph.model} keeps caches on its stages, so every microbatch goes the same way; plan with --no-replicas "
             "--no-alternate"
         )
     ranks = ranks if ranks is not None else ranks_of(world, plan.devices)
-    sizes = graph.sizes(plan.microbatch_rows, **(further or {}))
+    further = {symbol: size for symbol, size in (largest or {}).items() if symbol != "batch"}
+    sizes = graph.sizes(plan.microbatch_rows, **further)
     run = replace(run, depth=plan.depth)
     deployments = [
         Deployment(

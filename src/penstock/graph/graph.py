@@ -79,6 +79,11 @@ class Graph:
         """The positions where the graph may be cut."""
         return tuple(position for position in range(1, len(self.ops)) if position not in self.forbidden)
 
+    @property
+    def keeps_caches(self) -> bool:
+        """Return whether stages keep something between microbatches, which then all take the same way."""
+        return any(state.kind == "cache" for state in self.states)
+
     def tensor_inputs(self) -> tuple[Value, ...]:
         """Return the inputs that are tensors, in the order of the call."""
         return tuple(value for value in self.inputs if value is not None)

@@ -46,6 +46,11 @@ class StageProgram:
         """The states that are parameters of the model."""
         return tuple(state for state in self.states if state.kind == "parameter")
 
+    @property
+    def caches(self) -> tuple[State, ...]:
+        """The states that the stage makes for itself."""
+        return tuple(state for state in self.states if state.kind == "cache")
+
     def state_bytes(self) -> int:
         """Return the bytes of parameters, buffers, constants and caches."""
         return sum(state.value.num_bytes({}) for state in self.states)

@@ -88,8 +88,7 @@ class Runtime:
         self._inputs = [self._indices[value.name] for value in program.inputs]
         self._outputs = [self._indices[value.name] for value in program.outputs]
         self._bound: dict[tuple[int, ...], _Bound] = {}
-        decodes = any(state.kind == "cache" for state in program.states)
-        self._kept_sizes = _KEPT_SIZES_OF_DECODER if decodes else _KEPT_SIZES
+        self._kept_sizes = _KEPT_SIZES_OF_DECODER if program.caches else _KEPT_SIZES
         self._watched_sizes: set[tuple[int, ...]] = set()
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -294,9 +293,8 @@ class Runtime:
 
 def _check_caches(program: StageProgram, tensors: Mapping[str, Tensor]) -> None:
     """Raise `OutOfMemory` where the caches that a program wants do not fit: nothing is sent that would bound them."""
-    made = [state.value for state in program.states if state.kind == "cache" and state.value.name not in tensors]
-    wanted = sum(value.num_bytes({}) for value in made)
-    if made and wanted > (allowed := allowed_bytes()):
+    wanted = sum(state.value.num_bytes({}) for state in program.caches if state.value.name not in tensors)
+    if wanted and wanted > (allowed := allowed_bytes()):
         raise OutOfMemory(
             f"the caches of this stage take {wanted / 1e6:.0f} MB, and {allowed / 1e6:.0f} MB are free; use fewer "
             "slots or a shorter max_length"

@@ -70,44 +70,43 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
         raise UsageError("the process that feeds needs the model; pass it to Pipeline")
     with advising(call.model):
         graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic)
+    _, sizes = bind_inputs(graph, call.args, call.kwargs)
     load = partial(load_state, graph, weights=call.weights or ModuleWeights(call.model))
     if (plan := cut.plan) is not None:
         if run.runtime != EAGER:
             raise UsageError("a plan says what its stages are run by; leave runtime out")
         cuts = tuple(Cuts(graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
-
-        num_devices, deploy = len(plan.devices), _planned(run, graph, plan, load, _further(call, graph))
+        num_devices, deploy = len(plan.devices), _planned(run, graph, plan, load, sizes)
     else:
         stages = cut.stages or (len(world.devices) if world else _STAGES)
         places = check_world(world, stages) if world else None
         cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy, places=places))
-        deploy = _line(call, run, graph, divide_in_turns(graph, [cuts]), FromWeights(load))
+        deploy = _line(run, divide_in_turns(graph, [cuts]), FromWeights(load), sizes)
         num_devices = len(cuts) + 1
     survives = run.survival.survives
     return Division(
         graph, cuts, partial(start_local, num_devices, again=survives),
-        _surviving(call, cut, run, graph, load, cuts, deploy) if survives else deploy,
+        _surviving(cut, run, graph, load, cuts, deploy, sizes) if survives else deploy,
     )  # fmt: skip
 
 
 def _planned(
-    run: RunOptions, graph: Graph, plan: Plan, load: LoadState, further: Mapping[str, int]
+    run: RunOptions, graph: Graph, plan: Plan, load: LoadState, sizes: Mapping[str, int]
 ) -> Callable[[World, int, FeederTracer | None], Deployment | Replicas]:
     """Return what deploys the stages of a plan."""
 
     def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Replicas:
-        return place(world, graph, plan, load, replace(run, threads=threads), tracer=tracer, further=further)
+        return place(world, graph, plan, load, replace(run, threads=threads), tracer=tracer, largest=sizes)
 
     return deploy
 
 
 def _surviving(
-    call: ModelCall, cut: CutOptions, run: RunOptions, graph: Graph, load: LoadState, cuts: Sequence[Cut],
-    deploy: Callable[[World, int, FeederTracer | None], Deployment | Replicas],
+    cut: CutOptions, run: RunOptions, graph: Graph, load: LoadState, cuts: Sequence[Cut],
+    deploy: Callable[[World, int, FeederTracer | None], Deployment | Replicas], sizes: Mapping[str, int],
 ) -> Callable[[World, int, FeederTracer | None], SurvivingStages]:  # fmt: skip
     """Return what deploys stages that outlive the loss of devices."""
-    _, sizes = bind_inputs(graph, call.args, call.kwargs)
-    rows, options, further = sizes.get("batch", 1), run.survival, _further(call, graph)
+    rows, options = sizes.get("batch", 1), run.survival
     found = options.profile
 
     def survive(world: World, threads: int, tracer: FeederTracer | None) -> SurvivingStages:
@@ -115,7 +114,7 @@ def _surviving(
             cut.plan,
             lambda: found if found is not None else counted_profile(graph, rows),
             options.cluster,
-            one_way=any(state.kind == "cache" for state in graph.states),
+            one_way=graph.keeps_caches,
         )
         ranks = name_devices(world)
         if world.workers is not None:  # they stand for a plan's devices, in order
@@ -126,7 +125,7 @@ def _surviving(
 
         def put(world: World, plan: Plan, ranks: Mapping[str, int], number: int) -> Replicas:
             asked = replace(run, threads=threads)
-            return place(world, graph, plan, load, asked, number=number, ranks=ranks, further=further)
+            return place(world, graph, plan, load, asked, number=number, ranks=ranks, largest=sizes)
 
         asked_for = cut.plan is not None or cut.cuts is not None or cut.policy != "balanced"
         return SurvivingStages(
@@ -134,12 +133,6 @@ def _surviving(
         )
 
     return survive
-
-
-def _further(call: ModelCall, graph: Graph) -> dict[str, int]:
-    """Return the example's sizes beside the batch's: the largest that may come."""
-    _, sizes = bind_inputs(graph, call.args, call.kwargs)
-    return {symbol: size for symbol, size in sizes.items() if symbol != "batch"}
 
 
 def _describe(
@@ -166,16 +159,16 @@ def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run
     if cut.cuts is not None or cut.stages not in {None, len(modules)}:
         raise UsageError(f"a list of {len(modules)} modules is that many stages; leave stages and cuts out")
     graph, programs = chain(modules, call.args, call.kwargs)
+    _, sizes = bind_inputs(graph, call.args, call.kwargs)
     make = runtime_maker(modules, graph)
     start_world = partial(start_threads, len(programs), make)
-    return Division(graph, (), start_world, _line(call, run, graph, programs, FromModules(make)))
+    return Division(graph, (), start_world, _line(run, programs, FromModules(make), sizes))
 
 
 def _line(
-    call: ModelCall, run: RunOptions, graph: Graph, programs: Sequence[RoundRobin[StageProgram]], source: Source
+    run: RunOptions, programs: Sequence[RoundRobin[StageProgram]], source: Source, sizes: Mapping[str, int]
 ) -> Callable[[World, int, FeederTracer | None], Deployment | Replicas]:
     """Return what deploys stages one after the other, for microbatches up to the example's size."""
-    _, sizes = bind_inputs(graph, call.args, call.kwargs)
 
     def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Deployment:
         return Deployment(world, programs, source, replace(run, threads=threads), sizes=sizes, tracer=tracer)

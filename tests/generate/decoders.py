@@ -1,6 +1,5 @@
 """Small decoders of many families with random weights, which transformers itself generates with."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,9 +67,6 @@ def decoder(name: str) -> Any:
             if parameter.dim() > 1 and not any(word in path for word in ("embed", "wte", "wpe", "head", "embd")):
                 parameter.mul_(6.0)
     return model
-
-
-Decoder = Callable[[], Any]
 
 
 def prompts(*lengths: int) -> list[list[int]]:

@@ -141,9 +141,25 @@ def test_one_request_that_fails_is_alone(generator: Generator, monkeypatch: pyte
     monkeypatch.setattr(
         bad, "sample", lambda _tokens, logits: type(good.sample).__call__(good.sample, [], logits * float("nan"))
     )
-    with pytest.raises(RunError):
+    with pytest.raises(RunError, match="not numbers"):
         bad.result()
     assert len(good.result()) == 20
+
+
+def test_who_reads_a_request_that_fails_hears_of_it(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = generator.submit(prompts(40)[0], max_new_tokens=20)
+    ended, finish = [], request.finish
+
+    def finishing(reason: str) -> None:
+        ended.append(request._error)
+        finish(reason)
+
+    monkeypatch.setattr(request, "finish", finishing)
+    monkeypatch.setattr(request, "sample", lambda _tokens, _logits: [][0])
+    with pytest.raises(RunError, match="sampling failed"):
+        request.result()
+    assert len(ended) == 1
+    assert ended[0] is not None, "the end came before the error"
 
 
 def test_a_worker_that_is_killed_ends_all_requests(model: Any) -> None:
@@ -196,7 +212,7 @@ def test_what_waits_at_the_end_is_told(model: Any) -> None:
         made.submit(prompts(5)[0])
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"max_length": 1}, {"lanes": -1}])
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"max_length": 1}, {"lanes": -1}, {"lanes": 0}])
 def test_options_that_cannot_be(model: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         Generator(model, **wrong)

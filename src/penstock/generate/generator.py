@@ -1,29 +1,24 @@
 """`penstock.Generator`: a language model in stages that answers many requests at a time."""
 
 import os
-import threading
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
-from penstock.engine.driver import Driver, finish_stream, open_stream
-from penstock.errors import DeviceLost, OutOfMemory, PenstockError, RunError, UsageError
+from penstock.errors import RunError, UsageError
 from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
-from penstock.generate.lanes import CHUNKS, Lanes, SequenceState, Step
+from penstock.generate.lanes import CHUNKS, Lanes
+from penstock.generate.loop import GenerationLoop
 from penstock.generate.request import Request
-from penstock.generate.sampling import Sampler, read_config
-from penstock.graph.call import bind_inputs, build_output
+from penstock.generate.sampling import Sampler, ends_of, read_config
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.runtime.registry import parse_runtime
 from penstock.stream.streaming_pipeline import StreamingPipeline
-from penstock.stream.survival import SurvivingStages
-from penstock.zoo.weights.weights import Weights
+from penstock.zoo.weights.weights import ModuleWeights, PrefixedWeights, Weights
 
 _NEW_TOKENS = 20  # transformers' own, where nothing is said
 
@@ -56,18 +51,14 @@ class Generator:
         threads: int = 1, runtime: str = "eager", weights: Weights | None = None, world: World | None = None,
         on_loss: str = "stop",
     ) -> None:  # fmt: skip
-        for name, value in {"slots": slots, "lanes": lanes or 1, "max_length": max_length - 1}.items():
-            if value < 1:
-                raise UsageError(f"{name} must be at least {2 if name == 'max_length' else 1}, not {value}")
+        for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("max_length", max_length, 2)):
+            if value is not None and value < least:
+                raise UsageError(f"{name} must be at least {least}, not {value}")
         self.model: Any = model
+        self._weights = weights
         self.tokenizer = tokenizer
         self._max_length = max_length
-        self._condition = threading.Condition()
-        self._waiting: deque[Request] = deque()
-        self._requests: dict[SequenceState, Request] = {}
-        self._closing = False
-        self._failure: BaseException | None = None
-        count = stages or _num_devices(world)
+        count = len(cuts) + 1 if cuts is not None else stages or _num_devices(world)
         num_lanes = lanes or (count + 1 if count > 1 else 1)
         self._num_slots = slots * num_lanes
         call = ModelCall(model=None)
@@ -78,20 +69,23 @@ class Generator:
             decoder = CachedDecoder(model, slots=self._num_slots, length=max_length).eval()
             call = ModelCall(
                 model=decoder, kwargs=decoder.example(slots, CHUNKS[-1]), dynamic=DYNAMIC,
-                weights=None if weights is None else _OfDecoder(weights),
+                weights=None if weights is None else PrefixedWeights(weights, "model."),
             )  # fmt: skip
         self._pipeline = StreamingPipeline(
-            call, CutOptions(stages=count if cuts is None else None, policy=policy, cuts=cuts),
+            call, CutOptions(stages=count, policy=policy, cuts=cuts),
             RunOptions(threads=threads, runtime=parse_runtime(runtime), survival=SurvivalOptions(on_loss=on_loss)),
             world, owns_world=world is None,
         )  # fmt: skip
-        self._thread: threading.Thread | None = None
+        self._loop: GenerationLoop | None = None
         if self._pipeline.feeds:
-            self._graph = self._pipeline.graph
-            self._lanes = Lanes(num_lanes=num_lanes, num_used=min(count, num_lanes), slots=slots)
-            driver = open_stream(self._deployment.place)
-            self._thread = threading.Thread(target=self._run, args=(driver,), name="penstock-generator", daemon=True)
-            self._thread.start()
+            self._loop = GenerationLoop(
+                self._pipeline, Lanes(num_lanes=num_lanes, num_used=min(count, num_lanes), slots=slots)
+            )
+
+    @property
+    def weights(self) -> Weights:
+        """Return where the model's tensors are read from."""
+        return self._weights if self._weights is not None else ModuleWeights(self.model)
 
     @property
     def num_slots(self) -> int:
@@ -101,7 +95,7 @@ class Generator:
     @property
     def generates(self) -> bool:
         """Return whether this process generates; the others of a run hold stages."""
-        return self._thread is not None
+        return self._loop is not None
 
     def submit(
         self, prompt: Sequence[int] | str, *, generation_config: Any = None, seed: int | None = None, **changes: Any
@@ -114,7 +108,7 @@ class Generator:
             for token in generator.submit([5, 7, 2], max_new_tokens=10):
                 ...
         """
-        if self._thread is None:
+        if self._loop is None:
             raise UsageError("this process holds a stage; generate in the first one")
         config = read_config(self.model, generation_config, changes)
         tokens = self._tokens(prompt)
@@ -128,10 +122,7 @@ class Generator:
             tokens, most, Sampler(config, num_prompt=len(tokens), seed=seed), config,
             self.tokenizer if config.stop_strings else None,
         )  # fmt: skip
-        with self._condition:
-            self._check()
-            self._waiting.append(request)
-            self._condition.notify_all()
+        self._loop.take(request)
         return request
 
     def generate(
@@ -170,8 +161,7 @@ class Generator:
         finally:
             for request in requests:  # where one could not be taken, or the caller is interrupted
                 request.cancel()
-        ends = config.eos_token_id if isinstance(config.eos_token_id, int) else (config.eos_token_id or [0])[0]
-        fill = config.pad_token_id if config.pad_token_id is not None else ends
+        fill = config.pad_token_id if config.pad_token_id is not None else next(iter(ends_of(config)), 0)
         longest = max(map(len, answers))
         filled = torch.tensor([answer + [fill] * (longest - len(answer)) for answer in answers])
         return torch.cat([prompts, filled.to(prompts)], 1)
@@ -201,16 +191,9 @@ class Generator:
 
     def close(self) -> None:
         """Finish what is in flight, refuse what waits, and end the stages."""
-        self._join()
+        if self._loop is not None:
+            self._loop.end()
         self._pipeline.close()
-
-    def _join(self) -> None:
-        """Have the thread end once nothing is in flight."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-        if self._thread is not None:
-            self._thread.join()  # each wait of its own has a deadline
 
     def __enter__(self) -> "Generator":
         return self
@@ -219,9 +202,11 @@ class Generator:
         if error is None or isinstance(error, GeneratorExit):
             self.close()
             return
-        self._fail(RunError(f"the generator was closed by an error: {error}"))
+        if self._loop is not None:
+            self._loop.fail(RunError(f"the generator was closed by an error: {error}"))
         self._pipeline.end(error)
-        self._join()
+        if self._loop is not None:
+            self._loop.end()
 
     def _tokens(self, prompt: Sequence[int] | str) -> list[int]:
         if not isinstance(prompt, str):
@@ -248,143 +233,8 @@ class Generator:
             )
         return most
 
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise RunError(f"the generator has ended: {self._failure}") from self._failure
-        if self._closing:
-            raise UsageError("the generator is closed; make a new one")
-
-    @property
-    def _deployment(self) -> Deployment:
-        """Return the stages as they are in place now."""
-        return self._pipeline.deployment.deployments[0]
-
-    def _run(self, driver: Driver) -> None:
-        """Feed microbatches and take their results, until the generator is closed; over a loss, if that was asked."""
-        try:
-            while True:
-                try:
-                    self._generate(driver)
-                    return
-                except (DeviceLost, OutOfMemory) as error:
-                    stages = self._pipeline.deployment
-                    if not isinstance(stages, SurvivingStages):
-                        raise
-                    stages.recover(error, len(self._requests))
-                    self._lanes.begin_again()
-                    driver = open_stream(self._deployment.place)
-        except Exception as error:  # whoever waits for a token gets it
-            self._fail(error)
-            self._deployment.abandon()
-
-    def _generate(self, driver: Driver) -> None:
-        place = self._deployment.place
-        # what is in the pipeline at a time: enough that no stage waits, and few enough that a new request need not
-        most = 2 * len(place.job.ranks)
-        in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
-        while self._goes_on(in_flight):
-            while driver.has_room and len(in_flight) < most and (step := self._lanes.next()) is not None:
-                in_flight.append((step, self._feed(driver, step)))
-                if driver.has_result:
-                    break
-            if in_flight:
-                step, sizes = in_flight.popleft()
-                logits: Tensor = build_output(self._graph, driver.take(), sizes)
-                self._take(step, logits)
-        finish_stream(place)
-
-    def _goes_on(self, in_flight: Sequence[object]) -> bool:
-        """Take requests in, and wait for one while there is nothing to do; False once all is done."""
-        with self._condition:
-            while True:
-                for sequence, request in list(self._requests.items()):
-                    if request.cancelled and not sequence.waits:
-                        self._end(sequence, "cancelled")
-                while self._waiting and self._lanes.has_room and not self._closing:
-                    request = self._waiting.popleft()
-                    if request.cancelled:
-                        request.finish("cancelled")
-                        continue
-                    sequence = SequenceState(list(request.prompt), len(request.prompt))
-                    self._lanes.admit(sequence)
-                    self._requests[sequence] = request
-                if self._closing:
-                    while self._waiting:
-                        self._waiting.popleft().fail(UsageError("the generator was closed before this request began"))
-                if in_flight or self._requests:
-                    return True
-                if self._closing:
-                    return False
-                self._condition.wait()
-
-    def _feed(self, driver: Driver, step: Step) -> Mapping[str, int]:
-        tensors, sizes = bind_inputs(
-            self._graph, (),
-            {
-                "ids": torch.tensor(step.ids), "positions": torch.tensor(step.positions),
-                "rows": torch.tensor(step.rows), "last": torch.tensor([step.last]), "places": torch.arange(step.room),
-            },
-        )  # fmt: skip
-        driver.feed(tensors, [sizes[symbol] for symbol in self._deployment.symbols])
-        return sizes
-
-    def _take(self, step: Step, logits: Tensor) -> None:
-        """Sample for every row that is waited for."""
-        self._lanes.took(step)
-        for row, sequence in step.sampled:
-            request = self._requests[sequence]
-            if request.cancelled:
-                self._end(sequence, "cancelled")
-                continue
-            try:
-                token, logprob = request.sample(sequence.tokens, logits[row])
-            except Exception as error:  # one request's own: the others go on
-                failed = error if isinstance(error, PenstockError) else RunError(f"sampling failed: {error}")
-                self._end(sequence, "failed")
-                request.fail(failed)
-                continue
-            sequence.tokens.append(token)
-            if (reason := request.add(token, logprob)) is not None:
-                self._end(sequence, reason)
-
-    def _end(self, sequence: SequenceState, reason: str) -> None:
-        self._lanes.release(sequence)
-        self._requests.pop(sequence).finish(reason)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._condition:
-            self._failure = error
-            waiting = [*self._requests.values(), *self._waiting]
-            self._requests.clear()
-            self._waiting.clear()
-        for request in waiting:
-            request.fail(error)
-
 
 def _num_devices(world: World | None) -> int:
     if world is not None:
         return len(world.devices)
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 2
-
-
-class _OfDecoder:
-    """A model's weights, under the names that they have in a `CachedDecoder`."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    def names(self) -> list[str]:
-        """Return every name that can be loaded."""
-        return [f"model.{name}" for name in self._weights.names()]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without loading it."""
-        return self._weights.shape(name.removeprefix("model."))
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype without loading it."""
-        return self._weights.dtype(name.removeprefix("model."))
-
-    def load(self, name: str) -> Tensor:
-        """Return one tensor, fresh or memory-mapped."""
-        return self._weights.load(name.removeprefix("model."))

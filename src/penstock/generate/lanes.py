@@ -1,4 +1,4 @@
-"""Which microbatch of a generation goes next: chunks of prompts, and steps of lanes."""
+"""The order of a generation's microbatches: chunks of prompts, and steps of lanes."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What lies beside a language model of transformers: its tokenizer, and how it is meant to generate."""
+"""Tokenizers and generation configurations of language models of transformers."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -180,3 +180,32 @@ class JoinedWeights(ByName[Weights]):
     def load(self, name: str) -> Tensor:
         """Return one tensor."""
         return self._find(name).load(name)
+
+
+class PrefixedWeights:
+    """A model's weights under the names that they have where it is part of another module.
+
+    >>> PrefixedWeights(TensorWeights({"bias": torch.zeros(3)}), "model.").shape("model.bias")
+    (3,)
+
+    Every method raises `ModelError` for a name that is not there.
+    """
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self._weights, self._prefix = weights, prefix
+
+    def names(self) -> Collection[str]:
+        """Return every name that can be loaded."""
+        return [f"{self._prefix}{name}" for name in self._weights.names()]
+
+    def shape(self, name: str) -> Shape:
+        """Return a tensor's shape without loading it."""
+        return self._weights.shape(name.removeprefix(self._prefix))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype without loading it."""
+        return self._weights.dtype(name.removeprefix(self._prefix))
+
+    def load(self, name: str) -> Tensor:
+        """Return one tensor, fresh or memory-mapped."""
+        return self._weights.load(name.removeprefix(self._prefix))

@@ -1,0 +1,161 @@
+"""The thread that feeds a generation's stages and samples: requests go in from any thread, tokens come out of them."""
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.deploy.deployment import Deployment
+from penstock.engine.driver import Driver, finish_stream, open_stream
+from penstock.errors import DeviceLost, OutOfMemory, PenstockError, RunError, UsageError
+from penstock.generate.lanes import Lanes, SequenceState, Step
+from penstock.generate.request import Request
+from penstock.graph.call import bind_inputs, build_output
+from penstock.stream.streaming_pipeline import StreamingPipeline
+from penstock.stream.survival import SurvivingStages
+
+
+class GenerationLoop:
+    """Requests in flight on a pipeline's stages; a thread of its own does the work until `end`.
+
+    Example:
+        loop = GenerationLoop(pipeline, Lanes(num_lanes=3, num_used=2, slots=4))
+        loop.take(request)
+        request.result()
+    """
+
+    def __init__(self, pipeline: StreamingPipeline, lanes: Lanes) -> None:
+        self._pipeline, self._lanes = pipeline, lanes
+        self._condition = threading.Condition()
+        self._waiting: deque[Request] = deque()
+        self._requests: dict[SequenceState, Request] = {}
+        self._closing = False
+        self._failure: BaseException | None = None
+        driver = open_stream(self._deployment.place)
+        self._thread = threading.Thread(target=self._run, args=(driver,), name="penstock-generator", daemon=True)
+        self._thread.start()
+
+    def take(self, request: Request) -> None:
+        """Take a request in; raises `RunError` once the loop has failed, and `UsageError` once it was ended."""
+        with self._condition:
+            if self._failure is not None:
+                raise RunError(f"the generator has ended: {self._failure}") from self._failure
+            if self._closing:
+                raise UsageError("the generator is closed; make a new one")
+            self._waiting.append(request)
+            self._condition.notify_all()
+
+    def end(self) -> None:
+        """Finish what is in flight, refuse what waits, and wait for the thread."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join()  # each wait of its own has a deadline
+
+    def fail(self, error: BaseException) -> None:
+        """End every request with an error; the first error is the one that later requests hear of."""
+        with self._condition:
+            self._failure = self._failure or error
+            ended = [*self._requests.values(), *self._waiting]
+            self._requests.clear()
+            self._waiting.clear()
+        for request in ended:
+            request.fail(error)
+
+    @property
+    def _deployment(self) -> Deployment:
+        """Return the stages as they are in place now."""
+        return self._pipeline.deployment.deployments[0]
+
+    def _run(self, driver: Driver) -> None:
+        """Generate until the loop is ended; over a loss, where the stages outlive one."""
+        try:
+            while True:
+                try:
+                    self._generate(driver)
+                    return
+                except (DeviceLost, OutOfMemory) as error:
+                    stages = self._pipeline.deployment
+                    if not isinstance(stages, SurvivingStages):
+                        raise
+                    stages.recover(error, len(self._requests))
+                    self._lanes.begin_again()
+                    driver = open_stream(self._deployment.place)
+        except Exception as error:  # whoever waits for a token gets it
+            self.fail(error)
+            self._deployment.abandon()
+
+    def _generate(self, driver: Driver) -> None:
+        place = self._deployment.place
+        # what is in the pipeline at a time: enough that no stage waits, and few enough that a new request need not
+        most = 2 * len(place.job.ranks)
+        in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
+        while self._goes_on(in_flight):
+            while driver.has_room and len(in_flight) < most and (step := self._lanes.next()) is not None:
+                in_flight.append((step, self._feed(driver, step)))
+                if driver.has_result:
+                    break
+            if in_flight:
+                step, sizes = in_flight.popleft()
+                logits: Tensor = build_output(self._pipeline.graph, driver.take(), sizes)
+                self._sample(step, logits)
+        finish_stream(place)
+
+    def _goes_on(self, in_flight: Sequence[object]) -> bool:
+        """Admit requests, and wait for one while there is nothing to do; False once all is done."""
+        with self._condition:
+            while True:
+                for sequence, request in list(self._requests.items()):
+                    if request.cancelled and not sequence.waits:
+                        self._release(sequence).finish("cancelled")
+                while self._waiting and self._lanes.has_room and not self._closing:
+                    request = self._waiting.popleft()
+                    if request.cancelled:
+                        request.finish("cancelled")
+                        continue
+                    sequence = SequenceState(list(request.prompt), len(request.prompt))
+                    self._lanes.admit(sequence)
+                    self._requests[sequence] = request
+                while self._closing and self._waiting:
+                    self._waiting.popleft().fail(UsageError("the generator was closed before this request began"))
+                if in_flight or self._requests:
+                    return True
+                if self._closing:
+                    return False
+                self._condition.wait()
+
+    def _feed(self, driver: Driver, step: Step) -> Mapping[str, int]:
+        tensors, sizes = bind_inputs(
+            self._pipeline.graph, (),
+            {
+                "ids": torch.tensor(step.ids), "positions": torch.tensor(step.positions),
+                "rows": torch.tensor(step.rows), "last": torch.tensor([step.last]), "places": torch.arange(step.room),
+            },
+        )  # fmt: skip
+        driver.feed(tensors, [sizes[symbol] for symbol in self._deployment.symbols])
+        return sizes
+
+    def _sample(self, step: Step, logits: Tensor) -> None:
+        """Choose the next token of every row that is waited for."""
+        self._lanes.took(step)
+        for row, sequence in step.sampled:
+            request = self._requests[sequence]
+            if request.cancelled:
+                self._release(sequence).finish("cancelled")
+                continue
+            try:
+                token, logprob = request.sample(sequence.tokens, logits[row])
+            except Exception as error:  # one request's own: the others go on
+                failed = error if isinstance(error, PenstockError) else RunError(f"sampling failed: {error}")
+                self._release(sequence).fail(failed)
+                continue
+            sequence.tokens.append(token)
+            if (reason := request.add(token, logprob)) is not None:
+                self._release(sequence).finish(reason)
+
+    def _release(self, sequence: SequenceState) -> Request:
+        """Free a sequence's slot; returns its request."""
+        self._lanes.release(sequence)
+        return self._requests.pop(sequence)

@@ -1,5 +1,6 @@
 """`penstock generate` and `penstock chat`, with a small model and tokenizer in a folder."""
 
+import csv
 import io
 import json
 from collections.abc import Callable
@@ -60,6 +61,19 @@ def test_prompts_of_a_file_are_answered_in_order_and_continued(penstock: Run, fo
     # nothing is left to do
     assert penstock(*words)[0] == 0
     assert output.read_text() == whole
+    # other answers do not come behind these
+    status, _, err = penstock(*words, "--temperature", 0.7, "--seed", 1)
+    assert (status, "sampling" in err) == (2, True)
+    status, _, err = penstock("generate", f"hf:{folder}", "-p", "w9", "-o", output)
+    assert (status, "these prompts" in err) == (2, True)
+    assert output.read_text() == whole
+
+
+def test_answers_as_a_table(penstock: Run, folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.csv"
+    assert penstock("generate", f"hf:{folder}", "-p", PROMPTS[0], "-o", output, "--max-new-tokens", 5)[0] == 0
+    rows = list(csv.DictReader(io.StringIO(output.read_text())))
+    assert [row["text"] for row in rows] == answers(folder, PROMPTS[:1], 5)
 
 
 def test_prompts_on_the_command_line(penstock: Run, folder: Path) -> None:

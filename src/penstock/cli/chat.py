@@ -40,7 +40,7 @@ def chat(
 
     settings = TextSettings(
         model=model, stages=stages, policy=policy, cuts=cut or None, slots=1, max_length=max_length,
-        threads=threads or 1, weights=weights, pretrained=pretrained, seed=seed, on_loss=on_loss,
+        threads=threads or 1, weights=weights, pretrained=pretrained, on_loss=on_loss,
     )  # fmt: skip
     sampling = given.sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens, "seed": seed}
     with open_generator(settings, world) as generator:

@@ -112,10 +112,11 @@ def is_lab(path: Path) -> bool:
 def ends_with(arguments: Sequence[str]) -> EndTogether:
     """Return what ends a run: the first failure, or the first host's end where the loss of another is outlived."""
     asked = _option(arguments, "--on-loss")
-    if arguments[:1] == ["train"]:
+    verb = next(iter(arguments), "")
+    if verb == "train":
         survives = asked not in {None, "stop"}
     else:
-        survives = arguments[0] in {"chat", "generate", "infer"} and asked != "stop" and "--trace" not in arguments
+        survives = verb in {"chat", "generate", "infer"} and asked != "stop" and "--trace" not in arguments
     return "first" if survives else True
 
 

@@ -36,7 +36,8 @@ def generate(
         Path | None, typer.Option("--file", metavar="FILE", help='Prompts: a line each, or .jsonl with "prompt".')
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Answers as JSON lines; continued if there.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Answers, .csv or JSON lines; continued if there."),
     ] = None,
     max_new_tokens: NewTokens = 64,
     temperature: Temperature = 0.0,

@@ -1,8 +1,9 @@
-"""Predictions on disk: one row per image, written as it comes, and found again to go on from."""
+"""Predictions on disk: one row per image or prompt, written as it comes, and found again to go on from."""
 
 import csv
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +21,19 @@ COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
 class PredictionFile:
     """A CSV (`.csv`) or JSON-lines (anything else) file that grows by one complete row at a time.
 
+    The first of `columns` says what a row is about. `again` is how a person goes on with a file, `anew` how without it.
+
     Example:
         with PredictionFile(Path("predictions.csv")) as file:
             file.write({"image": "cat.jpg", "prediction": 281, "confidence": 0.9})
     """
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, *, resume: bool = False, columns: Sequence[str] = COLUMNS,
+        again: str = "go on with --resume", anew: str = "leave --resume out",
+    ) -> None:  # fmt: skip
+        self.path, self.anew = path, anew
+        self._columns, self._again = columns, again
         self._is_csv = path.suffix.lower() == ".csv"
         self.done: list[dict[str, Any]] = []
         try:
@@ -37,14 +44,14 @@ class PredictionFile:
             raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --output") from None
         self._num_rows = len(self.done)
         if self._is_csv and not self.done:
-            self._write_line(_csv_line(dict(zip(COLUMNS, COLUMNS, strict=True))))
+            self._write_line(_csv_line(dict(zip(columns, columns, strict=True)), columns))
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row and hand it to the operating system, so that a crash later on loses nothing.
 
         Raises `RunError` where it does not fit; the rows before it are kept.
         """
-        self._write_line(_csv_line(row) if self._is_csv else json.dumps(row, ensure_ascii=False) + "\n")
+        self._write_line(_csv_line(row, self._columns) if self._is_csv else json.dumps(row, ensure_ascii=False) + "\n")
         self._num_rows += 1
 
     def close(self) -> None:
@@ -64,7 +71,7 @@ class PredictionFile:
             self._file.close()
             raise RunError(
                 f"{self.path} cannot be written any further ({error.strerror}); its {self._num_rows} rows are kept: "
-                "make room and go on with --resume"
+                f"make room and {self._again}"
             ) from None
 
     def _keep_complete_rows(self) -> list[dict[str, Any]]:
@@ -79,9 +86,10 @@ class PredictionFile:
             else:
                 rows = [json.loads(line) for line in lines]
         except (ValueError, csv.Error) as error:
-            raise UsageError(f"{self.path} is not a file of predictions ({error}); leave --resume out") from None
-        if not all(isinstance(row, dict) and "image" in row for row in rows):
-            raise UsageError(f"{self.path} is not a file of predictions (no column 'image'); leave --resume out")
+            raise UsageError(f"{self.path} is not a file of predictions ({error}); {self.anew}") from None
+        first = self._columns[0]
+        if not all(isinstance(row, dict) and first in row for row in rows):
+            raise UsageError(f"{self.path} is not a file of predictions (no column {first!r}); {self.anew}")
         if complete != data:
             with self.path.open("r+b") as file:
                 file.truncate(len(complete))
@@ -101,7 +109,7 @@ class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     runtimes: list[str]
 
 
-def go_on_with(file: PredictionFile, run: PredictionRun) -> None:
+def go_on_with(file: PredictionFile, run: msgspec.Struct) -> None:
     """Save which run writes a prediction file, or compare it with the run that wrote its rows.
 
     Raises `UsageError` naming what differs.
@@ -109,14 +117,14 @@ def go_on_with(file: PredictionFile, run: PredictionRun) -> None:
     path = file.path.with_name(f"{file.path.name}.run.json")
     if file.done and path.exists():
         before = decode_json(
-            read_bytes(path, "what has made predictions", UsageError), PredictionRun, f"{path}", UsageError
+            read_bytes(path, "what has made predictions", UsageError), type(run), f"{path}", UsageError
         )
         for name in run.__struct_fields__:
             now, was = getattr(run, name), getattr(before, name)
             if now != was:
                 raise UsageError(
-                    f"{file.path} was written with the {name} {was}, not {now}; resume with the same {name}, or leave "
-                    "--resume out"
+                    f"{file.path} was written with the {name} {was}, not {now}; resume with the same {name}, or "
+                    f"{file.anew}"
                 )
         return
     if file.done:
@@ -136,10 +144,10 @@ def _unguarded(row: dict[str, Any]) -> dict[str, Any]:
     return {key: unguard_cell(value) if isinstance(value, str) else value for key, value in row.items()}
 
 
-def _csv_line(row: dict[str, Any]) -> str:
+def _csv_line(row: dict[str, Any], columns: Sequence[str]) -> str:
     buffer = io.StringIO()
     # names of images are not to be computed by whoever opens the file in a spreadsheet
     row = {key: guard_cell(value) if isinstance(value, str) else value for key, value in row.items()}
     # the writer quotes what looks like its line end, so it is given the longer one
-    csv.DictWriter(buffer, COLUMNS, lineterminator="\r\n", restval="").writerow(row)
+    csv.DictWriter(buffer, columns, lineterminator="\r\n", restval="").writerow(row)
     return buffer.getvalue().removesuffix("\r\n") + "\n"

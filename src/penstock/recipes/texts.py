@@ -1,24 +1,35 @@
 """Texts from a language model: a file of prompts answered in order, or a conversation."""
 
+import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from penstock.errors import DataError, ModelError, UsageError
 from penstock.generate.generator import Generator
 from penstock.generate.request import Request
 from penstock.group.world import World
+from penstock.recipes.predictions import PredictionFile, go_on_with
 from penstock.zoo.models.language import load_generation_config, load_tokenizer
 from penstock.zoo.models.models import load_model
+from penstock.zoo.weights.weights import fingerprint_of
+
+_COLUMNS = ("prompt", "text", "finish_reason", "num_tokens", "logprob")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """What a model is asked to write, and how it is cut; `sampling` are options of `Generator.submit`."""
+    """Settings of a generation: the model, how it is cut, and how tokens are chosen.
+
+    `sampling` are options of `Generator.submit`; `seed` is that of the first prompt's choices, and each further prompt
+    has the next one.
+    """
 
     model: str
     stages: int | None = None
@@ -27,7 +38,6 @@ class TextSettings:
     slots: int = 4
     max_length: int = 512
     threads: int = 1
-    runtime: str = "eager"
     weights: Path | None = None
     pretrained: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -41,9 +51,7 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
     Raises `ModelError` for a model without a tokenizer beside it, and what `Generator` raises.
     """
     tokenizer = load_tokenizer(settings.model, pretrained=settings.pretrained)
-    zoo = load_model(
-        settings.model, weights=settings.weights, pretrained=settings.pretrained, head="language"
-    )  # fmt: skip
+    zoo = load_model(settings.model, weights=settings.weights, pretrained=settings.pretrained, head="language")
     vocabulary = zoo.module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     if len(tokenizer) > vocabulary:
         raise ModelError(
@@ -55,8 +63,8 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
     )
     return Generator(
         zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, policy=settings.policy, cuts=settings.cuts,
-        slots=settings.slots, max_length=settings.max_length, threads=settings.threads, runtime=settings.runtime,
-        world=world, on_loss=settings.on_loss,
+        slots=settings.slots, max_length=settings.max_length, threads=settings.threads, world=world,
+        on_loss=settings.on_loss,
     )  # fmt: skip
 
 
@@ -80,31 +88,57 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def answer_prompts(
-    generator: Generator, prompts: Sequence[str], settings: TextSettings, output: Path | None,
-    tell: Callable[[int, int], None] = lambda _done, _all: None,
-) -> dict[str, Any]:  # fmt: skip
-    """Answer prompts in order, many at a time, and write a JSON line for each; returns counts and tokens per second.
+    generator: Generator, prompts: Sequence[str], settings: TextSettings, output: Path | None
+) -> dict[str, Any]:
+    """Answer prompts in order, many at a time, and write a row for each; returns counts and tokens per second.
 
-    Lines that are in `output` already are kept, if their prompts are these. Raises `UsageError` if they are not, and
-    `DataError` naming the prompt that cannot be answered.
+    Rows that are in `output` already are kept, if they are answers to these prompts in the same way. Raises
+    `UsageError` if they are not, and `DataError` naming the prompt that cannot be answered.
     """
-    done = _answered(output, prompts)
-    began_s, tokens = perf_counter(), 0
+    began_s = perf_counter()
     rows: list[dict[str, Any]] = []
-    for number, request in _in_flight(generator, prompts, done, settings):
-        answer = request.result()
-        text = generator.tokenizer.decode(answer, skip_special_tokens=True)
-        row = {"prompt": prompts[number], "text": text, "finish_reason": request.finish_reason,
-               "num_tokens": len(answer), "logprob": sum(request.logprobs)}  # fmt: skip
-        rows.append(row)
-        tokens += len(answer)
-        if output is not None:
-            with output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        tell(number + 1, len(prompts))
-    taken_s = perf_counter() - began_s
+    with open_answers(generator, prompts, settings, output) as file:
+        done = len(file.done) if file is not None else 0
+        for number, request in _in_flight(generator, prompts, done, settings):
+            answer = request.result()
+            text = generator.tokenizer.decode(answer, skip_special_tokens=True)
+            values = prompts[number], text, request.finish_reason, len(answer), sum(request.logprobs)
+            rows.append(dict(zip(_COLUMNS, values, strict=True)))
+            if file is not None:
+                file.write(rows[-1])
+    taken_s, tokens = perf_counter() - began_s, sum(row["num_tokens"] for row in rows)
     return {"num_prompts": len(prompts), "resumed_after": done, "num_tokens": tokens, "seconds": round(taken_s, 3),
             "tokens_per_s": round(tokens / taken_s, 2), "rows": rows}  # fmt: skip
+
+
+class AnswerRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What decides the answers of a file, saved next to it as FILE.run.json and compared when it is continued."""
+
+    format: Literal["penstock-answers"] = "penstock-answers"
+    model: str
+    weights: str
+    sampling: dict[str, Any]
+    seed: int | None
+
+
+@contextlib.contextmanager
+def open_answers(
+    generator: Generator, prompts: Sequence[str], settings: TextSettings, output: Path | None
+) -> Iterator[PredictionFile | None]:
+    """Open a file of answers behind those that it has; raises `UsageError` where they are others."""
+    if output is None:
+        yield None
+        return
+    about = AnswerRun(
+        model=settings.model, weights=fingerprint_of(generator.weights), sampling=dict(settings.sampling),
+        seed=settings.seed,
+    )  # fmt: skip
+    anew = "choose another --output"
+    with PredictionFile(output, resume=True, columns=_COLUMNS, again="run the same again", anew=anew) as file:
+        if [row["prompt"] for row in file.done] != list(prompts[: len(file.done)]):
+            raise UsageError(f"{output} has other rows than answers to these prompts; {anew}")
+        go_on_with(file, about)
+        yield file
 
 
 def _in_flight(
@@ -121,23 +155,6 @@ def _in_flight(
         if len(ahead) > 2 * generator.num_slots:
             yield ahead.popleft()
     yield from ahead
-
-
-def _answered(output: Path | None, prompts: Sequence[str]) -> int:
-    """Return how many prompts an output has the answers of; raises `UsageError` where they are others."""
-    if output is None or not output.exists():
-        return 0
-    lines = output.read_text(encoding="utf-8").split("\n")
-    whole = lines[:-1]
-    try:
-        there = [json.loads(line)["prompt"] for line in whole]
-    except (ValueError, LookupError, TypeError):
-        there = None
-    if there is None or there != list(prompts[: len(there)]):
-        raise UsageError(f"{output} has other rows than answers to these prompts; choose another --output")
-    if lines[-1]:  # a row that was cut off
-        output.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
-    return len(there)
 
 
 class Conversation:

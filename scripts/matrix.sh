@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$here"
 
 row() {
-    local version=$1 torch=$2 root output words
+    local version=$1 torch=$2 root output words start
     shift 2
     words=(--constraint "$here/build/matrix-constraints" "torch==$torch" ".[dev]")
     mkdir -p build
@@ -20,18 +20,17 @@ row() {
     if "python$version" -c "" 2>/dev/null; then
         [ -x "$root/bin/python" ] || "python$version" -m venv "$root"
         "$root/bin/python" -m pip install --quiet "${words[@]:0:3}" --editable ".[dev]"
-        output=$("$root/bin/python" -m pytest -q -p no:cacheprovider --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@" |
-            tee /dev/stderr | tail -n 1) || true
-        version=$("$root/bin/python" -c 'import platform; print(platform.python_version())')
+        start=("$root/bin/python")
     else
         [ "$version" = 3.13 ] || fail "there is no python$version here; only 3.13 is made, in a root of its own"
         system "$root" amd64
         packages "$root" x86_64-manylinux_2_36 "${words[@]}"
-        output=$(enter "$root" python -m pytest -q -p no:cacheprovider --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@" |
-            tee /dev/stderr | tail -n 1) || true
-        version=$(chroot "$root" python3 -c 'import platform; print(platform.python_version())')
+        start=(enter "$root" python)
     fi
-    echo "| x86-64 | $version | $torch | suite | $output | $(date +%F) | scripts/matrix.sh $(printf '%s' "${version%.*}") $torch |"
+    output=$("${start[@]}" -m pytest -q -p no:cacheprovider --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@" |
+        tee /dev/stderr | tail -n 1) || true
+    version=$("${start[@]}" -c 'import platform; print(platform.python_version())')
+    echo "| x86-64 | $version | $torch | suite | $output | $(date +%F) | scripts/matrix.sh ${version%.*} $torch |"
 }
 
 case ${1:-} in

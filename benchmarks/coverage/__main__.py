@@ -1,12 +1,10 @@
 """Run with `python -m benchmarks.coverage --json FILE [--quick]`."""
 
-import argparse
 import gc
 import json
 import logging
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from rich.progress import track
 from torch import nn
 
 from benchmarks.coverage import ours, peer
-from benchmarks.coverage.architectures import QUICK, Architecture, Inputs, architectures
+from benchmarks.coverage.architectures import Architecture, Inputs, asked
 from penstock.deploy.split import split
 from penstock.graph.graph import Graph
 
@@ -27,18 +25,13 @@ _SEED = 0
 
 def main() -> None:
     """Measure every architecture, write the rows and the summary."""
-    parser = argparse.ArgumentParser(prog="benchmarks.coverage", description=__doc__)
-    parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
-    parser.add_argument("--quick", action="store_true", help=f"only {len(QUICK)} architectures")
-    parser.add_argument("--only", default="", help="only architectures whose name contains this")
-    options = parser.parse_args()
+    chosen, output = asked("benchmarks.coverage", __doc__)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    chosen = [a for a in architectures() if options.only in a.name and (not options.quick or a.name in QUICK)]
     console = Console(stderr=True)
     rows = [measure(a) for a in track(chosen, "architectures", console=console, disable=not sys.stderr.isatty())]
     summary = summarize(rows)
-    options.json.write_text(json.dumps({"rows": rows, "summary": summary}, indent=1) + "\n")
+    output.write_text(json.dumps({"rows": rows, "summary": summary}, indent=1) + "\n")
     print(json.dumps(summary))
 
 

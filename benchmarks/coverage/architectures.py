@@ -1,7 +1,9 @@
 """The architectures of the benchmark, with random weights and small configurations; nothing is downloaded."""
 
+import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -194,6 +196,17 @@ def architectures() -> list[Architecture]:
     return from_timm + [
         Architecture(f"hf:{name}", _hf(name), _INPUTS[_TRANSFORMERS[name][1]]) for name in _TRANSFORMERS
     ]
+
+
+def asked(prog: str, doc: str | None) -> tuple[list[Architecture], Path]:
+    """Read the command line of a benchmark over architectures; returns which ones, and where rows and summary go."""
+    parser = argparse.ArgumentParser(prog=prog, description=doc)
+    parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
+    parser.add_argument("--quick", action="store_true", help=f"only {len(QUICK)} architectures")
+    parser.add_argument("--only", default="", help="only architectures whose name contains this")
+    options = parser.parse_args()
+    chosen = [a for a in architectures() if options.only in a.name and (not options.quick or a.name in QUICK)]
+    return chosen, options.json
 
 
 def _timm(name: str) -> Callable[[], nn.Module]:

@@ -5,11 +5,9 @@ same microbatches. The model is in training mode with every dropout at zero, sin
 the loss is how far everything that the model returns is from one, as the mean of squares.
 """
 
-import argparse
 import json
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from benchmarks.coverage import ours
-from benchmarks.coverage.architectures import QUICK, Architecture, architectures
+from benchmarks.coverage.architectures import Architecture, asked
 from penstock.train.captured import Captured
 from tests.trainers import by_hand, errors, train
 
@@ -27,19 +25,14 @@ _CLOSE = 1e-5
 
 def main() -> None:
     """Train every architecture for a step, write the rows and the summary."""
-    parser = argparse.ArgumentParser(prog="benchmarks.coverage.training", description=__doc__)
-    parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
-    parser.add_argument("--quick", action="store_true", help=f"only {len(QUICK)} architectures")
-    parser.add_argument("--only", default="", help="only architectures whose name contains this")
-    options = parser.parse_args()
+    chosen, output = asked("benchmarks.coverage.training", __doc__)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    chosen = [a for a in architectures() if options.only in a.name and (not options.quick or a.name in QUICK)]
     rows = []
     for architecture in chosen:
         rows.append(measure(architecture))
         print(json.dumps(rows[-1]), flush=True)
-        options.json.write_text(json.dumps({"rows": rows, "summary": summarize(rows)}, indent=1) + "\n")
+        output.write_text(json.dumps({"rows": rows, "summary": summarize(rows)}, indent=1) + "\n")
     print(json.dumps(summarize(rows)))
 
 

@@ -69,7 +69,6 @@ def daemons(folder: Path, *, board: bool) -> Iterator[None]:
     if board:
         root = root_folder(BOARD) or sys.exit("this machine is such a board itself; leave --board out")
         (root / "run/sshd").mkdir(parents=True, exist_ok=True)
-        # its own certificates and names, since packages are installed there
         commands[-1][0] = "/usr/sbin/sshd"
         commands[-1] = ["unshare", "--mount", *inside(root, commands[-1])]
     started = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]

@@ -98,6 +98,13 @@ class SlurmNodes:
                     found += [process] if job in {None, variables["SLURM_JOB_ID"]} else []
         return found
 
+    def waits(self, job: str) -> bool:
+        """Say whether a job waits, and no process tells Slurm any more how its last start ended.
+
+        What is told after the next start counts as that start's end.
+        """
+        return self.field(job) == "PENDING" and not self.processes(job) and not self._of_steps()
+
     def clear(self) -> None:
         """End all jobs, and have both nodes at work again."""
         self.run("scancel", "--user=root")

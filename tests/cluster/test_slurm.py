@@ -125,7 +125,7 @@ def test_a_training_is_stopped_requeued_and_resumed(nodes: SlurmNodes, tmp_path:
     assert nodes.processes(job)
 
     nodes.run("scontrol", "requeue", job)
-    until(lambda: nodes.field(job) == "PENDING" and not nodes.processes(job), JOB_S)
+    until(lambda: nodes.waits(job), JOB_S)
     before = step_of(run)
     assert before >= 2
 
@@ -139,7 +139,8 @@ def test_a_training_is_stopped_requeued_and_resumed(nodes: SlurmNodes, tmp_path:
         until(goes_on, 2 * JOB_S)
     except AssertionError:
         fields = [nodes.field(job, name) for name in ("JobState", "Reason", "Restarts", "StartTime", "EligibleTime")]
-        raise AssertionError(f"{fields} {before} {step_of(run)}\n{output(nodes, 'train')[-3000:]}") from None
+        log = (nodes.folder / "slurmctld.log").read_text()[-4000:]
+        raise AssertionError(f"{fields} {before} {step_of(run)}\n{output(nodes, 'train')[-3000:]}\n{log}") from None
     assert nodes.field(job, "Restarts") == "1"
 
     nodes.run("scancel", job)

@@ -7,10 +7,13 @@ import glob
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from penstock.errors import UsageError
 
 _BEING_MADE_S = 5.0  # in which a file that was made has been locked
 
@@ -72,6 +75,21 @@ def write_whole(path: Path, data: str | bytes) -> None:
         return
     with written_whole(target) as file:
         file.write(data)
+
+
+def read_private(path: Path, make: str) -> str:
+    """Read a file that its owner alone may read; `make` says how to make one.
+
+    Raises `UsageError` where others may, or it cannot be read.
+    """
+    try:
+        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"the key {path} cannot be read ({said}); {make}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise UsageError(f"a key is its owner's alone, but others may read {path}; chmod 600 {path}, or make another")
+    return text
 
 
 def flush(path: Path) -> None:

@@ -35,11 +35,11 @@ def test_the_tokens_of_transformers(name: str) -> None:
     while (step := lanes.next()) is not None:
         logits = split(
             ids=torch.tensor(step.ids), positions=torch.tensor(step.positions), rows=torch.tensor(step.rows),
-            last=torch.tensor([step.last]), places=torch.arange(step.room),
+            last=torch.tensor(step.last), places=torch.arange(step.room),
         )  # fmt: skip
         lanes.took(step)
         for row, sequence in step.sampled:
-            sequence.tokens.append(int(logits[row].argmax()))
+            sequence.tokens.append(int(logits[row, -1].argmax()))
             if len(sequence.tokens) == sequence.num_prompt + NEW:
                 lanes.release(sequence)
     for sequence in sequences:

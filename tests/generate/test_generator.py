@@ -1,5 +1,6 @@
 """`penstock.Generator`: the tokens of `model.generate`, the same bits in any company, and every way to end."""
 
+import asyncio
 import os
 import random
 import signal
@@ -79,6 +80,66 @@ def test_several_sequences_of_one_prompt(generator: Generator) -> None:
     assert found.shape == (3, 16)
     assert len({tuple(row.tolist()) for row in found}) > 1
     assert torch.equal(found[1:2], generator.generate(ids, do_sample=True, max_new_tokens=10, seed=2))
+
+
+def test_scores_of_a_prompt_are_those_of_the_model(model: Any, generator: Generator) -> None:
+    for prompt in prompts(1, 8, 21, 70):
+        request = generator.submit(prompt, max_new_tokens=2, score_prompt=True, num_likeliest=3)
+        assert request.result() == expected(model, prompt, max_new_tokens=2, do_sample=False)
+        with torch.no_grad():
+            logprobs = model(torch.tensor([[*prompt, *request.tokens]])).logits[0].log_softmax(-1)
+        assert request.prompt_logprobs[0] is None
+        wanted = [float(logprobs[index, token]) for index, token in enumerate(prompt[1:])]
+        assert request.prompt_logprobs[1:] == pytest.approx(wanted, abs=1e-4)
+        for index, pairs in enumerate(request.prompt_likeliest[1:]):
+            assert [token for token, _ in pairs] == logprobs[index].topk(3).indices.tolist()
+        assert [pairs[0] for pairs in request.likeliest] == list(zip(request.tokens, request.logprobs, strict=True))
+
+
+def test_penalties_and_biases(generator: Generator) -> None:
+    prompt = prompts(6)[0]
+    plain = generator.submit(prompt, max_new_tokens=20).result()
+    assert len(set(plain)) < 20  # it repeats itself
+    other = generator.submit(prompt, max_new_tokens=20, frequency_penalty=2.0, presence_penalty=100.0).result()
+    assert other[0] == plain[0]
+    assert len(set(other)) == 20
+    # the prompt does not count
+    for token in (plain[0], other[3]):
+        found = generator.submit(prompt, max_new_tokens=5, logit_bias={token: 1e4}).result()
+        assert found == [token] * 5
+    seen: list[list[int]] = []
+
+    def never(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(tokens[0].tolist())
+        return scores.index_fill(1, torch.tensor([plain[0]]), -torch.inf)
+
+    found = generator.submit(prompt, max_new_tokens=4, logits_processor=[never]).result()
+    assert plain[0] not in found
+    assert seen == [prompt + found[:count] for count in range(4)]
+    with pytest.raises(UsageError, match="120"):
+        generator.submit(prompt, logit_bias={120: 1.0})
+
+
+def test_from_asyncio(model: Any, generator: Generator) -> None:
+    given = prompts(*range(2, 14))
+
+    async def ask(prompt: list[int]) -> list[int]:
+        return [token async for token in generator.submit(prompt, max_new_tokens=8)]
+
+    async def leave() -> None:
+        request = generator.submit(given[0], max_new_tokens=100)
+        async for _ in request:
+            break
+        request.cancel()
+
+    async def together() -> list[list[int]]:
+        await leave()
+        return await asyncio.gather(*map(ask, given))
+
+    found = asyncio.run(together())
+    assert found == [expected(model, prompt, max_new_tokens=8, do_sample=False) for prompt in given]
+    # who has left with its loop is not called any more
+    assert generator.submit(given[0], max_new_tokens=3).result() == found[0][:3]
 
 
 def test_from_many_threads(model: Any, generator: Generator) -> None:
@@ -166,7 +227,7 @@ def test_a_worker_that_is_killed_ends_all_requests(model: Any) -> None:
     made = Generator(model, stages=2, slots=2, max_length=128)
     requests = [made.submit(prompt, max_new_tokens=100) for prompt in prompts(5, 6, 7, 8, 9, 10, 11)]
     next(iter(requests[0]))
-    workers = made._pipeline.world.workers
+    workers = made.pipeline.world.workers
     assert workers is not None
     os.kill(workers.pids[1], signal.SIGKILL)
     begin = time.perf_counter()
@@ -188,7 +249,7 @@ def test_devices_that_are_lost_change_no_bit(model: Any, stages: int) -> None:
         wanted = [(request.result(), request.logprobs) for request in alone]
     with Generator(model, stages=stages, slots=3, max_length=128, on_loss="continue") as made:
         requests = [made.submit(prompt, seed=index, **settings) for index, prompt in enumerate(given)]
-        workers = made._pipeline.world.workers
+        workers = made.pipeline.world.workers
         assert workers is not None
         for lost in range(stages // 2):
             for _ in range(5):

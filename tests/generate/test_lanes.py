@@ -20,7 +20,7 @@ def follow(step: Step, seen: dict[int, dict[int, int]]) -> None:
     for row, sequence in step.sampled:
         assert step.rows[row] == sequence.slot
         assert sequence.fed == len(sequence.tokens)
-        last = step.positions[row][step.last]
+        last = step.positions[row][step.last[-1]]
         assert last == sequence.fed - 1
         assert last < step.room
         # all that it attends to are its own tokens
@@ -30,21 +30,22 @@ def follow(step: Step, seen: dict[int, dict[int, int]]) -> None:
 
 @settings(deadline=None)
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=12),
+    lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9), st.booleans()), min_size=1, max_size=12),
     num_lanes=st.integers(1, 3), slots=st.integers(1, 3), depth=st.integers(1, 6), seed=st.integers(0, 2**16),
 )  # fmt: skip
 def test_every_sequence_is_continued_to_its_end(
-    lengths: list[tuple[int, int]], num_lanes: int, slots: int, depth: int, seed: int
+    lengths: list[tuple[int, int, bool]], num_lanes: int, slots: int, depth: int, seed: int
 ) -> None:
     choose = random.Random(seed)
     lanes = Lanes(num_lanes=num_lanes, num_used=max(1, num_lanes - 1), slots=slots)
     waiting = deque(
-        (SequenceState([choose.randrange(1, 99) for _ in range(prompt)], prompt), prompt + new)
-        for prompt, new in lengths
+        (SequenceState([choose.randrange(1, 99) for _ in range(prompt)], prompt, scored=scored), prompt + new)
+        for prompt, new, scored in lengths
     )
     most = {id(sequence): length for sequence, length in waiting}
     everything = [sequence for sequence, _ in waiting]
     seen: dict[int, dict[int, int]] = {}
+    scored: dict[int, set[int]] = {id(sequence): set() for sequence in everything if sequence.scored}
     in_flight: deque[Step] = deque()
     stepping: set[int] = set()
     for _ in range(5000):
@@ -62,6 +63,8 @@ def test_every_sequence_is_continued_to_its_end(
             done = in_flight.popleft()
             stepping.discard(done.lane)
             lanes.took(done)
+            if done.scored is not None:
+                scored[id(done.scored)].update(done.positions[0][index] for index in done.last)
             for _, sequence in done.sampled:
                 sequence.tokens.append(choose.randrange(1, 99))
                 if len(sequence.tokens) == most[id(sequence)]:
@@ -74,6 +77,8 @@ def test_every_sequence_is_continued_to_its_end(
         if not waiting and not in_flight and not list(lanes.sequences):
             break
     assert [len(sequence.tokens) for sequence in everything] == list(most.values())
+    # every token of a prompt whose log-probabilities are wanted had its logits looked at
+    assert all(scored[id(each)] == set(range(each.num_prompt)) for each in everything if each.scored)
 
 
 def test_chunks_and_steps_alternate() -> None:

@@ -1,7 +1,6 @@
 """The page in a real browser: it draws, it tells of microbatches, and it asks nobody for anything."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ import pytest
 from penstock.report.comparison import write_comparison
 from penstock.report.run_report import Report, write_report
 from penstock.tracing.trace import Run, write_run
+from tests.browsers import browser_session
 from tests.report.samples import streamed
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +38,8 @@ def test_files_and_tables(made: tuple[Path, Report]) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if CHROMIUM is None or DRIVER is None:
-        pytest.skip("no browser here: install chromium and chromedriver")
-    webdriver = pytest.importorskip("selenium.webdriver")
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
-                     "--window-size=1200,900"):  # fmt: skip
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(60)
-    yield driver
-    driver.quit()
+    with browser_session() as driver:
+        yield driver
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def ends_with(arguments: Sequence[str]) -> EndTogether:
     if verb == "train":
         survives = asked not in {None, "stop"}
     else:
-        survives = verb in {"chat", "generate", "infer"} and asked != "stop" and "--trace" not in arguments
+        survives = verb in {"chat", "generate", "infer", "serve"} and asked != "stop" and "--trace" not in arguments
     return "first" if survives else True
 
 

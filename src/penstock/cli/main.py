@@ -26,6 +26,7 @@ _HELP = {
     "infer": "Classify images through a pipeline.",
     "generate": "Answer prompts with a language model.",
     "chat": "Talk to a language model.",
+    "serve": "Answer over HTTP, as OpenAI's protocol has it.",
     "train": "Train or fine-tune: stages, replicas, both.",
     "bench": "Measure a model serially and as pipelines.",
     "plan": "Choose how to run a model on a cluster.",
@@ -101,7 +102,7 @@ app = typer.Typer(
     cls=_Verbs, no_args_is_help=True, help="Run one PyTorch model across the machines you have.",
     **_PLAIN | {"add_completion": True},
 )  # fmt: skip
-_ON_CLUSTERS = {"bench", "chat", "generate", "infer", "train"}  # in a lab, `train` starts its processes itself
+_ON_CLUSTERS = {"bench", "chat", "generate", "infer", "serve", "train"}  # in a lab, `train` starts its processes itself
 
 
 def _print_version(wanted: bool) -> None:

@@ -55,6 +55,7 @@ class Deployment:
     ) -> None:  # fmt: skip
         self.world = world
         self.symbols = programs[0].items[0].symbols
+        self.stage_bytes = [sum(program.state_bytes() for program in each.items) for each in programs]
         places = [
             each if isinstance(each, RoundRobin) else RoundRobin([each])
             for each in ranks or check_world(world, len(programs))

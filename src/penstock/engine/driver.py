@@ -4,7 +4,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -34,6 +34,7 @@ class Driver:
         self._receiver = place.channels.receivers[FEEDER_STAGE, ACTIVATIONS]
         self._finished = self._ended = False
         self._results: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        self._heard: Callable[[], object] | None = None
         targets = {"results": self._receive}
         if isinstance(self._sender, LocalChannel):
             self._entry = self._sender  # the first stage is in this process: nothing blocks for good
@@ -55,6 +56,15 @@ class Driver:
     def has_result(self) -> bool:
         """Return whether a result waits to be taken."""
         return not self._results.empty()
+
+    def listen(self, heard: Callable[[], object]) -> None:
+        """Have a function called after each result that has come, in another thread."""
+        self._heard = heard
+
+    def check(self) -> None:
+        """Raise what keeps results from coming, for whoever waits for them elsewhere than in `take`."""
+        self._check()
+        self._check_stall()
 
     def feed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
         """Hand over a microbatch, waiting while the first stage has enough."""
@@ -190,6 +200,8 @@ class Driver:
                     self._receiver.release()
                 self._place.counters.taken[ACTIVATIONS] += 1 if kept.kind == DATA else self._receiver.width
                 self._results.put(kept)
+                if self._heard is not None:
+                    self._heard()
                 if kept.kind != DATA:
                     return
         except Exception as error:

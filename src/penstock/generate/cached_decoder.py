@@ -12,14 +12,15 @@ from penstock.graph.caches import add_cache
 from penstock.graph.capture import fake_parameters
 from penstock.zoo.optional import optional_import
 
-BLOCK = 64  # room grows by so many positions: attention over masked room has equal bits for multiples of it
+BLOCK = 64  # room grows in blocks: attention over masked room has equal bits for multiples of this size
+WANTED = 8  # the most indices of a call whose logits are wanted
 
 
 class CachedDecoder(nn.Module):
     """Continues several sequences at once, each in a slot of its own.
 
     A call runs the tokens `ids` [B, S] at `positions` [B, S] of the sequences in the slots `rows` [B], and returns the
-    logits [B, V] of the token at the index `last` [1] of each. Keys and values are written where the positions say and
+    logits [B, K, V] of the tokens at the indices `last` [K] of each. Keys and values are written at the positions and
     read at `places` [T], which is `arange` over the room that is looked at; what is written beyond a sequence's own
     tokens is never seen, and later written over.
 
@@ -53,7 +54,7 @@ class CachedDecoder(nn.Module):
             **({"logits_to_keep": last} if self._selects else {}),
         )  # fmt: skip
         logits: Tensor = output.logits if self._selects else output.logits.index_select(1, last)
-        return logits[:, 0]
+        return logits
 
     def _masks(self, positions: Tensor, places: Tensor) -> Any:
         """Return who sees what: every token all that are not after it, or the last ones of a window."""
@@ -72,17 +73,21 @@ class CachedDecoder(nn.Module):
         hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype)
         return torch.where(seen, torch.zeros((), dtype=dtype), hidden)
 
-    def example(self, rows: int, chunk: int) -> dict[str, Tensor]:
-        """Return the inputs of the largest call: so many sequences, a chunk of a prompt, all of the room."""
+    def example(self, rows: int, chunk: int, wanted: int = WANTED) -> dict[str, Tensor]:
+        """Return the inputs of the largest call: `rows` sequences, `chunk` tokens each, all of the room."""
         return {
             "ids": torch.zeros(rows, chunk, dtype=torch.int64),
             "positions": torch.arange(chunk).expand(rows, chunk).contiguous(),
-            "rows": torch.arange(rows), "last": torch.zeros(1, dtype=torch.int64), "places": torch.arange(self.length),
+            "rows": torch.arange(rows), "last": torch.arange(wanted), "places": torch.arange(self.length),
         }  # fmt: skip
 
 
 # which inputs' dimensions may have other sizes than the example's
-DYNAMIC: Mapping[str, Mapping[str | int, int]] = {"step": {"ids": 1, "positions": 1}, "room": {"places": 0}}
+DYNAMIC: Mapping[str, Mapping[str | int, int]] = {
+    "step": {"ids": 1, "positions": 1},
+    "room": {"places": 0},
+    "wanted": {"last": 0},
+}
 
 
 def _check(model: Any) -> None:

@@ -1,7 +1,7 @@
 """`penstock.Generator`: a language model in stages that answers many requests at a time."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,17 @@ from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
 from penstock.generate.lanes import CHUNKS, Lanes
 from penstock.generate.loop import GenerationLoop
 from penstock.generate.request import Request
-from penstock.generate.sampling import Sampler, ends_of, read_config
+from penstock.generate.sampling import LogitBias, Penalties, Processor, Sampler, ends_of, read_config, stops_of
+from penstock.generate.text import TextDecoder
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.runtime.registry import parse_runtime
 from penstock.stream.streaming_pipeline import StreamingPipeline
+from penstock.stream.survival import StreamChange
+from penstock.terminal.live import StageState
 from penstock.zoo.weights.weights import ModuleWeights, PrefixedWeights, Weights
 
-_NEW_TOKENS = 20  # transformers' own, where nothing is said
+_NEW_TOKENS = 20  # transformers' default
 
 
 class Generator:
@@ -57,7 +60,7 @@ class Generator:
         self.model: Any = model
         self._weights = weights
         self.tokenizer = tokenizer
-        self._max_length = max_length
+        self.max_length = max_length
         count = len(cuts) + 1 if cuts is not None else stages or _num_devices(world)
         num_lanes = lanes or (count + 1 if count > 1 else 1)
         self._num_slots = slots * num_lanes
@@ -65,26 +68,26 @@ class Generator:
         if model is not None:
             if weights is None and any(parameter.is_meta for parameter in model.parameters()):
                 raise UsageError("the model's parameters have no values; load it with from_pretrained, or give weights")
-            self._vocabulary = int(model.config.get_text_config().vocab_size)
+            self.vocabulary = int(model.config.get_text_config().vocab_size)
             decoder = CachedDecoder(model, slots=self._num_slots, length=max_length).eval()
             call = ModelCall(
                 model=decoder, kwargs=decoder.example(slots, CHUNKS[-1]), dynamic=DYNAMIC,
                 weights=None if weights is None else PrefixedWeights(weights, "model."),
             )  # fmt: skip
-        self._pipeline = StreamingPipeline(
+        self.pipeline = StreamingPipeline(
             call, CutOptions(stages=count, policy=policy, cuts=cuts),
             RunOptions(threads=threads, runtime=parse_runtime(runtime), survival=SurvivalOptions(on_loss=on_loss)),
             world, owns_world=world is None,
         )  # fmt: skip
         self._loop: GenerationLoop | None = None
-        if self._pipeline.feeds:
+        if self.pipeline.feeds:
             self._loop = GenerationLoop(
-                self._pipeline, Lanes(num_lanes=num_lanes, num_used=min(count, num_lanes), slots=slots)
+                self.pipeline, Lanes(num_lanes=num_lanes, num_used=min(count, num_lanes), slots=slots)
             )
 
     @property
     def weights(self) -> Weights:
-        """Return where the model's tensors are read from."""
+        """The source of the model's tensors."""
         return self._weights if self._weights is not None else ModuleWeights(self.model)
 
     @property
@@ -93,16 +96,36 @@ class Generator:
         return self._num_slots
 
     @property
+    def failure(self) -> BaseException | None:
+        """The error that ended all requests, if any."""
+        return self._loop.failure if self._loop is not None else None
+
+    def stage_states(self) -> list[StageState]:
+        """Return each stage's progress at its last heartbeat, sent once a second."""
+        return self.pipeline.deployment.stage_states()
+
+    @property
+    def changes(self) -> Sequence[StreamChange]:
+        """Placement changes after losses."""
+        return self.pipeline.changes
+
+    @property
     def generates(self) -> bool:
         """Return whether this process generates; the others of a run hold stages."""
         return self._loop is not None
 
     def submit(
-        self, prompt: Sequence[int] | str, *, generation_config: Any = None, seed: int | None = None, **changes: Any
-    ) -> Request:
+        self, prompt: Sequence[int] | str, *, generation_config: Any = None, seed: int | None = None,
+        presence_penalty: float = 0.0, frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None,
+        logits_processor: Sequence[Processor] = (), num_likeliest: int = 0, score_prompt: bool = False, **changes: Any,
+    ) -> Request:  # fmt: skip
         """Hand in a request, from any thread; its tokens come while it is in flight.
 
-        `prompt` is text or tokens. Raises `UsageError` for what cannot be generated.
+        `prompt` is text or tokens. The penalties are those of OpenAI's protocol: taken from the scores of tokens that
+        were generated before, once and for each time; `logit_bias` is added to the scores of tokens. `logits_processor`
+        are called in the generator's thread with tokens [1, L] and scores [1, V], and return scores. `num_likeliest`
+        asks for the likeliest tokens beside each one, `score_prompt` for the log-probabilities of the prompt's own
+        tokens. Other options are transformers' own. Raises `UsageError` for what cannot be generated.
 
         Example:
             for token in generator.submit([5, 7, 2], max_new_tokens=10):
@@ -112,16 +135,23 @@ class Generator:
             raise UsageError("this process holds a stage; generate in the first one")
         config = read_config(self.model, generation_config, changes)
         tokens = self._tokens(prompt)
-        vocabulary = self._vocabulary
+        vocabulary = self.vocabulary
         if not tokens or not all(0 <= token < vocabulary for token in tokens):
             raise UsageError(f"a prompt is tokens from 0 to {vocabulary - 1}, at least one; got {tokens[:8]}")
         most = self._most_tokens(len(tokens), config)
         if config.stop_strings and self.tokenizer is None:
             raise UsageError("stop_strings are looked for in text; give the generator a tokenizer")
+        processors: list[Processor] = []
+        if presence_penalty or frequency_penalty:
+            processors.append(Penalties(len(tokens), presence=presence_penalty, frequency=frequency_penalty))
+        if logit_bias:
+            if wrong := [token for token in logit_bias if not 0 <= token < vocabulary]:
+                raise UsageError(f"logit_bias is of tokens from 0 to {vocabulary - 1}; got {wrong[0]}")
+            processors.append(LogitBias(logit_bias))
+        sampler = Sampler(config, num_prompt=len(tokens), seed=seed, processors=[*processors, *logits_processor])
         request = Request(
-            tokens, most, Sampler(config, num_prompt=len(tokens), seed=seed), config,
-            self.tokenizer if config.stop_strings else None,
-        )  # fmt: skip
+            tokens, most, sampler, config, tokenizer=self.tokenizer, num_likeliest=num_likeliest, scored=score_prompt
+        )
         self._loop.take(request)
         return request
 
@@ -159,7 +189,7 @@ class Generator:
                 streamer.end()
             answers = [request.result() for request in requests]
         finally:
-            for request in requests:  # where one could not be taken, or the caller is interrupted
+            for request in requests:  # if one was refused, or the caller was interrupted
                 request.cancel()
         fill = config.pad_token_id if config.pad_token_id is not None else next(iter(ends_of(config)), 0)
         longest = max(map(len, answers))
@@ -167,25 +197,26 @@ class Generator:
         return torch.cat([prompts, filled.to(prompts)], 1)
 
     def stream(self, prompt: Sequence[int] | str, **kwargs: Any) -> Iterator[str]:
-        """Yield the answer's text as it comes; `kwargs` are those of `submit`. Needs a tokenizer."""
+        """Yield the answer's text as it comes, up to a stop string; `kwargs` are those of `submit`.
+
+        Raises `UsageError` without a tokenizer, and what `submit` raises.
+        """
         if self.tokenizer is None:
             raise UsageError("text needs a tokenizer; give the generator one, or use submit for tokens")
         if not {"max_new_tokens", "max_length", "generation_config"} & kwargs.keys():
-            kwargs["max_length"] = self._max_length
+            kwargs["max_length"] = self.max_length
+        config = read_config(self.model, kwargs.get("generation_config"), {})
+        stops = kwargs.get("stop_strings") or stops_of(config)
         request = self.submit(prompt, **kwargs)
-        return self._texts(request)
+        return self._texts(request, TextDecoder(self.tokenizer, [stops] if isinstance(stops, str) else stops))
 
-    def _texts(self, request: Request) -> Iterator[str]:
-        given = ""
-        tokens: list[int] = []
+    def _texts(self, request: Request, decoder: TextDecoder) -> Iterator[str]:
         try:
             for token in request:
-                tokens.append(token)
-                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-                if not text.endswith("\ufffd"):  # the rest of a character is in the next token
-                    yield text[len(given) :]
-                    given = text
-            yield self.tokenizer.decode(tokens, skip_special_tokens=True)[len(given) :]
+                if text := decoder.add(token):
+                    yield text
+            if text := decoder.end():
+                yield text
         finally:
             request.cancel()
 
@@ -193,7 +224,7 @@ class Generator:
         """Finish what is in flight, refuse what waits, and end the stages."""
         if self._loop is not None:
             self._loop.end()
-        self._pipeline.close()
+        self.pipeline.close()
 
     def __enter__(self) -> "Generator":
         return self
@@ -204,7 +235,7 @@ class Generator:
             return
         if self._loop is not None:
             self._loop.fail(RunError(f"the generator was closed by an error: {error}"))
-        self._pipeline.end(error)
+        self.pipeline.end(error)
         if self._loop is not None:
             self._loop.end()
 
@@ -216,19 +247,19 @@ class Generator:
         return list(self.tokenizer(prompt)["input_ids"])
 
     def _most_tokens(self, num_prompt: int, config: Any) -> int:
-        """Return how many tokens may be generated; raises `UsageError` where they do not fit."""
+        """Return the limit on new tokens; raises `UsageError` if they do not fit."""
         if config.max_new_tokens is not None:
             most = int(config.max_new_tokens)
         else:
             most = _NEW_TOKENS if config.max_length is None else int(config.max_length) - num_prompt
         if most < 1:
             raise UsageError(
-                f"there is nothing to generate after {num_prompt} tokens with max_length={config.max_length}, "
+                f"no tokens to generate after {num_prompt} tokens with max_length={config.max_length}, "
                 f"max_new_tokens={config.max_new_tokens}; give max_new_tokens=20"
             )
-        if num_prompt + most > self._max_length:
+        if num_prompt + most > self.max_length:
             raise UsageError(
-                f"a sequence of this generator has at most {self._max_length} tokens, but {num_prompt} of a prompt and "
+                f"a sequence of this generator has at most {self.max_length} tokens, but {num_prompt} of a prompt and "
                 f"{most} new ones were asked for; make it with max_length={num_prompt + most}, or ask for fewer"
             )
         return most

@@ -19,6 +19,7 @@ class SequenceState:
     slot: int = -1
     fed: int = 0  # tokens whose keys and values the stages have, or will have
     waits: bool = False  # for the token after those
+    scored: bool = False  # the logits of all tokens of the prompt are wanted
 
 
 @dataclass(slots=True)
@@ -28,8 +29,9 @@ class Step:
     rows: list[int]  # the slots
     ids: list[list[int]]
     positions: list[list[int]]
-    last: int
+    last: list[int]  # the indices whose logits are wanted
     room: int
+    scored: SequenceState | None = None
     sampled: list[tuple[int, SequenceState]] = field(default_factory=list)  # row of the batch, sequence
     lane: int = -1  # whose step this is; none of a chunk
 
@@ -66,7 +68,7 @@ class Lanes:
         return [sequence for sequence in self._in_slots if sequence is not None]
 
     def admit(self, sequence: SequenceState) -> None:
-        """Give a sequence a slot of the emptiest lane, of the first ones if they have any."""
+        """Assign a slot in the emptiest lane, preferring the lanes in use."""
         lanes = [self._in_slots[at : at + self._slots] for at in range(0, len(self._in_slots), self._slots)]
         first = [number for number in range(self._num_used) if None in lanes[number]]
         lane = max(first or range(len(lanes)), key=lambda number: (lanes[number].count(None), -number))
@@ -79,7 +81,7 @@ class Lanes:
         sequence.slot = -1
 
     def next(self) -> Step | None:
-        """Return the next microbatch, and take it for fed; None while all wait for results.
+        """Return the next microbatch and mark it as fed; None while all sequences wait for results.
 
         Chunks and steps alternate where there are both.
         """
@@ -103,13 +105,15 @@ class Lanes:
     def _next_chunk(self) -> Step | None:
         for sequence in self.sequences:
             if sequence.fed < sequence.num_prompt:
-                part = sequence.tokens[sequence.fed : min(sequence.fed + CHUNKS[-1], sequence.num_prompt)]
-                size = next(size for size in CHUNKS if size >= len(part))
+                chunks = CHUNKS[:1] if sequence.scored else CHUNKS
+                part = sequence.tokens[sequence.fed : min(sequence.fed + chunks[-1], sequence.num_prompt)]
+                size = next(size for size in chunks if size >= len(part))
                 begin, sequence.fed = sequence.fed, sequence.fed + len(part)
                 step = Step(
                     rows=[sequence.slot], ids=[part + [0] * (size - len(part))],
-                    positions=[list(range(begin, begin + size))], last=len(part) - 1,
-                    room=_room(begin + size),
+                    positions=[list(range(begin, begin + size))], room=_room(begin + size),
+                    last=list(range(len(part))) if sequence.scored else [len(part) - 1],
+                    scored=sequence if sequence.scored else None,
                 )  # fmt: skip
                 if sequence.fed == len(sequence.tokens):
                     sequence.waits = True
@@ -127,7 +131,7 @@ class Lanes:
         return None
 
     def _step(self, lane: int, own: Sequence[SequenceState | None]) -> Step:
-        step = Step(rows=[], ids=[], positions=[], last=0, room=0, lane=lane)
+        step = Step(rows=[], ids=[], positions=[], last=[0], room=0, lane=lane)
         for row, sequence in enumerate(own):
             step.rows.append(lane * self._slots + row)
             step.positions.append([sequence.fed if sequence is not None else 0])
@@ -144,7 +148,7 @@ class Lanes:
 
 
 def _is_ready(sequence: SequenceState | None) -> bool:
-    """Return whether a sequence has a token after its prompt that is known and has not been fed."""
+    """Return whether a sequence has a generated token that was not fed yet."""
     return sequence is not None and not sequence.waits and sequence.num_prompt <= sequence.fed < len(sequence.tokens)
 
 

@@ -47,15 +47,20 @@ class GenerationLoop:
             self._waiting.append(request)
             self._condition.notify_all()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended all requests, if any."""
+        return self._failure
+
     def end(self) -> None:
         """Finish what is in flight, refuse what waits, and wait for the thread."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        self._thread.join()  # each wait of its own has a deadline
+        self._thread.join()  # every wait in the thread has a deadline
 
     def fail(self, error: BaseException) -> None:
-        """End every request with an error; the first error is the one that later requests hear of."""
+        """Fail every request; later ones raise the first error."""
         with self._condition:
             self._failure = self._failure or error
             ended = [*self._requests.values(), *self._waiting]
@@ -70,7 +75,7 @@ class GenerationLoop:
         return self._pipeline.deployment.deployments[0]
 
     def _run(self, driver: Driver) -> None:
-        """Generate until the loop is ended; over a loss, where the stages outlive one."""
+        """Generate until `end`; recover from losses if the stages survive them."""
         try:
             while True:
                 try:
@@ -83,7 +88,7 @@ class GenerationLoop:
                     stages.recover(error, len(self._requests))
                     self._lanes.begin_again()
                     driver = open_stream(self._deployment.place)
-        except Exception as error:  # whoever waits for a token gets it
+        except Exception as error:  # raised to the callers by their requests
             self.fail(error)
             self._deployment.abandon()
 
@@ -104,7 +109,7 @@ class GenerationLoop:
         finish_stream(place)
 
     def _goes_on(self, in_flight: Sequence[object]) -> bool:
-        """Admit requests, and wait for one while there is nothing to do; False once all is done."""
+        """Admit requests and wait for one when idle; return False once ended and drained."""
         with self._condition:
             while True:
                 for sequence, request in list(self._requests.items()):
@@ -115,7 +120,7 @@ class GenerationLoop:
                     if request.cancelled:
                         request.finish("cancelled")
                         continue
-                    sequence = SequenceState(list(request.prompt), len(request.prompt))
+                    sequence = SequenceState(list(request.prompt), len(request.prompt), scored=request.scored)
                     self._lanes.admit(sequence)
                     self._requests[sequence] = request
                 while self._closing and self._waiting:
@@ -131,7 +136,7 @@ class GenerationLoop:
             self._pipeline.graph, (),
             {
                 "ids": torch.tensor(step.ids), "positions": torch.tensor(step.positions),
-                "rows": torch.tensor(step.rows), "last": torch.tensor([step.last]), "places": torch.arange(step.room),
+                "rows": torch.tensor(step.rows), "last": torch.tensor(step.last), "places": torch.arange(step.room),
             },
         )  # fmt: skip
         driver.feed(tensors, [sizes[symbol] for symbol in self._deployment.symbols])
@@ -140,19 +145,23 @@ class GenerationLoop:
     def _sample(self, step: Step, logits: Tensor) -> None:
         """Choose the next token of every row that is waited for."""
         self._lanes.took(step)
+        if step.scored is not None and (scored := self._requests.get(step.scored)) is not None:
+            for index, position in enumerate(step.positions[0][: len(step.last)]):
+                if position + 1 < step.scored.num_prompt:
+                    scored.score(position + 1, logits[0, index])
         for row, sequence in step.sampled:
             request = self._requests[sequence]
             if request.cancelled:
                 self._release(sequence).finish("cancelled")
                 continue
             try:
-                token, logprob = request.sample(sequence.tokens, logits[row])
-            except Exception as error:  # one request's own: the others go on
+                reason = request.take(sequence.tokens, logits[row, -1])
+            except Exception as error:  # fails this request only
                 failed = error if isinstance(error, PenstockError) else RunError(f"sampling failed: {error}")
                 self._release(sequence).fail(failed)
                 continue
-            sequence.tokens.append(token)
-            if (reason := request.add(token, logprob)) is not None:
+            sequence.tokens.append(request.tokens[-1])
+            if reason is not None:
                 self._release(sequence).finish(reason)
 
     def _release(self, sequence: SequenceState) -> Request:

@@ -1,76 +1,144 @@
 """A request: its tokens as they come, and how it ended."""
 
+import asyncio
+import contextlib
 import queue
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from penstock.errors import RunError
-from penstock.generate.sampling import Sampler, ends_of
+from penstock.generate.sampling import Sampler, ends_of, likeliest, stops_of
+from penstock.generate.text import TextDecoder
 
 
 class Request:
     """One prompt and its answer, in flight or done; made by `Generator.submit`.
 
-    Iterating gives the tokens as they come, `result` all of them. `finish_reason` says why it ended: "stop" (an end
-    token, or a stop string), "length" or "cancelled"; None while it is in flight.
+    Iterating gives the tokens as they come, `async for` too, `result` all of them. `finish_reason` says why it ended:
+    "stop" (an end token, or a stop string), "length" or "cancelled"; None while it is in flight. `logprobs` has a
+    number for each token, `likeliest` as many pairs of a token and its log-probability as were asked for. Where the
+    prompt's own were asked for, `prompt_logprobs` has a number for each of its tokens but the first, for which it has
+    None, and `prompt_likeliest` the pairs.
 
     Example:
         request = generator.submit([5, 7, 2], max_new_tokens=10)
         request.result(), request.logprobs, request.finish_reason
     """
 
-    def __init__(self, prompt: Sequence[int], most: int, sampler: Sampler, config: Any, tokenizer: Any = None) -> None:
+    def __init__(
+        self, prompt: Sequence[int], most: int, sampler: Sampler, config: Any, *, tokenizer: Any = None,
+        num_likeliest: int = 0, scored: bool = False,
+    ) -> None:  # fmt: skip
         self.prompt = tuple(prompt)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.likeliest: list[list[tuple[int, float]]] = []
+        self.scored = scored
+        self.prompt_logprobs: list[float | None] = [None] * len(prompt) if scored else []
+        self.prompt_likeliest: list[list[tuple[int, float]]] = [[] for _ in self.prompt_logprobs]
         self.finish_reason: str | None = None
         self.cancelled = False
-        self._most, self._ends = most, frozenset(ends_of(config))
-        self._stops = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings or ())
-        self._tokenizer = tokenizer
+        self._most, self._num_likeliest = most, num_likeliest
+        stops = stops_of(config)
+        # special tokens are not part of the decoded text
+        special = tokenizer.all_special_tokens if stops else ()
+        self._ends = {*ends_of(config), *(tokenizer.convert_tokens_to_ids(stop) for stop in stops if stop in special)}
+        self._text = TextDecoder(tokenizer, stops) if stops else None
         self._error: BaseException | None = None
         self._news: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._listener: Callable[[], object] | None = None
+        self._lock = threading.Lock()  # a listener may be set while tokens arrive
         self.sample = sampler
 
     def __iter__(self) -> Iterator[int]:
-        """Yield tokens as they come; raises what went wrong, after those that came before."""
+        """Yield tokens as they are generated; raises the request's error after them."""
         while (token := self._news.get()) is not None:
             yield token
-        self._news.put(None)  # for whoever looks again
-        if self._error is not None:
-            raise self._error if isinstance(self._error, RunError) else RunError(str(self._error)) from self._error
+        self._news.put(None)  # for a second iteration
+        self._raise()
+
+    async def __aiter__(self) -> AsyncGenerator[int, None]:
+        """Yield tokens as they are generated, without a waiting thread."""
+        loop, came = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
+                loop.call_soon_threadsafe(came.set)
+
+        self.listen(wake)
+        given = 0
+        while True:
+            await came.wait()
+            came.clear()
+            ended = self.finish_reason is not None  # read before the tokens: none follows the end
+            while given < len(self.tokens):
+                yield self.tokens[given]
+                given += 1
+            if ended:
+                break
+        self._raise()
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call `listener` now, after each token and at the end, in the generator's thread."""
+        with self._lock:
+            self._listener = listener
+        self._tell()
 
     def result(self) -> list[int]:
-        """Wait for the end, and return all tokens; raises what went wrong."""
+        """Wait for the end and return all tokens; raises the request's error."""
         for _ in self:
             pass
         return list(self.tokens)
 
     def cancel(self) -> None:
-        """Have no more tokens generated: its slot is free after the step in flight."""
+        """Stop generation; the slot is released after the step in flight."""
         self.cancelled = True
 
     # called by the generator's thread
 
-    def add(self, token: int, logprob: float) -> str | None:
-        """Take a token; returns why it is the last one, if it is."""
-        self.tokens.append(token)
+    def take(self, before: Sequence[int], logits: Tensor) -> str | None:
+        """Sample the next token; returns the finish reason if it is the last one."""
+        token, logprob = self.sample(before, logits)
         self.logprobs.append(logprob)
+        if self._num_likeliest:
+            self.likeliest.append(likeliest(logits, self._num_likeliest))
+        self.tokens.append(token)
         self._news.put(token)
-        if token in self._ends or (self._stops and self._stopped()):
+        self._tell()
+        if token in self._ends or (self._text is not None and self._stops(self._text, token)):
             return "stop"
         return "length" if len(self.tokens) >= self._most else None
+
+    def score(self, index: int, logits: Tensor) -> None:
+        """Record the log-probability of a prompt token."""
+        self.prompt_logprobs[index] = float(logits.float().log_softmax(-1)[self.prompt[index]])
+        if self._num_likeliest:
+            self.prompt_likeliest[index] = likeliest(logits, self._num_likeliest)
 
     def finish(self, reason: str) -> None:
         """End it."""
         self.finish_reason = reason
         self._news.put(None)
+        self._tell()
 
     def fail(self, error: BaseException) -> None:
         """End it with an error."""
         self._error = error
         self.finish("failed")
 
-    def _stopped(self) -> bool:
-        text = self._tokenizer.decode(self.tokens)
-        return any(stop in text for stop in self._stops)
+    def _stops(self, text: TextDecoder, token: int) -> bool:
+        text.add(token)
+        return text.stopped
+
+    def _tell(self) -> None:
+        with self._lock:
+            listener = self._listener
+        if listener is not None:
+            listener()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error if isinstance(self._error, RunError) else RunError(str(self._error)) from self._error

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,20 +52,26 @@ def read_config(model: Any, config: Any, changes: dict[str, Any]) -> Any:
     return found
 
 
+Processor = Callable[[Tensor, Tensor], Tensor]
+
+
 class Sampler:
     """Chooses the next token of one sequence.
 
     Example:
         token, logprob = Sampler(config, num_prompt=4, seed=0)([5, 7, 2, 9], logits)
 
-    `seed` makes the sequence's random numbers its own; without one they come from torch's generator. The
-    log-probability is that of the model's own distribution, before anything is changed in it. Raises `RunError` for
-    logits that are NaN.
+    `seed` makes the sequence's random numbers its own; without one they come from torch's generator. `processors` are
+    called with tokens [1, L] and scores [1, V] and return scores, as transformers' own are, which come before them;
+    temperature and what cuts the unlikely off comes after. The log-probability is that of the model's own distribution,
+    before anything is changed in it. Raises `RunError` for logits that are NaN.
     """
 
-    def __init__(self, config: Any, *, num_prompt: int, seed: int | None = None) -> None:
+    def __init__(
+        self, config: Any, *, num_prompt: int, seed: int | None = None, processors: Sequence[Processor] = ()
+    ) -> None:
         self._sample = bool(config.do_sample)
-        self._processors = _processors(config, num_prompt)
+        self._processors = _processors(config, num_prompt, processors)
         self._random = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> tuple[int, float]:
@@ -81,7 +87,39 @@ class Sampler:
         return chosen, float(torch.log_softmax(logits, -1)[chosen])
 
 
-def _processors(config: Any, num_prompt: int) -> Any:
+def likeliest(logits: Tensor, number: int) -> list[tuple[int, float]]:
+    """Return the likeliest tokens and their log-probabilities, the likeliest first; `logits` are [V]."""
+    found = torch.log_softmax(logits.float(), -1).topk(min(number, len(logits)))
+    return list(zip(found.indices.tolist(), found.values.tolist(), strict=True))
+
+
+class Penalties:
+    """Takes from the scores of tokens that were generated before, as OpenAI's protocol has it.
+
+    `presence` is taken once, `frequency` for each time; neither counts the prompt.
+    """
+
+    def __init__(self, num_prompt: int, *, presence: float, frequency: float) -> None:
+        self._num_prompt, self._presence, self._frequency = num_prompt, presence, frequency
+
+    def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [1, V] after tokens [1, L]."""
+        counts = torch.bincount(tokens[0, self._num_prompt :], minlength=scores.shape[-1])
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+class LogitBias:
+    """Adds a number to the scores of some tokens."""
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._tokens, self._biases = torch.tensor(list(biases)), torch.tensor(list(biases.values()))
+
+    def __call__(self, _tokens: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [1, V]."""
+        return scores.index_add(1, self._tokens, self._biases.to(scores)[None])
+
+
+def _processors(config: Any, num_prompt: int, own: Sequence[Processor]) -> Any:
     """Return transformers' processors in the order in which it applies them."""
     kinds = optional_import("transformers.generation.logits_process", "text")
     found = kinds.LogitsProcessorList()
@@ -98,6 +136,7 @@ def _processors(config: Any, num_prompt: int) -> Any:
         found.append(kinds.MinNewTokensLengthLogitsProcessor(num_prompt, config.min_new_tokens, ends))
     if config.suppress_tokens:
         found.append(kinds.SuppressTokensLogitsProcessor(config.suppress_tokens))
+    found.extend(own)
     if config.do_sample:
         if config.temperature not in {None, 1.0}:
             found.append(kinds.TemperatureLogitsWarper(config.temperature))
@@ -117,3 +156,9 @@ def ends_of(config: Any) -> list[int]:
     """Return the tokens that end a sequence."""
     ends = config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def stops_of(config: Any) -> list[str]:
+    """Return the strings that end a text."""
+    stops = config.stop_strings
+    return [] if stops is None else [stops] if isinstance(stops, str) else list(stops)

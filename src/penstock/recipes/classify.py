@@ -95,8 +95,13 @@ class _Feed:
         return self._model.transform(self._images.read(index))
 
     def _batch(self, rows: Sequence[Tensor]) -> Any:
-        batch = torch.stack(list(rows))
-        return {"pixel_values": batch} if "pixel_values" in self._model.example_kwargs else batch
+        return as_input(self._model, rows)
+
+
+def as_input(model: ZooModel, rows: Sequence[Tensor]) -> Any:
+    """Return images as one input of a model, in the form that it takes."""
+    batch = torch.stack(list(rows))
+    return {"pixel_values": batch} if "pixel_values" in model.example_kwargs else batch
 
 
 def class_scores(output: Any) -> Tensor:

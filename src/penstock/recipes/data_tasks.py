@@ -1,7 +1,8 @@
 """From a model's name and data to what is learned: to classify images, to go on with a text, to classify sentences."""
 
+import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from penstock.recipes.teaching import taught
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.data.preprocess import Transform
-from penstock.zoo.data.texts import CLS, Sentences, is_trees, read_tokenizer, read_trees, train_tokenizer
+from penstock.zoo.data.texts import CLS, PAD, Sentences, is_trees, read_tokenizer, read_trees, train_tokenizer
+from penstock.zoo.models.language import load_tokenizer
 from penstock.zoo.models.models import ZooModel, classes_in, parse_hf, with_classes
+from penstock.zoo.optional import optional_import
 from penstock.zoo.weights.classes import write_classes
 
 _POOL = 50  # batches whose rows are sorted together
@@ -121,7 +124,8 @@ def language_task(settings: FitSettings) -> Task:
     positions = getattr(config, "max_position_embeddings", None) or settings.length
     if settings.length > positions:
         raise UsageError(f"{settings.model} takes at most {positions} tokens, not {settings.length}; lower --length")
-    tokenizer = find_tokenizer(settings.model) or train_tokenizer(text.splitlines(keepends=True), config.vocab_size)
+    known = find_tokenizer(settings.model)
+    tokenizer = known or train_tokenizer(text.splitlines(keepends=True), config.vocab_size)
     if settings.validation:
         blocks, kept = _blocks(tokenizer, text, settings), _blocks(tokenizer, read_text(settings.validation), settings)
     else:
@@ -131,7 +135,7 @@ def language_task(settings: FitSettings) -> Task:
     return Task(
         unit="tokens", module=zoo.module.train(), weights=weights, example=((), {"input_ids": blocks[:1].repeat(2, 1)}),
         training=_rows(blocks), validation=_rows(kept), loss_fn=next_token_loss, accuracy=next_token_accuracy,
-        units_per_row=settings.length, new_tensors=new,
+        units_per_row=settings.length, new_tensors=new, save_beside=_saver(settings, zoo, tokenizer, known=bool(known)),
     )  # fmt: skip
 
 
@@ -169,6 +173,26 @@ def find_tokenizer(name: str) -> Any:
     return read_tokenizer(file) if file.is_file() else None
 
 
+def _saver(settings: FitSettings, zoo: ZooModel, tokenizer: Any, *, known: bool) -> Callable[[Path], None]:
+    """Return what writes a configuration and a tokenizer, so that transformers reads the run's folder as a model."""
+
+    def save(folder: Path) -> None:
+        config: Any = copy.deepcopy(zoo.module.config)
+        config.architectures = [type(zoo.module).__name__]
+        if hasattr(config, "use_cache"):
+            config.use_cache = True  # it was switched off for training
+        config.save_pretrained(folder)
+        if known:
+            load_tokenizer(settings.model).save_pretrained(folder)
+            return
+        made = optional_import("transformers", "text").PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token=PAD, cls_token=CLS
+        )
+        made.save_pretrained(folder)
+
+    return save
+
+
 def _blocks(tokenizer: Any, text: str, settings: FitSettings) -> Tensor:
     ids = torch.tensor(tokenizer.encode(text).ids)
     count = len(ids) // settings.length
@@ -190,7 +214,8 @@ def sentence_task(settings: FitSettings) -> Task:
     name = with_classes(settings.model, 2)
     zoo, weights, new = load_for(settings, name, "sentences")
     config = text_config(zoo, settings.model)
-    tokenizer = find_tokenizer(settings.model) or train_tokenizer(training.texts, config.vocab_size)
+    known = find_tokenizer(settings.model)
+    tokenizer = known or train_tokenizer(training.texts, config.vocab_size)
     limit = min(settings.length, getattr(config, "max_position_embeddings", None) or settings.length)
     rows = [(encode(tokenizer, text, limit), label) for text, label in _pairs(training, settings.num_rows)]
     if other is not None:
@@ -203,6 +228,7 @@ def sentence_task(settings: FitSettings) -> Task:
         unit="sentences", module=zoo.module.train(), weights=weights, example=((), example),
         dynamic={"length": {"input_ids": 1, "attention_mask": 1}}, training=_Encoded(rows), validation=_Encoded(kept),
         loss_fn=class_loss, accuracy=class_accuracy, collate=pad, batches=Buckets, new_tensors=new,
+        save_beside=_saver(settings, zoo, tokenizer, known=bool(known)),
     )  # fmt: skip
 
 

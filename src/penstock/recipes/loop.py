@@ -198,6 +198,8 @@ class _Fit:
             if self._settings.save:
                 self._checkpoint()
                 self._pipe.save(self._settings.folder / "model.safetensors", self._task.metadata)
+                if self._task.save_beside is not None and self._world.rank == FEEDER:
+                    self._task.save_beside(self._settings.folder)
         finally:
             self._folder.close()
         return FitResult(

@@ -56,6 +56,7 @@ class Task:
     batches: Callable[[Dataset[Any], int, bool], Batches] | None = None
     new_tensors: Sequence[str] = field(default_factory=tuple)  # not in the weights that were given
     metadata: Mapping[str, str] = field(default_factory=dict)  # what the weights' file says of the model
+    save_beside: Callable[[Path], None] | None = None  # writes what else the model is read with
 
 
 def logits_of(output: Any) -> Tensor:

@@ -16,6 +16,7 @@ from penstock.generate.generator import Generator
 from penstock.generate.request import Request
 from penstock.group.world import World
 from penstock.recipes.predictions import PredictionFile, go_on_with
+from penstock.text import one_line
 from penstock.zoo.models.language import load_generation_config, load_tokenizer
 from penstock.zoo.models.models import load_model
 from penstock.zoo.weights.weights import fingerprint_of
@@ -112,7 +113,7 @@ def answer_prompts(
 
 
 class AnswerRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What decides the answers of a file, saved next to it as FILE.run.json and compared when it is continued."""
+    """Settings that determine a file's answers, saved as FILE.run.json and compared on resume."""
 
     format: Literal["penstock-answers"] = "penstock-answers"
     model: str
@@ -125,7 +126,7 @@ class AnswerRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def open_answers(
     generator: Generator, prompts: Sequence[str], settings: TextSettings, output: Path | None
 ) -> Iterator[PredictionFile | None]:
-    """Open a file of answers behind those that it has; raises `UsageError` where they are others."""
+    """Open a file of answers to append to; raises `UsageError` if its rows are other answers."""
     if output is None:
         yield None
         return
@@ -136,7 +137,7 @@ def open_answers(
     anew = "choose another --output"
     with PredictionFile(output, resume=True, columns=_COLUMNS, again="run the same again", anew=anew) as file:
         if [row["prompt"] for row in file.done] != list(prompts[: len(file.done)]):
-            raise UsageError(f"{output} has other rows than answers to these prompts; {anew}")
+            raise UsageError(f"{output} has rows that do not answer these prompts; {anew}")
         go_on_with(file, about)
         yield file
 
@@ -157,6 +158,28 @@ def _in_flight(
     yield from ahead
 
 
+def check_chats(tokenizer: Any) -> None:
+    """Raise `ModelError` for a tokenizer without a chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ModelError("this model's tokenizer has no chat template; use penstock generate, or an instruct model")
+
+
+def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return messages in the model's own template, up to where its answer begins.
+
+    Example:
+        tokens = chat_tokens(tokenizer, [{"role": "user", "content": "What is a penstock?"}])
+
+    Raises `ModelError` without a template, and `DataError` for messages that it does not take.
+    """
+    check_chats(tokenizer)
+    try:
+        found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+    except Exception as problem:  # a template is a program that raises what it likes
+        raise DataError(f"the model's template does not take these messages ({one_line(problem)})") from problem
+    return list(found["input_ids"])
+
+
 class Conversation:
     """Messages back and forth, in the model's own template.
 
@@ -168,23 +191,20 @@ class Conversation:
     """
 
     def __init__(self, generator: Generator, system: str | None = None, **sampling: Any) -> None:
-        if getattr(generator.tokenizer, "chat_template", None) is None:
-            raise ModelError("this model's tokenizer has no chat template; use penstock generate, or an instruct model")
+        check_chats(generator.tokenizer)
         self._generator, self._sampling = generator, sampling
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def ask(self, text: str) -> Iterator[str]:
         """Yield the answer as it comes; it is part of the conversation from then on."""
         self.messages.append({"role": "user", "content": text})
-        tokens = self._generator.tokenizer.apply_chat_template(
-            self.messages, add_generation_prompt=True, return_dict=True
-        )["input_ids"]
+        tokens = chat_tokens(self._generator.tokenizer, self.messages)
         answer = ""
         try:
             for part in self._generator.stream(tokens, **self._sampling):
                 answer += part
                 yield part
         except UsageError:
-            self.messages.pop()  # the conversation goes on without it
+            self.messages.pop()  # the conversation continues without it
             raise
         self.messages.append({"role": "assistant", "content": answer})

@@ -150,7 +150,7 @@ class StreamingPipeline:
         def bound() -> Iterator[Microbatch]:
             for item in inputs:
                 tensors, sizes = bind_inputs(self.graph, *as_call(item))
-                self._check_sizes(sizes)
+                self.check_sizes(sizes)
                 shapes.append(sizes)
                 yield tensors, sizes
 
@@ -204,7 +204,8 @@ class StreamingPipeline:
             ]
             yield CallInputs(*pytree.tree_unflatten(part, spec))
 
-    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Raise `UsageError` for a microbatch that is larger than the example."""
         for name, largest in self.deployment.sizes.items():
             if sizes[name] > largest:
                 raise UsageError(

@@ -6,13 +6,13 @@ side's: each proves it before a byte of the other is read, and the keys of a con
 """
 
 import os
-import stat
 from pathlib import Path
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from penstock.errors import UsageError
+from penstock.files import read_private
 from penstock.transport.connections import Connections
 from penstock.transport.gate import Gate
 
@@ -44,12 +44,7 @@ def write_key(path: Path, key: bytes | None = None) -> None:
 
 def read_key(path: Path) -> bytes:
     """Read a key; raises `UsageError` for a file that others may read, and for what is no key."""
-    try:
-        mode, text = path.stat().st_mode, path.read_bytes().strip()
-    except OSError as error:
-        raise UsageError(f"the key {path} cannot be read ({error.strerror}); make one with penstock keys new") from None
-    if stat.S_IMODE(mode) & 0o077:
-        raise UsageError(f"a key is its owner's alone, but others may read {path}; chmod 600 {path}, or make another")
+    text = read_private(path, "make one with penstock keys new").strip().encode()
     try:
         if len(text) != _KEY_LENGTH:
             raise ValueError

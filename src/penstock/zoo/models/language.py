@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.errors import ModelError
 from penstock.text import one_line
-from penstock.zoo.models.hf_models import hf_directory
+from penstock.zoo.models.hf_models import hf_config, hf_directory
 from penstock.zoo.models.hub import fetch_from_hub
 from penstock.zoo.models.models import parse_hf
 from penstock.zoo.optional import optional_import
@@ -54,6 +54,17 @@ def load_tokenizer(name: str, *, pretrained: bool = False) -> Any:
             f"{name} has no tokenizer that transformers can read ({one_line(problem)}); save one beside the model with "
             "tokenizer.save_pretrained"
         ) from problem
+
+
+def is_language_model(name: str) -> bool:
+    """Return whether a model is one of transformers that does not take images; raises `ModelError`."""
+    source, _, rest = name.partition(":")
+    if source != "hf":
+        return False
+    base, options = parse_hf(rest)
+    config = hf_config(base, hf_directory(base, pretrained=False), options)
+    images = optional_import("transformers", "text").MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    return type(config) not in images
 
 
 def _directory(name: str, pretrained: bool) -> Path | None:

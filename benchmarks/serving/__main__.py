@@ -1,0 +1,146 @@
+"""Run with `python -m benchmarks.serving --json FILE [--model hf:FOLDER] [--quick] [--only load|storm]`.
+
+The storm asks a small model with random weights. The load is on `--model`, a folder with a language model and its
+tokenizer, and needs root: one and four hosts of a lab with 0.35 of a core each, and 1, 4, 16 and 64 clients outside of
+them.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.labs import lab_text
+from benchmarks.serving.storm import storm
+from penstock.cluster.lab import Lab, lab_session, network, read_lab
+from penstock.group.launcher import module_path
+from tests.generate.tokens import save_model
+
+_CPU = 0.35
+_PORT = 8000
+_TEXT = Path("../shared/data/tinyshakespeare.txt")
+_WORDS = "A pipe that carries water to a turbine is a penstock , and the water that it carries turns the turbine ."
+
+
+def main() -> None:
+    """Measure, and write rows and summary."""
+    parser = argparse.ArgumentParser(prog="benchmarks.serving", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
+    parser.add_argument("--model", help="hf:FOLDER, for the load; else the small one with random weights")
+    parser.add_argument("--quick", action="store_true", help="500 requests of the storm; 1 and 16 clients")
+    parser.add_argument("--only", choices=["load", "storm"], help="one part")
+    given = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        small = Path(place) / "small"
+        small.mkdir()
+        save_model(small)
+        if given.only != "load":
+            found["storm"] = storm(small, 500 if given.quick else 10_000)
+        if given.only != "storm":
+            clients = (1, 16) if given.quick else (1, 4, 16, 64)
+            model = given.model or f"hf:{small}"
+            found["load"] = [row for hosts in (1, 4) for row in load(model, hosts, clients, Path(place))]
+    found["summary"] = summarize(found)
+    given.json.write_text(json.dumps(found, indent=1) + "\n")
+    for row in found.get("load", ()):
+        print(row)
+    print(json.dumps(found["summary"]))
+
+
+def summarize(found: dict[str, Any]) -> dict[str, Any]:
+    """Count what the storm lost, and divide throughputs at 16 clients."""
+    summary: dict[str, Any] = dict(found.get("storm", {}))
+    rows = {(row["hosts"], row["clients"]): row for row in found.get("load", ())}
+    if rows:
+        summary["rps_4_over_1"] = round(rows[4, 16]["requests_per_s"] / rows[1, 16]["requests_per_s"], 3)
+        summary["p99_gap_s"] = rows[4, 16]["gap_p99_s"]
+        summary["clients"] = max(clients for _, clients in rows)
+        summary["load_errors"] = sum(row["errors"] for row in rows.values())
+    return summary
+
+
+def load(model: str, hosts: int, counts: tuple[int, ...], folder: Path) -> list[dict[str, Any]]:
+    """Serve from so many hosts, with as many slots in all, and ask with so many clients."""
+    file = folder / f"{hosts}.toml"
+    file.write_text(lab_text("serving", [_CPU] * hosts, memory="4 GiB"))
+    rows = []
+    with lab_session(read_lab(file)) as lab:
+        words = ["serve", model, "--open", "--port", str(_PORT), "--stages", str(hosts), "--slots", str(16 // hosts),
+                 "--max-length", "256", "--deadline", "3600", "--on-loss", "stop"]  # fmt: skip
+        command = [sys.executable, "-m", "penstock", *words]
+        with lab.start(command, env={"PENSTOCK_TRUSTED": "1", "PYTHONPATH": module_path()}):
+            within = _within(lab)
+            _wait(within)
+            for clients in counts:
+                rows.append(measured(within, clients) | {"hosts": hosts})
+                print(rows[-1], flush=True)
+    return rows
+
+
+def measured(within: list[str], clients: int) -> dict[str, Any]:
+    """Ask with so many clients at a time, and return throughput and the moments of tokens."""
+    bodies = requests(max(8, min(48, 2 * clients)))
+    command = [
+        *within,
+        sys.executable,
+        "-m",
+        "benchmarks.serving.load",
+        f"http://127.0.0.1:{_PORT}",
+        "--clients",
+        str(clients),
+    ]
+    text = "".join(json.dumps(body) + "\n" for body in bodies)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout)
+    good = [answer for answer in said["answers"] if answer["status"] == 200]
+    first = sorted(answer["came_s"][0] for answer in good)
+    gaps = sorted(b - a for answer in good for a, b in pairwise(answer["came_s"]))
+    return {
+        "clients": clients, "requests": len(bodies), "errors": len(bodies) - len(good),
+        "requests_per_s": round(len(good) / said["seconds"], 4),
+        "tokens_per_s": round(sum(len(answer["came_s"]) for answer in good) / said["seconds"], 2),
+        "first_p50_s": round(statistics.median(first), 3), "first_p99_s": round(_part(first, 0.99), 3),
+        "gap_p50_s": round(statistics.median(gaps), 3), "gap_p99_s": round(_part(gaps, 0.99), 3),
+    }  # fmt: skip
+
+
+def requests(number: int) -> list[dict[str, Any]]:
+    """Make requests whose prompts are speeches, as long as these happen to be, and so are the answers."""
+    choose = random.Random(0)
+    text = _TEXT.read_text() if _TEXT.exists() else "\n\n".join(_WORDS[:size] for size in range(20, 100, 7))
+    speeches = [part for part in text.split("\n\n") if 20 <= len(part) <= 400]
+    return [
+        {"prompt": choose.choice(speeches), "max_tokens": max(4, min(48, len(choose.choice(speeches)) // 5)),
+         "temperature": 0, "ignore_eos": True}
+        for _ in range(number)
+    ]  # fmt: skip
+
+
+def _within(lab: Lab) -> list[str]:
+    """Return what begins a command in the first host's network, outside of its share of the processor."""
+    return ["ip", "netns", "exec", network.host_namespace(lab.spec.name, lab.spec.hosts[0].name)]
+
+
+def _wait(within: list[str]) -> None:
+    look = "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=5)"
+    until = time.monotonic() + 600
+    while subprocess.run([*within, sys.executable, "-c", look], capture_output=True, check=False).returncode:
+        if time.monotonic() > until:
+            raise RuntimeError("the server in the lab does not answer")
+        time.sleep(1)
+
+
+def _part(values: list[float], part: float) -> float:
+    return values[min(len(values) - 1, int(part * len(values)))]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""`penstock serve`: a model in stages that answers over HTTP."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli import generate as given
+from penstock.cli import options as opt
+from penstock.cli.cluster import Cluster
+from penstock.errors import UsageError
+
+
+def serve(
+    model: opt.Model,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all of this machine's.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any that is free.")] = 8000,
+    api_keys: Annotated[
+        Path | None, typer.Option("--api-keys", metavar="FILE", help="Who may call: a key in each line, mode 0600.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Let anyone on this machine call it, without a key.")] = False,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; else its folder's name.")] = None,
+    most_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait for a slot; more get 429.")] = 256,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds within which an answer is whole.")] = 600.0,
+    drain: Annotated[float, typer.Option(min=0.0, help="Seconds in which answers may end after SIGTERM.")] = 30.0,
+    max_body: Annotated[float, typer.Option(min=0.01, help="The most MiB of a request's body.")] = 4.0,
+    certificate: Annotated[Path | None, typer.Option(metavar="PEM", help="TLS: the certificate.")] = None,
+    certificate_key: Annotated[Path | None, typer.Option(metavar="PEM", help="TLS: its private key.")] = None,
+    stages: given.Stages = None,
+    policy: opt.Policy = "balanced",
+    cut: opt.CutNames = None,
+    slots: given.Slots = 4,
+    max_length: given.MaxLength = 2048,
+    weights: opt.WeightsFile = None,
+    pretrained: opt.Pretrained = False,
+    threads: opt.Threads = 1,
+    runtime: opt.Runtime = "eager",
+    on_loss: given.OnLoss = None,
+    bind: opt.Bind = None,
+    cluster: Cluster = None,
+) -> None:
+    """Answer over HTTP: OpenAI's completions and chats for a language model, classes of images for others."""
+    opt.bind_to(bind, cluster)
+    if open_ == (api_keys is not None):
+        raise UsageError("say who may call: --api-keys FILE, or --open for anyone on this machine")
+    if (certificate is None) != (certificate_key is None):
+        raise UsageError("TLS needs both; give --certificate and --certificate-key")
+    first, world, on_loss = given.join(on_loss)
+    if not first:
+        return
+    from penstock.zoo.optional import optional_import
+
+    for library in ("starlette", "uvicorn", "prometheus_client", "pydantic"):
+        optional_import(library, "serve", UsageError)
+    from penstock.serve.server import check_open, check_tls, listen_at, read_api_keys
+    from penstock.serve.service import ServeSettings, serve_model
+
+    if open_:
+        check_open(host)
+    if certificate is not None and certificate_key is not None:
+        check_tls(certificate, certificate_key)
+    keys = read_api_keys(api_keys) if api_keys is not None else ()
+    with listen_at(host, port) as listener:
+        settings = ServeSettings(
+            model=model, name=name, keys=keys, most_waiting=most_waiting, deadline_s=deadline, drain_s=drain,
+            most_bytes=int(max_body * 2**20), certificate=certificate, certificate_key=certificate_key, stages=stages,
+            policy=policy, cuts=cut or None, slots=slots, max_length=max_length, threads=threads or 1, runtime=runtime,
+            weights=weights, pretrained=pretrained, on_loss=on_loss,
+        )  # fmt: skip
+        serve_model(settings, host, listener, world)

@@ -1,0 +1,93 @@
+"""Bounded admission queue, round-robin between clients."""
+
+import asyncio
+from collections import OrderedDict, deque
+
+from penstock.serve.protocol import ApiError
+
+
+class Ticket:
+    """A place in the queue that becomes a slot; the end of its block, or `leave`, releases either."""
+
+    def __init__(self, queue: "Admission", client: str) -> None:
+        self._queue, self.client = queue, client
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._left = False
+
+    async def __aenter__(self) -> None:
+        await self.granted
+
+    async def __aexit__(self, *_error: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Release the slot or the place in the queue."""
+        if not self._left:
+            self._left = True
+            self._queue.left(self)
+
+
+class Admission:
+    """Grants a fixed number of slots; further requests wait in a bounded queue, served round-robin by client.
+
+    Example:
+        queue = Admission(slots=8, most_waiting=64)
+        tickets = queue.enter("10.0.0.7", 1)
+        async with tickets[0]:
+            ...
+
+    Not thread-safe: use it from one event loop.
+    """
+
+    def __init__(self, *, slots: int, most_waiting: int) -> None:
+        self.slots, self._most_waiting = slots, most_waiting
+        self._free = slots
+        self._waiting: OrderedDict[str, deque[Ticket]] = OrderedDict()  # the next client first
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests in the queue."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests in slots."""
+        return self.slots - self._free
+
+    def enter(self, client: str, number: int, *, retry_s: float = 1.0) -> list[Ticket]:
+        """Queue `number` requests of a client; raises `ApiError` 429 unless the queue has room for all of them."""
+        if self.num_waiting + number > self._most_waiting + self._free:
+            raise ApiError(
+                f"{self.num_waiting} requests are waiting, the limit is {self._most_waiting}; try again later",
+                code="queue_full", headers={"Retry-After": str(max(1, round(retry_s)))}, status=429,
+            )  # fmt: skip
+        tickets = [Ticket(self, client) for _ in range(number)]
+        self._waiting.setdefault(client, deque()).extend(tickets)
+        self._grant()
+        return tickets
+
+    def left(self, ticket: Ticket) -> None:
+        """Return a ticket's slot, or remove it from the queue."""
+        if ticket.granted.done() and not ticket.granted.cancelled():
+            self._free += 1
+        else:
+            ticket.granted.cancel()
+            own = self._waiting.get(ticket.client, deque())
+            if ticket in own:
+                own.remove(ticket)
+            if not own:
+                self._waiting.pop(ticket.client, None)
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._free and self._waiting:
+            client, own = next(iter(self._waiting.items()))
+            ticket = own.popleft()
+            if own:
+                self._waiting.move_to_end(client)
+            else:
+                del self._waiting[client]
+            if ticket.granted.cancelled():  # its task was cancelled
+                continue
+            self._free -= 1
+            ticket.granted.set_result(None)

@@ -1,0 +1,96 @@
+"""Image classification over HTTP: one image per microbatch."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from email.message import Message
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import DataError, RunError, UsageError
+from penstock.recipes.classify import as_input, class_scores
+from penstock.serve.admission import Admission
+from penstock.serve.metrics import Metrics
+from penstock.serve.protocol import ApiError
+from penstock.stream.pushed import PushedStream
+from penstock.zoo.data.image_set import decode
+from penstock.zoo.models.models import ZooModel
+from penstock.zoo.optional import optional_import
+
+
+class ClassService:
+    """Decodes images and classifies them through a pushed stream.
+
+    Example:
+        service = ClassService(stream, zoo, Admission(slots=8, most_waiting=64), Metrics(), deadline_s=60.0)
+        await service.classify(service.read(data, "image/png"), 5, "10.0.0.7")
+
+    Raises `ApiError`.
+    """
+
+    def __init__(
+        self, stream: PushedStream, zoo: ZooModel, admission: Admission, metrics: Metrics, *, deadline_s: float,
+        names: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.stream, self.admission, self.metrics = stream, admission, metrics
+        self._zoo, self._deadline_s, self._names = zoo, deadline_s, names or zoo.class_names or ()
+
+    def read(self, data: bytes, content_type: str) -> Tensor:
+        """Decode and preprocess an image: the body itself, or the first file of a form."""
+        if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
+            data = _first_file(data, content_type)
+        if not data:
+            raise ApiError("image: the body is empty; send the image's bytes, or a form with a file", param="image")
+        if self._zoo.transform is None:
+            raise UsageError(f"{self._zoo.name} takes no images")
+        try:
+            return self._zoo.transform(decode(data, "that was sent"))
+        except DataError as error:
+            raise ApiError(str(error), param="image") from None
+
+    async def classify(self, image: Tensor, top: int, client: str) -> dict[str, Any]:
+        """Return the `top` likeliest classes and their scores."""
+        (ticket,) = self.admission.enter(client, 1, retry_s=self.metrics.typical_s)
+        asked_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._deadline_s), ticket:
+                output = await asyncio.wrap_future(self.stream.push(as_input(self._zoo, [image])))
+        except TimeoutError:
+            self.metrics.ended("deadline", asked_s)
+            raise ApiError(f"no result in {self._deadline_s:g} s", code="deadline", status=504) from None
+        except RunError:
+            self.metrics.ended("error", asked_s)
+            raise
+        finally:
+            ticket.leave()
+        self.metrics.ended("stop", asked_s)
+        scores = torch.softmax(class_scores(output)[0].float(), 0)
+        found = scores.topk(min(top, len(scores)))
+        return {"object": "classes", "classes": [
+            {"class": index, "name": self._names[index] if index < len(self._names) else None, "score": score}
+            for index, score in zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        ]}  # fmt: skip
+
+
+def _first_file(data: bytes, content_type: str) -> bytes:
+    """Return the first non-empty part of a multipart form."""
+    library = optional_import("python_multipart.multipart", "serve")
+    header = Message()
+    header["content-type"] = content_type
+    boundary = header.get_param("boundary")
+    if not isinstance(boundary, str) or not boundary:
+        raise ApiError("the Content-Type of a form must have a boundary", param="Content-Type")
+    parts: list[bytearray] = []
+    callbacks = {
+        "on_part_begin": lambda: parts.append(bytearray()),
+        "on_part_data": lambda part, begin, end: parts[-1].extend(part[begin:end]),
+    }
+    try:
+        parser = library.MultipartParser(boundary.encode(), callbacks)
+        parser.write(data)
+        parser.finalize()
+    except (library.MultipartParseError, ValueError) as problem:
+        raise ApiError(f"the form cannot be read ({problem})", param="image") from None
+    return bytes(next((part for part in parts if part), b""))

@@ -1,0 +1,116 @@
+"""OpenAI's response documents: whole answers and chunks of a stream."""
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from penstock.serve.texts import Choice, Piece, Token
+
+
+class Documents:
+    """Builds the response to one request, as a completion or as a chat.
+
+    Example:
+        documents = Documents("smollm2", choices, chat=True)
+        documents.chunk(piece)      # for each piece of a stream, or at the end
+        documents.whole(pieces)
+    """
+
+    def __init__(self, model: str, choices: Sequence[Choice], *, chat: bool) -> None:
+        self._chat, self._choices = chat, choices
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
+            "model": model, "system_fingerprint": None,
+        }  # fmt: skip
+        self._offsets = [0] * len(choices)
+        self._num_tokens = 0
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Return the first chunks of a stream."""
+        if not self._chat:
+            return []
+        first = {"role": "assistant", "content": ""}
+        return [self._chunk(choice.index, {"delta": first}, None, None) for choice in self._choices]
+
+    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+        """Return a piece as a chunk, or None if it is empty."""
+        self._num_tokens += piece.num_tokens
+        if not piece.text and not piece.tokens and piece.finish_reason is None:
+            return None
+        logprobs = self._logprobs(piece.index, piece.tokens)
+        if not self._chat:
+            return self._chunk(piece.index, {"text": piece.text}, logprobs, piece.finish_reason)
+        delta = {"content": piece.text} if piece.text or piece.tokens else {}
+        return self._chunk(piece.index, {"delta": delta}, logprobs, piece.finish_reason)
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the final chunk with the token counts."""
+        return self._head | {"object": self._kind(chunk=True), "choices": [], "usage": self._usage()}
+
+    def whole(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+        """Return all pieces as one response."""
+        texts = [""] * len(self._choices)
+        tokens: list[list[Token]] = [[] for _ in self._choices]
+        reasons: list[str | None] = [None] * len(self._choices)
+        for piece in pieces:
+            self._num_tokens += piece.num_tokens
+            texts[piece.index] += piece.text
+            tokens[piece.index] += piece.tokens
+            reasons[piece.index] = piece.finish_reason or reasons[piece.index]
+        choices = []
+        for index, text in enumerate(texts):
+            message = {"role": "assistant", "content": text, "refusal": None}
+            choices.append(
+                {"index": index, **({"message": message} if self._chat else {"text": text}),
+                 "logprobs": self._logprobs(index, tokens[index]), "finish_reason": reasons[index]}
+            )  # fmt: skip
+        return self._head | {"object": self._kind(chunk=False), "choices": choices, "usage": self._usage()}
+
+    def _kind(self, *, chunk: bool) -> str:
+        if not self._chat:
+            return "text_completion"
+        return "chat.completion.chunk" if chunk else "chat.completion"
+
+    def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        return self._head | {"object": self._kind(chunk=True), "choices": [choice]}
+
+    def _usage(self) -> dict[str, int]:
+        # each prompt counts once, independent of n
+        prompt = sum({id(choice.prompt): len(choice.prompt) for choice in self._choices}.values())
+        return {
+            "prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": prompt + self._num_tokens,
+        }  # fmt: skip
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self._choices[index].num_likeliest is None:
+            return None
+        if self._chat:
+            return {"content": [_entry(token) for token in tokens], "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token.text)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [_likeliest(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+def _entry(token: Token) -> dict[str, Any]:
+    pairs = [(token.text, token.logprob), *token.likeliest]
+    own, *others = [{"token": text, "logprob": value, "bytes": list(text.encode())} for text, value in pairs]
+    return own | {"top_logprobs": others}
+
+
+def _likeliest(token: Token) -> dict[str, float] | None:
+    """Return log-probabilities by text, including the token's own; None for the first token of a prompt."""
+    if token.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for text, value in (*token.likeliest, (token.text, token.logprob)):
+        found[text] = max(value, found.get(text, value))
+    return found

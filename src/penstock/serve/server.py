@@ -1,0 +1,156 @@
+"""The uvicorn server: connection limits and a graceful shutdown."""
+
+import asyncio
+import contextlib
+import ipaddress
+import resource
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from penstock.errors import UsageError
+from penstock.files import read_private
+from penstock.transport.open_files import raise_file_limit
+
+_FIRST_REQUEST_S = 30.0  # deadline for the header of a connection's first request
+_MOST_CONNECTIONS = 2048
+_MOST_HEADER_BYTES = 64 << 10
+_SHORTEST_KEY = 16
+
+
+def read_api_keys(path: Path) -> list[str]:
+    """Read API keys, one per line; raises `UsageError` if others may read the file or a key is not valid.
+
+    Example:
+        keys = read_api_keys(Path("api.keys"))
+    """
+    make = f'make one with: (umask 077; python3 -c "import secrets; print(secrets.token_urlsafe(32))" > {path})'
+    keys = [line.strip() for line in read_private(path, make).splitlines()]
+    keys = [key for key in keys if key and not key.startswith("#")]
+    for key in keys:
+        if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            raise UsageError(
+                f"a key in {path} is shorter than {_SHORTEST_KEY} letters and digits, or has others; {make}"
+            )
+    if not keys:
+        raise UsageError(f"{path} has no key; {make}")
+    return keys
+
+
+def check_open(host: str) -> None:
+    """Raise `UsageError` if a server without keys would be reachable from other machines."""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise UsageError(f"--open needs a loopback address, not {host}; use --host 127.0.0.1, or give --api-keys FILE")
+
+
+def check_tls(certificate: Path, key: Path) -> None:
+    """Raise `UsageError` if a certificate and its key cannot be loaded."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:  # ssl.SSLError too
+        raise UsageError(
+            f"cannot load {certificate} and {key} ({error}); give a certificate and its key as PEM"
+        ) from None
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """Bind the listening socket before the model is loaded; raises `UsageError` if the address is not available."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(
+            f"{host} is not an address of this machine ({error.strerror}); give --host 127.0.0.1"
+        ) from None
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise UsageError(f"cannot listen on {host}, port {port} ({error.strerror}); give another --port") from None
+    return made
+
+
+def serve(
+    app: Any, listener: socket.socket, *, drain_s: float, certificate: Path | None = None, key: Path | None = None,
+    begun: Callable[[], None] = lambda: None, failed: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
+    """Serve until SIGTERM or Ctrl-C, then refuse new requests and finish those in flight within `drain_s` seconds.
+
+    `begun` is called once the server listens. The server also ends as soon as `failed` returns True.
+    """
+    raise_file_limit()
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, proxy_headers=False, ws="none", lifespan="off",
+        http=_Protocol, h11_max_incomplete_event_size=_MOST_HEADER_BYTES, timeout_graceful_shutdown=int(drain_s),
+        ssl_certfile=certificate, ssl_keyfile=key,
+    )  # fmt: skip
+    _Server(config, begun, failed).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """A server that does not re-raise signals, because the stages are closed after it."""
+
+    def __init__(self, config: uvicorn.Config, begun: Callable[[], None], failed: Callable[[], bool]) -> None:
+        super().__init__(config)
+        self._begun, self._failed = begun, failed
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._begun()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._failed()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1 with a limit on connections and a deadline for the first request of each."""
+
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > _most_connections():
+            transport.abort()
+            return
+        self._due = self.loop.call_later(_FIRST_REQUEST_S, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._due is not None:
+            self._due.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
+
+
+def _most_connections() -> int:
+    """Return the limit on connections; the rest of the descriptors is for stages and files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, soft // 2)
+
+
+def addresses(host: str, listener: socket.socket) -> Sequence[Any]:
+    """Return host and port as they appear in the URL."""
+    name = f"[{host}]" if ":" in host else host
+    return name, listener.getsockname()[1]

@@ -1,0 +1,206 @@
+"""Deployment of a model's stages behind the HTTP server."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
+from penstock.errors import RunError, UsageError
+from penstock.generate.generator import Generator
+from penstock.group.world import World
+from penstock.recipes.classify import as_input
+from penstock.recipes.texts import TextSettings, open_generator
+from penstock.runtime.registry import parse_runtime
+from penstock.serve.admission import Admission
+from penstock.serve.app import Served, make_app
+from penstock.serve.classes import ClassService
+from penstock.serve.metrics import Metrics
+from penstock.serve.server import addresses, serve
+from penstock.serve.texts import TextService
+from penstock.stream.pushed import PushedStream
+from penstock.stream.streaming_pipeline import StreamingPipeline
+from penstock.stream.survival import StreamChange
+from penstock.terminal.live import StageState
+from penstock.terminal.notes import note, say
+from penstock.terminal.progress import working
+from penstock.zoo.models.language import is_language_model
+from penstock.zoo.models.models import load_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """Options of `penstock serve`."""
+
+    model: str
+    name: str | None = None
+    keys: Sequence[str] = ()
+    most_waiting: int = 256
+    deadline_s: float = 600.0
+    drain_s: float = 30.0
+    most_bytes: int = 4 << 20
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+    stages: int | None = None
+    policy: str = "balanced"
+    cuts: Sequence[str] | None = None
+    slots: int = 4
+    max_length: int = 2048
+    threads: int = 1
+    runtime: str = "eager"
+    weights: Path | None = None
+    pretrained: bool = False
+    on_loss: str = "stop"
+
+
+def serve_model(settings: ServeSettings, host: str, listener: socket.socket, world: World | None = None) -> None:
+    """Load a model, deploy its stages and serve until SIGTERM or Ctrl-C.
+
+    A language model of transformers answers OpenAI's completions and chats, any other model of the zoo classifies
+    images. Raises what loading and placing raise.
+
+    Example:
+        serve_model(ServeSettings(model="hf:models/smollm2"), "127.0.0.1", listen_at("127.0.0.1", 8000))
+    """
+    metrics = Metrics()
+    name = settings.name or _name_of(settings.model)
+    with world if world is not None else contextlib.nullcontext(), _opened(settings, name, metrics, world) as opened:
+        metrics.watch(
+            lambda: opened.service.admission.num_running, lambda: opened.service.admission.num_waiting,
+            opened.service.admission.slots,
+        )  # fmt: skip
+        metrics.watch_stages(opened.states, lambda: len(opened.changes))
+        served = Served(
+            name=name, service=opened.service, metrics=metrics, keys=settings.keys, most_bytes=settings.most_bytes,
+            problem=opened.problem, stages=opened.stages, changes=opened.told_changes, created=int(time.time()),
+        )  # fmt: skip
+        scheme = "https" if settings.certificate else "http"
+        address, port = addresses(host, listener)
+
+        def begun() -> None:
+            say(f"{name} answers at {scheme}://{address}:{port}")
+            if not settings.keys:
+                note("--open: every process on this machine may send requests")
+
+        serve(
+            make_app(served), listener, drain_s=settings.drain_s, certificate=settings.certificate,
+            key=settings.certificate_key, begun=begun, failed=lambda: opened.problem() is not None,
+        )  # fmt: skip
+        if (problem := opened.problem()) is not None:
+            raise RunError(problem)
+
+
+class _Opened:
+    """A deployed service and the state of its stages."""
+
+    def __init__(
+        self, service: TextService | ClassService, pipeline: StreamingPipeline,
+        failure: Callable[[], BaseException | None],
+    ) -> None:  # fmt: skip
+        self.service, self._pipeline, self._failure = service, pipeline, failure
+
+    def problem(self) -> str | None:
+        """Return why requests cannot be answered, or None."""
+        failure = self._failure()
+        return f"the stages failed: {failure}" if failure is not None else None
+
+    def states(self) -> Sequence[StageState]:
+        """Return the stages' counters."""
+        return self._pipeline.deployment.stage_states()
+
+    @property
+    def changes(self) -> Sequence[StreamChange]:
+        """Placement changes after losses."""
+        return self._pipeline.changes
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Return every stage's device, bytes of weights and caches, and counters."""
+        world, found = self._pipeline.world, []
+        for deployment in self._pipeline.deployment.deployments:
+            states = iter([state for state in deployment.stage_states() if state.computes])
+            for index, (ranks, num_bytes) in enumerate(zip(deployment.job.ranks, deployment.stage_bytes, strict=True)):
+                for rank, state in zip(ranks.items, states, strict=False):
+                    found.append(
+                        {"stage": index, "device": world.names[rank], "memory_bytes": num_bytes,
+                         "microbatches": state.computed, "busy_s": state.busy_s, "sent_bytes": state.sent_bytes,
+                         "queue": state.queue}
+                    )  # fmt: skip
+        return found
+
+    def told_changes(self) -> list[dict[str, Any]]:
+        """Return the placement changes for the page."""
+        return [{"why": change.why, "took_s": round(change.took_s, 2)} for change in self.changes]
+
+
+@contextlib.contextmanager
+def _opened(settings: ServeSettings, name: str, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
+    texts = is_language_model(settings.model)
+    with _texts(settings, name, metrics, world) if texts else _classes(settings, metrics, world) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def _texts(settings: ServeSettings, name: str, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
+    if settings.runtime != "eager":
+        raise UsageError(f"a language model's stages run on eager, not {settings.runtime}; leave --runtime out")
+    asked = TextSettings(
+        model=settings.model, stages=settings.stages, policy=settings.policy, cuts=settings.cuts, slots=settings.slots,
+        max_length=settings.max_length, threads=settings.threads, weights=settings.weights,
+        pretrained=settings.pretrained, on_loss=settings.on_loss,
+    )  # fmt: skip
+    with working("putting the stages in place"):
+        generator = open_generator(asked, world)
+    with _stopped_at_end(generator):
+        admission = Admission(slots=generator.num_slots, most_waiting=settings.most_waiting)
+        service = TextService(generator, name, admission, metrics, deadline_s=settings.deadline_s)
+        yield _Opened(service, generator.pipeline, lambda: generator.failure)
+
+
+@contextlib.contextmanager
+def _stopped_at_end(generator: Generator) -> Iterator[None]:
+    """Close a generator at the end of the block."""
+    try:
+        yield
+    finally:
+        generator.close()
+
+
+@contextlib.contextmanager
+def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
+    with working("loading the model"):
+        zoo = load_model(settings.model, weights=settings.weights, pretrained=settings.pretrained)
+    if zoo.transform is None or zoo.task != "image":
+        raise UsageError(
+            f"{settings.model} is neither a language model nor an image classifier; give a transformers language model "
+            "with its tokenizer, or an image classification model"
+        )
+    given = zoo.example_args[0] if zoo.example_args else next(iter(zoo.example_kwargs.values()))
+    example = as_input(zoo, [given[0]])
+    call = ModelCall(model=zoo.module, weights=zoo.weights)
+    call = replace(call, kwargs=example) if isinstance(example, dict) else replace(call, args=(example,))
+    with working("putting the stages in place"):
+        pipeline = StreamingPipeline(
+            call, CutOptions(stages=settings.stages or (len(world.devices) if world else 2), policy=settings.policy,
+                             cuts=settings.cuts),
+            RunOptions(threads=settings.threads, runtime=parse_runtime(settings.runtime),
+                       survival=SurvivalOptions(on_loss=settings.on_loss)),
+            world, owns_world=world is None,
+        )  # fmt: skip
+    with contextlib.closing(pipeline), PushedStream(pipeline) as stream:
+        # enough images in flight to keep every stage busy
+        admission = Admission(slots=4 * len(pipeline.world.devices), most_waiting=settings.most_waiting)
+        service = ClassService(stream, zoo, admission, metrics, deadline_s=settings.deadline_s)
+        yield _Opened(service, pipeline, lambda: stream.failure)
+
+
+def _name_of(model: str) -> str:
+    """Return a model's default name in requests: the last part of its path or name.
+
+    >>> _name_of("hf:models/smollm2/"), _name_of("timm:deit_tiny_patch16_224,depth=2")
+    ('smollm2', 'deit_tiny_patch16_224')
+    """
+    source = model.partition(":")[2].partition(",")[0].rstrip("/")
+    return source.rpartition("/")[2] or model

@@ -1,0 +1,148 @@
+"""A stream fed by `push` calls from any thread instead of an iterator."""
+
+import threading
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.engine.driver import Driver, Microbatch, finish_stream, open_stream
+from penstock.errors import DeviceLost, OutOfMemory, RunError, UsageError
+from penstock.graph.call import as_call, bind_inputs, build_output
+from penstock.plan.schedule.round_robin import RoundRobin
+from penstock.stream.streaming_pipeline import StreamingPipeline
+from penstock.stream.survival import SurvivingStages
+from penstock.tensors import copy_exactly
+
+_LOOK_S = 0.2
+
+
+@dataclass(slots=True)
+class _Pushed:
+    microbatch: Microbatch
+    future: "Future[Any]" = field(default_factory=Future)
+
+
+class PushedStream:
+    """Streams pushed inputs through a pipeline and completes a future per input; runs in its own thread.
+
+    Use it in the driver, with no other stream in flight. After the loss of a device, inputs without a result are sent
+    again if the stages survive losses.
+
+    Example:
+        with PushedStream(pipeline) as stream:
+            output = stream.push(image).result()
+    """
+
+    def __init__(self, pipeline: StreamingPipeline) -> None:
+        self._pipeline = pipeline
+        self._news = threading.Condition()
+        self._waiting: deque[_Pushed] = deque()
+        self._fed: deque[_Pushed] = deque()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="penstock-pushed", daemon=True)
+        self._thread.start()
+
+    def push(self, item: Any) -> "Future[Any]":
+        """Submit one input of `Pipeline.stream`; raises `UsageError` if it does not match the example."""
+        tensors, sizes = bind_inputs(self._pipeline.graph, *as_call(item))
+        self._pipeline.check_sizes(sizes)
+        pushed = _Pushed(([copy_exactly(tensor) for tensor in tensors], sizes))  # the caller may reuse its tensors
+        with self._news:
+            if self._failure is not None:
+                raise RunError(f"the stream has ended: {self._failure}") from self._failure
+            if self._closing:
+                raise UsageError("the stream is closed; make a new one")
+            self._waiting.append(pushed)
+            self._news.notify()
+        return pushed.future
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the stream, if any."""
+        return self._failure
+
+    def close(self) -> None:
+        """Finish all pushed inputs and stop the thread."""
+        with self._news:
+            self._closing = True
+            self._news.notify()
+        self._thread.join()
+
+    def __enter__(self) -> "PushedStream":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    self._stream()
+                    return
+                except (DeviceLost, OutOfMemory) as error:
+                    stages = self._pipeline.deployment
+                    if not isinstance(stages, SurvivingStages):
+                        raise
+                    stages.recover(error, len(self._fed))
+                    with self._news:
+                        self._waiting.extendleft(reversed(self._fed))
+                        self._fed.clear()
+        except Exception as error:  # raised to the callers through their futures
+            with self._news:
+                self._failure = error
+                left = [*self._fed, *self._waiting]
+                self._fed.clear()
+                self._waiting.clear()
+            for pushed in left:
+                _answer(pushed, error=error)
+            self._pipeline.deployment.abandon()
+
+    def _stream(self) -> None:
+        deployments = self._pipeline.deployment.deployments
+        places = RoundRobin([deployment.place for deployment in deployments], self._pipeline.deployment.order)
+        drivers, symbols = places.map(open_stream), deployments[0].symbols
+        for driver in drivers.items:
+            driver.listen(self._notify)
+        fed = taken = 0
+        while self._wait(drivers, fed, taken):
+            while self._waiting and drivers[fed].has_room:
+                pushed = self._waiting.popleft()
+                self._fed.append(pushed)
+                tensors, sizes = pushed.microbatch
+                drivers[fed].feed(tensors, [sizes[symbol] for symbol in symbols])
+                fed += 1
+            if taken < fed and drivers[taken].has_result:
+                tensors = drivers[taken].take()
+                taken += 1
+                pushed = self._fed.popleft()
+                _answer(pushed, build_output(self._pipeline.graph, tensors, pushed.microbatch[1]))
+        for place in places.items:
+            finish_stream(place)
+
+    def _wait(self, drivers: RoundRobin[Driver], fed: int, taken: int) -> bool:
+        """Wait for an input or a result; return False once closed and drained."""
+        while True:
+            with self._news:
+                if (self._waiting and drivers[fed].has_room) or (taken < fed and drivers[taken].has_result):
+                    return True
+                if self._closing and not self._waiting and taken == fed:
+                    return False
+                self._news.wait(_LOOK_S if taken < fed else None)
+            if taken < fed:
+                drivers[taken].check()
+
+    def _notify(self) -> None:
+        with self._news:
+            self._news.notify()
+
+
+def _answer(pushed: _Pushed, output: Any = None, error: BaseException | None = None) -> None:
+    with suppress(InvalidStateError):  # the caller cancelled the future
+        if error is not None:
+            pushed.future.set_exception(error)
+        else:
+            pushed.future.set_result(output)

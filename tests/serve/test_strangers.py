@@ -62,7 +62,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.5}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"logit_bias": {"a": 1}}, "logit_bias"), ({"logit_bias": {"1": 200}}, "logit_bias"),
     ({"logit_bias": {"300000": 1}}, "logit_bias"), ({"top_k": 0.5}, "top_k"), ({"min_p": 2}, "min_p"),
-    ({"repetition_penalty": 0}, "repetition_penalty"), ({"min_tokens": -1}, "min_tokens"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ({"min_tokens": -1}, "min_tokens"),
     ({"ignore_eos": 1}, "ignore_eos"), ({"user": 5}, "user"), ({"metadata": {"a": 1}}, "metadata"),
     ({"store": True}, "store"), ({"unheard_of": 1}, "unheard_of"), ({"model": 5}, "model"),
 ]  # fmt: skip
@@ -112,6 +113,15 @@ def test_a_body_that_is_no_json(client: httpx.Client, body: bytes) -> None:
     answer = client.post("/v1/completions", content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "change", [{"temperature": 1e-300}, {"temperature": 2, "top_p": 1e-300, "min_p": 1}, {"max_tokens": 2.0},
+               {"repetition_penalty": 10, "presence_penalty": 2, "frequency_penalty": -2, "logit_bias": {"5": -100}}],
+)  # fmt: skip
+def test_the_ends_of_ranges(client: httpx.Client, change: dict[str, Any]) -> None:
+    answer = client.post("/v1/completions", json=TEXT | change)
+    assert answer.status_code == 200, answer.text
 
 
 def test_what_is_not_there(client: httpx.Client) -> None:

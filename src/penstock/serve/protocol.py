@@ -82,7 +82,7 @@ class _Sampling(_Body):
     logit_bias: Annotated[dict[_Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     top_k: Annotated[_Int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     min_tokens: Annotated[_Int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     # accepted and ignored: nothing is stored
@@ -224,7 +224,7 @@ def openapi(version: str, *, texts: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+_STREAM: dict[str, Any] = {"text/event-stream": {"schema": {}}}
 _ERROR = {
     "type": "object", "required": ["error"],
     "properties": {"error": {"type": "object", "required": ["message", "type"], "properties": {

@@ -19,6 +19,7 @@ from penstock.serve.metrics import Metrics
 from penstock.serve.protocol import MOST_CHOICES, ApiError, ChatBody, CompletionBody, ResponseFormat, too_long
 
 _MAX_TOKENS = 16  # of a completion, OpenAI's own
+_COLDEST = 1e-3  # below it the likeliest token alone has a probability, and scores divided by it overflow
 _BEFORE = 6  # prompt tokens decoded together with the first token, for correct spacing
 
 
@@ -215,9 +216,14 @@ class TextService:
         temperature = body.temperature if body.temperature is not None else getattr(own, "temperature", None) or 1.0
         top_p = body.top_p if body.top_p is not None else getattr(own, "top_p", None)
         top_k = body.top_k if body.top_k is not None else getattr(own, "top_k", None) or 0
-        options: dict[str, Any] = {"do_sample": temperature > 0, "temperature": None, "top_p": None, "top_k": None}
+        options: dict[str, Any] = {
+            "do_sample": temperature >= _COLDEST,
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+        }
         seed = None
-        if temperature > 0:
+        if temperature >= _COLDEST:
             options |= {"temperature": temperature, "top_p": top_p, "top_k": max(top_k, 0), "min_p": body.min_p}
             seed = body.seed if body.seed is not None else secrets.randbits(62)
         if body.repetition_penalty is not None:

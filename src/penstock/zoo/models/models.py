@@ -14,6 +14,7 @@ from penstock.zoo.models import hf_models as hf
 from penstock.zoo.models import meta
 from penstock.zoo.models import timm_models as timm
 from penstock.zoo.models.functions import call_function, find_function
+from penstock.zoo.models.gguf_models import load_gguf
 from penstock.zoo.weights.classes import read_classes
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.hf_weights import hf_weights
@@ -48,11 +49,12 @@ def load_model(
 ) -> ZooModel:  # fmt: skip
     """Turn a model's name into a model, without holding its weights unless `whole`.
 
-    All names may be followed by options, `,key=value`. `hf:` takes a directory
+    All names but `gguf:` may be followed by options, `,key=value`. `hf:` takes a directory
     with config.json, whose safetensors are used when there are any; a model type of transformers such
     as `gpt2` or `bert`, which gives its default configuration when `pretrained` is not asked for; or a
-    hub name. `package.module:function`, called with its options as keyword arguments, returns a module,
-    `(module, example_args)` or `(module, example_args, example_kwargs)`.
+    hub name. `gguf:` takes a .gguf file, or an installed package that has one. `package.module:function`,
+    called with its options as keyword arguments, returns a module, `(module, example_args)` or
+    `(module, example_args, example_kwargs)`.
 
     Weights come from `weights`, else from the published checkpoint when `pretrained`, else from the
     model's own directory or function, else they are random and depend on `seed` only. `head` asks for what
@@ -70,14 +72,16 @@ def load_model(
         raise ModelError("weights come from one place; give either --weights or --pretrained")
     source, colon, rest = name.partition(":")
     if not colon or not source or not rest:
-        raise ModelError(f"a model is timm:NAME, hf:NAME_OR_PATH or package.module:function, not {name!r}")
+        raise ModelError(f"a model is timm:NAME, hf:NAME_OR_PATH, gguf:FILE or package.module:function, not {name!r}")
     classes = read_classes(FileWeights(weights).metadata) if weights is not None else None
     counted = with_classes(name, len(classes)) if classes is not None else name
     if classes is not None and classes_in(counted) not in (None, len(classes)):
         raise ModelError(
             f"{weights} has {len(classes)} classes, not the {classes_in(name)} of {name}; leave that option out"
         )
-    if source == "hf":
+    if source == "gguf":
+        model = _load_gguf(name, weights, pretrained)
+    elif source == "hf":
         model = _load_hf(counted, weights, pretrained, seed, head)
     else:
         model = (_load_timm if source == "timm" else _load_function)(counted, weights, pretrained, seed)
@@ -119,6 +123,20 @@ def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head:
         name=name, module=module, example_args=(), example_kwargs=dict(example),
         weights=_complete(module, found, seed), class_names=hf.hf_class_names(config, module), task=task,
         transform=hf_transform(config, directory) if "pixel_values" in example else None,
+    )  # fmt: skip
+
+
+def _load_gguf(name: str, weights: Path | None, pretrained: bool) -> ZooModel:
+    if weights is not None or pretrained:
+        raise ModelError(f"{name} has its weights in the file; leave --weights and --pretrained out")
+    module = load_gguf(name)
+    meta.parameter_shapes(module)
+    found = ModuleWeights(module)
+    meta.move_to_meta(module)
+    example, task = hf.hf_example(name, module.config, module, 0)
+    return ZooModel(
+        name=name, module=module, example_args=(), example_kwargs=dict(example), weights=_complete(module, found, 0),
+        task=task,
     )  # fmt: skip
 
 

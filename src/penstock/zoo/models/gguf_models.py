@@ -1,0 +1,63 @@
+"""Language models in GGUF files: llama.cpp's format, read by transformers, which turns its weights into floats."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import ModelError
+from penstock.text import one_line
+from penstock.zoo.optional import optional_import
+
+
+def gguf_file(name: str) -> Path:
+    """Return the file of a `gguf:` model: a path, or the only .gguf file of an installed package.
+
+    >>> gguf_file("gguf:models/smollm2.gguf")  # doctest: +SKIP
+    PosixPath('models/smollm2.gguf')
+
+    Raises `ModelError` if there is none.
+    """
+    rest = name.partition(":")[2]
+    path = Path(rest).expanduser()
+    if path.is_file():
+        return path
+    found: list[Path] = []
+    if rest.isidentifier():
+        spec = importlib.util.find_spec(rest)  # a package is not imported for its files
+        for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+            found += sorted(Path(place).rglob("*.gguf"))
+    if len(found) != 1:
+        raise ModelError(
+            f"{name} is neither a file nor an installed package with one .gguf file (found {len(found)}); give the "
+            "path of a .gguf file"
+        )
+    return found[0]
+
+
+def load_gguf(name: str) -> Any:
+    """Return the module of a `gguf:` model, in float32 with all of its weights; raises `ModelError`."""
+    return _read(name, "AutoModelForCausalLM", dtype=torch.float32).eval()
+
+
+def load_gguf_tokenizer(name: str) -> Any:
+    """Return the tokenizer in the file of a `gguf:` model; raises `ModelError`."""
+    return _read(name, "AutoTokenizer")
+
+
+def _read(name: str, kind: str, **options: Any) -> Any:
+    file = gguf_file(name)
+    for library in ("gguf", "accelerate"):
+        optional_import(library, "gguf")
+    transformers = optional_import("transformers", "text")
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return getattr(transformers, kind).from_pretrained(file.parent, gguf_file=file.name, **options)
+    except Exception as problem:  # strange files fail in any way
+        raise ModelError(f"transformers cannot read {file} ({one_line(problem)}); give another .gguf file") from problem
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,8 +1,9 @@
 """Run a stage program eagerly, one operator after the other: the reference runtime."""
 
+import bisect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +41,14 @@ _FILLED: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
+# These return their first argument if its type or sizes are the wanted ones already. Other operators that may return a
+# view, such as contiguous, decide by strides, which a caller's tensors may have differently each time.
+_MAY_KEEP = frozenset({
+    "aten.to.dtype", "aten.slice.Tensor", "aten.expand.default", "aten.view.default", "aten.reshape.default",
+    "aten.alias.default", "aten.detach.default",
+})  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """One call with everything decided: which registers to read, where the result goes, what ends here."""
@@ -66,6 +75,7 @@ class _Bound:
     registers: list[Any]
     steps: list[_Step]
     watched: bool = False  # whether a run has shown what every operation makes
+    short: list[_Step] | None = None  # without operations that return their argument, once a run has shown these
 
 
 class Runtime:
@@ -97,11 +107,11 @@ class Runtime:
         registers = bound.registers.copy()
         for index, tensor in zip(self._inputs, inputs, strict=True):
             registers[index] = tensor
-        if not bound.watched:
+        if bound.short is None:
             for _ in self._run_each(bound, sizes, registers):
                 pass
             return [registers[index] for index in self._outputs]
-        for step in bound.steps:
+        for step in bound.short:
             _run(step, registers)
         return [registers[index] for index in self._outputs]
 
@@ -248,11 +258,50 @@ class Runtime:
 
         The first time at these sizes, what it makes is held against the memory that is left, before it is made.
         """
+        kept: dict[int, int] = {}
         for op, step in zip(self.program.ops, bound.steps, strict=True):
             if not bound.watched:
                 self._check_result(op, sizes, registers)
-            yield op, _run(step, registers)
+            first = registers[step.slots[0][1]] if step.slots and step.slots[0][0] == 0 else None
+            made = _run(step, registers)
+            if (
+                op.target in _MAY_KEEP
+                and not op.keywords.get("memory_format")
+                and _is_same(made, first)
+                and step.result not in self._outputs
+            ):
+                kept[step.result] = kept.get(step.slots[0][1], step.slots[0][1])
+            yield op, made
         self._seen(bound, sizes)
+        if bound.short is None:
+            bound.short = self._shortened(bound.steps, kept)
+
+    def _shortened(self, steps: Sequence[_Step], kept: Mapping[int, int]) -> list[_Step]:
+        """Leave out steps whose result is their argument's register in `kept`; others read that register instead."""
+
+        def register(index: int) -> int:
+            return kept.get(index, index)
+
+        made = []
+        for step in steps:
+            if step.result in kept:
+                continue
+            lists = tuple(
+                (position, [_Register(register(x.index)) if isinstance(x, _Register) else x for x in items])
+                for position, items in step.lists
+            )
+            made.append(
+                replace(step, slots=tuple((position, register(index)) for position, index in step.slots), lists=lists)
+            )
+        # a register lives until the last step that reads it under any of its names; these are in order
+        first = len(self._state) + len(self.program.prelude)
+        last = {register(index): number for number, step in enumerate(steps) for index in step.ends}
+        left = [number for number, step in enumerate(steps) if step.result not in kept]
+        ends: dict[int, list[int]] = {}
+        for index, number in last.items():
+            if index >= first and index not in self._outputs:
+                ends.setdefault(bisect.bisect_right(left, number) - 1, []).append(index)
+        return [replace(step, ends=tuple(ends.get(number, ()))) for number, step in enumerate(made)]
 
     def _seen(self, bound: _Bound, sizes: Mapping[str, int]) -> None:
         """Remember that every operation was bounded at these sizes, also once they are bound anew."""
@@ -313,6 +362,14 @@ def _positional(
         return function(*given[:count], **dict(zip(names, given[count:], strict=True)), **settled)
 
     return call, [*arguments, *(keywords[name] for name in names)], rest
+
+
+def _is_same(made: Any, given: Any) -> bool:
+    """Return whether a result is its argument, or a view of all of it."""
+    return (
+        isinstance(made, Tensor) and isinstance(given, Tensor) and made.dtype == given.dtype
+        and made.shape == given.shape and made.stride() == given.stride() and made.data_ptr() == given.data_ptr()
+    )  # fmt: skip
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from penstock.graph.program import StageProgram
 from penstock.graph.training_parts import TrainingPart
 from penstock.runtime.bfloat16 import Bfloat16Runtime
 from penstock.runtime.eager import Runtime
+from penstock.runtime.int8 import Int8Runtime
 from penstock.runtime.training import TrainingRuntime
 from penstock.spec.plan import runtime_name
 from penstock.tensors import HOST
@@ -58,6 +59,8 @@ class RuntimeKind:
 def _eager(
     program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device, choice: "RuntimeChoice"
 ) -> StageRuntime:  # fmt: skip
+    if choice.precision == "int8":
+        return Int8Runtime(program, tensors, device, choice.keep)
     kind = Bfloat16Runtime if choice.precision == "bfloat16" else Runtime
     return kind(program, tensors, device)
 
@@ -82,7 +85,7 @@ _EXPORTED = {
     "openvino": ("openvino_runtime", "OpenVinoRuntime", "openvino"),
 }
 RUNTIMES: dict[str, RuntimeKind] = {
-    "eager": RuntimeKind(load=_eager, load_training=TrainingRuntime, precisions=("float32", "bfloat16")),
+    "eager": RuntimeKind(load=_eager, load_training=TrainingRuntime, precisions=("float32", "bfloat16", "int8")),
     "onnxruntime": RuntimeKind(load=_exported, load_training=None, precisions=("float32", "int8")),
     "openvino": RuntimeKind(load=_exported, load_training=None, precisions=("float32", "bfloat16")),
 }

@@ -13,6 +13,7 @@ from penstock.errors import PlanError, RunError
 from penstock.graph.program import StageProgram
 from penstock.runtime.bfloat16 import check_bfloat16
 from penstock.runtime.eager import Runtime
+from penstock.runtime.layers import operations_of
 from penstock.runtime.onnx.integers import check_inputs, check_integers
 from penstock.runtime.onnx.writer import check_supported, write_model
 from penstock.tensors import HOST
@@ -21,19 +22,6 @@ from penstock.text import first_line
 _KEPT_SIZES = 4  # sessions have their own copies of the weights
 _FURTHEST = 1e-3  # from what eager gives, of its largest number
 _MOST_BYTES = 2**31 - 2**20  # of a model, as protobuf has it
-
-
-def operations_of(program: StageProgram, layers: Sequence[str]) -> set[str]:
-    """Return the names of the operations that read weights of these layers, which are modules by their paths.
-
-    Example:
-        operations_of(program, ["blocks.3.mlp.fc2", "head"])
-    """
-    read = {
-        state.value.name for state in program.states
-        if any(state.source == layer or state.source.startswith(f"{layer}.") for layer in layers)
-    }  # fmt: skip
-    return {op.name for op in program.ops if read & set(op.uses())}
 
 
 Engine = Callable[[Mapping[str, np.ndarray[Any, Any]]], Sequence[np.ndarray[Any, Any]]]

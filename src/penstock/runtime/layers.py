@@ -1,0 +1,18 @@
+"""Operations of a program by the layers whose weights they read."""
+
+from collections.abc import Sequence
+
+from penstock.graph.program import StageProgram
+
+
+def operations_of(program: StageProgram, layers: Sequence[str]) -> set[str]:
+    """Return the names of the operations that read weights of the given layers, which are module paths.
+
+    Example:
+        operations_of(program, ["blocks.3.mlp.fc2", "head"])
+    """
+    read = {
+        state.value.name for state in program.states
+        if any(state.source == layer or state.source.startswith(f"{layer}.") for layer in layers)
+    }  # fmt: skip
+    return {op.name for op in program.ops if read & set(op.uses())}

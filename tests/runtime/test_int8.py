@@ -25,7 +25,8 @@ class Model(nn.Module):
         h = self.embed(ids)
         mixed = self.query(h) * self.key(h)
         h.mul_(0.5)
-        return self.head(h + self.out(mixed) + self.key(h).sum(-1, keepdim=True))
+        result: Tensor = self.head(h + self.out(mixed) + self.key(h).sum(-1, keepdim=True))
+        return result
 
 
 def weights_in_8_bits(model: Model) -> None:

@@ -126,7 +126,7 @@ def memory_world(
     size = num_workers + 1
     network = MemoryNetwork(size)
     store = HashStore()
-    names = ["the feeding process", *(f"worker {rank}" for rank in range(1, size))]
+    names = ["the driver", *(f"worker {rank}" for rank in range(1, size))]
     worlds = []
     for rank in range(size):
         transport = FaultyTransport(network.transports[rank], faults)

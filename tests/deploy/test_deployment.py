@@ -207,7 +207,7 @@ def test_a_failing_operation_names_device_stage_and_microbatch(thirds: Divided) 
         (Fault(kind="drop", rank=3, message=5), None),
         (Fault(kind="drop", rank=0, message=6), "stage 0 on worker 1 has waited 0.3 s for activations 7 of 7"),
         (Fault(kind="drop", rank=2, message=6), "stage 2 on worker 3 has waited 0.3 s for activations 7 of 7"),
-        (Fault(kind="drop", rank=3, message=6), "the feeding process has waited 0.3 s for activations 7 of 7"),
+        (Fault(kind="drop", rank=3, message=6), "the driver has waited 0.3 s for activations 7 of 7"),
     ],
     ids=lambda value: f"{value.kind}-{value.rank}-{value.message}" if isinstance(value, Fault) else "",
 )

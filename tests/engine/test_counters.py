@@ -84,7 +84,7 @@ def test_a_message_lost_before_a_stage(clock: Clock) -> None:
     ("fed", "stages", "expected"),
     [
         (1, [counted(), counted()], "stage 0 on host1 has waited 10 s for activations 1 of 1"),
-        (1, [counted(1, 1, 1), counted(1, 1, 1)], "the feeding process has waited 10 s for activations 1 of 1"),
+        (1, [counted(1, 1, 1), counted(1, 1, 1)], "the driver has waited 10 s for activations 1 of 1"),
     ],
 )
 def test_the_place_is_named(clock: Clock, fed: int, stages: list[Counters], expected: str) -> None:

@@ -95,7 +95,7 @@ def test_a_second_process_of_one_rank_is_refused() -> None:
     told = together(lambda: meet(store, 0, 2), lambda: meet(store, 1, 2), lambda: meet(store, 1, 2))
     refused = [one for one in told[1:] if isinstance(one, RunError)]
     assert len(refused) == 1
-    assert "another rank 1 has joined already; end the one that is left from before" in str(refused[0])
+    assert "another rank 1 has joined already" in str(refused[0])
     assert isinstance(told[0], Meeting)
 
 
@@ -105,7 +105,7 @@ def test_a_second_process_of_one_rank_is_refused() -> None:
         ("__version__", r"rank 1 on \S+ runs penstock 9.9 and rank 0 on \S+ \d.*; install the same everywhere"),
         ("size", r"rank 1 on \S+ counts processes 3 and rank 0 on \S+ 2; start all of them for the same number"),
         ("run", r"rank 1 on \S+ is of the run yesterday's and rank 0 on \S+ ; give all of them the same --rdzv-id"),
-        ("nonsense", "rank 1 speaks another version of penstock than"),
+        ("nonsense", f"rank 1 .* than {__version__} here"),
     ],
 )
 def test_who_does_not_fit_is_refused(what: str, message: str) -> None:
@@ -168,7 +168,7 @@ def test_a_store_that_falls_silent_is_the_first_host_lost(monkeypatch: pytest.Mo
             return False
 
     begin = time.perf_counter()
-    with pytest.raises(RunError, match=r"the first host was lost by rank 1 .* not answered for 0.3 s, so it was"):
+    with pytest.raises(RunError, match=r"the first host was lost by rank 1 .* not answered for 0.3 s"):
         meet(Silent(), 1, 2)
     assert time.perf_counter() - begin < 3.0
     silent.set()
@@ -242,12 +242,12 @@ def test_a_first_host_that_nobody_could_reach_is_named(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("socket.getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("127.0.1.1", 9))])
     monkeypatch.setattr("penstock.group.addresses.local_address", no_route)
-    with pytest.raises(RunError, match=r"desk means loopback on this machine, .*; give the address itself"):
+    with pytest.raises(RunError, match=r"^desk .*; .*--master-addr"):
         first_address("desk", all_here=False)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
 def test_all_addresses_are_no_choice(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("PENSTOCK_BIND", address)
-    with pytest.raises(UsageError, match=f"PENSTOCK_BIND is one address of this machine, and {address} means all"):
+    with pytest.raises(UsageError, match=f"PENSTOCK_BIND must .* {address} means all"):
         own_address()

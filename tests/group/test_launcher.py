@@ -61,7 +61,7 @@ def test_a_process_that_not_even_a_kill_ends_is_named_and_not_waited_for(
     with monkeypatch.context() as patch:
         patch.setattr(process, "kill", lambda: None)  # as if it waited for a disk
         begin = time.perf_counter()
-        with pytest.warns(UserWarning, match=f"but worker process {pid} did not; see what it waits for"):
+        with pytest.warns(UserWarning, match=f"0.3 s, but worker process {pid} did not"):
             workers.stop(0.2)
         assert time.perf_counter() - begin < 5.0
     assert not psutil.pid_exists(other)

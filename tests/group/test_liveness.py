@@ -146,7 +146,7 @@ def test_a_board_that_is_gone_is_its_process_gone(pair: Pair, rank: int) -> None
     pair.healths[1 - rank]._silence_s = 2.0  # a broken connection says it sooner, also on a busy machine
     pair.end(rank)
     assert pair.failed[1 - rank].wait(3.0)
-    with pytest.raises(DeviceLost, match=f"{NAMES[rank]} is gone: its process has ended"):
+    with pytest.raises(DeviceLost, match=f"{NAMES[rank]} is lost"):
         pair.healths[1 - rank].check()
 
 
@@ -204,7 +204,7 @@ def test_a_status_that_fails_is_a_verdict(pair: Pair) -> None:
     pair.healths[1].status = fail
     for failed in pair.failed:
         assert failed.wait(3.0)
-    with pytest.raises(RunError, match="host1: watching over it failed: 'stage 3'"):
+    with pytest.raises(RunError, match=r"^host1: .*: 'stage 3'$"):
         pair.healths[0].check()
 
 

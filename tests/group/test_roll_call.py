@@ -100,7 +100,7 @@ def test_a_run_that_is_over() -> None:
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda _store: None, "takes nobody in"),
+        (lambda _store: None, "at here admits no newcomers"),
         (lambda store: store.set("penstock/again", "what"), "another version"),
         (lambda store: store.set("penstock/again", '{"run": "r", "penstock": "0.0.0"}'), "penstock is 0.0.0 at here"),
     ],

@@ -34,7 +34,7 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         port = taken.getsockname()[1]
         torchrun_variables(monkeypatch, port)
         assert under_torchrun()
-        with pytest.raises(RunError, match=f"port {port} on {LOOPBACK} is in use; give another one"):
+        with pytest.raises(RunError, match=f"port {port} on {LOOPBACK} is in use"):
             join_torchrun()
 
 
@@ -121,7 +121,7 @@ def test_a_broken_connection_without_a_verdict_is_told_to_everybody() -> None:
     with memory_world(2, reason_s=0.1) as world:
         error = ConnectionBroken("the connection to rank 2 broke")
         assert world.feeder.explain(error) is error
-        with pytest.raises(RunError, match="the feeding process: the connection to rank 2 broke"):
+        with pytest.raises(RunError, match="the driver: the connection to rank 2 broke"):
             world.workers[0].health.wait_for_failure(2.0)
 
 

@@ -121,7 +121,7 @@ def check(told: dict[str, Any], stopped_s: float, moment: str, name: str) -> Non
         known = ("the first host", name) if moment == "start" and name.startswith("rank 0") else name
         assert told["message"].startswith(known), told
         assert (
-            "has not answered for" in told["message"] or "is gone" in told["message"] or "was lost" in told["message"]
+            "has not answered for" in told["message"] or "is lost" in told["message"] or "was lost" in told["message"]
         )
     else:  # all the work is done: nobody fails
         assert "kind" not in told, told

@@ -91,7 +91,7 @@ def test_streams_behind_a_key(tmp_path: Path) -> None:
     # the same survival as without a key
     assert told["lost", 0]["equal"]
     first, *others = told["lost", 0]["changes"]
-    assert "is gone" in first
+    assert "is lost" in first
     assert set(others) <= {"a device has come"}  # on a busy machine one that answers late
     assert told["lost", 2] == {"message": "fine"}
     # who has another key gets nowhere, and is told why

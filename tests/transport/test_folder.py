@@ -82,7 +82,7 @@ def test_a_folder_with_too_long_a_name(tmp_path: Path, monkeypatch: pytest.Monke
     place = tmp_path / ("x" * 100)
     place.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(place))
-    with pytest.raises(UsageError, match="name a shorter one for temporary files with TMPDIR"):
+    with pytest.raises(UsageError, match=f"at most 94 bytes, but {place}.*TMPDIR"):
         PrivateFolder()
     assert not list(place.iterdir())
 

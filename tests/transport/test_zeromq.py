@@ -197,9 +197,9 @@ def test_a_store_does_what_torchs_does(room: Room) -> None:
         assert store.compare_set("b", "2", "3") == b"3"
         assert store.multi_get(["a", "b"]) == [b"1", b"3"]
         assert (store.add("n", 2), store.add("n", 3)) == (2, 5)
-        with pytest.raises(RuntimeError, match="there is no missing in the store"):
+        with pytest.raises(RuntimeError, match=r"not found .*: missing$"):
             store.get("missing")
-        with pytest.raises(RuntimeError, match="takes no more"):
+        with pytest.raises(RuntimeError, match="full"):
             store.set("large", "x" * 100_000)
         assert room.store.get("a") == b"1"
     finally:

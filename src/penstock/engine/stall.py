@@ -118,9 +118,7 @@ class StallWatch:
 
 
 def _name(stage: int, holders: Holders) -> str:
-    return (
-        "the feeding process" if stage == FEEDER_STAGE else f"stage {stage} on {' and '.join(holders[stage].values())}"
-    )
+    return "the driver" if stage == FEEDER_STAGE else f"stage {stage} on {' and '.join(holders[stage].values())}"
 
 
 def _total(counts: str, link: Link, holders: Holders, counted: Counted) -> int:

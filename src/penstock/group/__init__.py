@@ -1,1 +1,1 @@
-"""Which processes take part: started, joined, watched, dismissed, and called together again."""
+"""Process groups: launch, rendezvous, liveness, dismissal and regrouping."""

@@ -1,4 +1,4 @@
-"""Which address a process listens on, where the first host is, and the folder in which those of one machine meet."""
+"""Addresses: listening, reaching the first host, and private folders for the processes of one machine."""
 
 import contextlib
 import ipaddress
@@ -12,19 +12,19 @@ from pathlib import Path
 from penstock.errors import RunError, UsageError
 
 LOOPBACK = "127.0.0.1"
-BIND = "PENSTOCK_BIND"  # the address that this process and those that it starts listen on
-# an address for documentation (RFC 5737), which nobody has: the way to it is the way out
+BIND = "PENSTOCK_BIND"  # the listening address of this process and its children
+# an unassigned address for documentation (RFC 5737): the route to it is the route out
 _ANYWHERE = "192.0.2.1"
-_PREFIX = "penstock-"  # of folders in which processes of one account meet
-_OWN = {".taken", ".store"}  # in such a folder, beside sockets
-_MOST_PATH = 94  # of 104 bytes that the path of a socket may have, the least of all systems
-_PORT_OF_FOLDER = 29500  # none that its processes take for themselves, who count from 1
+_PREFIX = "penstock-"  # of private folders of one account
+_OWN = {".taken", ".store"}  # other than sockets in such a folder
+_MOST_PATH = 94  # of 104 bytes for the path of a socket, the smallest limit of all systems
+_PORT_OF_FOLDER = 29500  # never taken by its processes, which count from 1
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Listen on one address alone, on any port where none is given.
+    """Listen on a single address, by default on any free port.
 
-    Raises `OSError` where the address is not this machine's or the port is taken.
+    Raises `OSError` if the address is not this machine's or the port is taken.
     """
     family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
@@ -39,7 +39,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def free_port(address: str) -> int:
-    """Return a port of an address on which nobody listens now."""
+    """Return a port of an address that is currently free."""
     if is_folder(address):
         return _PORT_OF_FOLDER
     with listen(address) as probe:
@@ -56,7 +56,7 @@ def is_folder(address: str) -> bool:
 
 
 def reach(address: str, port: int, timeout_s: float) -> None:
-    """Connect and let go again; raises `OSError` where nobody listens there."""
+    """Connect and disconnect; raises `OSError` if the port is closed."""
     if not is_folder(address):
         socket.create_connection((address, port), timeout=timeout_s).close()
         return
@@ -66,7 +66,7 @@ def reach(address: str, port: int, timeout_s: float) -> None:
 
 
 def local_address(towards: str) -> str:
-    """Find the address that this machine uses towards another, since its name often means loopback.
+    """Return this machine's address towards another, since its host name often means loopback.
 
     No packet is sent: a connected datagram socket only asks the routing table.
     """
@@ -78,14 +78,14 @@ def local_address(towards: str) -> str:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise RunError(f"there is no route to {towards!r}: {error}; check the address of the first host") from None
+        raise RunError(f"no route to {towards!r}: {error}; check the address of the first host") from None
 
 
 def first_address(host: str, *, all_here: bool) -> str:
-    """Find where the first host is reached, since on that host its own name often means loopback.
+    """Return the address of the first host, whose name often means loopback on that host itself.
 
-    `all_here` says that no other machine takes part. Then, and where loopback itself was named, loopback is right;
-    else it is the address of this machine that leads out of it.
+    With `all_here`, or if loopback itself was named, it is loopback; otherwise this machine's address on its
+    outgoing route. `all_here` means that the run uses no other machine.
 
     >>> first_address("localhost", all_here=False)
     '127.0.0.1'
@@ -98,8 +98,8 @@ def first_address(host: str, *, all_here: bool) -> str:
         return local_address(_ANYWHERE)
     except RunError:
         raise RunError(
-            f"{host} means loopback on this machine, where no other one reaches it, and there is no way out of it "
-            "to tell its address by; give the address itself as --master-addr"
+            f"{host} means loopback on this machine, unreachable for others, and no outgoing route shows its "
+            "address; set --master-addr to the address itself"
         ) from None
 
 
@@ -107,12 +107,12 @@ def _means_loopback(host: str) -> bool:
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)}
     except OSError:
-        return False  # whoever connects to it says so
+        return False  # the connection reports it
     return all(_is_loopback(address) for address in found)
 
 
 def is_everywhere(address: str) -> bool:
-    """Return whether an address means all those of a machine.
+    """Return whether an address means all addresses of a machine.
 
     >>> is_everywhere("0.0.0.0"), is_everywhere("127.0.0.1")
     (True, False)
@@ -131,14 +131,14 @@ def _is_loopback(address: str) -> bool:
 
 
 class PrivateFolder:
-    """A new folder that this account alone may enter, which is removed at the latest when this process ends.
+    """A new folder that only this account may enter, removed when this process ends at the latest.
 
     Example:
         folder = PrivateFolder()
         store = links.serve_store(folder.path)
         folder.close()
 
-    Raises `UsageError` where the folder for temporary files has too long a name.
+    Raises `UsageError` if the path of the folder for temporary files is too long.
     """
 
     def __init__(self) -> None:
@@ -146,22 +146,22 @@ class PrivateFolder:
         if len(self.path) > _MOST_PATH:
             os.rmdir(self.path)
             raise UsageError(
-                f"sockets lie in folders whose path has {_MOST_PATH} bytes at most, but {self.path} has "
-                f"{len(self.path)}; name a shorter one for temporary files with TMPDIR"
+                f"the path of a folder for sockets must have at most {_MOST_PATH} bytes, but {self.path} has "
+                f"{len(self.path)}; set TMPDIR to a shorter folder"
             )
         self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
 
     def close(self) -> None:
-        """Remove the folder, and what is in it."""
+        """Remove the folder and its contents."""
         self._remove()
 
 
 def remove_left(path: str) -> None:
-    """Remove what processes have put into a folder whose maker has ended before it could, and then the folder."""
+    """Remove a private folder and its files after its owner exited without removing it."""
     folder = Path(path)
     if not folder.name.startswith(_PREFIX) or not folder.is_dir():
         return
-    with contextlib.suppress(OSError):  # another one removes it as well, or somebody has put something else there
+    with contextlib.suppress(OSError):  # another process removes it too, or it has foreign files
         for file in folder.iterdir():
             if file.is_socket() or file.suffix in _OWN:
                 file.unlink(missing_ok=True)
@@ -169,5 +169,5 @@ def remove_left(path: str) -> None:
 
 
 def _remove(path: str, process: int) -> None:
-    if os.getpid() == process:  # not in a fork of it
+    if os.getpid() == process:  # not in a fork
         shutil.rmtree(path, ignore_errors=True)

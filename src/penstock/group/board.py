@@ -1,9 +1,9 @@
-"""A process's board: a small store that others read to see that it lives, and calls to stores that have a deadline.
+"""Liveness boards, small stores that other ranks poll, and store calls with a deadline.
 
-The board's server is a thread of torch's that never takes the interpreter's lock, so a process answers while it
-computes, loads or imports for however long. A stopped process does not answer, and a connection to one that has
-ended breaks. A call to a store blocks for as long as the other side is silent, whatever its timeout says: whoever
-must not wait so long makes it on a thread of its own.
+The board's server is a torch thread that never takes the interpreter's lock, so a process answers while it
+computes, loads or imports for any length of time. A stopped process does not answer, and a connection to an exited
+one breaks. A call to a store blocks for as long as the other side is silent, regardless of its timeout: callers
+that must not wait that long make it on a separate thread.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from penstock.errors import RunError
 from penstock.group.addresses import listen, reach
 from penstock.transport.watched import StoreSilent, run_watched
 
-# of torch's own waits, which end only where the other side answers at all
+# of torch's waits, which expire only if the other side answers at all
 _TIMEOUT = datetime.timedelta(seconds=60)
-# Torch looks up the name of whom it connects to, only to be able to print it. A name server that does not answer takes
-# 5 s of each connection, and 10 where it is asked again.
+# Torch resolves the peer's name for its log lines only. A name server that does not answer delays each connection by
+# 5 s, or by 10 s with a second attempt.
 CONNECT_S = 15.0
 _POLL_S = 0.1
 _KNOCK_S = 0.5
@@ -33,21 +33,21 @@ T = TypeVar("T")
 
 
 def serve_store(address: str, port: int = 0) -> TCPStore:
-    """Serve a store on one address alone; raises `OSError` as `listen` does."""
+    """Serve a store on a single address; raises `OSError` as `listen` does."""
     listener = listen(address, port)
     port = int(listener.getsockname()[1])
     return TCPStore(address, port, None, True, _TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect_store(address: str, port: int, timeout: datetime.timedelta = _TIMEOUT) -> TCPStore:
-    """Connect to a store; raises `RuntimeError` where nobody listens there."""
+    """Connect to a store; raises `RuntimeError` if the port is closed."""
     return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
 
 
 def connect_board(address: str, port: int, timeout: datetime.timedelta = _TIMEOUT) -> TCPStore:
-    """Connect to a store that listens already: where nobody does, its process is gone, and this says so at once.
+    """Connect to a store that is already listening; raises `RuntimeError` immediately if its process has exited.
 
-    Torch alone would try again for its whole timeout, also where a process ends while it is connected to.
+    Torch alone would retry for its whole timeout, even if the process exits while connecting.
     """
 
     def knock() -> None:
@@ -63,7 +63,7 @@ def connect_board(address: str, port: int, timeout: datetime.timedelta = _TIMEOU
 
 
 def lookup_s(address: str) -> float:
-    """Measure how long looking up the name of an address takes here, as torch does when it connects."""
+    """Measure a reverse name lookup of an address on this machine, as torch makes when it connects."""
     begin_s = time.monotonic()
     with contextlib.suppress(OSError):
         socket.getnameinfo((address, 9), 0)
@@ -71,7 +71,7 @@ def lookup_s(address: str) -> float:
 
 
 def nobody_listens(address: str, port: int) -> bool:
-    """Return whether a machine says that nothing listens there; one that does not answer says nothing."""
+    """Return whether a machine refuses connections to a port; False if it does not answer."""
     try:
         reach(address, port, 5.0)
     except (ConnectionRefusedError, FileNotFoundError):
@@ -82,7 +82,7 @@ def nobody_listens(address: str, port: int) -> bool:
 
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
-    """Wait until something listens there, as the first host does once it was started; raises `RunError`."""
+    """Wait until the first host listens on its port; raises `RunError` after the timeout."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -95,19 +95,19 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
 
 
 def read_if_there(store: Store, key: str) -> bytes | None:
-    """Return what stands there, if anything does: reading alone would wait for it."""
+    """Return the value of a key, or None if it is not set: `get` alone would wait for it."""
     return store.get(key) if store.check([key]) else None
 
 
 class PatientStore:
-    """Another process's store, each call of which ends by a deadline; a thread of its own makes them.
+    """A client of another process's store with a deadline for each call, made on a separate thread.
 
     Example:
         store = PatientStore(lambda: connect_store("192.168.1.10", 29500), deadline_s=10.0)
         store.call(lambda s: s.set("joined/1", "1"))
 
-    Once a call has not been answered in time, every further one raises `StoreSilent` at once. Raises what the call
-    raises, and what `connect` raises.
+    After a call that was not answered in time, every further one raises `StoreSilent` immediately. Errors of the call
+    and of `connect` propagate.
     """
 
     def __init__(self, connect: Callable[[], Store], deadline_s: float) -> None:
@@ -120,7 +120,7 @@ class PatientStore:
         self._thread.start()
 
     def call(self, function: Callable[[Store], T]) -> T:
-        """Call a function with the store and return what it returns."""
+        """Call a function with the store and return its result."""
         reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
         deadline_s = self._deadline_s if self._connected else self._deadline_s + CONNECT_S
         if self._silent:
@@ -137,7 +137,7 @@ class PatientStore:
         return found
 
     def close(self) -> None:
-        """Let go of the connection; a thread that waits for an answer is left to its end."""
+        """Close the connection; a thread that still waits for an answer is not joined."""
         self._calls.put(None)
         if not self._silent:
             self._thread.join(self._deadline_s)

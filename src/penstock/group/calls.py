@@ -1,4 +1,4 @@
-"""Calls of a training's methods: every process makes the same ones in the same order, and mismatches are named.
+"""Collective calls of a training's methods: all ranks must make the same ones in order, and mismatches are reported.
 
 Each call has a number in its process. Documents that processes exchange carry the call's name, and heartbeats both:
 
@@ -18,7 +18,7 @@ ADVICE = "every process calls every method, in the same order; take it out of `i
 
 
 class Calls:
-    """The calls of one process.
+    """Collective calls of one process.
 
     Example:
         with calls.entered("train_step"):
@@ -30,12 +30,12 @@ class Calls:
 
     @property
     def current(self) -> str:
-        """The number and the name of the call that is running; empty if there is none."""
+        """Number and name of the current call; empty if none is running."""
         return f"{self._number} {self._name}" if self._name else ""
 
     @contextlib.contextmanager
     def entered(self, name: str) -> Iterator[None]:
-        """Run a call. Raises `RunError` if another process ended meanwhile without saying why."""
+        """Run a call. Raises `RunError` if another process exits during it without reporting a reason."""
         if self._name:  # a call within another one
             yield
             return
@@ -44,17 +44,17 @@ class Calls:
             yield
         except ConnectionBroken as error:
             raise RunError(
-                f"another process has ended while this one calls {name} (call {self._number}): {ADVICE}"
+                f"another process exited while this one calls {name} (call {self._number}): {ADVICE}"
             ) from error
         finally:
             self._name = ""
 
     def marked(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a document with the name of the call that it is of."""
+        """Return a document tagged with the name of its call."""
         return {**document, _CALL: self._name or _LOADING}
 
     def checked(self, documents: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the documents of all processes; raises `UsageError` if they are of different calls."""
+        """Return the documents of all processes; raises `UsageError` if they belong to different calls."""
         called = [str(document.get(_CALL, ""))[:64] for document in documents]
         if other := next((rank for rank, name in enumerate(called) if name != called[0]), None):
             raise UsageError(mismatch(0, called[0], other, called[other], names, self._number))
@@ -62,7 +62,7 @@ class Calls:
 
 
 def find_mismatch(current: Mapping[int, str], names: Sequence[str]) -> str | None:
-    """Return the line for two processes whose calls of the same number are different; None if there are none.
+    """Return the message for two ranks whose calls with the same number differ; None if all match.
 
     >>> find_mismatch({0: "17 evaluate", 1: "17 train_step"}, ["desk", "board"]).partition(":")[0]
     'rank 0 (desk) calls evaluate where rank 1 (board) calls train_step (call 17 of each)'
@@ -77,7 +77,7 @@ def find_mismatch(current: Mapping[int, str], names: Sequence[str]) -> str | Non
 
 
 def mismatch(rank: int, name: str, other: int, others: str, names: Sequence[str], number: int) -> str:
-    """Return the line that names two calls and the ranks that make them."""
+    """Return the message that names two calls and the ranks that make them."""
     return (
         f"rank {rank} ({names[rank]}) calls {name} where rank {other} ({names[other]}) calls {others} (call {number} "
         f"of each): {ADVICE}"

@@ -1,4 +1,4 @@
-"""Agree whether tensors go from GPU to GPU between the processes of a world, and by what."""
+"""Negotiation of the backend for tensors between the GPUs of a world."""
 
 import json
 import uuid
@@ -16,11 +16,11 @@ WAYS = ["auto", "gloo", "nccl"]
 
 
 def go_direct(world: World, ranks: Collection[int], device: torch.device) -> bool:
-    """Agree whether tensors go from device to device between these ranks, and give the world a transport that can.
+    """Negotiate NCCL between these ranks, and switch the world's transport to it if all agree; return whether they do.
 
-    Each of the ranks calls this, and the process that feeds, whose `world.between_gpus` counts: `auto` where each of
-    them has a GPU of its own and NCCL, `gloo` never, `nccl` always. Raises `UsageError` on all of them where NCCL was
-    asked for and cannot be.
+    Each of the ranks calls this, and the driver, whose `world.between_gpus` counts: `auto` uses NCCL if each of
+    them has a separate GPU and NCCL, `gloo` never, `nccl` always. Raises `UsageError` on all of them if NCCL is
+    required but not usable.
     """
     mine = _describe(device) if world.rank in ranks else {}
     others = sorted(set(ranks) - {FEEDER})
@@ -50,15 +50,15 @@ def go_direct(world: World, ranks: Collection[int], device: torch.device) -> boo
 
 
 def check_way(way: str, device: str) -> None:
-    """Raise `UsageError` for a way between GPUs that is not known, and for NCCL without them."""
+    """Raise `UsageError` for an unknown backend between GPUs, and for NCCL without GPUs."""
     if way not in WAYS:
-        raise UsageError(f"tensors go between GPUs by {', '.join(WAYS)}, not by {way!r}; give one of these")
+        raise UsageError(f"between_gpus must be one of {', '.join(WAYS)}; got {way!r}")
     if way == "nccl" and not device.startswith("cuda"):
-        raise UsageError(f"NCCL needs CUDA, but stages compute on {device}; give device='cuda', or no between_gpus")
+        raise UsageError(f"NCCL needs CUDA, but stages compute on {device}; set device='cuda' or omit between_gpus")
 
 
 def why_not(devices: Mapping[str, Mapping[str, str]]) -> str:
-    """Return why NCCL cannot be used between processes with these devices; nothing where it can.
+    """Return the reason why NCCL cannot connect these devices; empty if it can.
 
     >>> why_not({"rank 0": {"gpu": "GPU-1", "nccl": "yes"}, "rank 1": {"gpu": "GPU-1", "nccl": "yes"}})
     'NCCL needs a GPU for each process, but rank 0 and rank 1 share one; leave between_gpus out'
@@ -79,6 +79,6 @@ def why_not(devices: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _describe(device: torch.device) -> dict[str, str]:
-    """Name the physical GPU of this process, and its NCCL; empty where there is none."""
+    """Describe the physical GPU of this process and its NCCL; empty strings if missing."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     return {"gpu": gpu, "nccl": "yes" if torch.distributed.is_nccl_available() else ""}

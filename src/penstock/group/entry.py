@@ -1,4 +1,4 @@
-"""The ways into a world: what torchrun started, and fresh workers on this machine."""
+"""Entry points to a world: processes started by torchrun, and new workers on this machine."""
 
 import contextlib
 import errno
@@ -37,22 +37,22 @@ from penstock.transport.base import FEEDER, SILENCE_S, Transport, receive_bytes,
 from penstock.transport.faulty import wrap_if_faulty
 from penstock.transport.memory_network import MemoryNetwork
 
-# a script that makes several pipelines joins several times; all its processes count alike
+# a script that creates several pipelines joins several times; all its processes count alike
 _joins = itertools.count()
-# set once this process has been in a group: then its errors reach the others, the first of them too
+# set once this process has been in a group: from then on its errors reach all ranks, rank 0 too
 has_joined = threading.Event()
-# where they meet if torchrun gives no place: kept, since others may join again before this process does
+# stores served if torchrun serves none: kept, since other ranks may join again before this process does
 _serving: dict[tuple[str, int], TCPStore] = {}
-# one for each key, and for folders, for the same reason
+# one per key, and one for folders, for the same reason
 _links: dict[str, Links] = {}
 WORKER = "penstock.deploy.worker"
-_REASON_S = 2.0  # after a connection broke: in which the reason comes
+_REASON_S = 2.0  # timeout for the reason of a broken connection
 
 
 def under_torchrun() -> bool:
-    """Return whether torchrun, or something that sets the same variables, started this process.
+    """Return whether torchrun, or a launcher that sets the same variables, started this process.
 
-    A task of a step of Slurm's is given them here, so that `srun python script.py` is enough.
+    For a task of a Slurm step this sets them, so that `srun python script.py` is enough.
     """
     if "RANK" not in os.environ:
         os.environ.update(slurm_variables(os.environ))
@@ -60,9 +60,9 @@ def under_torchrun() -> bool:
 
 
 def links_of_run(address: str) -> Links:
-    """Return what this process reaches those of its run by, who meet at an address.
+    """Return the links of this process to its run, which meets at an address.
 
-    Raises `UsageError` for a key that is no use.
+    Raises `UsageError` if the key is not usable.
     """
     kind = "/" if is_folder(address) else os.environ.get(KEY, "")
     if kind not in _links:
@@ -71,14 +71,14 @@ def links_of_run(address: str) -> Links:
 
 
 def own_address() -> str:
-    """Return where processes of this machine alone meet: loopback, unless another address was chosen."""
+    """Return the address for a run on this machine alone: loopback, unless another address was chosen."""
     return _chosen_address() or LOOPBACK
 
 
 def meeting_place() -> tuple[str, PrivateFolder | None]:
-    """Return where processes that this one starts on its machine meet: in a folder that no other account may enter.
+    """Return the meeting point of local workers: a private folder, closed to other accounts.
 
-    A chosen address, and the key of PENSTOCK_KEY, have their own ways, and no folder comes with them.
+    With a chosen address or the key of PENSTOCK_KEY, it is an address, and the folder is None.
     """
     chosen = _chosen_address()
     if os.environ.get(KEY) or (chosen is not None and not is_folder(chosen)):
@@ -88,20 +88,20 @@ def meeting_place() -> tuple[str, PrivateFolder | None]:
 
 
 def _chosen_address() -> str | None:
-    """Return the address that was chosen to listen on; raises `UsageError` where that is all of this machine's."""
+    """Return the address of PENSTOCK_BIND; raises `UsageError` if it means all addresses of this machine."""
     chosen = os.environ.get(BIND) or None
     if chosen is not None and is_everywhere(chosen):
-        raise UsageError(f"{BIND} is one address of this machine, and {chosen} means all of them; see `ip address`")
+        raise UsageError(f"{BIND} must be one address of this machine, but {chosen} means all; see `ip address`")
     return chosen
 
 
 def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
-    """Join the processes that torchrun started; `followed` says that the others follow the first.
+    """Join the processes that torchrun started; with `followed` the other ranks follow the first.
 
-    With `again` in the first process, the run goes on in another group where one of this is lost (`group/regroup.py`),
+    With `again` on rank 0, the run continues in another group after losing a rank (`group/regroup.py`),
     unless torchrun's agents serve the store: they end all processes then.
 
-    Raises `RunError` when they do not all come.
+    Raises `RunError` if a rank does not join.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -110,10 +110,10 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
     all_here, chosen = os.environ.get("LOCAL_WORLD_SIZE") == str(size), _chosen_address()
     if hosted and os.environ.get(KEY):
         raise UsageError(
-            f"a key is of no use where torchrun's agents serve the store, which asks for none; leave {KEY} out, or "
+            f"a key cannot be used if torchrun's agents serve the store, which does not check it; leave {KEY} out, or "
             "start with penstock hosts run"
         )
-    # processes of one machine have been given one address, and the first of them serves the store there
+    # processes of one machine share one chosen address, and rank 0 serves the store on it
     first = chosen if chosen and all_here and not hosted else first_address(host, all_here=all_here)
     address = chosen or local_address(first)
     links = links_of_run(first)
@@ -125,8 +125,8 @@ def join_torchrun(*, followed: bool = False, again: bool = False) -> World:
         wait_for_server(first, port, JOIN_S)
     if rank == FEEDER and not all_here and not links.secured and not os.environ.get(TRUSTED):
         note(
-            "this run has no key: whoever reaches its network can read and change it; penstock hosts run gives it one, "
-            f"and {TRUSTED}=1 says that the network is trusted"
+            "this run has no key: anyone on its network can read and change it; penstock hosts run creates a key, "
+            f"and {TRUSTED}=1 marks the network as trusted"
         )
     prefix = f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_joins)}"
     connect = partial(links.connect_store, first, port)
@@ -152,11 +152,11 @@ def start_local(
     again: bool = False,
     over_network: bool = False,
 ) -> World:
-    """Start fresh workers on this machine, with this process as the one that feeds them.
+    """Start new workers on this machine, with this process as the driver.
 
-    `module` is the program that they run, which ends as `penstock.deploy.worker` does, with `arguments` of its own.
-    With `again` the run goes on in another group where one of this is lost. They meet in a folder that no other account
-    may enter (`meeting_place`), but speak as processes of several machines do where they are `over_network`.
+    `module` is the program that they run, which exits as `penstock.deploy.worker` does, with extra `arguments`.
+    With `again` the run continues in another group after losing a rank. The processes meet in a private folder
+    (`meeting_place`), or, with `over_network`, connect like processes of several machines.
     """
     address, folder = meeting_place() if not over_network else (own_address(), None)
     with contextlib.ExitStack() as where_it_fails:
@@ -173,10 +173,10 @@ def start_local(
         def watch_workers() -> None:
             gone = workers.exited()
             if gone is not None:
-                raise RunError(f"worker {gone.index + 1} {gone} before it had joined; its own output above says why")
+                raise RunError(f"worker {gone.index + 1} {gone} before it joined; see its output above for the reason")
 
         connect = (lambda: store) if isinstance(links, PlainLinks) else partial(links.connect_store, address, port)
-        rendezvous = Rendezvous(links, connect, address, port, address, "the feeding process")
+        rendezvous = Rendezvous(links, connect, address, port, address, "the driver")
         world = join_group(
             rendezvous, FEEDER, size, "run", range(1, size), watch_workers, again=again,
             silence_s=WATCHFUL_S if again else SILENCE_S,
@@ -189,20 +189,20 @@ def start_local(
 
 
 def join_local(port: int, rank: int, size: int) -> World:
-    """Join, as a worker, the process that started this one."""
+    """Join the parent process as a worker."""
     address = own_address()
     links = links_of_run(address)
     connect = partial(links.connect_store, address, port)
     rendezvous = Rendezvous(links, connect, address, port, address, f"worker {rank}")
     world = join_group(rendezvous, rank, size, "run", range(1, size))
-    world.position = rank - 1  # the feeding process computes nothing
+    world.position = rank - 1  # the driver computes nothing
     return world
 
 
 def thread_worlds(names: Sequence[str]) -> list[World]:
-    """Make a world for each of some threads of this process, which reach each other through memory; the first feeds.
+    """Create a world for each of several threads of this process, connected through memory; rank 0 is the driver.
 
-    Alone the first one is a device too.
+    A single rank is a device too.
     """
     network, store = MemoryNetwork(len(names)), HashStore()
     return [
@@ -220,9 +220,9 @@ def join_group(
     watch_others: Callable[[], None] = lambda: None, *, again: bool = False, join_s: float = JOIN_S,
     before: Membership | None = None, silence_s: float = SILENCE_S,
 ) -> World:  # fmt: skip
-    """Meet the other processes of a group and connect to them; `before` is what this one was in, where it was in one.
+    """Meet the other processes of a group and connect to them; `before` is the membership in an earlier group, if any.
 
-    Raises `RunError` where they do not all come, and `DeviceLost` where one is lost meanwhile.
+    Raises `RunError` if a rank does not join, and `DeviceLost` if one is lost in the process.
     """
     own, silence_s = (before.own, before.silence_s) if before is not None else (None, silence_s)
     meeting = Meeting(
@@ -246,7 +246,7 @@ def join_group(
             if before is not None:
                 _stand_together(transport, health)
         except BaseException as error:
-            # who leaves without a word seems to leave in order; a run that goes on tries again without who is gone
+            # a silent exit would look orderly; an elastic run tries again without the lost rank
             health.report(error, again=before is not None and isinstance(error, PenstockError))
             raise
         where_it_fails.pop_all()
@@ -261,12 +261,12 @@ def join_group(
 def _connect(
     rendezvous: Rendezvous, name: str, rank: int, size: int, join_s: float, watch: Callable[[], None]
 ) -> tuple[Transport, Store]:
-    """Connect to the others of a group that have met; raises `RunError` whatever kept it from that."""
+    """Connect to the other ranks of a group after they have met; raises `RunError` on any failure."""
     try:
         return rendezvous.links.make_transport(rendezvous.connect, name, rank, size, rendezvous.address, join_s, watch)
     except PenstockError:
         raise
-    # torch's store, gloo and libzmq each have errors of their own
+    # torch's store, gloo and libzmq each raise different errors
     except Exception as error:
         raise RunError(
             f"rank {rank} has met the others but cannot connect to them: {first_line(error)}; check that every host "
@@ -275,9 +275,9 @@ def _connect(
 
 
 def _stand_together(transport: Transport, health: Health) -> None:
-    """Wait until every process of a group has connected to every other: who had not would end a group under way.
+    """Wait until all ranks of a group have connected (a barrier): a late failure would end a running group.
 
-    The first process hears from each of the others, whose messages it takes once it has connected itself.
+    Each other rank sends rank 0 an empty message, which rank 0 receives once it has connected itself.
     """
     try:
         if transport.rank == FEEDER:
@@ -287,11 +287,11 @@ def _stand_together(transport: Transport, health: Health) -> None:
             send_bytes(transport, b"", FEEDER)
     except TransportError as error:
         health.wait_for_failure(_REASON_S)
-        raise RunError(f"the processes that are left have met, but not all stayed: {error}") from error
+        raise RunError(f"the surviving processes met, but not all stayed: {error}") from error
 
 
 def _membership(meeting: Meeting, rendezvous: Rendezvous, before: Membership | None) -> Membership | None:
-    """Return what this process needs to be in a further group; None where the first one calls none."""
+    """Return the membership for further groups; None if rank 0 calls none."""
     if not meeting.hellos[FEEDER].again:
         return None
     members = tuple(hello.nonce for hello in meeting.hellos)
@@ -305,7 +305,7 @@ def _membership(meeting: Meeting, rendezvous: Rendezvous, before: Membership | N
 
 
 def why_ended(world: World, rank: int) -> str | None:
-    """Return how the process of a rank has ended, where this one started it."""
+    """Return the exit reason of a rank's process; None if it runs or this process did not start it."""
     exits = world.workers.exits() if world.workers is not None else []
     return next((str(gone) for gone in exits if world.rank_of_worker(gone.index) == rank), None)
 
@@ -315,10 +315,10 @@ def _serve(links: Links, address: str, host: str, port: int) -> TCPStore:
         return links.serve_store(address, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            message = f"port {port} on {host} is in use; give another one with --master-port"
+            message = f"port {port} on {host} is in use; choose another one with --master-port"
         else:
             message = (
-                f"{address}:{port} cannot be listened on ({error.strerror or error}); --master-addr is the first "
-                "host's own address, and --bind another one of it"
+                f"cannot listen on {address}:{port} ({error.strerror or error}); --master-addr must be the first "
+                "host's address, and --bind another address of it"
             )
         raise RunError(message) from None

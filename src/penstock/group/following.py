@@ -1,4 +1,4 @@
-"""A process that stays in its run's newest group, whatever its own program is doing meanwhile."""
+"""Background regrouping: a process joins its run's newest group while its program continues."""
 
 import dataclasses
 import threading
@@ -11,16 +11,16 @@ from penstock.transport.base import FEEDER
 
 
 class Following:
-    """Forms the next group in a thread of its own as soon as the verdict on a group is one that the run outlives.
+    """A background thread that forms the next group as soon as a verdict arrives that the run survives.
 
-    The program may compute, load data or write a file at that moment: nobody waits for it, until it asks for the
-    `newest` group.
+    The program may compute, load data or write a file at that moment: no other rank waits for it until it requests
+    the `newest` group.
 
         verdict ──▶ connections end ──▶ call, answer, meet (`group/regroup.py`) ──▶ newest
 
     Example:
         following = Following(world)
-        ...                            # a message does not come: `error` says why
+        ...                            # a message is not received: `error` has the reason
         world = following.newest(error)
     """
 
@@ -33,9 +33,9 @@ class Following:
         world.health.call_instead(self._ended)
 
     def newest(self, error: PenstockError) -> World:
-        """Return the group that follows the one in which an error came up, once it has formed.
+        """Return the group that follows the one in which an error occurred, once it has formed.
 
-        Raises the error where no group follows, or what kept one from forming.
+        Raises the error if no group follows, or the error that kept one from forming.
         """
         with self._changed:
             self._changed.wait_for(self._stands)
@@ -54,13 +54,13 @@ class Following:
             thread.join()
 
     def _stands(self) -> bool:
-        """Return whether the newest group has no verdict, or none that another group follows on."""
+        """Return whether no further group is forming or due after the newest one."""
         if self._thread is not None:
             return False
         return self._problem is not None or self._closed or not outlives(self._world)
 
     def _ended(self) -> None:
-        """A group has its verdict: end its waits, and form the next one where there can be one."""
+        """Abort a group after its verdict, and start forming the next one if the run survives."""
         self._world.transport.abort()
         with self._changed:
             if self._closed or self._thread is not None or not outlives(self._world):
@@ -69,7 +69,7 @@ class Following:
             self._thread.start()
 
     def _form(self) -> None:
-        """Form groups until one stands."""
+        """Form groups until one has no verdict."""
         while True:
             following = dataclasses.replace(self._world)
             try:
@@ -91,7 +91,7 @@ class Following:
 
 
 def outlives(world: World) -> bool:
-    """Return whether the run goes on after the verdict on a group, with this process in it."""
+    """Return whether the run continues after the verdict on a group, with this process in it."""
     failure = world.health.failure
     if failure is None or world.membership is None:
         return False
@@ -110,13 +110,13 @@ def _as_ours(error: BaseException) -> PenstockError:
 
 
 def _go_over(world: World) -> None:
-    """Make a group the next one; raises `DeviceLost` where there is none for this process."""
+    """Switch a world to the next group; raises `DeviceLost` if this process gets none."""
     failure = world.health.failure
     if failure is None:
-        raise DeviceLost("a group that goes on needs no other; nothing was lost")
+        raise DeviceLost("a group without a verdict needs no other; nothing was lost")
     if world.rank == FEEDER:
         regroup(world, set() if failure.again else {failure.rank}, takes_in=failure.again)
         return
     release(world.transport, world.health)
     if not next_group(world, waits=False):
-        raise DeviceLost(f"{failure.message}, and the others went on without this process; start it again to join them")
+        raise DeviceLost(f"{failure.message}, and the others continued without this process; start it again to join")

@@ -1,10 +1,10 @@
-"""How processes that start by themselves become one group: they meet at the first one's store.
+"""Rendezvous: independently started processes form one group through the first one's store.
 
-    claim my rank;  say hello: versions, size of the run, host, where my board and my data connections are
-    read everybody's hello, and refuse a group that does not fit together
-    look after each other from here on (`group/liveness.py`), then connect for data
+    claim my rank;  publish a hello: versions, size of the run, host, addresses of my board and data connections
+    read all hellos, and refuse a group that does not match
+    watch each other from here on (`group/liveness.py`), then connect for data
 
-Every call to the store has a deadline, and what is said first carries the name of this run alone: a process of another
+Every call to the store has a deadline, and the hello carries the name of this run: a process of another
 run, or a second one with the same rank, is refused.
 """
 
@@ -35,17 +35,17 @@ from penstock.transport.watched import StoreSilent
 from penstock.version import __version__
 
 JOIN_S = 120.0
-STORE_S = 10.0  # in which the first host answers
+STORE_S = 10.0  # timeout for an answer of the first host
 _POLL_S = 0.05
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a process says of itself when it joins."""
+    """A process's announcement when it joins."""
 
     rank: int
     size: int
-    run: str  # the name of the run, where torchrun gives it one
-    nonce: str  # of this process, the same in each group of its run; the first one's is in the group's name
+    run: str  # the name of the run under torchrun, else empty
+    nonce: str  # of this process, the same in each group of its run; that of rank 0 is in the group's name
     penstock: str
     torch: str
     name: str  # for people
@@ -53,14 +53,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     address: str
     board_port: int
     bandwidth_bytes_per_s: float | None = None
-    again: bool = False  # of the first one: whether it calls another group where one of this is lost
-    silence_s: Annotated[float, msgspec.Meta(gt=0, le=3600.0)] = SILENCE_S  # of the first: how long one may be
+    again: bool = False  # of rank 0: it calls another group after losing a rank
+    silence_s: Annotated[float, msgspec.Meta(gt=0, le=3600.0)] = SILENCE_S  # of rank 0: maximum silence of a rank
 
 
 class Meeting:
-    """The processes that have met: what each said, and the boards by which they look after each other.
+    """A completed rendezvous: the hellos of all ranks, and the boards by which they watch each other.
 
-    Raises `RunError` naming who did not come, or what does not fit, and `DeviceLost` where the first host is gone.
+    Raises `RunError` naming ranks that did not join or do not match, and `DeviceLost` if the first host is lost.
 
     Example:
         meeting = Meeting(rendezvous, rank=0, size=4, prefix="run0")
@@ -73,7 +73,7 @@ class Meeting:
     ) -> None:  # fmt: skip
         self._rank, self._size, self._prefix, self._links = rank, size, prefix, rendezvous.links
         self._join_s = join_s
-        self.unlike: Mapping[int, frozenset[str]] = {}  # operators that ranks with another torch have otherwise
+        self.unlike: Mapping[int, frozenset[str]] = {}  # operators that differ in ranks with another torch
         address = rendezvous.address
         self.board = _serve_board(rendezvous.links, address, rank)
         self._own = Hello(
@@ -89,12 +89,12 @@ class Meeting:
                 self.hellos = self._meet(store, watch)
             except StoreSilent as error:
                 raise DeviceLost(
-                    f"the first host was lost by rank {rank} while the processes met: {error}, so it was stopped, cut "
+                    f"the first host was lost by rank {rank} during the rendezvous: {error}, so it was stopped, cut "
                     "off or has lost power; start again"
                 ) from None
             except RuntimeError as error:
                 raise DeviceLost(
-                    f"the first host was lost by rank {rank} while the processes met: {first_line(error)}; start again"
+                    f"the first host was lost by rank {rank} during the rendezvous: {first_line(error)}; start again"
                 ) from error
             finally:
                 store.close()
@@ -102,22 +102,22 @@ class Meeting:
 
     @property
     def own(self) -> str:
-        """The name of this process, which no other has."""
+        """Unique name of this process."""
         return self._own.nonce
 
     @property
     def name(self) -> str:
-        """The name of this group, which no other has."""
+        """Unique name of this group."""
         return f"{self._prefix}.{self.hellos[FEEDER].nonce}"
 
     @property
     def silence_s(self) -> float:
-        """For how long a process of this group may be silent, as the first one says."""
+        """Maximum silence in seconds of a process of this group, as set by rank 0."""
         return self.hellos[FEEDER].silence_s
 
     @property
     def boards(self) -> Boards:
-        """The boards of those that this process looks after: the first one after all, the others after the first."""
+        """Boards of the ranks that this one watches: rank 0 watches all, the others watch rank 0."""
         watched = [hello for hello in self.hellos if hello.rank != self._rank and FEEDER in (hello.rank, self._rank)]
         return Boards(
             self.board,
@@ -146,7 +146,7 @@ class Meeting:
             self._wait_on(watch, deadline, found)
 
     def _wait_on(self, watch: Callable[[], None], deadline: float, found: Collection[int]) -> None:
-        """Wait briefly for the other ranks; raises `RunError` naming those that are late."""
+        """Wait briefly for the other ranks; raises `RunError` naming late ones after the deadline."""
         watch()
         if time.monotonic() > deadline:
             missing = ", ".join(str(rank) for rank in range(self._size) if rank not in found)
@@ -159,7 +159,7 @@ class Meeting:
     def _compare_operators(
         self, store: PatientStore, hellos: Mapping[int, Hello], watch: Callable[[], None], deadline: float
     ) -> dict[int, frozenset[str]]:
-        """Return the operators that each rank with another version of torch has otherwise than this process."""
+        """Return the operators of each rank with another torch version that differ from this process's."""
         if len({hello.torch for hello in hellos.values()}) == 1:
             return {}
         own = marks_of_operators()
@@ -177,7 +177,7 @@ class Meeting:
         if self._rank == FEEDER:
             names = ", ".join(f"{hello.name} ({hello.torch})" for hello in others.values())
             note(
-                f"not all processes run torch {self._own.torch}: {names}; what these compute may differ from it in its "
+                f"not all processes run torch {self._own.torch}: {names}; their results may differ from it in the "
                 "last bits"
             )
         return {rank: unlike_operators(own, found[rank]) for rank in others}
@@ -186,23 +186,23 @@ class Meeting:
         return f"penstock/{self._prefix}/hello/{rank}"
 
     def _claim(self, store: PatientStore) -> None:
-        """Take the rank, which nobody else may have."""
+        """Claim the rank, which must be unique in the run."""
         key, nonce = f"penstock/{self._prefix}/rank/{self._rank}", self._own.nonce
         holder = store.call(lambda s: s.compare_set(key, "", nonce))
         if holder.decode() != nonce:
             raise RunError(
-                f"a run has one process of each rank, but another rank {self._rank} has joined already; end the one "
-                "that is left from before, or give this run another port"
+                f"a run has one process of each rank, but another rank {self._rank} has joined already; end the "
+                "process that is left from an earlier run, or use another port for this run"
             )
 
 
 def check_hello(data: bytes, own: Hello, rank: int) -> Hello:
-    """Read what the process of a rank said, and hold it against what this one is; raises `RunError`."""
+    """Decode the hello of a rank and compare it with this process's; raises `RunError` on a mismatch."""
     try:
         hello = msgspec.json.decode(data, type=Hello)
     except (msgspec.MsgspecError, UnicodeError):
         raise RunError(
-            f"rank {rank} speaks another version of penstock than {__version__} here; install the same everywhere"
+            f"rank {rank} runs another version of penstock than {__version__} here; install the same everywhere"
         ) from None
     for what, theirs, ours, mend in (
         ("runs penstock", hello.penstock, own.penstock, "install the same everywhere"),
@@ -212,7 +212,7 @@ def check_hello(data: bytes, own: Hello, rank: int) -> Hello:
     ):
         if theirs != ours:
             raise RunError(
-                f"processes of a run are alike, but rank {rank} on {hello.host} {what} {theirs!s} and rank "
+                f"processes of a run must match, but rank {rank} on {hello.host} {what} {theirs!s} and rank "
                 f"{own.rank} on {own.host} {ours!s}; {mend}"
             )
     return hello
@@ -224,12 +224,12 @@ def _read_marks(data: bytes, rank: int, count: int) -> list[str]:
     except (msgspec.MsgspecError, UnicodeError):
         marks = []
     if len(marks) != count:
-        raise RunError(f"rank {rank} names no operators that can be read; install penstock {__version__} there")
+        raise RunError(f"the operators of rank {rank} cannot be decoded; install penstock {__version__} there")
     return marks
 
 
 def host_name() -> str:
-    """Return the name of this process's machine, as plans and people know it."""
+    """Return the name of this process's machine, as in plans and messages."""
     return os.environ.get("PENSTOCK_HOST") or socket.gethostname()
 
 

@@ -1,4 +1,4 @@
-"""Start worker processes on this machine and end them again."""
+"""Start and stop worker processes on this machine."""
 
 import contextlib
 import os
@@ -15,17 +15,17 @@ from pathlib import Path
 from penstock.errors import UsageError
 from penstock.group.addresses import BIND, remove_left
 
-# torch's own lines about broken connections, with C++ frames: what they mean is said by whoever explains the loss
+# suppresses torch's log lines about broken connections, with C++ frames: the group's verdict reports the loss
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-_KILLED_S = 10.0  # in which a process that was killed ends
-# the folder that the package lies in
+_KILLED_S = 10.0  # timeout for the exit of a killed process
+# the folder that contains the package
 _SOURCE = Path(__file__).resolve().parents[2]
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of ours, which must not import what lies in the current folder by chance.
+    """Return the command that runs a module of ours without the current folder on its path.
 
-    `python -m` would look there first, so that a `torch.py` among downloaded files would run.
+    `python -m` would search that folder first, so that a `torch.py` among downloaded files would run.
 
     >>> module_command("penstock", "demo")[-2:]
     ['penstock', 'demo']
@@ -34,15 +34,15 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def code_command(code: str) -> list[str]:
-    """Return the command that runs a piece of code of ours, without the current folder as `module_command`."""
+    """Return the command that runs code of ours, without the current folder on its path as in `module_command`."""
     return [sys.executable, "-P", "-c", code]
 
 
 def module_path(module: str = "penstock") -> str:
-    """Return where a fresh process that runs a module of ours looks for others, for its `PYTHONPATH`.
+    """Return the `PYTHONPATH` for a new process that runs a module of ours.
 
-    An installed package is found anyway; one on `sys.path` alone, as for a notebook beside the source, is not. The
-    current folder is left out unless the module or Penstock itself lies there.
+    An installed package is found anyway; one on `sys.path` alone, as for a notebook next to the source, is not. The
+    current folder is left out unless it contains the module or Penstock itself.
     """
     here = Path.cwd().resolve()
     needed = here in (_SOURCE, *_folders_of(module))
@@ -50,7 +50,7 @@ def module_path(module: str = "penstock") -> str:
 
 
 def _folders_of(module: str) -> list[Path]:
-    """Find the folders on the path that a module's outermost package lies in."""
+    """Find the folders on the path that contain a module's top-level package."""
     found = find_spec(module.partition(".")[0])
     if found is None:
         return []
@@ -60,7 +60,7 @@ def _folders_of(module: str) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """A worker that ended although nobody asked it to."""
+    """An unexpected exit of a worker."""
 
     index: int
     status: int
@@ -72,13 +72,13 @@ class WorkerExit:
 
 
 def leave_with_parent(grace_s: float = 0.0) -> None:
-    """In a worker: end this process when the one that started it is gone, however it went.
+    """Exit this worker when its parent process exits, for any reason.
 
-    `grace_s` is how long a clean end may take that came before the parent's.
+    `grace_s` is the time left for a clean exit that began before the parent's.
     """
 
     def watch() -> None:
-        # not through the file object, whose lock the interpreter's own end would want
+        # not through the file object, whose lock the interpreter needs at exit
         while os.read(sys.stdin.fileno(), 1):
             pass
         remove_left(os.environ.get(BIND, ""))
@@ -89,11 +89,11 @@ def leave_with_parent(grace_s: float = 0.0) -> None:
 
 
 class LocalWorkers:
-    """Fresh Python processes that run a module; they end when this process does, however it ends.
+    """New Python processes that run a module; they exit when this process does, for any reason.
 
-    Each holds the read end of a pipe on its standard input: when the last writer is gone it reads the
-    end of the file and leaves (`leave_with_parent`). They stand in a process group of their own, so that Ctrl-C reaches
-    only the process that feeds, which then ends them in order.
+    Each holds the read end of a pipe on its standard input: when the last writer has exited, it reads the
+    end of the file and exits (`leave_with_parent`). Each has a separate session, so that Ctrl-C reaches
+    only the driver, which then ends them in order.
 
     Example:
         workers = LocalWorkers("penstock.deploy.worker", [["--rank", "1"]])
@@ -110,26 +110,26 @@ class LocalWorkers:
                 )
         except OSError as error:
             self.stop(0.0)
-            raise UsageError(f"a worker process could not be started: {error}") from error
+            raise UsageError(f"cannot start a worker process: {error}") from error
 
     @property
     def pids(self) -> list[int]:
-        """The process ids, in order."""
+        """Process ids, in order."""
         return [process.pid for process in self._processes]
 
     def exits(self) -> list[WorkerExit]:
-        """Return every worker that has ended."""
+        """Return every worker that has exited."""
         found = [(index, process.poll()) for index, process in enumerate(self._processes)]
         return [WorkerExit(index, status) for index, status in found if status is not None]
 
     def exited(self) -> WorkerExit | None:
-        """Return the first worker that has ended, or None while all are running."""
+        """Return the first worker that has exited, or None while all are running."""
         return next(iter(self.exits()), None)
 
     def stop(self, grace_s: float) -> None:
-        """Wait for the workers to end by themselves, then end those that have not.
+        """Wait for the workers to exit by themselves, then kill those that have not.
 
-        One that not even that ends, as it waits in the kernel, is named in a warning and left behind.
+        A worker that survives the kill, as it waits in the kernel, is named in a warning and abandoned.
         """
         for process in self._processes:
             if process.stdin is not None:
@@ -142,14 +142,14 @@ class LocalWorkers:
         self._processes = []
         if stuck:
             warnings.warn(
-                f"a killed process ends within {_KILLED_S:g} s, but worker process {stuck} did not; see what it waits "
-                "for with ps -o pid,stat,wchan,args, as for a disk that does not answer",
+                f"a killed process must exit within {_KILLED_S:g} s, but worker process {stuck} did not; check what it "
+                "waits for with ps -o pid,stat,wchan,args, such as a disk that does not answer",
                 stacklevel=2,
             )
 
 
 def _running(processes: Sequence["subprocess.Popen[bytes]"], timeout_s: float) -> list["subprocess.Popen[bytes]"]:
-    """Wait for processes to end, and return those that have not in time."""
+    """Wait for processes to exit, and return those that have not by the timeout."""
     deadline, running = time.monotonic() + timeout_s, []
     for process in processes:
         try:

@@ -1,4 +1,4 @@
-"""What the processes of a run reach each other by: plain connections, encrypted ones, or a folder of one machine."""
+"""Connections between the processes of a run: plain, encrypted, or through a folder of one machine."""
 
 import os
 from collections.abc import Callable
@@ -25,32 +25,32 @@ class Links(Protocol):
     """Stores and transports of one kind."""
 
     secured: bool
-    connect_s: float  # what connecting to a store may take
+    connect_s: float  # timeout for connecting to a store
 
     def serve_store(self, address: str, port: int = 0) -> TCPStore:
-        """Serve a store on one address alone; raises `OSError` where the port is taken."""
+        """Serve a store on a single address; raises `OSError` if the port is taken."""
 
     def connect_store(self, address: str, port: int, silence_s: float = SILENCE_S) -> Store:
-        """Connect to a store whose process may be silent for so long; raises `RuntimeError` where that cannot be."""
+        """Connect to a store whose process may be silent for `silence_s`; raises `RuntimeError` if that fails."""
 
     def make_transport(
         self, connect: Callable[[], Store], name: str, rank: int, size: int, address: str, join_s: float, watch: Watch
     ) -> tuple[Transport, Store]:
-        """Connect the ranks of a group; returns the transport and the group's own part of the store."""
+        """Connect the ranks of a group; returns the transport and the group's part of the store."""
 
 
 class PlainLinks:
-    """TCP and gloo, for a network that is trusted."""
+    """TCP and gloo, for a trusted network."""
 
     secured = False
     connect_s = Boards.connect_s
 
     def serve_store(self, address: str, port: int = 0) -> TCPStore:
-        """Serve a store on one address alone."""
+        """Serve a store on a single address."""
         return serve_store(address, port)
 
     def connect_store(self, address: str, port: int, silence_s: float = SILENCE_S) -> Store:  # noqa: ARG002
-        """Connect to a store; whether it has been silent is looked after by whoever asks."""
+        """Connect to a store; the caller checks for silence."""
         return connect_board(address, port)
 
     def make_transport(
@@ -62,18 +62,18 @@ class PlainLinks:
 
 
 class ZmqLinks:
-    """ZeroMQ's connections, of one kind or another."""
+    """ZeroMQ connections, encrypted or in a folder."""
 
     secured = False
 
     def __init__(self, connections: "Connections") -> None:
-        from penstock.transport.connections import CONNECT_S  # what only some runs need
+        from penstock.transport.connections import CONNECT_S  # only some runs need it
 
         self.connect_s = CONNECT_S
         self._connections = connections
 
     def serve_store(self, address: str, port: int = 0) -> TCPStore:
-        """Serve a store on one address alone."""
+        """Serve a store on a single address."""
         from penstock.group.zmq_store import StoreServer
 
         return cast(TCPStore, StoreServer(self._connections, address, port))
@@ -96,12 +96,12 @@ class ZmqLinks:
         return made, self._torch_store(address, name)
 
     def _torch_store(self, address: str, name: str) -> Store:
-        """Return a store of torch's for what needs one, which NCCL alone does."""
+        """Return a torch store, which only NCCL needs."""
         return FileStore(str(Path(address) / f"{name}.store"))
 
 
 class SecuredLinks(ZmqLinks):
-    """Connections that prove the run's key and are encrypted; see `transport/curve.py`."""
+    """Connections authenticated by the run's key and encrypted; see `transport/curve.py`."""
 
     secured = True
 
@@ -111,19 +111,19 @@ class SecuredLinks(ZmqLinks):
         super().__init__(Curve(key))
 
     def _torch_store(self, _address: str, _name: str) -> Store:
-        return HashStore()  # nothing needs one: NCCL does not encrypt
+        return HashStore()  # unused: NCCL does not encrypt
 
 
 def close_store(store: Store) -> None:
-    """Serve a store no more; torch's ends with the last reference to it."""
+    """Stop serving a store; torch's stops with the last reference to it."""
     if hasattr(store, "close"):
         store.close()
 
 
 def choose_links(address: str) -> Links:
-    """Return the links to an address: those of the key that this process was given, or of a folder, or plain ones.
+    """Return the links for an address: of a folder, secured with the key of PENSTOCK_KEY, or plain.
 
-    Raises `UsageError` for a key that cannot be used.
+    Raises `UsageError` if the key is not usable.
     """
     if is_folder(address):
         from penstock.transport.folder import FolderConnections

@@ -1,7 +1,7 @@
-"""A run that goes on: from one group of processes to the next, in the same processes.
+"""Elastic membership: move a run from one process group to the next, in the same processes.
 
-first process   regroup(world, lost={2})     the world becomes the next group: without who is lost, with who waited
-others          next_group(world)            likewise, or False where the run is over
+first process   regroup(world, lost={2})     the world becomes the next group: without lost ranks, with newcomers
+others          next_group(world)            likewise, or False if the run is over
 a newcomer      join_later(host, port)       a world
 """
 
@@ -25,48 +25,48 @@ from penstock.group.world import World
 from penstock.text import first_line
 from penstock.transport.base import FEEDER, Transport
 
-# in which those that have answered a call meet and connect: they are there, so that whoever is not is lost
+# timeout for ranks that answered a call to meet and connect: they are alive, so one that is late is lost
 _MEET_S = 10.0
 _ATTEMPTS = 5
 _POLL_S = 0.2
-_RETURN_S = 60.0  # in which a process that is cut off from the first one looks whether it still is
+_RETURN_S = 60.0  # retry period of a process that is cut off from the first one
 
 
 def regroup(world: World, lost: Collection[int] = (), *, takes_in: bool = True, join_s: float = _MEET_S) -> None:
-    """Form another group of the processes that are left, and of those that wait to be taken in: the world becomes it.
+    """Form the next group from the survivors and the waiting newcomers, and switch the world to it.
 
-    The first process calls this, once no connection of the old group is needed any more. Unless it `takes_in` those
-    that wait, they go on waiting. Raises `DeviceLost` where nobody is left to compute.
+    The first process calls this, once no connection of the old group is needed any more. Without `takes_in`,
+    newcomers continue to wait. Raises `DeviceLost` if no device is left.
 
     Example:
         regroup(world, lost={2})
     """
     membership = world.membership
     if membership is None or membership.roll is None:
-        raise UsageError("only a run that was begun with again=True goes on in another group; begin it so")
+        raise UsageError("a run must be started with again=True to continue in another group; start it so")
     closing = threading.Thread(target=release, args=(world.transport, world.health), name="penstock-release")
-    closing.start()  # meanwhile, as whoever is lost may have to be waited for
+    closing.start()  # concurrently, as closing may have to wait for a lost rank
     feeds_only = FEEDER not in world.devices
     expected = [name for rank, name in enumerate(membership.members) if rank not in {FEEDER, *lost}]
     for _ in range(_ATTEMPTS):
         answered = membership.roll.call(membership.generation + 1, expected, takes_in=takes_in)
         if not answered and feeds_only:
-            raise DeviceLost("no device is left: all others were lost; start again, or have others join")
+            raise DeviceLost("no device is left: all others were lost; start again, or add machines to the run")
         try:
             world.become(_meet(world, membership, answered, join_s))
-        except RunError:  # one of them was lost since, or a newcomer cannot be reached by all
+        except RunError:  # a member was lost since, or not every rank can reach a newcomer
             membership.roll.note_failure(name for name in answered if name not in expected)
             expected = [name for name in expected if name in answered]
             membership = replace(membership, generation=membership.generation + 1)
             continue
         return
     raise DeviceLost(
-        f"the devices that are left did not form a group in {_ATTEMPTS} attempts; check the network and start again"
+        f"the surviving devices did not form a group in {_ATTEMPTS} attempts; check the network and start again"
     )
 
 
 def _meet(world: World, membership: Membership, answered: list[str], join_s: float) -> World:
-    """Meet those that have answered, as the first of them."""
+    """Meet the ranks that have answered, as the first process."""
     old = {membership.members[rank]: index for index, rank in _worker_ranks(world).items()}
     worker_ranks = {old[name]: rank for rank, name in enumerate(answered, start=1) if name in old}
     workers = world.workers
@@ -74,7 +74,7 @@ def _meet(world: World, membership: Membership, answered: list[str], join_s: flo
     def watch() -> None:
         for gone in workers.exits() if workers is not None else []:
             if gone.index in worker_ranks:
-                raise RunError(f"worker {gone.index + 1} {gone} before it had joined")
+                raise RunError(f"worker {gone.index + 1} {gone} before it joined")
 
     size = len(answered) + 1
     devices = range(FEEDER if FEEDER in world.devices else 1, size)
@@ -89,17 +89,17 @@ def _meet(world: World, membership: Membership, answered: list[str], join_s: flo
 
 
 def release(transport: Transport, health: Health) -> None:
-    """Let go of a group's connections; its processes stay, for another group."""
+    """Close a group's connections; its processes stay alive for another group."""
     transport.abort()
     health.close()
     transport.close()
 
 
 def next_group(world: World, *, waits: bool = True) -> bool:
-    """Wait for the run's next group, which the world becomes; False where there is none for this process any more.
+    """Wait for the run's next group and switch the world to it; False if this process gets none.
 
-    Every other process calls this, once it has let go of the group that it was in; not one that could not go on
-    itself, with which no other group could do more. One that was left out `waits` to be taken in again, or not.
+    Every other process calls this after releasing its old group, except a process that failed by itself, which would
+    fail in any group. With `waits`, a process that was left out waits to be admitted again.
     """
     membership, failure = world.membership, world.health.failure
     itself = failure is not None and failure.rank == world.rank and not failure.lost
@@ -112,27 +112,27 @@ def next_group(world: World, *, waits: bool = True) -> bool:
 
 
 def place_to_join() -> tuple[str, int] | None:
-    """Return the host and port of the training that this process joins, as PENSTOCK_JOIN says; None without it."""
+    """Return the host and port of the training to join, from PENSTOCK_JOIN; None if it is unset."""
     place = os.environ.get(JOIN)
     return read_place(place) if place else None
 
 
 def read_place(text: str) -> tuple[str, int]:
-    """Read HOST:PORT; raises `UsageError` for anything else.
+    """Parse HOST:PORT; raises `UsageError` for anything else.
 
     >>> read_place("192.168.1.10:29500")
     ('192.168.1.10', 29500)
     """
     host, colon, port = text.rpartition(":")
     if not host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"a run is joined at HOST:PORT, as in 192.168.1.10:29500, not at {text!r}")
+        raise UsageError(f"the run to join must be HOST:PORT, such as 192.168.1.10:29500; got {text!r}")
     return host.strip("[]"), int(port)
 
 
 def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
-    """Ask a run that is under way to be taken in, and wait for it; None where it ends before.
+    """Ask a running job to admit this process, and wait until it does; None if the job ends first.
 
-    Raises `RunError` where no run is there, or one that takes nobody in.
+    Raises `RunError` if no run answers, or if it admits no newcomers.
 
     Example:
         world = join_later("192.168.1.10", 29500)
@@ -147,7 +147,7 @@ def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
         wait_to_be_taken_in(store, run, own)
     except RuntimeError as error:
         raise RunError(
-            f"the run at {host}:{port} cannot be joined: {first_line(error)}; look whether it goes on"
+            f"the run at {host}:{port} cannot be joined: {first_line(error)}; check that it is still running"
         ) from None
     finally:
         store.close()
@@ -157,13 +157,13 @@ def join_later(host: str, port: int, patience_s: float = 120.0) -> World | None:
 
 
 def _await(membership: Membership, after: int, *, waits: bool = True) -> World | None:
-    """Answer calls until this process is in a group that comes together; None once there can be none."""
+    """Answer calls until this process is in a group that forms; None once the run has ended."""
     deadline = time.monotonic() + _RETURN_S
     while True:
         store = PatientStore(membership.rendezvous.connect, STORE_S + CONNECT_S)
         try:
             found = await_call(store, membership.run, membership.own, after, waits=waits)
-        except RuntimeError:  # the first process is gone, or silent, as where this one is cut off
+        except RuntimeError:  # the first process has exited or is silent, as if this one is cut off
             if nobody_listens(membership.rendezvous.host, membership.rendezvous.port) or time.monotonic() > deadline:
                 return None
             continue
@@ -178,12 +178,12 @@ def _await(membership: Membership, after: int, *, waits: bool = True) -> World |
                 membership.rendezvous, members.index(membership.own) + 1, size, _prefix(after), range(size),
                 join_s=_MEET_S, before=replace(membership, generation=after - 1),
             )  # fmt: skip
-        except PenstockError:  # the first process calls again, or is gone
+        except PenstockError:  # the first process calls again, or has exited
             continue
 
 
 def _worker_ranks(world: World) -> dict[int, int]:
-    """Return the ranks of the workers that this process has started, by index."""
+    """Return the ranks of the workers that this process started, by index."""
     if world.workers is None:
         return {}
     ranks = {index: world.rank_of_worker(index) for index in range(len(world.workers.pids))}
@@ -197,9 +197,9 @@ def _prefix(generation: int) -> str:
 def wait_for_newcomers(
     world: World, count: int, wait_s: float = 0.0, check: Callable[[], None] = lambda: None
 ) -> bool:  # fmt: skip
-    """Wait until as many processes ask to be taken in; return whether they do in time. The first process calls this.
+    """Wait until this many newcomers ask to be admitted; False on timeout. The first process calls this.
 
-    `check` is called now and then, and may raise.
+    `check` is called periodically, and may raise.
     """
     roll = world.membership.roll if world.membership is not None else None
     deadline = time.monotonic() + wait_s

@@ -1,11 +1,11 @@
-"""How the processes of a run become another group: the first one calls, and who is left or waits answers.
+"""Roll calls: the first process calls a new group, and survivors and newcomers answer.
 
     first process    call 2 ──────────────── members of 2: a, c, d ──▶ they meet again (`group/join.py`)
     others                    answer: a, c
     a newcomer       waits: d     answer: d
 
-All of it stands in the first process's store, under the name of the run. Who is not among the members waits, and is
-taken in by a later call: a process that stood still and wakes up late, a machine that comes back, a new one.
+All keys are in the first process's store, under the name of the run. A process that is not among the members waits,
+and is admitted by a later call: one that was suspended and wakes up late, a returning machine, a new one.
 """
 
 import time
@@ -26,20 +26,20 @@ from penstock.version import __version__
 _RUN_KEY = "penstock/again"
 _OVER = "over"
 _POLL_S = 0.1
-ANSWER_S = 5.0  # in which those that are left answer a call
+ANSWER_S = 5.0  # timeout for survivors to answer a call
 _MOST_FAILURES = 2
-_NEWCOMERS_S = 1.0  # and those that wait, who may be gone
+_NEWCOMERS_S = 1.0  # timeout for newcomers, which may have exited
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a newcomer reads first: the name of the run, and what its processes are."""
+    """The first entry that a newcomer reads: the name of the run, and the version of its processes."""
 
     run: str
     penstock: str = __version__
 
 
 class RollCall:
-    """The first process's side: who waits, and who is still there.
+    """Roll calls on the first process: waiting newcomers and surviving members.
 
     Example:
         roll = RollCall(store, run="5f0c")
@@ -56,12 +56,12 @@ class RollCall:
         store.set(_RUN_KEY, msgspec.json.encode(Running(run=run)).decode())
 
     def waiting(self) -> list[str]:
-        """Return those that have asked to be taken in."""
+        """Return the newcomers that have asked to be admitted."""
         count = self._store.add(_key(self._run, "waiting"), 0)
         for number in range(self._seen + 1, count + 1):
             key = _key(self._run, "waiting", str(number))
             if not self._store.check([key]):
-                break  # it has counted itself and not said who it is yet
+                break  # it has incremented the counter but not written its name yet
             name = self._store.get(key).decode()
             self._seen = number
             if name not in self._waiting and self._failures[name] < _MOST_FAILURES:
@@ -69,15 +69,15 @@ class RollCall:
         return list(self._waiting)
 
     def note_failure(self, names: Iterable[str]) -> None:
-        """Take note that a group with these newcomers did not come together; after the second time they stay out."""
+        """Record that a group with these newcomers failed to form; after the second failure they are not admitted."""
         self._failures.update(names)
 
     def call(
         self, generation: int, expected: Sequence[str], answer_s: float = ANSWER_S, *, takes_in: bool = True
     ) -> list[str]:
-        """Call, and return who is in the group of this number: those expected, in order, then those that waited.
+        """Call the group of this number, and return its members: expected ones, in order, then newcomers.
 
-        Unless it `takes_in` those that wait, they go on waiting.
+        Without `takes_in`, newcomers continue to wait.
         """
         newcomers = [name for name in self.waiting() if name not in expected] if takes_in else []
         began = time.monotonic()
@@ -93,14 +93,14 @@ class RollCall:
             if waited_s > answer_s:
                 break
             time.sleep(_POLL_S / 2)
-        if takes_in:  # who waited and does not answer is forgotten: one that is there after all asks again
+        if takes_in:  # newcomers that do not answer are dropped: one that is alive asks again
             self._waiting = []
         members = [name for name in (*expected, *newcomers) if name in there]
         self._store.set(_key(self._run, "members", str(generation)), msgspec.json.encode(members).decode())
         return members
 
     def end(self) -> None:
-        """Say that there will be no further group; nothing more can be called."""
+        """Announce that no further group follows; no call is possible afterwards."""
         if not self._over:
             self._over = True
             self._store.set(_key(self._run, "call"), _OVER)
@@ -112,9 +112,9 @@ class RollCall:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the processes of a run meet, as one of them sees it: at the first one's store.
+    """The meeting point of a run, as seen by one process: the first one's store.
 
-    `links` are what it connects by, `address` is this process's own, on which it listens, `name` what people call it.
+    `links` make the connections, `address` is this process's listening address, `name` its display name.
     """
 
     links: Links
@@ -127,10 +127,10 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """What a process needs to be in the run's next group: where its processes meet, and who is in this group.
+    """State of a process that outlives its group: the rendezvous, and the members of the current group.
 
-    `members` are the names of this group's processes by rank, which no others have, and `own` is this one's; they stay
-    the same from group to group. `roll` is the first process's.
+    `members` are the unique names of this group's processes by rank, and `own` is this one's; they stay
+    the same from group to group. `roll` is set on the first process only.
     """
 
     rendezvous: Rendezvous
@@ -138,17 +138,17 @@ class Membership:
     own: str
     members: tuple[str, ...]
     generation: int = 0
-    silence_s: float = SILENCE_S  # for which a process may be silent
+    silence_s: float = SILENCE_S  # maximum silence of a process
     roll: RollCall | None = None
 
 
 def await_call(
     store: PatientStore, run: str, name: str, after: int, *, waits: bool = True
 ) -> tuple[int, list[str]] | None:
-    """Answer calls until this process is a member of a group after one; returns its number and members.
+    """Answer calls until this process is a member of a group after `after`; returns its number and members.
 
-    Returns None once the run is over, and for a process that does not wait once it was left out. Raises
-    `RuntimeError` where the first process is gone or silent.
+    Returns None once the run is over, or, without `waits`, once this process was left out. Raises
+    `RuntimeError` if the first process has exited or is silent.
     """
     answered = 0
     while True:
@@ -172,23 +172,23 @@ def await_call(
 
 
 def wait_to_be_taken_in(store: PatientStore, run: str, name: str) -> None:
-    """Put a process on the list of those that wait."""
+    """Add a process to the list of waiting newcomers."""
     number = store.call(lambda s: s.add(_key(run, "waiting"), 1))
     store.call(lambda s: s.set(_key(run, "waiting", str(number)), name))
 
 
 def read_run(store: PatientStore, where: str) -> tuple[str, int]:
-    """Return the name of the run that a store serves, and the number of its group; raises `RunError` without one."""
+    """Return the name of the run that a store serves, and its group's number; raises `RunError` without one."""
     text = store.call(lambda s: read_if_there(s, _RUN_KEY))
     if text is None:
-        raise RunError(f"the run at {where} takes nobody in; start it with --on-loss continue, or wait")
+        raise RunError(f"the run at {where} admits no newcomers; start it with --on-loss continue or wait")
     try:
         running = msgspec.json.decode(text, type=Running)
     except (msgspec.MsgspecError, UnicodeError):
-        raise RunError(f"the run at {where} is of another version of penstock; install {__version__} there") from None
+        raise RunError(f"the run at {where} uses another version of penstock; install {__version__} there") from None
     if running.penstock != __version__:
         raise RunError(
-            f"processes of a run are alike, but penstock is {running.penstock} at {where} and {__version__} here; "
+            f"processes of a run must match, but penstock is {running.penstock} at {where} and {__version__} here; "
             "install the same everywhere"
         )
     call = store.call(lambda s: s.get(_key(running.run, "call")).decode())

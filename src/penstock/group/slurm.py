@@ -8,9 +8,9 @@ _RUN = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE and so on for one of several tasks of a step; nothing for any other process.
+    """Return RANK, WORLD_SIZE and so on for a task of a step with several tasks; empty for any other process.
 
-    A batch script itself is no task of a step. MASTER_ADDR and MASTER_PORT stay where they are set.
+    A batch script is not a task of a step. MASTER_ADDR and MASTER_PORT are kept if set.
 
     >>> slurm_variables({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
     ...                  "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "pi[07-08]", "SLURM_JOB_ID": "5"})
@@ -36,7 +36,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Read how many tasks each node has.
+    """Parse the number of tasks on each node.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
@@ -47,13 +47,13 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = _RUN.fullmatch(part)
         if match is None:
-            raise ValueError(f"tasks of nodes are as in 2(x3),1, not {text!r}")
+            raise ValueError(f"tasks per node must be as in 2(x3),1; got {text!r}")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def first_node(nodes: str) -> str:
-    """Return the first of a list of nodes as Slurm writes it.
+    """Return the first node of a Slurm node list.
 
     >>> first_node("pi[07-09,12],desk"), first_node("desk,pi3"), first_node("a[1-2]b[5-6]")
     ('pi07', 'desk', 'a1b5')

@@ -1,4 +1,4 @@
-"""The processes that work together: who they are, how they find each other, how they end."""
+"""Process groups: their ranks, failure handling, dismissal and shutdown."""
 
 import contextlib
 import os
@@ -24,40 +24,40 @@ from penstock.group.verdict import Verdict
 from penstock.tracing.record import Clock
 from penstock.transport.base import FEEDER, WORD_BYTES, Transport, receive_bytes, send_bytes
 
-# after a broken connection, the time in which a verdict must come: silence, two beats, and a store that hangs
+# timeout for a verdict after a broken connection: silence, two beats, and a store that hangs
 _REASON_S = 9.0
-# in which every other process hears that it may leave: a verdict on one that does not comes sooner
+# timeout for dismissing all other ranks: a verdict on a rank that does not answer arrives sooner
 DISMISS_S = 10.0
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="leave", forbid_unknown_fields=True):
-    """There is no more to do; `message` is for people at that machine."""
+    """A dismissal; `message` is for people at that machine."""
 
     message: str = ""
     again: bool = False  # another group follows this one
 
 
 class Workers(Protocol):
-    """What this process has started to do the stages' work: processes, or threads of its own."""
+    """Workers that this process started to run stages: processes or threads."""
 
     @property
     def pids(self) -> list[int]:
-        """The ids of the processes; none where they are threads."""
+        """Process ids of the workers; empty for threads."""
 
     def exits(self) -> list[WorkerExit]:
-        """Return those that have ended by themselves."""
+        """Return the workers that have exited by themselves."""
 
     def stop(self, grace_s: float) -> None:
-        """Wait for their end, and bring it about where it does not come."""
+        """Wait for the workers to exit, then kill those that have not."""
 
 
 @dataclass
 class World:
-    """One group of processes, seen from one of them: its transport, its health, and its workers if it has any.
+    """A process group as seen by one rank: its transport, its health and its workers, if any.
 
-    Rank 0 feeds. In a world that this process made itself, rank 0 only feeds and the others are
-    `workers`; under torchrun rank 0 is also the first device. Where the others follow, working until they are
-    dismissed, the end of rank 0's `with` block dismisses them with its `last_word` to people at their machines.
+    Rank 0 is the driver. In a world that this process created, rank 0 is only the driver and the other ranks are
+    `workers`; under torchrun rank 0 is also the first device. If the other ranks follow, working until they are
+    dismissed, the end of rank 0's `with` block dismisses them with its `last_word` for people at their machines.
 
     Example:
         with start_local(2) as world:
@@ -69,30 +69,30 @@ class World:
     names: list[str]
     devices: list[int]
     store: Store
-    bandwidths: list[float | None]  # bytes per second of each rank's link, where it is known
+    bandwidths: list[float | None]  # bytes per second of each rank's link; None if unknown
     workers: Workers | None = None
     hosts: list[str] = field(default_factory=list)  # each rank's, as plans name devices
-    position: int = 0  # of this process among those of its machine, which may share GPUs
-    between_gpus: str = "gloo"  # how tensors go there: see `transport/nccl.py`
-    cores: int | None = None  # of this process alone, where it shares a machine with others of the same run
+    position: int = 0  # of this process on its machine, whose processes may share GPUs
+    between_gpus: str = "gloo"  # backend for tensors between GPUs: see `transport/nccl.py`
+    cores: int | None = None  # of this process alone, if other processes of the run share its machine
     secured: bool = False  # its connections prove a key and are encrypted
     followed: bool = False
     last_word: str = ""
     reason_s: float = _REASON_S
-    clock: Clock = time.perf_counter  # of everything that is recorded in this process
-    worker_ranks: Mapping[int, int] | None = None  # of `workers`, by index; one more where all of them are here
-    membership: Membership | None = None  # where the run goes on in another group once one of this is lost
-    served: Store | None = None  # by this process, for the workers that it has started
-    folder: PrivateFolder | None = None  # and where they meet
-    unlike: Mapping[int, frozenset[str]] = field(default_factory=dict)  # operators that a rank's torch has otherwise
+    clock: Clock = time.perf_counter  # for everything that is recorded in this process
+    worker_ranks: Mapping[int, int] | None = None  # of `workers`, by index; None: index + 1
+    membership: Membership | None = None  # set if the run continues in a new group after losing a rank
+    served: Store | None = None  # by this process, for the workers that it started
+    folder: PrivateFolder | None = None  # their rendezvous
+    unlike: Mapping[int, frozenset[str]] = field(default_factory=dict)  # operators that differ in a rank's torch
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Rank of this process."""
         return self.transport.rank
 
     def rank_of_worker(self, index: int) -> int | None:
-        """Return the rank of a worker that this process has started; None where it is not in this group any more."""
+        """Return the rank of a worker that this process started; None if it has left this group."""
         return index + 1 if self.worker_ranks is None else self.worker_ranks.get(index)
 
     def check(self) -> None:
@@ -100,17 +100,17 @@ class World:
         if self.workers is not None and self.health.failure is None:
             gone = next((each for each in self.workers.exits() if self.rank_of_worker(each.index) is not None), None)
             if gone is not None:
-                # its own report, if it could write one, says more than the exit status
+                # the worker's own report, if it could write one, is more precise than the exit status
                 self.health.wait_for_failure(1.0)
                 rank = self.rank_of_worker(gone.index) or FEEDER
                 self.health.announce(Verdict(rank=rank, message=f"{self.names[rank]} {gone}", lost=True))
         self.health.check()
 
     def explain(self, error: TransportError) -> PenstockError:
-        """Return the cause of a transport error, and report it to all processes.
+        """Return the cause of a transport error, and report it to all ranks.
 
-        A broken connection is only a symptom: the reason is the verdict of the group, which may take
-        a moment, or the error itself if there is none.
+        A broken connection is only a symptom: the cause is the verdict of the group, which may take
+        a moment, or the error itself if no verdict arrives.
         """
         deadline = time.monotonic() + self.reason_s
         while isinstance(error, ConnectionBroken):
@@ -126,9 +126,9 @@ class World:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Replace a `TransportError` by its cause, and report other errors to all processes, so that none hangs.
+        """Replace a `TransportError` by its cause, and report other errors to all ranks, so that none hangs.
 
-        Errors with `everywhere` set are found out by every process alike, which goes on afterwards.
+        Errors with `everywhere` set are raised on every rank alike, and the group continues afterwards.
         """
         try:
             yield
@@ -140,10 +140,10 @@ class World:
             raise
 
     def dismiss(self, message: str = "", deadline_s: float = DISMISS_S, *, again: bool = False) -> None:
-        """Dismiss every other rank, with a last word to people at that machine; with `again` for another group.
+        """Dismiss every other rank, with a last word for people at that machine; with `again` for another group.
 
-        Waits until all have heard it: this process may hold the store, whose end would look like a failure to a rank
-        that is still on its way here. One that does not answer any more is not waited for, but named in a warning.
+        Waits until all have acknowledged: this process may serve the store, whose end would look like a failure to a
+        rank that has not arrived yet. A rank that no longer answers is named in a warning instead.
         """
         if self.health.failure is not None:
             return
@@ -174,7 +174,7 @@ class World:
         self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let go of the world as the end of a `with` block does: dismiss who follows, or report what went wrong."""
+        """Close the world as leaving a `with` block does: dismiss the followers, or report the error."""
         try:
             if error is not None:
                 self.health.report(error)
@@ -184,16 +184,16 @@ class World:
             self.close()
 
     def become(self, following: "World") -> None:
-        """Be another group from now on, of the same run: whoever has this world has that one.
+        """Switch this world to a new process group in place; existing references stay valid.
 
-        What is this process's own stays as it is.
+        State of this process itself is unchanged.
         """
         for name in _OF_A_GROUP:
             setattr(self, name, getattr(following, name))
 
     def close(self, grace_s: float = 5.0) -> None:
         """End the workers and close every connection, also if closing one of them fails."""
-        with contextlib.ExitStack() as ends:  # which come in the order of their lines from below
+        with contextlib.ExitStack() as ends:  # called in reverse order of these lines
             if self.folder is not None:
                 ends.callback(self.folder.close)
             if self.served is not None:
@@ -206,7 +206,7 @@ class World:
                 ends.callback(self.membership.roll.end)
 
 
-# what a world has of the group that it is
+# fields of a world that belong to its process group
 _OF_A_GROUP = (
     "transport", "health", "names", "devices", "store", "bandwidths", "workers", "hosts", "worker_ranks", "membership",
     "unlike",
@@ -222,9 +222,9 @@ def _say_leave(transport: Transport, leave: Leave) -> None:
 
 
 def check_world(world: World, num_stages: int) -> list[int]:
-    """Assign stages to ranks in contiguous groups, as even as possible; return the rank of each stage."""
+    """Assign stages to ranks in contiguous groups of even size; return the rank of each stage."""
     if num_stages < 1:
-        raise UsageError(f"the number of stages must be at least 1, not {num_stages}")
+        raise UsageError(f"the number of stages must be at least 1; got {num_stages}")
     devices = world.devices
     each, more = divmod(num_stages, len(devices))
     ranks: list[int] = []
@@ -234,37 +234,37 @@ def check_world(world: World, num_stages: int) -> list[int]:
 
 
 class Streams(Protocol):
-    """Stages in place: a `Deployment`, or `Replicas` of one."""
+    """Deployed stages: a `Deployment`, or `Replicas` of one."""
 
     def abandon(self) -> None:
-        """End at once, whatever is under way."""
+        """Stop immediately, without waiting for work in flight."""
 
 
 def end_when_dropped(owner: object, world: World, stages: Streams) -> "weakref.finalize[..., object]":
-    """End the workers of a world once nothing refers to its owner any more, or when the program ends.
+    """Stop the workers of a world once its owner is garbage-collected, or when the program ends.
 
-    Whoever closes the owner in order calls `detach()` on what this returns.
+    If the owner is closed in order, call `detach()` on the result.
     """
     return weakref.finalize(owner, _end, world, stages, os.getpid())
 
 
 def failed() -> BaseException | None:
-    """Return the exception that ends this program, or None where it ends by itself."""
+    """Return the exception that ends this program, or None for a normal exit."""
     problem: BaseException | None = getattr(sys, "last_value", None)
     return problem
 
 
 def _end(world: World, stages: Streams, process: int) -> None:
     if os.getpid() != process:
-        return  # a fork of the process that has them: their connections are its own
+        return  # a fork: the workers' connections belong to its parent
 
     def end() -> None:
         stages.abandon()
         world.transport.abort()
-        world.close(0.0)  # workers that nobody feeds any more have nothing to finish
+        world.close(0.0)  # workers without a driver have nothing to finish
 
     if threading.main_thread().is_alive():
-        # garbage is collected on any thread, also on one that this would wait for
+        # garbage collection may run on any thread, even one that `end` would wait for
         threading.Thread(target=end, name="penstock-drop", daemon=True).start()
-    else:  # the program ends, and from Python 3.12 on it starts no thread then
+    else:  # at exit: since Python 3.12 no thread can be started then
         end()

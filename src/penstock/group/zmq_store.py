@@ -1,4 +1,4 @@
-"""A small store over ZeroMQ's connections, as `torch`'s is one for networks that are trusted (`group/board.py`)."""
+"""A key-value store over ZeroMQ connections; torch's own needs a trusted network (`group/board.py`)."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ _ANSWER_S = 60.0
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What is asked of a store: an operation with its keys and values, and a number that the answer has too."""
+    """A request to a store: an operation with its keys and values, and a number that the answer repeats."""
 
     number: int
     operation: Literal["set", "get", "check", "multi_get", "compare_set", "add"]
@@ -26,7 +26,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a store answers: values, or why there are none."""
+    """A store's answer: values, or an error."""
 
     number: int
     values: list[str]
@@ -34,18 +34,18 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class _Values:
-    """What a store can do, on either side of a connection."""
+    """Store operations, the same on either side of a connection."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
         self._do("set", [key, value])
 
     def get(self, key: str) -> bytes:
-        """Read a value; raises `RuntimeError` where there is none."""
+        """Read a value; raises `RuntimeError` if the key is not set."""
         return self._do("get", [key])[0].encode()
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all of these are there."""
+        """Return whether all of these keys are set."""
         return self._do("check", keys) == ["1"]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -53,20 +53,20 @@ class _Values:
         return [value.encode() for value in self._do("multi_get", keys)]
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value where the expected one stands, nothing meaning none; returns what then stands there."""
+        """Replace the expected value of a key, "" if unset; returns the value after the call."""
         return self._do("compare_set", [key, expected, desired])[0].encode()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 where there is none; returns the sum."""
+        """Add to a number, 0 if unset; returns the sum."""
         return int(self._do("add", [key, str(amount)])[0])
 
     def _do(self, operation: str, words: list[str]) -> list[str]:
-        """Do one operation; raises `RuntimeError` for what cannot be done."""
+        """Run one operation; raises `RuntimeError` if it fails."""
         raise NotImplementedError
 
 
 class StoreServer(_Values):
-    """A store of this process, served to those that prove what its connections ask for; used here as the others use it.
+    """A store served by this process to authenticated peers, with the same interface locally.
 
     Example:
         store = StoreServer(curve, "192.168.1.10", 29500)
@@ -86,7 +86,7 @@ class StoreServer(_Values):
         self._thread.join()
 
     def _do(self, operation: str, words: list[str]) -> list[str]:
-        """Do one operation; raises `RuntimeError` for what cannot be done."""
+        """Run one operation; raises `RuntimeError` if it fails."""
         with self._lock:
             values = self._values
             if operation == "check":
@@ -94,7 +94,7 @@ class StoreServer(_Values):
             if operation in {"get", "multi_get"}:
                 missing = [word for word in words if word not in values]
                 if missing:
-                    raise RuntimeError(f"there is no {plain(missing[0])[:80]} in the store")
+                    raise RuntimeError(f"key not found in the store: {plain(missing[0])[:80]}")
                 return [values[word] for word in words]
             key, *rest = words
             if operation == "set":
@@ -106,7 +106,7 @@ class StoreServer(_Values):
                 (amount,) = rest
                 found = str(int(values.get(key, "0")) + int(amount))
             if len(found) > MAX_VALUE_BYTES or (key not in values and len(values) >= MAX_KEYS):
-                raise RuntimeError("the store takes no more")
+                raise RuntimeError("the store is full")
             values[key] = found
             return [found]
 
@@ -118,7 +118,7 @@ class StoreServer(_Values):
                 if poller.poll(_POLL_MS):
                     name, *parts = self._socket.recv_multipart()
                     self._socket.send_multipart([name, msgspec.json.encode(self._answer(parts))])
-        except zmq.ZMQError:  # the context went first: this process is ending
+        except zmq.ZMQError:  # the context was destroyed first: this process is exiting
             pass
         finally:
             self._socket.close(0)
@@ -134,10 +134,10 @@ class StoreServer(_Values):
 
 
 class ZmqStore(_Values):
-    """Another process's `StoreServer`.
+    """A client of another process's `StoreServer`.
 
-    Every call raises `RuntimeError` once the connection is broken. It waits as long as the connection stands, which
-    libzmq's threads look after, up to a minute; `heard_s` is when it was last known to.
+    Every call raises `RuntimeError` once the connection is broken. It waits up to a minute while the connection is
+    alive, which libzmq's threads check; `heard_s` is when that was last seen.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class ZmqStore(_Values):
         self._poller.register(self._connection.socket, zmq.POLLIN)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         with self._lock:
             self._connection.close()
 
@@ -180,12 +180,12 @@ class ZmqStore(_Values):
             except zmq.ZMQError as error:
                 raise RuntimeError(f"the connection to the store broke: {error}") from None
             except msgspec.MsgspecError as error:
-                raise RuntimeError(f"the store answers what cannot be read: {error}") from None
+                raise RuntimeError(f"the store sent an answer that cannot be decoded: {error}") from None
             raise RuntimeError(f"the store has not answered for {_ANSWER_S:g} s")
 
 
 class Prefixed:
-    """A part of a store, under a name of its own."""
+    """A part of a store, under a key prefix."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -195,7 +195,7 @@ class Prefixed:
         self._store.set(f"{self._prefix}/{key}", value)
 
     def get(self, key: str) -> bytes:
-        """Read a value that is there."""
+        """Read the value of a key that is set."""
         found: bytes = self._store.get(f"{self._prefix}/{key}")
         return found
 

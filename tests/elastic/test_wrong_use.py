@@ -141,7 +141,7 @@ def test_optimizers_that_differ_between_processes() -> None:
 
     said = refused(UsageError, lambda: small([2], arranged={"stages": 2}, make=make))
     assert "groups of parameters on rank" in said
-    assert "make the same groups everywhere" in said
+    assert "the same groups everywhere" in said
 
 
 def test_a_trace_is_of_one_plan(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_an_elastic_checkpoint_without_elastic_training(tmp_path: Path) -> None:
             trainer.close()
 
     said = refused(UsageError, lambda: in_threads(1, script))
-    assert "is of an elastic training; go on with elastic training" in said
+    assert "is of an elastic training" in said
 
 
 def test_a_pipeline_is_followed() -> None:

@@ -89,8 +89,8 @@ def test_a_run_is_continued_where_it_stopped(tmp_path: Path) -> None:
 def test_what_a_run_cannot_do_beside_its_plan(tmp_path: Path) -> None:
     plan = str(planned(settings(tmp_path), tmp_path / "plan.json"))
     for changes, said in (
-        ({"stages": 2}, "a plan says its stages; leave it out"),
-        ({"replicas": 2, "devices": 3}, "a plan says its replicas and devices; leave them out"),
+        ({"stages": 2}, "a plan sets its stages; leave it out"),
+        ({"replicas": 2, "devices": 3}, "a plan sets its replicas and devices; leave them out"),
         ({"batch_size": 32}, "the plan is for batches of 20 rows, not 32; leave --batch-size out, or plan again with"),
         ({"schedule": "gpipe"}, "the plan's schedule is 1f1b, not gpipe; leave --schedule out"),
     ):
@@ -249,7 +249,7 @@ def test_a_torn_checkpoint_is_passed_over_and_named(tmp_path: Path, capsys: pyte
     said = [line for line in capsys.readouterr().err.splitlines() if "passed over" in line]
     assert len(said) == 1
     assert said[0].startswith("note: passed over step-000006: ")
-    assert "is no checkpoint that this version reads" in said[0]
+    assert "is not a checkpoint" in said[0]
     assert [line["step"] for line in lines(tmp_path / "run", "step")] == list(range(1, 9))
 
 

@@ -218,7 +218,7 @@ def test_a_training_that_is_traced_keeps_its_arrangement(tmp_path: Path) -> None
 
     def script(world: World) -> None:
         trainer = make_trainer(whole, world, stages=2, microbatches=MICROBATCHES, trace=tmp_path / "trace")
-        with pytest.raises(UsageError, match="a trace is of one plan, but this training changes its plan"):
+        with pytest.raises(UsageError, match="a trace must have one plan"):
             rearrange(trainer, whole, Way(0, (((1,), 4),)), [1, 0])
         trainer.train_step(inputs, labels, F.cross_entropy)
         trainer.close()

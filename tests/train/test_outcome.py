@@ -45,12 +45,12 @@ def test_a_loss_that_is_not_finite_says_where_it_came_from(first: dict[int, int 
 
 
 def test_a_loss_over_nothing_is_refused() -> None:
-    with pytest.raises(RunError, match="the loss of step 2 is over nothing"):
+    with pytest.raises(RunError, match="the loss of step 2 is empty"):
         mean_loss([told((0.0, 0))], step=2, last_stage=0)
 
 
 def test_a_parameter_that_no_process_used_is_refused_in_the_first_step_alone() -> None:
     first, second = told((1.0, 1), unused=["bias", "spare"], used=["weight"]), told((1.0, 1), used=["bias"])
-    with pytest.raises(RunError, match="1 parameters have no part in the loss, first spare"):
+    with pytest.raises(RunError, match=r"1 parameters .* first spare;"):
         mean_loss([first, second], step=0, last_stage=0)
     assert mean_loss([first, second], step=1, last_stage=0) == 1

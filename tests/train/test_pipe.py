@@ -130,14 +130,14 @@ def test_children_move_and_names_stay() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: penstock.Pipe(nn.Sequential()), "not Sequential without children"),
-        (lambda: penstock.Pipe(nn.Linear(2, 2)), "not Linear; penstock.Pipeline takes any module"),  # type: ignore[arg-type]
-        (lambda: penstock.Pipe(perceptron(), split_size=0), "at least 1, not 0"),
-        (lambda: penstock.Pipe(perceptron(), balance=[3, 4]), r"one of the 6 children and all of them.*\[3, 4\]"),
-        (lambda: penstock.Pipe(perceptron())(torch.ones(0, 6)), r"at least one, but have \[0\]"),
-        (lambda: penstock.Pipe(nn.Sequential(Both()))(torch.ones(2, 1), torch.ones(3, 1)), r"have \[2, 3\]"),
-        (lambda: penstock.Pipe(nn.Sequential(parted())).stages, "child 0 .Sequential. lies on cpu, meta"),
-        (lambda: penstock.Pipe(parted(), balance=[2]).stages, "children 0 to 1 lie on cpu, meta"),
+        (lambda: penstock.Pipe(nn.Sequential()), "got Sequential without children"),
+        (lambda: penstock.Pipe(nn.Linear(2, 2)), "got Linear; penstock.Pipeline"),  # type: ignore[arg-type]
+        (lambda: penstock.Pipe(perceptron(), split_size=0), "split_size.*at least 1; got 0"),
+        (lambda: penstock.Pipe(perceptron(), balance=[3, 4]), r"add up to the 6 children; got \[3, 4\]"),
+        (lambda: penstock.Pipe(perceptron())(torch.ones(0, 6)), r"at least one; got \[0\]"),
+        (lambda: penstock.Pipe(nn.Sequential(Both()))(torch.ones(2, 1), torch.ones(3, 1)), r"got \[2, 3\]"),
+        (lambda: penstock.Pipe(nn.Sequential(parted())).stages, "child 0 .Sequential. is on cpu, meta"),
+        (lambda: penstock.Pipe(parted(), balance=[2]).stages, "children 0 to 1 are on cpu, meta"),
     ],
 )
 def test_bad_input_is_one_line(make: Callable[[], object], said: str) -> None:

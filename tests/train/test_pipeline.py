@@ -214,13 +214,13 @@ def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
     pipe.evaluate(x, y, F.cross_entropy)
     with pytest.raises(UsageError, match="this pipeline trains"):
         list(pipe.stream([x]))
-    with pytest.raises(UsageError, match="has no length"):
+    with pytest.raises(UsageError, match="must have a length"):
         pipe.loader(iter(()))
-    with pytest.raises(DataError, match="the data set is empty"):
+    with pytest.raises(DataError, match="at least one row; got none"):
         pipe.loader([])
     with pytest.raises(ModelError, match="cannot be written"):
         pipe.save(tmp_path / "none" / "model.safetensors")
-    with pytest.raises(ModelError, match="holds no whole checkpoint"):
+    with pytest.raises(ModelError, match=r"checkpoint\.json not found"):
         pipe.load_checkpoint(tmp_path)
     bad = x.clone()
     bad[4] = torch.nan
@@ -243,7 +243,7 @@ def test_parameters_without_a_part_in_the_loss() -> None:
     x = torch.ones(4, 4)
     with (
         penstock.Pipeline(Two(), x) as made,
-        pytest.raises(RunError, match=r"2 parameters have no part in the loss, first spare.bias; freeze them"),
+        pytest.raises(RunError, match=r"2 parameters .* first spare\.bias;"),
     ):
         made.train_step(x, x, lambda output, labels: F.mse_loss(output[0], labels))
 
@@ -273,11 +273,11 @@ def test_bad_models(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2
 
-    with pytest.raises(UsageError, match=r"Unused uses no parameter that is to be trained in its forward pass"):
+    with pytest.raises(UsageError, match="Unused uses no trainable parameter"):
         penstock.Pipeline(Unused(), torch.zeros(2, 4)).train_step(torch.zeros(2, 4))
     with pytest.raises(UsageError, match="is no schedule and no file"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="2f2b")
-    with pytest.raises(UsageError, match=r"updates weights with U, which optimizer\.step\(\) does; leave U out"):
+    with pytest.raises(UsageError, match="leave U out"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="F0 B0 U.0\nF0 B0 U.1")
     with pytest.raises(UsageError, match=r"'R0' on line 1 is no action"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="F0 R0 B0\nF0 B0")

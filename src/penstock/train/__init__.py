@@ -1,1 +1,1 @@
-"""A model in training mode as a pipeline: steps, data, checkpoints, with no rank in the user's loop."""
+"""Pipelines of models in training mode: steps, data and checkpoints, without ranks in the user's loop."""

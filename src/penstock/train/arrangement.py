@@ -1,4 +1,4 @@
-"""Which process holds which stage in a training, how its batches are cut, and in which order it works."""
+"""Placement of a training: ranks of all stages, microbatches and schedule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from penstock.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """How replicas share a batch, and how its gradients are computed."""
+    """Training options: replicas, schedule, microbatches and gradient computation."""
 
     replicas: int | None = None
     schedule: str = "1f1b"
@@ -37,7 +37,7 @@ class TrainOptions:
 
 
 class ScheduleChoice:
-    """A schedule by name, or a user's as text or file, for any number of microbatches.
+    """A schedule by name, or a custom one as text or file, for any number of microbatches.
 
     Example:
         ScheduleChoice("1f1b").make(num_stages=4, num_microbatches=8, num_devices=4)
@@ -48,11 +48,11 @@ class ScheduleChoice:
         self._num_buffers = num_buffers
         self._own = read_schedule(schedule) if schedule not in SCHEDULES else None
         if self._own and any(action.kind == "U" for actions in self._own for action in actions):
-            raise UsageError("your schedule updates weights with U, which optimizer.step() does; leave U out")
+            raise UsageError("your schedule must not update weights with U, as optimizer.step() does; leave U out")
         self._made: dict[tuple[int, int, int], Schedule] = {}
 
     def of(self, replica: Replica, num_microbatches: int) -> Schedule:
-        """Make the schedule of a replica, its stages on the devices where they are; raises what `make` raises."""
+        """Return the schedule of a replica for its placed stages; raises the same errors as `make`."""
         counts = [count for rank in replica.devices if (count := replica.stages.count(rank))]
         if replica.num_microbatches is None or self.name == "interleaved":
             made = iter(self.make(len(replica.stages), num_microbatches, len(counts)))
@@ -61,9 +61,9 @@ class ScheduleChoice:
         return tuple(next(made) if rank in replica.stages else () for rank in replica.devices)
 
     def make(self, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-        """Make the schedule and check that it can be run.
+        """Return a validated schedule for these counts.
 
-        Raises `PlanError` for one that cannot, `UsageError` where a user's own is for other counts.
+        Raises `PlanError` for one that cannot run, `UsageError` if a custom one is for other counts.
         """
         key = (num_stages, num_microbatches, num_devices)
         if key not in self._made:
@@ -86,23 +86,23 @@ class ScheduleChoice:
         if has != (num_stages, num_microbatches, num_devices) or not backwards:
             raise UsageError(
                 f"your schedule is for {has[0]} stages, {microbatches} microbatches and {has[2]} devices"
-                f"{'' if backwards else ' and has no backwards'}, but there are {num_stages}, "
+                f"{'' if backwards else ' and has no backwards'}, but the training has {num_stages}, "
                 f"{num_microbatches or microbatches} and {num_devices}; write one for these counts"
             )
 
 
 def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, choice: ScheduleChoice) -> Grid:
-    """Divide ranks into replicas, as even as they can be, and place the stages of each.
+    """Divide ranks evenly into replicas, and place the stages of each.
 
-    Without either count every rank is a stage; without replicas there are as many as fit. Raises
-    `UsageError` where a rank would be without a stage.
+    Without either count every rank is a stage; without `replicas` as many as fit. Raises
+    `UsageError` if a rank would have no stage.
     """
     count = len(devices)
     replicas = replicas or (max(1, count // stages) if stages else 1)
     stages = stages or -(-count // replicas)
     if min(replicas, stages) < 1 or replicas > count or -(-count // replicas) > stages:
         raise UsageError(
-            f"{count} processes cannot be {replicas} replicas of {stages} stages without one being left over; "
+            f"{count} processes cannot form {replicas} replicas of {stages} stages without an idle one; "
             f"start {replicas * stages}, as with torchrun --nproc-per-node {replicas * stages}, or use {count} as "
             f"stages={count}, or as replicas={count}"
         )
@@ -116,10 +116,10 @@ def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, 
 
 
 def plan_grid(plan: Plan, ranks: Mapping[str, int], places: Mapping[str, int]) -> tuple[Grid, list[str]]:
-    """Place a plan's pipelines, and return the names of the cuts of all of them, in the order of the model.
+    """Place a plan's pipelines, and return the names of all their cuts, in the order of the model.
 
-    `ranks` are those of the plan's devices, `places` where each of its cuts lies. All replicas have the same stages:
-    where their cuts differ, a stage ends at each cut of any, and a device has several neighbouring ones.
+    `ranks` are those of the plan's devices, `places` the positions of its cuts. All replicas have the same stages:
+    if their cuts differ, a stage ends at each cut of any, and a device has several neighbouring ones.
 
         one pipeline    a: ──────────┃ b: ────     stages 0 and 1 on a, 2 on b
         another         c: ────┃ d: ──────────     stage 0 on c, 1 and 2 on d
@@ -138,10 +138,10 @@ def plan_grid(plan: Plan, ranks: Mapping[str, int], places: Mapping[str, int]) -
 
 
 class Arrangement:
-    """A training put in place, as one process sees it: all processes, and the replica that it is of.
+    """The placement of a training, as seen by one process: all ranks, and this process's replica.
 
-    `grid` has every stage's rank, `cuts` lie between stages. The first `skipped` stages do not run in a step: what they
-    put out comes from a cache. Made by `arrange`, and anew by `moved`.
+    `grid` has every stage's rank, `cuts` are between stages. The first `skipped` stages do not run in a step: their
+    outputs are read from a cache. Created by `arrange`, and changed by `moved`.
     """
 
     def __init__(
@@ -150,21 +150,21 @@ class Arrangement:
     ) -> None:  # fmt: skip
         self.rank, self.grid, self.cuts, self.skipped = rank, grid, list(cuts), skipped
         self._choice, self._checkpointing = choice, checkpointing
-        self.schedule_name = choice.name  # or its text where it is the user's own
+        self.schedule_name = choice.name  # or its text if custom
         self.num_stages = len(grid.replicas[0].stages)
         self.replica_index = grid.replica_of(rank)
         self.replica: Replica = grid.replicas[self.replica_index]
-        # whether it was the user, or a plan, who said how many microbatches there are
+        # True if the user or a plan set the number of microbatches
         self._asked = (microbatches or self.replica.num_microbatches) is not None if asked is None else asked
         self.usual_microbatches = microbatches or (2 * self.num_stages if self.num_stages > 1 else 1)
         self.num_microbatches = self.replica.num_microbatches or self.usual_microbatches
         before = grid.replicas[: self.replica_index]
-        # of all replicas' microbatches the number of this replica's first one
+        # index of this replica's first microbatch among those of all replicas
         self.first_microbatch = sum(replica.num_microbatches or self.usual_microbatches for replica in before)
 
     @property
     def all_microbatches(self) -> int:
-        """The microbatches of a step, over all replicas."""
+        """Number of microbatches of a step, over all replicas."""
         return sum(replica.num_microbatches or self.usual_microbatches for replica in self.grid.replicas)
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -177,40 +177,40 @@ class Arrangement:
         return with_recompute(schedule) if self._checkpointing else schedule
 
     def count_microbatches(self, num_rows: int, *, short: bool, least: int = 1) -> int:
-        """Return how many microbatches a batch is cut into: fewer where one would have under `least` rows.
+        """Return the number of microbatches of a batch, reduced if one would have fewer than `least` rows.
 
-        Raises `UsageError` for a batch with fewer rows than the microbatches that were asked for, unless it is a
+        Raises `UsageError` for a batch with fewer rows than the requested microbatches, unless it is a
         `short` one, at the end of the data.
         """
         wanted = self.num_microbatches
         if num_rows < wanted and self._asked and not short:
             raise UsageError(
-                f"a batch of {num_rows} rows cannot be {wanted} microbatches; give at least {wanted} rows, or fewer "
+                f"a batch of {num_rows} rows cannot be {wanted} microbatches; use at least {wanted} rows, or fewer "
                 "microbatches"
             )
         return min(wanted, max(num_rows // least, 1)) if num_rows else 0
 
     def fixed(self) -> "Arrangement":
-        """Return this arrangement with each replica's number of microbatches said, as arrangements that follow have it.
+        """Return this placement with a fixed number of microbatches per replica, for it and its successors.
 
-        Rows then fall into the same microbatches however many replicas share them.
+        Rows then fall into the same microbatches for any number of replicas.
         """
         replicas = (replace(r, num_microbatches=r.num_microbatches or self.usual_microbatches)
                     for r in self.grid.replicas)  # fmt: skip
         return self.moved(Grid(tuple(replicas)), self.cuts, skipped=self.skipped)
 
     def moved(self, grid: Grid, cuts: Sequence[Cut], *, skipped: int = 0, rank: int | None = None) -> "Arrangement":
-        """Return the same training on another grid, of another group where this process has another `rank` there."""
+        """Return the same training on another grid, and with another `rank` of this process in another group."""
         return Arrangement(
             self.rank if rank is None else rank, grid, cuts, self._choice, checkpointing=self._checkpointing,
             skipped=skipped, asked=self._asked,
         )  # fmt: skip
 
     def shape(self, num_devices: int) -> Grid:
-        """Return a grid of this training's schedule for as many devices, as `make_grid` makes one to begin with.
+        """Return a grid with this training's schedule for a number of devices, from `make_grid`.
 
-        A replica has as many devices as now, or more where they do not divide evenly; the microbatches of all replicas
-        stay as many as they are.
+        A replica keeps its number of devices, or gets more if they do not divide evenly; the total number of
+        microbatches is unchanged.
         """
         replicas = self.grid.replicas
         total = self.all_microbatches
@@ -223,13 +223,13 @@ class Arrangement:
 
 
 def arrange(world: World, graph: Graph, cut: CutOptions, options: TrainOptions) -> Arrangement:
-    """Choose grid and cuts for a training that begins.
+    """Choose grid and cuts for a new training.
 
-    Raises `UsageError`, `CutError` and `PlanError` for what cannot be, on every process alike.
+    Raises `UsageError`, `CutError` and `PlanError` for invalid options, on every process alike.
     """
     microbatches = options.microbatches
     if microbatches is not None and microbatches < 1:
-        raise UsageError(f"a step needs at least one microbatch, not {microbatches}")
+        raise UsageError(f"microbatches must be at least 1; got {microbatches}")
     names = cut.cuts
     if cut.plan is not None:
         grid, names = place_training(world, graph, cut.plan)
@@ -251,7 +251,7 @@ def arrange(world: World, graph: Graph, cut: CutOptions, options: TrainOptions) 
 def place_training(world: World, graph: Graph, plan: Plan) -> tuple[Grid, list[str]]:
     """Find the processes for a plan's devices, and return the grid and the names of the cuts.
 
-    Raises `PlanError` for a plan for inference or of another model, and where processes and devices do not agree.
+    Raises `PlanError` for a plan for inference or of another model, and if processes and devices do not match.
     """
     check_purpose(plan, trains=True)
     cuts = cuts_of_plan(graph, plan)
@@ -265,7 +265,7 @@ def place_training(world: World, graph: Graph, plan: Plan) -> tuple[Grid, list[s
 
 
 def find_cuts(graph: Graph, cut: CutOptions, options: TrainOptions, num_processes: int) -> list[Cut]:
-    """Find where a model is cut before its stages have a place; a plan for inference says nothing of training."""
+    """Find a model's cuts before its stages are placed; a plan for inference has none for training."""
     if cut.plan is None:
         stages = cut.stages or num_processes
         return choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy)
@@ -277,7 +277,7 @@ def find_cuts(graph: Graph, cut: CutOptions, options: TrainOptions, num_processe
 
 
 def check_given_once(plan: Plan | None, **given: object) -> None:
-    """Raise `UsageError` where what a plan says is given beside it."""
+    """Raise `UsageError` for options that the plan already sets."""
     twice = [name for name, value in given.items() if value is not None]
     if plan is not None and twice:
-        raise UsageError(f"a plan says its {' and '.join(twice)}; leave {'it' if len(twice) == 1 else 'them'} out")
+        raise UsageError(f"a plan sets its {' and '.join(twice)}; leave {'it' if len(twice) == 1 else 'them'} out")

@@ -1,4 +1,4 @@
-"""One process's rows of a batch, cut into microbatches."""
+"""Splitting of one process's rows of a batch into microbatches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from penstock.graph.graph import Graph
 from penstock.graph.stages import output_values
 from penstock.train.row_cut import RowCut
 
-# what to do with a model of which rows interact
-WHOLE = "give the pipeline microbatches=1 and one replica"
+# advice for a model whose rows interact
+WHOLE = "create the pipeline with microbatches=1 and one replica"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def bind(graph: Graph, inputs: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
 def cut_rows(
     graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], labels: Any, num_parts: int, cut: RowCut
 ) -> list[Microbatch]:
-    """Cut rows into `num_parts` microbatches, which differ by one row at most."""
+    """Split rows into `num_parts` microbatches, which differ by one row at most."""
     batched = {value.name: _is_batched(value.shape) for value in graph.tensor_inputs()}
     parts = shares(sizes["batch"], num_parts)
     return [
@@ -67,9 +67,9 @@ def largest(microbatches: Sequence[Microbatch]) -> dict[str, int]:
 def sample_rows(
     graph: Graph, outputs: Sequence[Tensor], sizes: Sizes, rows: Sequence[int], noise: Sequence[float]
 ) -> Any:
-    """Return what a model would have returned for some rows of a microbatch, each changed by so much `noise`.
+    """Return a model's output for some rows of a microbatch, each perturbed by its amount of `noise`.
 
-    The noise is the same every time. Raises `RunError` where outputs are not rows.
+    The noise is deterministic. Raises `RunError` if outputs have no dimension of rows.
     """
     fewer = {**sizes, "batch": len(rows)}
     parts = []
@@ -81,7 +81,7 @@ def sample_rows(
         (place, *more), before, after = places, value.evaluate(sizes), value.evaluate(fewer)
         each = before[place] // sizes["batch"]
         if more or each * sizes["batch"] != before[place] or each * len(rows) != after[place]:
-            raise RunError("an output of the model has no dimension that is its rows")
+            raise RunError("an output of the model must have its rows in one dimension")
         part = _picked(tensor.detach(), place, each, rows)
         if any(noise) and part.is_floating_point():
             scale = torch.tensor(noise).repeat_interleave(each).view(-1, *[1] * (part.dim() - place - 1))
@@ -92,7 +92,7 @@ def sample_rows(
 
 
 def _picked(tensor: Tensor, place: int, each: int, rows: Sequence[int]) -> Tensor:
-    """Return some rows of a dimension in which each takes `each` places."""
+    """Return some rows of a dimension with `each` entries per row."""
     if isinstance(rows, range):
         return tensor.narrow(place, each * rows.start, each * len(rows))
     return torch.cat([tensor.narrow(place, each * row, each) for row in rows], place)

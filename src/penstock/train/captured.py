@@ -1,4 +1,4 @@
-"""A model captured twice, as it trains and as it evaluates, with cuts in the same places."""
+"""A model captured in training and in evaluation mode, with the same cuts."""
 
 import copy
 import dataclasses
@@ -33,12 +33,12 @@ _SHOWN = 5  # names of parameters
 
 
 class Captured:
-    """A model with an example call, captured when it is needed; with `shares`, training changes the module itself.
+    """A captured model with its example call; with `shares`, training changes the module itself.
 
-    `model` is a module in training mode, or a function that makes one: its parameters are then made on
-    the meta device, and have values only where `weights` are, or random ones.
+    `model` is a module in training mode, or a function that creates one: its parameters are then created on
+    the meta device, and take their values from `weights`, or random ones.
 
-    Raises `CaptureError` for a model that does not export.
+    Raises `CaptureError` if the model cannot be exported.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class Captured:
         self.hidden = HiddenAttributes(module, self.graph.left if shares else {})
         if counts := {name: value for name, value in self.graph.left.items() if value is not None and shares}:
             note(
-                f"the forward pass changes {', '.join(f'self.{name}' for name in counts)}, once when it is captured "
-                "and not in every step; keep what counts in a buffer"
+                f"the forward pass changes {', '.join(f'self.{name}' for name in counts)}, once during capture "
+                "and not in every step; keep counters in a buffer"
             )
         self._was = _captured_state(module)
         self.least_rows = _least_rows(self.graph)  # of a microbatch
-        self.frozen_layers = 0  # as many leading layers do not train
-        self.frozen_end = 0  # the position in the graph where they end
+        self.frozen_layers = 0  # number of leading layers that do not train
+        self.frozen_end = 0  # their end position in the graph
 
     def check_trainable(self) -> None:
-        """Check that the model can be trained in microbatches; raises `UsageError`."""
+        """Raise `UsageError` unless the model can be trained in microbatches."""
         if self.trainable and self.trainable <= set(self.unused):
             raise UsageError(
-                f"{self.graph.model} uses no parameter that is to be trained in its forward pass; "
+                f"{self.graph.model} uses no trainable parameter in its forward pass; "
                 "unfreeze one with requires_grad_()"
             )
         if "batch" not in self.graph.symbols:
@@ -86,32 +86,32 @@ class Captured:
             )
 
     def check_unchanged(self) -> None:
-        """Raise `UsageError` if the caller's module has another mode or other hooks than when it was captured."""
+        """Raise `UsageError` if the caller's module changed its mode or hooks since the capture."""
         if self.shared is None:
             return
         for path, now in _captured_state(self._model).items():
             was = self._was.get(path)
-            # backward hooks that are gone are not called any more; others were part of the capture
+            # removed backward hooks are no longer called; others were part of the capture
             if was is None or now[:2] != was[:2] or not now[2] <= was[2]:
                 raise UsageError(
                     f"{path or self.graph.model} has another mode (train, eval) or other hooks than when the pipeline "
-                    "was made, which captured the model as it was then; change it before, or make a new pipeline"
+                    "captured it; change it before, or create a new pipeline"
                 )
 
     def untrained(self) -> str:
-        """Name the parameters that stay as they are although they could be trained; empty where none does."""
+        """Return a note naming trainable parameters that the forward pass does not use; empty if none."""
         names = [name for name in self.unused if name in self.trainable]
         if not names:
             return ""
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"the forward pass of {self.graph.model} does not use {', '.join(names[:_SHOWN])}{more}; they get no "
-            "gradient and stay as they are"
+            "gradient and stay unchanged"
         )
 
     @cached_property
     def evaluation(self) -> Graph:
-        """The graph of the model in evaluation mode; the module is afterwards as it was."""
+        """Graph of the model in evaluation mode; the module's modes are restored."""
         modes = {module: module.training for module in self._model.modules()}
         with EXPORTING:
             try:
@@ -124,20 +124,20 @@ class Captured:
 
     @cached_property
     def layers(self) -> list[Cut]:
-        """The cut after each of the model's layers, which freeze one after the other; see `find_layers`.
+        """Cuts after the model's layers, in the order of freezing; see `find_layers`.
 
-        Layers that evaluation does not have a cut after are one with the next.
+        A layer without a cut after it in evaluation is merged with the next.
         """
         evaluated = Cuts(self.evaluation)
         known = {name for cut in evaluated for name in (cut.name, *cut.aliases)}
         return [cut for cut in find_layers(self.graph) if known & {cut.name, *cut.aliases}]
 
     def frozen(self, layers: int) -> "Captured":
-        """Return the model with its first `layers` layers frozen, of a model of which none is.
+        """Return the model with its first `layers` layers frozen; no layer may be frozen yet.
 
-        They compute as in evaluation, without dropout and with BatchNorm's statistics as they are, and nothing in them
-        is trained. Raises `UsageError` where they share a weight with layers that train, or nothing would train,
-        `CutError` where the model cannot be divided there.
+        They compute as in evaluation, without dropout and with fixed BatchNorm statistics, and nothing in them
+        is trained. Raises `UsageError` if they share a weight with layers that train, or if nothing would train,
+        `CutError` if the model cannot be divided there.
         """
         if not layers:
             return self
@@ -158,7 +158,7 @@ class Captured:
         return found
 
     def same_cuts(self, cuts: Sequence[Cut]) -> list[Cut]:
-        """Find cuts of the training graph again in that of evaluation, by any of their names."""
+        """Find the evaluation graph's cuts that match cuts of the training graph, by any of their names."""
         possible = Cuts(self.evaluation)
         found = []
         for cut in cuts:
@@ -169,20 +169,20 @@ class Captured:
                 except CutError:
                     continue
             else:
-                raise CutError(f"the cut {cut.name} is not there in evaluation; choose one at the edge of a module")
+                raise CutError(f"cut {cut.name} not found in evaluation mode; choose one at the edge of a module")
         return found
 
     def parts(
         self, cuts: Sequence[Cut], autocast: torch.dtype | None, device: torch.device = HOST
     ) -> list[TrainingPart]:
-        """Divide for training."""
+        """Divide the training graph into stages."""
         parts = divide_for_training(self.graph, cuts, self.trainable)
         return cast_crossings(parts, self.example_sizes, autocast, device) if autocast else parts
 
     def evaluation_parts(
         self, cuts: Sequence[Cut], autocast: torch.dtype | None, device: torch.device = HOST
     ) -> list[TrainingPart]:
-        """Divide for evaluation, at the same cuts."""
+        """Divide the evaluation graph into stages, at the same cuts."""
         parts = divide_for_training(self.evaluation, self.same_cuts(cuts), ())
         return cast_crossings(parts, self.example_sizes, autocast, device) if autocast else parts
 
@@ -190,7 +190,7 @@ class Captured:
 def cast_crossings(
     parts: Sequence[TrainingPart], sizes: Mapping[str, int], autocast: torch.dtype, device: torch.device = HOST
 ) -> list[TrainingPart]:
-    """Learn the dtypes that a device's autocast gives to what crosses the cuts, with fake tensors."""
+    """Set the dtypes of tensors that cross the cuts under a device's autocast, found with fake tensors."""
     dtypes: dict[str, torch.dtype] = {}
     changed = []
     with FakeTensorMode() as mode:
@@ -216,7 +216,7 @@ def cast_crossings(
 
 
 def _captured_state(module: nn.Module) -> dict[str, tuple[bool, frozenset[int], frozenset[int]]]:
-    """Return what a capture depends on and a script may change later: modes and hooks of each module."""
+    """Return the state that a capture depends on and that a script may change later: modes and hooks of each module."""
     return {
         path: (
             part.training,
@@ -228,7 +228,7 @@ def _captured_state(module: nn.Module) -> dict[str, tuple[bool, frozenset[int], 
 
 
 def _least_rows(graph: Graph) -> int:
-    """Return the rows that a microbatch needs: two where BatchNorm has a single value of each channel in a row."""
+    """Return the minimum rows of a microbatch: two if BatchNorm has a single value per channel and row."""
     one = graph.sizes(1)
     for op in graph.ops:
         if op.target == BATCH_NORM and op.arguments[5] is True:
@@ -239,7 +239,7 @@ def _least_rows(graph: Graph) -> int:
 
 
 def _first(module: nn.Module) -> dict[int, str]:
-    """Map every tensor of a module to its first name."""
+    """Map the id of every tensor of a module to its first name."""
     first: dict[int, str] = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for name, tensor in tensors(remove_duplicate=False):

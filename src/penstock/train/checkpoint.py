@@ -1,8 +1,8 @@
-"""Checkpoints that continue with another number of stages or replicas: everything by the model's own names.
+"""Checkpoints that can continue with another number of stages or replicas: all state by the model's names.
 
-The folder is one that all processes share: each writes its own stages' tensors there, and the first one the index
-that makes a checkpoint of them (see `checkpoint_folder.py`). Nothing in a checkpoint is pickled. A tensor that several
-stages have is saved by the first of them.
+All processes share the folder: each writes its stages' tensors there, and the first one writes the index
+that completes the checkpoint (see `checkpoint_folder.py`). Nothing in a checkpoint is pickled. The first of several
+stages with the same tensor saves it.
 """
 
 import base64
@@ -42,21 +42,21 @@ from penstock.transport.base import FEEDER
 
 _Found = TypeVar("_Found")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-_SHOWS_S = 5.0  # after which a network's file system shows what another host has written
+_SHOWS_S = 5.0  # timeout for a network file system to show another host's files
 
 
 def save_checkpoint(
     trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader,
 ) -> None:  # fmt: skip
-    """Write a checkpoint; every process calls this, with a folder that all of them share.
+    """Write a checkpoint to a shared folder (a collective call).
 
-    The place in each loader's data is kept, and which of them was trained on.
+    It includes the position in each loader's data, and the loader that was trained on.
 
-    Whatever dies or fails meanwhile, an earlier checkpoint in the folder stays whole until the later one is.
+    An earlier checkpoint in the folder stays whole until the later one is complete, even if a process fails.
 
-    Raises `ModelError` on every process where it cannot be written or where the hosts do not share the folder,
-    `UsageError` for a setting that JSON cannot hold, and where a training that may go back to this checkpoint has more
-    optimizers or schedulers than are given.
+    Raises `ModelError` on every process if it cannot be written or if the hosts do not share the folder,
+    `UsageError` for a setting that JSON cannot hold, and for fewer optimizers or schedulers than a training with
+    on_loss has.
     """
     if trainer.survivors is not None:
         _check_all_given(trainer, optimizers, schedulers)
@@ -79,20 +79,20 @@ def save_checkpoint(
 
 
 def _check_all_given(trainer: Trainer, optimizers: Optimizers, schedulers: Any) -> None:
-    """Check that what goes back after a loss is in the checkpoint; raises `UsageError`."""
+    """Raise `UsageError` unless the checkpoint contains all state needed for recovery after a loss."""
     for what, given, has, say in (
         ("optimizers", _each(optimizers), trainer.optimizers, "every optimizer made by pipe.optimizer"),
         ("schedulers", _each(schedulers), trainer.schedulers, "every scheduler registered with pipe.scheduler"),
     ):
         if {id(each) for each in given} != {id(each) for each in has}:
             raise UsageError(
-                f"a training with on_loss goes back to its last checkpoint, but this one would hold {len(given)} of "
+                f"a training with on_loss recovers from its last checkpoint, but this one would hold {len(given)} of "
                 f"{len(has)} {what}; pass save_checkpoint a list of {say}"
             )
 
 
 def _each(given: Any) -> tuple[Any, ...]:
-    """Return what is given as one, as several or not at all."""
+    """Convert one value, several or None to a tuple."""
     return () if given is None else tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
@@ -108,9 +108,9 @@ class _Place:
 def _write(
     trainer: Trainer, place: _Place, optimizers: Optimizers, schedulers: Any, loaders: Sequence[Loader]
 ) -> tuple[list[dict[str, Any]], TrainState]:
-    """Write every process's stages; returns what all say of theirs, and this one's state.
+    """Write the stages of every process; returns the documents of all ranks, and this one's state.
 
-    Everything in a checkpoint is read at one moment, because a loss between two moments can rewind the training.
+    All state of a checkpoint is read at one moment, because a loss between two moments can rewind the training.
     """
     states: list[TrainState] = []
     trained = next((loader for loader in loaders if loader.was_trained), loaders[-1] if loaders else None)
@@ -122,7 +122,7 @@ def _write(
             position=trained.state() if trained is not None else None,
         )  # fmt: skip
         states[:] = [state]
-        # before anything is written
+        # encoded before anything is written
         scalars, groups = encode(state.scalars(), "the optimizer's state"), named.groups()
         schedules = [scheduler_state(each, "save it yourself next to this") for each in _each(schedulers)]
         own = _written_here(trainer, state, place.suffix)
@@ -144,15 +144,15 @@ def _write(
 def load_checkpoint(
     trainer: Trainer, folder: Path, optimizers: Optimizers = None, schedulers: Any = None, *loaders: Loader,
 ) -> None:  # fmt: skip
-    """Continue from a checkpoint, with any number of stages and replicas; every process calls this.
+    """Continue from a checkpoint, with any number of stages and replicas (a collective call).
 
-    Raises `ModelError` for a folder that holds no checkpoint, a damaged one or one that a host does not see,
-    `UsageError` for one of another model, naming what differs.
+    Raises `ModelError` for a folder without a checkpoint, with a damaged one or one that a host cannot read,
+    `UsageError` for one of another model, naming the difference.
     """
     index = _read_everywhere(trainer, folder)
     if index.elastic is not None:
         if trainer.follower is None:
-            raise UsageError(f"the checkpoint {folder} is of an elastic training; go on with elastic training")
+            raise UsageError(f"the checkpoint {folder} is of an elastic training; continue with elastic training")
         trainer.follower.restore(index.elastic)
     places: Mapping[str, str] = index.places
     _check_names(trainer, places)
@@ -163,16 +163,16 @@ def load_checkpoint(
     if given := _each(optimizers):
         state.slots = NamedOptimizer(trainer.tensors, *given).restore(index)
     wanted, files = state.named(), StageFiles(folder, places)
-    here = dict.fromkeys(wanted, (trainer.world.rank,))  # every process sees the files
+    here = dict.fromkeys(wanted, (trainer.world.rank,))  # every process can read the files
     with torch.no_grad():
         for name, tensor in redistribute(
             Held(here, files.load), Wanted(here, wanted.__getitem__), trainer.world.transport
         ):
             wanted[name].copy_(tensor)
     trainer.step = state.step
-    for scheduler, kept in zip(_each(schedulers), index.all_schedulers(), strict=False):  # none may be given
+    for scheduler, kept in zip(_each(schedulers), index.all_schedulers(), strict=False):  # schedulers may be empty
         scheduler.load_state_dict(decode(kept))
-    # an earlier checkpoint has the place of one loader
+    # an earlier format has the position of one loader
     found = index.loaders if index.loaders is not None else [index.loader] if index.loader is not None else []
     for loader, place in zip(loaders if index.loaders is not None else loaders[-1:], found, strict=False):
         loader.resume({"epoch": place.epoch, "position": place.position})
@@ -182,7 +182,7 @@ def load_checkpoint(
 
 
 def _check_schedulers(folder: Path, index: CheckpointIndex, schedulers: Any) -> None:
-    """Check that as many schedulers are given as were saved, or none; raises `UsageError`."""
+    """Raise `UsageError` unless the schedulers match the saved ones in number, or none is given."""
     given, kept = len(_each(schedulers)), len(index.all_schedulers())
     if given and given != kept:
         raise UsageError(
@@ -200,7 +200,7 @@ def _saved_tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _written_here(trainer: Trainer, state: TrainState, suffix: str) -> dict[str, dict[str, Tensor]]:
-    """Return what this process writes, by stage's folder and name: each tensor where its first holder is."""
+    """Return the tensors that this process writes, by stage's folder and name: its first holder writes a tensor."""
     named = state.named()
     holders = {name: trainer.tensors.holders(source_of(name)) for name in named}
     have = Held(holders, named.__getitem__)
@@ -237,7 +237,7 @@ def _index(
 
 
 def scheduler_state(scheduler: Any, otherwise: str) -> dict[str, Any]:
-    """Return a scheduler's state as JSON can hold it; raises `UsageError`, with what to do `otherwise`."""
+    """Encode a scheduler's state as JSON values; raises `UsageError`, with the advice `otherwise`."""
     try:
         state: dict[str, Any] = encode(scheduler.state_dict(), "the scheduler's state")
     except UsageError as error:
@@ -250,7 +250,7 @@ def _merged(gathered: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
 
 
 def _check_shared(trainer: Trainer, folder: Path, files: Sequence[Mapping[str, int]]) -> None:
-    """Check that this process sees what each has written; raises `ModelError` naming the host that wrote elsewhere."""
+    """Check that this process sees the files of all ranks; raises `ModelError` naming a host that wrote elsewhere."""
     deadline = time.monotonic() + _SHOWS_S
     for rank, written in enumerate(files):
         for file in written:
@@ -264,14 +264,14 @@ def _check_shared(trainer: Trainer, folder: Path, files: Sequence[Mapping[str, i
 
 
 def _host(trainer: Trainer, rank: int) -> str:
-    """Name a process, with its host where that says more."""
+    """Return the name of a process, with its host unless the name contains it."""
     name = trainer.world.names[rank]
     host = trainer.world.hosts[rank] if rank < len(trainer.world.hosts) else name
     return name if host in name else f"{name} on {host}"
 
 
 def _read_everywhere(trainer: Trainer, folder: Path) -> CheckpointIndex:
-    """Read and check the index in every process, or raise in every process what is wrong with it in one."""
+    """Read and check the index on every rank; raises the first error on all of them."""
     index: CheckpointIndex | None = None
     failed = ""
     try:
@@ -307,7 +307,7 @@ def _check_shapes(folder: Path, index: CheckpointIndex, tensors: Mapping[str, Te
 def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
     saved = {name.removeprefix("model/") for name in places if name.startswith("model/")}
     here = {s.source for part in trainer.parts for s in part.program.states if s.kind != "constant"}
-    # what no stage uses may be there or not: earlier versions left it out, and frozen layers use less
+    # tensors that no stage uses are optional: earlier versions omitted them, and frozen layers use fewer
     known = {*trainer.captured.unused, *(state.source for state in trainer.captured.graph.states)}
     missing, more = sorted(here - saved), sorted(saved - here - known)
     if missing or more:
@@ -320,18 +320,18 @@ def _check_names(trainer: Trainer, places: Mapping[str, str]) -> None:
 
 
 def _attempt(write: Callable[[], _Found]) -> tuple[str, _Found | None]:
-    """Try what the file system may refuse; return the reason, and what came of it."""
+    """Run a write; return the reason of a failure, and the result."""
     try:
         return "", write()
     except UsageError as error:
         return str(error), None
-    # whatever a storage raises, the others wait to be told of it
+    # any error of the storage, since the other ranks wait for a report
     except Exception as error:
         return f"the checkpoint cannot be written: {reason_of(error)}; choose another folder or make room", None
 
 
 def _agree(trainer: Trainer, work: Callable[[], _Found]) -> Any:
-    """Run a step of writing in every process and return what the first one found; raises everywhere what failed."""
+    """Run a step of writing on every rank and return the first one's result; raises a failure on all ranks."""
 
     def attempt() -> dict[str, Any]:
         failed, found = _attempt(work)

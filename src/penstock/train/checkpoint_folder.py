@@ -1,12 +1,12 @@
-"""What a checkpoint's folder must hold to be whole, read strictly: nothing in it is taken at its word.
+"""Format of a checkpoint's folder, and its strict validation: no content is trusted.
 
     folder/
-        checkpoint.json            the index: step, settings, which stage's folder holds each tensor
-        stage-0/  stage-1.2/       tensors in safetensors; after the dot how often the folder was written before
-        unused/                    parameters that no stage uses, where there are any
+        checkpoint.json            the index: step, settings, the stage's folder of each tensor
+        stage-0/  stage-1.2/       tensors in safetensors; after the dot the number of earlier writes
+        unused/                    parameters that no stage uses, if any
 
-The index takes its place in one instant, after everything that it names is on the disk, and names folders that
-nothing is written to any more. So a folder holds the earlier checkpoint or the later one at every moment.
+The index is replaced atomically, after everything that it names is on the disk, and names folders that
+are no longer written to. So a folder holds the earlier checkpoint or the later one at every moment.
 """
 
 import base64
@@ -44,28 +44,28 @@ TensorName = Annotated[str, Meta(pattern=r"\A(model/.+|optimizer/[^/]+/.+)\Z")]
 
 
 class OptimizerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one of an optimizer's groups, and the names of its parameters."""
+    """Settings of an optimizer's parameter group, and the names of its parameters."""
 
     settings: dict[str, Any]
     names: list[str]
 
 
 class DataPosition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The place in the data, to be continued from."""
+    """A position in the data to continue from."""
 
     epoch: Place
     position: Place
 
 
 class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `checkpoint.json` holds.
+    """The content of `checkpoint.json`.
 
-    `places` tells the stage's folder of each tensor and `shapes` its dtype and shape; `scalars` are an optimizer's
-    values that are no tensors, by parameter. `loader` is the place in the data that was trained on, `loaders` the
-    places of all loaders in the order in which they were made. `files` are the bytes of each file of the stages'
-    folders; earlier checkpoints do not say them. `save` is the name of the save, which the header of each file has
-    too: of two runs that write to one folder neither reads the other's files as its own. `elastic` is what an elastic
-    training goes on from, and left out by any other.
+    `places` is the stage's folder of each tensor and `shapes` its dtype and shape; `scalars` are an optimizer's
+    non-tensor values, by parameter. `loader` is the position in the data that was trained on, `loaders` the
+    positions of all loaders in the order of their creation. `files` are the bytes of each file of the stages'
+    folders; earlier checkpoints lack them. `save` is the name of the save, which the header of each file repeats:
+    two runs that write to one folder never mistake each other's files for theirs. `elastic` is the state of an
+    elastic training, and absent in any other.
     """
 
     format: Literal["penstock-checkpoint"] = "penstock-checkpoint"
@@ -92,58 +92,58 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return [self.scheduler, *self.more_schedulers] if self.scheduler is not None else []
 
     def random_state(self) -> torch.Tensor:
-        """Return the random state; raises `ValueError` for one that is none."""
+        """Return the random state; raises `ValueError` if it is not valid."""
         state = torch.frombuffer(bytearray(base64.b64decode(self.random, validate=True)), dtype=torch.uint8)
         expected = torch.get_rng_state().numel()
         if state.numel() != expected:
-            raise ValueError(f"a random state has {expected} bytes, not {state.numel()}")
+            raise ValueError(f"a random state must have {expected} bytes; got {state.numel()}")
         return state
 
 
 def write_index(folder: Path, index: CheckpointIndex) -> None:
-    """Put an index in the place of an earlier one, whole or not at all; raises `OSError` where it cannot be."""
+    """Replace an earlier index atomically; raises `OSError` on failure."""
     fields = msgspec.to_builtins(index)
     if index.elastic is None:
-        del fields["elastic"]  # earlier versions read this one then
+        del fields["elastic"]  # so that earlier versions can read it
     text = json.dumps(fields, indent=1)
     with written_whole(folder / INDEX) as file:
         file.write(text.encode())
 
 
 def read_index(folder: Path) -> CheckpointIndex:
-    """Read the index of a checkpoint and check everything that it says, but for the tensors' own files.
+    """Read and validate the index of a checkpoint, except for the tensors' files.
 
     Raises `ModelError` in one line.
     """
     path = folder / INDEX
     try:
-        # not msgspec's reader: settings may hold infinities, which JSON has no word for and Python's has
+        # not msgspec's decoder: settings may hold infinities, which only Python's accepts
         index = msgspec.convert(json.loads(path.read_bytes()), CheckpointIndex)
         index.random_state()
         decode([index.all_schedulers(), index.scalars, [group.settings for group in index.groups]])
         _check_names(index)
     except FileNotFoundError:
-        raise ModelError(f"{folder} holds no whole checkpoint: it has no {INDEX}; check the path") from None
+        raise ModelError(f"{folder} holds no complete checkpoint: {INDEX} not found; check the path") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}); use an earlier checkpoint") from None
-    # also what is no base64, no UTF-8 or nested without end
+    # also invalid base64 or UTF-8, and unlimited nesting
     except (ValueError, LookupError, TypeError, RuntimeError, binascii.Error, RecursionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ModelError(f"{path} is no checkpoint that this version reads ({reason}); use an earlier one") from None
+        raise ModelError(f"{path} is not a checkpoint that this version reads ({reason}); use an earlier one") from None
     return index
 
 
 def _check_names(index: CheckpointIndex) -> None:
-    """Raise `ValueError` where parts of an index contradict each other."""
+    """Raise `ValueError` if parts of an index contradict each other."""
     if index.places.keys() != index.shapes.keys():
         name = min(index.places.keys() ^ index.shapes.keys())
         raise ValueError(f"{name} must have a place and a shape")
     for name, (dtype, _) in index.shapes.items():
         if dtype not in DTYPES:
-            raise ValueError(f"{name} is {dtype!r}, which no tensor is")
+            raise ValueError(f"the dtype of {name} must be known; got {dtype!r}")
     for group in index.groups:
         if "params" in group.settings:
-            raise ValueError("a group's parameters are no setting of it")
+            raise ValueError("a group's settings must not contain 'params'")
 
 
 _FILE = "model.safetensors"
@@ -152,14 +152,14 @@ _STAGE_FOLDER = re.compile(STAGE)
 
 
 def new_save() -> str:
-    """Return the name of a save, which no other has."""
+    """Return a unique name for a save."""
     return secrets.token_hex(16)
 
 
 def write_stages(folder: Path, own: Mapping[str, dict[str, Tensor]], save: str) -> dict[str, int]:
-    """Write the stages' folders under the name of a save, and return their files' bytes once all of it is on the disk.
+    """Write the stages' folders under the name of a save, and return their files' bytes once all are on the disk.
 
-    What fails leaves nothing behind: a full disk needs the room.
+    A failed write leaves no files: a full disk needs the room.
     """
     try:
         return _write(folder, own, save)
@@ -167,14 +167,14 @@ def write_stages(folder: Path, own: Mapping[str, dict[str, Tensor]], save: str) 
         for stage in own:
             shutil.rmtree(folder / stage, ignore_errors=True)
         if isinstance(error.__cause__, OSError):
-            raise error.__cause__ from None  # the name of one of a checkpoint's files says nothing more
+            raise error.__cause__ from None  # the path of the file adds nothing to the message
         raise
 
 
 def _write(folder: Path, own: Mapping[str, dict[str, Tensor]], save: str) -> dict[str, int]:
     files: dict[str, int] = {}
     for stage, tensors in own.items():
-        # what another run has left on a host that does not share the folder
+        # leftovers of another run on a host that does not share the folder
         shutil.rmtree(folder / stage, ignore_errors=True)
         (folder / stage).mkdir(parents=True)
         save_weights(TensorWeights(tensors), folder / stage / _FILE, metadata={_SAVE: save})
@@ -186,7 +186,7 @@ def _write(folder: Path, own: Mapping[str, dict[str, Tensor]], save: str) -> dic
 
 
 def drop_leftovers(folder: Path, kept: set[str]) -> None:
-    """Remove what the index does not name: an earlier checkpoint's stages, and what a process that died has left."""
+    """Remove files that the index does not name: an earlier checkpoint's stages, and leftovers of failed processes."""
     for path in stage_folders(folder):
         if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
@@ -195,9 +195,9 @@ def drop_leftovers(folder: Path, kept: set[str]) -> None:
 
 
 class StageFiles:
-    """The tensors of a checkpoint, each read from its stage's folder when it is asked for.
+    """Lazy access to the tensors of a checkpoint in its stages' folders.
 
-    `places` tells the stage's folder of each tensor. Raises `ModelError` for a folder that is damaged.
+    `places` is the stage's folder of each tensor. Raises `ModelError` for a damaged folder.
     """
 
     def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
@@ -205,12 +205,12 @@ class StageFiles:
         self._stages: dict[str, FileWeights] = {}
 
     def save(self, name: str) -> str | None:
-        """Return the name of the save that wrote the file of a tensor; None for one of an earlier version."""
+        """Return the name of the save that wrote a tensor's file; None for files of an earlier version."""
         with self._explained(name):
             return self._stage(name).metadata.get(_SAVE)
 
     def shape(self, name: str) -> list[int] | None:
-        """Return the shape of a tensor in its file; None where it is not there."""
+        """Return the shape of a tensor in its file; None if it is missing."""
         with self._explained(name):
             stage = self._stage(name)
             return list(stage.shape(name)) if name in stage.names() else None
@@ -235,7 +235,7 @@ class StageFiles:
 
 
 def check_whole(folder: Path, index: CheckpointIndex) -> None:
-    """Check that every file is there at its full length, of this save, and holds the tensors that the index names.
+    """Check that every file has its full length, belongs to this save, and holds the tensors of the index.
 
     Raises `ModelError` naming the stage's folder.
     """
@@ -247,14 +247,16 @@ def check_whole(folder: Path, index: CheckpointIndex) -> None:
     files = StageFiles(folder, index.places)
     for name, stage in sorted(index.places.items(), key=lambda item: item[1]):
         if files.shape(name) != index.shapes[name][1]:
-            raise damaged(folder, stage, f"{name} is not there with the shape {index.shapes[name][1]}")
+            raise damaged(folder, stage, f"{name} not found with the shape {index.shapes[name][1]}")
     for stage, name in {stage: name for name, stage in index.places.items()}.items():
         if index.save is not None and files.save(name) != index.save:
-            raise damaged(folder, stage, "it is of another save, as where two runs write to one folder at a time")
+            raise damaged(
+                folder, stage, "it belongs to another save, as if two runs wrote to one folder at the same time"
+            )
 
 
 def damaged(folder: Path, stage: str, reason: str) -> ModelError:
-    """Return the error for a checkpoint that cannot be read in one of its stages' folders."""
+    """Return the error for a checkpoint with an unreadable stage's folder."""
     return ModelError(f"the checkpoint {folder} is damaged in {stage}: {reason}; use an earlier one")
 
 
@@ -265,19 +267,19 @@ def _check_sizes(folder: Path, stage: str, index: CheckpointIndex) -> None:
 
 
 def stage_folders(folder: Path) -> list[Path]:
-    """Return the folders of stages that lie in a checkpoint's folder, named by its index or not."""
+    """Return the stages' folders in a checkpoint's folder, whether its index names them or not."""
     return [path for path in folder.iterdir() if _STAGE_FOLDER.fullmatch(path.name)] if folder.is_dir() else []
 
 
 def next_suffix(folder: Path) -> str:
-    """Return what to add to the names of stages' folders so that none of them is there yet."""
+    """Return a suffix for the names of stages' folders that none of them has yet."""
     matches = [_STAGE_FOLDER.fullmatch(path.name) for path in stage_folders(folder)]
     used = [int(match[3] or 0) for match in matches if match is not None]
     return f".{max(used) + 1}" if used else ""
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error says, in one line."""
+    """Return an error's message in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -10,22 +10,22 @@ from penstock.errors import UsageError
 from penstock.terminal.notes import note
 from penstock.transport.base import FEEDER
 
-_PART = 500_000  # rows that one document tells of
+_PART = 500_000  # rows per document
 Batches = list[list[int]]
 
 
 class Order(Protocol):
-    """The batches of an epoch."""
+    """The order of an epoch's batches."""
 
     def batches(self, epoch: int) -> Batches:
-        """Return the rows of each batch; every process calls this."""
+        """Return the rows of each batch (a collective call)."""
 
     def __len__(self) -> int:
-        """Count the batches of an epoch."""
+        """Return the number of batches of an epoch."""
 
 
 class SeededOrder:
-    """Every row once, in order or shuffled by seed and epoch.
+    """An order with every row once, sequential or shuffled by seed and epoch.
 
     Example:
         SeededOrder(11, batch_size=4, shuffle=True, drop_last=False, seed=0).batches(epoch=2)
@@ -47,20 +47,20 @@ class SeededOrder:
         return found[:-1] if self._drop_last and found and len(found[-1]) < self._batch_size else found
 
     def __len__(self) -> int:
-        """Count the batches."""
+        """Return the number of batches."""
         count = self._num_rows - self._num_rows % self._multiple
         return count // self._batch_size if self._drop_last else -(-count // self._batch_size)
 
 
 class SampledOrder:
-    """What a DataLoader's batch sampler gives on the first process; drawn from once for each iteration."""
+    """The order of a DataLoader's batch sampler on the first process, drawn once for each iteration."""
 
     def __init__(self, loader: DataLoader[Any], trainer: Any) -> None:
         self._loader, self._trainer = loader, trainer
-        self.worker_seed = 0  # of the processes that load an epoch
+        self.worker_seed = 0  # of an epoch's loader processes
 
     def batches(self, epoch: int) -> Batches:
-        """Return the rows of each batch, shared by the first process."""
+        """Return the rows of each batch, broadcast by the first process."""
         mine: list[Batches] = []
         # a DataLoader draws a seed for its workers first, from the same generator
         self.worker_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator))
@@ -81,31 +81,31 @@ class SampledOrder:
     def _draw(self, epoch: int) -> Batches:
         sampler = self._loader.batch_sampler
         for each in (sampler, getattr(sampler, "sampler", None)):
-            if (set_epoch := getattr(each, "set_epoch", None)) is not None:  # as torch's DistributedSampler has it
+            if (set_epoch := getattr(each, "set_epoch", None)) is not None:  # as in torch's DistributedSampler
                 set_epoch(epoch)
         batches: Iterable[Any] = sampler if sampler is not None else ()
         try:
             return [[int(row) for row in batch] for batch in batches]
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"a sampler must give numbers of rows, but {_name(sampler)} gives something else ({error}); "
+                f"a sampler must yield row numbers, but {_name(sampler)} yields something else ({error}); "
                 "look the row up in the data set"
             ) from error
 
     def __len__(self) -> int:
-        """Count the batches, as the DataLoader does."""
+        """Return the number of batches, as the DataLoader does."""
         return len(self._loader)
 
 
 def order_of(loader: DataLoader[Any], trainer: Any, seed: int) -> Order:
     """Return the order of a DataLoader; raises `UsageError` for one without batches.
 
-    A whole data set, in order or shuffled without a generator, is shared out by seed and epoch alone. A
-    `DistributedSampler` is replaced by its data set. Any other sampler is drawn from on the first process.
+    A whole data set, sequential or shuffled without a generator, is ordered by seed and epoch alone. A
+    `DistributedSampler` is replaced by its data set. The first process draws from any other sampler.
     """
     batches, sampler = loader.batch_sampler, loader.sampler
     if batches is None:
-        raise UsageError("the DataLoader gives single rows; give it a batch_size")
+        raise UsageError("the DataLoader must yield batches, not single rows; set its batch_size")
     plain = type(batches) is BatchSampler
     inner: Any = batches.sampler if isinstance(batches, BatchSampler) else getattr(batches, "sampler", sampler)
     if isinstance(inner, DistributedSampler):
@@ -119,7 +119,7 @@ def order_of(loader: DataLoader[Any], trainer: Any, seed: int) -> Order:
 
 
 def _is_whole(sampler: Any, loader: DataLoader[Any]) -> bool:
-    """Return whether a sampler gives every row of the DataLoader's own data set once."""
+    """Return whether a sampler yields every row of the DataLoader's data set once."""
     if getattr(sampler, "data_source", None) is not loader.dataset:
         return False
     if type(sampler) is SequentialSampler:
@@ -131,16 +131,16 @@ def _is_whole(sampler: Any, loader: DataLoader[Any]) -> bool:
 
 
 def _undistributed(batches: Any, sampler: DistributedSampler[Any], *, plain: bool, trainer: Any) -> Order:
-    """Replace a sampler of some rows for each process by one of all rows."""
+    """Replace a sampler of each process's rows by one of all rows."""
     if not plain or type(sampler).__iter__ is not DistributedSampler.__iter__:
         raise UsageError(
-            f"{_name(sampler if plain else batches)} gives each process rows of its own, and pipe.loader shares rows "
-            "out itself; give a sampler of the whole data set"
+            f"{_name(sampler if plain else batches)} yields different rows on each process, but pipe.loader splits "
+            "rows itself; use a sampler of the whole data set"
         )
     if trainer.world.rank == FEEDER:
         note(
-            f"the DistributedSampler is replaced by its data set: rows are shared out over the replicas, and a batch "
-            f"has {batches.batch_size} rows of all of them together"
+            f"the DistributedSampler is replaced by its data set: rows are split over the replicas, and a batch "
+            f"has {batches.batch_size} rows over all of them"
         )
     dataset: Sized = sampler.dataset  # type: ignore[assignment]
     return SeededOrder(
@@ -150,7 +150,7 @@ def _undistributed(batches: Any, sampler: DistributedSampler[Any], *, plain: boo
 
 
 def _in_parts(batches: Batches) -> Iterator[Batches]:
-    """Yield parts of an order that fit into one document each; at least one."""
+    """Split an order into parts that fit into one document each; at least one."""
     part: Batches = []
     rows = 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Forwards without gradients while a model is trained: its loss, any measure, its outputs."""
+"""Evaluation during training: forwards without gradients for losses, metrics and outputs."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -36,14 +36,14 @@ from penstock.transport.tags import OUTPUTS
 if TYPE_CHECKING:
     from penstock.train.trainer import Trainer
 
-# what the last stage does with the output of a microbatch
+# callback of the last stage for a microbatch's outputs
 Use = Callable[[Microbatch, Sequence[Tensor]], None]
 
 
 class Evaluation:
     """The stages of a model in evaluation mode, with the weights that are being trained.
 
-    The graph is captured when it is first needed.
+    The graph is captured on first use.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Evaluation:
         self, inputs: Any, labels: Any, functions: Sequence[LossFunction | None], losses: Losses, cut: RowCut, *,
         only_replica: bool,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """Describe each function's values on every microbatch, of one forward of this replica's rows."""
+        """Describe each function's values on every microbatch, from one forward of this replica's rows."""
         found: list[list[Measured]] = [[] for _ in functions]
 
         def head(microbatch: Microbatch, outputs: Sequence[Tensor]) -> None:
@@ -86,7 +86,7 @@ class Evaluation:
         return build_output(self._graph, self._join(results, sizes), sizes)
 
     def _join(self, results: list[list[Tensor]], sizes: Sizes) -> list[Tensor]:
-        """Put the microbatches' outputs together; without rows there are none, and the outputs are empty."""
+        """Concatenate the microbatches' outputs; without rows the outputs are empty."""
         if len(results) == 1:
             return results[0]
         values = self._parts[-1].program.outputs
@@ -95,7 +95,7 @@ class Evaluation:
         return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
     def abort(self) -> None:
-        """End every wait within this process."""
+        """Abort every wait within this process."""
         if "_made" in vars(self):
             self._made[0].channels.abort()
 
@@ -132,7 +132,7 @@ class Evaluation:
         return channels, stages
 
     def _spread(self, outputs: list[list[Tensor]], microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
-        """Pass the last stage's outputs to the other processes of the replica."""
+        """Send the last stage's outputs to the other processes of the replica."""
         transport, last = self._world.transport, self._replica.stages[-1]
         others = sorted(set(self._replica.devices) - {last})
         values = self._parts[-1].program.outputs
@@ -151,7 +151,7 @@ class Evaluation:
         return results
 
     def _forward(self, inputs: Any, labels: Any, head: Use, cut: RowCut, *, joins: bool = False) -> list[Microbatch]:
-        """Run the forwards; `head` gets every microbatch's output where the last stage is, and may join them."""
+        """Run the forwards; on the last stage `head` receives every microbatch's output, to be joined if `joins`."""
         tensors, sizes = bind(self._graph, inputs)
         cut.check(labels, sizes["batch"])
         tensors, labels = self._tensors.moved_here(tensors, labels)
@@ -179,20 +179,20 @@ class Evaluation:
 
 
 def evaluate(trainer: "Trainer", inputs: Any, labels: Any, loss_fn: LossFunction | None) -> float:
-    """Return the mean of `loss_fn` over all rows of all replicas; every process calls this.
+    """Return the mean of `loss_fn` over all rows of all replicas (a collective call).
 
-    Raises `UsageError` where no row counts.
+    Raises `UsageError` if no row counts.
     """
     ((total, count),) = evaluate_all(trainer, inputs, labels, [loss_fn])
     if not count:
-        raise UsageError("there is nothing to evaluate: no row counts; give at least one that does")
+        raise UsageError("evaluate needs at least one row that counts; got none")
     return total / count
 
 
 def evaluate_all(
     trainer: "Trainer", inputs: Any, labels: Any, functions: Sequence[LossFunction | None]
 ) -> list[tuple[float, float]]:
-    """Return the sum and the count of each function over all rows of all replicas, of one forward."""
+    """Return the sum and the count of each function over all rows of all replicas, from one forward."""
     rows = StepRows(trainer, inputs, labels)
 
     def work() -> dict[str, Any]:
@@ -215,14 +215,14 @@ def evaluate_all(
 def predict(trainer: "Trainer", inputs: Any) -> Any:
     """Return the model's output for this replica's rows, on every process of the replica.
 
-    Raises `DeviceLost` where a process was lost meanwhile: the rows are then another process's.
+    Raises `DeviceLost` if a process is lost during the call: its rows are then redistributed.
     """
     placed = trainer.placed
     found: list[Any] = []
 
     def work() -> dict[str, Any]:
         if trainer.placed is not placed:
-            raise DeviceLost("a device was lost, and these rows are shared out anew; ask for predictions again")
+            raise DeviceLost("a device was lost, and these rows were redistributed; request predictions again")
         found[:] = [trainer.evaluation.outputs(inputs)]
         return {}
 

@@ -1,4 +1,4 @@
-"""The seams to what changes a training while it goes on: who follows its epochs, and what frozen layers put out."""
+"""Interfaces of extensions that change a running training: epoch followers, cached outputs of frozen layers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
 
 
 class Features(Protocol):
-    """The outputs of the layers that do not run, by sample; every process asks for every batch, in the same order."""
+    """Outputs of skipped layers, by sample; every process requests every batch, in the same order."""
 
     def outputs(self, batch: Sequence[int], following: Sequence[int] | None) -> list[Tensor]:
-        """Return what crosses into the first stage that runs, for this process's rows of a batch.
+        """Return the inputs of the first running stage for this process's rows of a batch.
 
-        Begins to fetch those of the `following` batch, if there is one. Samples are numbers of the data set's rows,
-        those of all replicas together.
+        Starts to prefetch those of the `following` batch, if any. Samples are row numbers of the data set,
+        of all replicas together.
         """
 
     def close(self) -> None:
-        """Let go of what has been fetched and is not needed any more."""
+        """Release prefetched outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """A batch as a loader gave it: the samples of all replicas together, and those of the batch after it.
+    """A batch from a loader: the samples of all replicas together, and those of the next batch.
 
-    `placed` is the arrangement in which its rows were shared out, `place` the epoch and the batch's number in it, and
-    `short` says that it may have few rows.
+    `placed` is the placement that split its rows, `place` the epoch and the batch's number in it, and
+    `short` is set if it may have few rows.
     """
 
     samples: Sequence[int]
     following: Sequence[int] | None
-    leaves: Sequence[tuple[Tensor, int | None]]  # the tensors, with how often each had been written to
+    leaves: Sequence[tuple[Tensor, int | None]]  # the tensors, with their version counters
     loader: "Rows"
     placed: "Arrangement"
     place: tuple[int, int]
@@ -47,15 +47,15 @@ class LoadedBatch:
         cls, loaded: Any, samples: Sequence[int], following: Sequence[int] | None, loader: "Rows",
         placed: "Arrangement", place: tuple[int, int], *, short: bool,
     ) -> "LoadedBatch":  # fmt: skip
-        """Remember what is given to the user's loop."""
+        """Record a batch that is passed to the user's loop."""
         leaves = [(tensor, _version(tensor)) for tensor in trees.tensors(loaded)]
         return cls(samples, following, leaves, loader, placed, place, short)
 
     def places(self, inputs: Any) -> "InputPlaces | None":
-        """Return where inputs stand in what was loaded; None unless they are as they were loaded.
+        """Return the positions of inputs among the loaded tensors; None unless they are unchanged.
 
-        What a loop has changed is not what has been cached. Tensors of inference mode, which do not count what is
-        written to them, are taken for changed.
+        A batch that the loop has changed does not match the cache. Inference-mode tensors, which have no version
+        counter, are treated as changed.
         """
         known = {
             id(leaf): place for place, (leaf, version) in enumerate(self.leaves)
@@ -76,15 +76,15 @@ def _version(tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class InputPlaces:
-    """Where the inputs of the model stand among the tensors that a loader gives: learnt from a step of the loop."""
+    """Positions of the model's inputs among a loader's tensors, learned from a step of the loop."""
 
     structure: Any
-    places: Mapping[int, int]  # the number that each tensor of the inputs has among the loaded ones
-    others: Sequence[Any]  # the inputs' values that are no tensors
+    places: Mapping[int, int]  # the index of each input tensor among the loaded ones
+    others: Sequence[Any]  # non-tensor values of the inputs
     containers: Any = field(compare=False)  # inputs without their leaves
 
     def inputs_of(self, loaded: Any) -> Any:
-        """Return the inputs for a batch that was loaded."""
+        """Return the inputs for a loaded batch."""
         tensors = trees.tensors(loaded)
         leaves = iter([
             tensors[self.places[index]] if index in self.places else value for index, value in enumerate(self.others)
@@ -93,57 +93,57 @@ class InputPlaces:
 
 
 class Rows(Protocol):
-    """A loader, as whoever repeats a step needs it."""
+    """The loader methods needed to repeat a step."""
 
     def load_own(self, samples: Sequence[int], *, short: bool) -> Any:
-        """Load this process's rows of a batch, as the training is arranged now."""
+        """Load this process's rows of a batch for the current placement."""
 
     def rewind(self, place: tuple[int, int]) -> None:
-        """Go back, or on, to an epoch and a batch of it; every process calls this."""
+        """Set the position to an epoch and one of its batches (a collective call)."""
 
     def take(self) -> Any:
-        """Load the next batch outside of any loop."""
+        """Load the next batch outside of any iteration."""
 
 
 class Together(Protocol):
-    """How processes tell each other of what they did, where some may be lost, and others come."""
+    """Exchange of documents between processes that may be lost or join."""
 
     def together(
         self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, takes_in: bool = False
     ) -> list[dict[str, Any]]:
-        """Work, and return what every process tells of it; the work is done again where the group has changed.
+        """Run `work` and return the documents of all ranks; `work` is repeated if the group has changed.
 
-        It moves no tensors once it has told; `undo` changes back what it has changed, where that does not count. Where
-        it `takes_in`, others join before it.
+        It sends no tensors after its document; `undo` reverts the changes of an attempt that does not count. With
+        `takes_in`, newcomers join before it.
         """
 
     def place(self) -> tuple[int, int] | None:
-        """Return, once, the epoch and the batch at which a process that has come goes on."""
+        """Return, once, the epoch and the batch at which a newcomer continues."""
 
     def saw_checkpoint(self, folder: Any) -> None:
-        """Take note of a checkpoint that is whole."""
+        """Record a complete checkpoint."""
 
     def close(self) -> None:
-        """Go on in no other group."""
+        """Stop following new groups."""
 
 
 class Follower(Protocol):
-    """Sees a training's epochs and gradients, and may change its arrangement between two epochs."""
+    """An observer of a training's epochs and gradients that may change its placement between epochs."""
 
     def begin_epoch(self, loader: Any) -> None:
-        """See that a loader begins an epoch, or goes on in one; every process comes here at the same step."""
+        """Handle the start or continuation of an epoch; every process calls this at the same step."""
 
     def end_epoch(self, loader: Any) -> None:
-        """See that a loader's last batch has been trained on."""
+        """Handle the end of an epoch, after its last batch was trained on."""
 
     def saw_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """See the gradients of a batch's mean, of the parameters held here."""
+        """Handle the gradients of a batch's mean, of the parameters held here."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON can hold it; every process calls this, and gets the same."""
+        """Return the state for a checkpoint as JSON values, the same on every process (a collective call)."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Bring the training to where a checkpoint was, before its tensors are read."""
+        """Restore the training's state from a checkpoint, before its tensors are read."""
 
     def close(self, *, finished: bool) -> None:
-        """Let go of what is not needed any more; a training that has not `finished` may be gone on with."""
+        """Release resources; a training that has not `finished` may be continued later."""

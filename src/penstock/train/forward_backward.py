@@ -1,4 +1,4 @@
-"""One process's forward and backward of its rows of a batch, and the sums of gradients over all replicas."""
+"""Forward and backward of one process's rows of a batch, and gradient sums over all replicas."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ForwardBackward:
-    """What a trainer's step computes, in whatever stages there are now; done again where a process is lost meanwhile.
+    """The computation of a trainer's step on the current stages; repeated if a process is lost during it.
 
     Example:
         work.begin(loss_fn, cached=None)
@@ -32,35 +32,35 @@ class ForwardBackward:
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
-        self._sums: dict[str, Tensor] = {}  # of gradients, where they have to be there before anything is told
+        self._sums: dict[str, Tensor] = {}  # of gradients, if they must be complete before the exchange of documents
         self.computed_s = 0.0
         self._losses: dict[int, Measured] = {}
         self._microbatches: list[Microbatch] = []
         self._loss_fn: LossFunction | None = None
         self._cached: LoadedBatch | None = None
-        self._before: list[tuple[Tensor, Tensor]] = []  # what a forward writes to, with what it was
+        self._before: list[tuple[Tensor, Tensor]] = []  # buffers that a forward writes to, with their previous values
         self._scale = 1.0
 
     def begin(self, loss_fn: LossFunction | None, cached: LoadedBatch | None) -> None:
-        """Take what a step is of: its loss, and the batch whose features may be cached."""
+        """Begin a step with its loss function, and the batch whose features may be cached."""
         self._loss_fn, self._cached = loss_fn, cached
 
     def scale_by(self, num_rows: int) -> None:
-        """Divide losses by the rows of the whole batch before they go back, and not sums by their count afterwards.
+        """Divide losses by the rows of the whole batch before the backward, instead of sums by their count after it.
 
-        So hooks and functions of the model's own see the gradient of a mean over the batch. Otherwise sums are added
+        So hooks and custom functions of the model see the gradient of a mean over the batch. Otherwise sums are added
         up and divided once, whose bits do not depend on the number of replicas.
         """
         self._scale = 1.0 / max(1, num_rows)
 
     def divisor(self, gathered: Sequence[Mapping[str, Any]]) -> float:
-        """Return what the sums of gradients are divided by, of what all processes have told."""
+        """Return the divisor of the gradient sums, from the documents of all processes."""
         undivided = any(is_undivided(document["kinds"]) for document in gathered)
         return (total_count(gathered) or 1.0) * (1.0 if undivided else self._scale)
 
     @property
     def ran(self) -> bool:
-        """Whether this process had rows."""
+        """True if this process had rows."""
         return bool(self._microbatches)
 
     def head(self, microbatch: int, outputs: Sequence[Tensor], sizes: Sizes) -> Tensor:
@@ -74,7 +74,7 @@ class ForwardBackward:
         return measured.total if self._scale == 1.0 or is_undivided([measured.kind]) else measured.total * self._scale
 
     def run(self, rows: StepRows) -> dict[str, Any]:
-        """Run forward and backward of this process's rows; returns what the others hear of it."""
+        """Run forward and backward of this process's rows; returns the document for the other ranks."""
         trainer = self._trainer
         if trainer.survivors is None:
             return self._forward_backward(rows)
@@ -85,13 +85,13 @@ class ForwardBackward:
         return document
 
     def undo(self) -> None:
-        """Bring buffers that a forward has written to, such as BatchNorm's statistics, to what they were before it."""
+        """Restore buffers that a forward has written to, such as BatchNorm's statistics."""
         for tensor, was in self._before:
             tensor.copy_(was)
         self._before = []
 
     def gradients(self, divisor: float) -> dict[str, Tensor]:
-        """Return the sums of gradients over all replicas, divided, once buffers are the same on all; keeps nothing."""
+        """Return the gradient sums over all replicas, divided, after sharing buffers; releases the sums kept here."""
         trainer = self._trainer
         if trainer.survivors is not None:
             sums, self._sums, self._before = self._sums, {}, []
@@ -101,7 +101,7 @@ class ForwardBackward:
         return sums
 
     def _finish_sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
-        """Wait for the sums of gradients over all replicas, divided."""
+        """Wait for the gradient sums over all replicas, divided."""
         with self._trainer.transport.waiting():
             return self._trainer.now.synchronizer.finish(divisor)
 
@@ -128,12 +128,12 @@ class ForwardBackward:
         return self._document()
 
     def _computes_all(self) -> bool:
-        """Return whether this step computes the stages that are skipped: its rows are none of a loader's."""
+        """Return whether this step computes the skipped stages too: its rows are not from a loader."""
         now = self._trainer.now
         return now.placed.skipped > 0 and (now.features is None or self._cached is None)
 
     def _features(self) -> list[Tensor] | None:
-        """Return what the stages that are skipped put out for this process's rows, as they were cached."""
+        """Return the cached outputs of the skipped stages for this process's rows."""
         features = self._trainer.now.features
         if features is None or self._cached is None:
             return None
@@ -167,9 +167,9 @@ class ForwardBackward:
         }
 
     def _document(self) -> dict[str, Any]:
-        """Describe the step as this process has seen it."""
+        """Return this process's document about the step."""
         now = self._trainer.now
-        # whether all have a part in the loss, the first step shows
+        # the first step shows which parameters take part in the loss
         names = self._trainer.step == 0 and bool(self._microbatches)
         unused = now.synchronizer.unused if names else []
         used = [name for name in now.tensors.parameters if name not in unused] if names else []

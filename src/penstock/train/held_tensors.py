@@ -1,4 +1,4 @@
-"""The tensors of the model that one process holds: parameters to be trained, frozen ones, buffers."""
+"""Tensors of the model that one process holds: trained and frozen parameters, and buffers."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,18 +23,18 @@ from penstock.train.separable import check_separable
 from penstock.transport.base import FEEDER, Transport
 from penstock.transport.tags import BUFFERS
 
-# tensors on their way at once when a training moves: enough to keep all links busy, few enough to have room for
+# tensors in flight during a migration: enough to keep all links busy, few enough to fit into memory
 IN_FLIGHT = 8
 
 
 class HeldTensors:
-    """What this process's stages need of the model, each tensor once, by its name in the model.
+    """The model tensors that this process's stages need, each once, by its name in the model.
 
-    `parameters` are what an optimizer changes. Each stage has leaves of its own that share their
-    memory, so that gradients of a weight used in two stages are added up in a fixed order. All of it lies on
-    `device`. `unused` is what no stage uses, on the host of the first process: parameters, and what only layers that
-    are frozen by now have used, such as BatchNorm's count of batches. What was held
-    `before`, in another arrangement, stays where it is needed, and moves where it is not.
+    An optimizer updates `parameters`. Each stage has separate leaves that share their
+    memory, so that gradients of a weight used in two stages are added up in a fixed order. All are on
+    `device`. `unused` are tensors that no stage uses, on the host of the first process: parameters, and state that
+    only now frozen layers used, such as BatchNorm's count of batches. Tensors held
+    `before`, in another placement, stay on processes that need them, and migrate to others.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class HeldTensors:
                 if self._shared is not None and state.kind == "buffer":
                     self._shared.buffer(source, tensor)
                 continue
-            kept = before.parameters.get(source) if before is not None else None  # the same object, to its optimizer
+            kept = before.parameters.get(source) if before is not None else None  # the same object, for its optimizer
             trains = source in captured.trainable
             self.parameters[source] = kept if kept is not None else self._parameter(source, tensor)
             self.parameters[source].requires_grad_(trains)
-            if not trains:  # what waits for a step takes none, and counts in no norm
+            if not trains:  # a pending gradient is dropped, and counts in no norm
                 self.parameters[source].grad = None
         if self._shared is not None:
             for source in captured.unused:
@@ -90,9 +90,9 @@ class HeldTensors:
     def _gather(
         self, world: World, captured: Captured, left: Mapping[str, State], before: "HeldTensors | None"
     ) -> dict[str, tuple[State, Tensor]]:
-        """Take this process's tensors over from where they were `before`; what nobody had is loaded.
+        """Receive this process's tensors from their holders `before`; load tensors without a holder.
 
-        The first process also takes what is `left`, which no stage uses. Constants are part of the graph, which every
+        The first process also receives those `left`, which no stage uses. Constants are part of the graph, which every
         process has.
         """
         states = {**{state.source: state for part in self._parts for state in part.program.states}, **left}
@@ -101,7 +101,7 @@ class HeldTensors:
         there = {name: before.holders(name) for name, s in states.items() if s.kind != "constant"}
         missing = {name: state for name, state in states.items() if not there.get(name)}
         have = Held({name: ranks for name, ranks in there.items() if ranks}, before.find)
-        # ranks take turns as sources, so that all links are busy
+        # ranks alternate as sources, so that all links are busy
         order = interleaved({name: ranks[0] for name, ranks in have.ranks.items()})
         want = Wanted({name: self.holders(name) for name in order}, lambda name: room_for(states[name]))
         arrived = redistribute(have, want, world.transport, in_flight=IN_FLIGHT)
@@ -119,9 +119,9 @@ class HeldTensors:
     def _receive(
         self, world: World, captured: Captured, states: Mapping[str, State]
     ) -> dict[str, tuple[State, Tensor]]:
-        """Load this process's tensors, or have them from the first process where they are a live module's.
+        """Load this process's tensors, or receive them from the first process if they belong to a live module.
 
-        Every process made a module of its own, with random weights of its own: the first one's count.
+        Every process created a separate module, with different random weights: those of the first process count.
         """
 
         def load(name: str) -> Tensor:
@@ -136,9 +136,9 @@ class HeldTensors:
         }
 
     def make_optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Make the optimizer of the parameters held here.
+        """Create the optimizer of the parameters held here.
 
-        Raises `UsageError` where it has others, and for one that looks across parameters which several processes hold.
+        Raises `UsageError` if it has others, or if it looks across parameters that several processes hold.
         """
         own = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         if not own:  # a stage may have nothing to train, and torch refuses to optimize nothing
@@ -157,16 +157,16 @@ class HeldTensors:
         return optimizer
 
     def check_trained(self, trainable: Collection[str]) -> None:
-        """Raise `UsageError` for a parameter that has been unfrozen since the model was captured."""
+        """Raise `UsageError` for a parameter that was unfrozen after the capture."""
         for name, parameter in self.parameters.items():
             if parameter.requires_grad and name not in trainable:
                 raise UsageError(
-                    f"{name} was frozen when the pipeline was made, so no gradient is computed for it; unfreeze it "
-                    "before, or make a new pipeline of the model"
+                    f"{name} was frozen when the pipeline was created, so no gradient is computed for it; unfreeze it "
+                    "before, or create a new pipeline of the model"
                 )
 
     def of_program(self, program: StageProgram, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a program by the names that it has for them."""
+        """Return the tensors of a program by their names in the program."""
         return {s.value.name: leaves[s.source] if s.source in leaves else self._plain(s) for s in program.states}
 
     def _plain(self, state: State) -> Tensor:
@@ -182,16 +182,16 @@ class HeldTensors:
     def moved_here(
         self, inputs: Mapping[str, Tensor], labels: Any, *, skipped: int = 0
     ) -> tuple[dict[str, Tensor], Any]:
-        """Return a batch's inputs and labels on the device, as far as this process's stages after `skipped` use them.
+        """Move the inputs and labels that this process's stages after `skipped` use to the device; return all.
 
-        Raises `UsageError` for an input that a stage uses and that has no values here.
+        Raises `UsageError` if an input of a stage has no values on this process.
         """
         used = {value.name: stage for stage in self.stages if stage >= skipped for value in self._parts[stage].own}
         for name, stage in used.items():
             if inputs[name].device.type == "meta":
                 raise UsageError(
                     f"stage {stage} uses the input {name!r}, which has no values in this process; "
-                    "give train_step what pipe.loader gave, as it gave it, and evaluate with a loader of its own"
+                    "pass the tensors of pipe.loader to train_step unchanged, and use a separate loader to evaluate"
                 )
         there = {name: moved(x, self.device) if name in used else x for name, x in inputs.items()}
         if len(self._parts) - 1 in self.stages:
@@ -199,9 +199,9 @@ class HeldTensors:
         return there, labels
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add the gradients of a batch to what is there, as autograd does at the end of a backward: hooks run.
+        """Accumulate the gradients of a batch, as autograd does at the end of a backward: hooks run.
 
-        A parameter that the caller has frozen since takes none.
+        A parameter that the caller has frozen since is skipped.
         """
         given = [(self.parameters[name], gradient) for name, gradient in gradients.items()]
         given = [(parameter, gradient) for parameter, gradient in given if parameter.requires_grad]
@@ -212,11 +212,11 @@ class HeldTensors:
 
     @cached_property
     def counted_here(self) -> frozenset[str]:
-        """The parameters that count here within their replica: where one is in several stages, the first one's."""
+        """Parameters that this process counts within its replica: the first of several stages counts a shared one."""
         return frozenset(name for name in self.parameters if holding(self._parts, name)[0] in self.stages)
 
     def norms(self) -> dict[str, float]:
-        """Return the norm of each gradient that counts here: where a weight is in several stages, the first one's."""
+        """Return the norm of each gradient counted here: the first of several stages counts a shared one."""
         return {
             name: float(torch.linalg.vector_norm(parameter.grad))
             for name, parameter in self.parameters.items()
@@ -224,7 +224,7 @@ class HeldTensors:
         }
 
     def share_buffers(self, transport: Transport) -> None:
-        """Send the other replicas the statistics of the first one, as DistributedDataParallel does."""
+        """Broadcast the statistics of the first replica to the others, as DistributedDataParallel does."""
         for stage in self.stages:
             first, *others = self._grid.holders(stage)
             names = self._written[stage] if others else []
@@ -233,11 +233,11 @@ class HeldTensors:
             have = Held(dict.fromkeys(names, (first,)), self.others.__getitem__)
             want = Wanted(dict.fromkeys(names, others), self.others.__getitem__)
             for _ in redistribute(have, want, transport, BUFFERS):
-                pass  # it has come into the buffer itself
+                pass  # received into the buffer itself
 
     @cached_property
     def _written(self) -> dict[int, list[str]]:
-        """The buffers that each stage here writes to."""
+        """Buffers that each stage of this process writes to."""
         return {stage: written_buffers(self._parts[stage]) for stage in self.stages}
 
     def find(self, name: str) -> Tensor:
@@ -247,26 +247,26 @@ class HeldTensors:
         return self.unused[name] if name in self.unused else self.others[name]
 
     def holders(self, name: str) -> list[int]:
-        """Return the ranks that hold a tensor, first the one that counts and saves it."""
+        """Return the ranks that hold a tensor; the first one counts and saves it."""
         if name in self._unused:
             return [FEEDER]
         return list(dict.fromkeys(rank for stage in holding(self._parts, name) for rank in self._grid.holders(stage)))
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Go by the ranks of another group, by those of this one; what only lost processes held has no holder."""
+        """Switch to another group's ranks, given by old rank; tensors that only lost processes held have no holder."""
         self._grid = self._grid.renumbered(ranks)
 
     @property
     def grid(self) -> Grid:
-        """The grid in which all processes hold their tensors, in the ranks of the group that there is now."""
+        """Grid by which all processes hold their tensors, in the current group's ranks."""
         return self._grid
 
     def written(self) -> dict[str, Tensor]:
-        """Return the buffers that a step writes to here."""
+        """Return the buffers that a step writes to on this process."""
         return {name: self.others[name] for names in self._written.values() for name in names}
 
     def weights(self) -> list[Weight]:
-        """Return the trained parameters with their leaves and everybody who has them."""
+        """Return the trained parameters with their leaves and all ranks that hold them."""
         found = []
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
@@ -278,14 +278,14 @@ class HeldTensors:
         return found
 
     def add_states(self, graph_states: Iterable[State], load: Captured) -> None:
-        """Add tensors that only evaluation needs, such as constants; buffers of training are shared."""
+        """Add tensors that only evaluation needs, such as constants; training buffers are shared."""
         for state in graph_states:
             if state.kind != "parameter" and state.source not in self.others:
                 self.others[state.source] = moved(load_state(load.evaluation, state, load.weights), self.device)
 
 
 def interleaved(sources: Mapping[str, int]) -> list[str]:
-    """Order names such that those of different sources take turns.
+    """Order names so that different sources alternate.
 
     >>> interleaved({"a": 0, "b": 0, "c": 1})
     ['a', 'c', 'b']
@@ -299,12 +299,12 @@ def interleaved(sources: Mapping[str, int]) -> list[str]:
 
 
 def holding(parts: Sequence[TrainingPart], name: str) -> list[int]:
-    """Return the stages that have a tensor; the first of them counts and saves it."""
+    """Return the stages that use a tensor; the first of them counts and saves it."""
     return [index for index, part in enumerate(parts) if any(s.source == name for s in part.program.states)]
 
 
 def written_buffers(part: TrainingPart) -> list[str]:
-    """Name the buffers that a stage's forward pass writes to, such as BatchNorm's statistics."""
+    """Return the names of buffers that a stage's forward pass writes to, such as BatchNorm's statistics."""
     sources = {state.value.name: state.source for state in part.program.states if state.kind == "buffer"}
     written = {name for op in part.program.ops for name in effect(op).writes}
     return [source for name, source in sources.items() if name in written]

@@ -1,4 +1,4 @@
-"""Iterations over one loader: where the next one begins, also where one was left early."""
+"""Iterations over one loader, and the start of the next one, even after one was left early."""
 
 import weakref
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ Place = tuple[int, int]  # an epoch, and a batch of it
 
 @dataclass(eq=False)
 class Iteration:
-    """One iteration over a loader: its place, and whether a step trained on what it gave."""
+    """One iteration over a loader: its position, and whether a step trained on its batches."""
 
     number: int
     begin: Place
@@ -26,38 +26,38 @@ class Iteration:
     _given: list["weakref.ref[Tensor]"] = field(default_factory=list)
 
     def gave(self, loaded: Any) -> None:
-        """Remember the tensors of a batch."""
+        """Record the tensors of the last batch."""
         self._given = [weakref.ref(tensor) for tensor in trees.tensors(loaded)]
 
     def has_given(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether a tensor is one of the batch that was given last."""
+        """Return whether a tensor belongs to the last batch."""
         known = {id(tensor) for reference in self._given if (tensor := reference()) is not None}
         return any(id(tensor) in known for tensor in tensors)
 
 
 class Iterations:
-    """The iterations over one loader.
+    """All iterations over one loader.
 
-    The next one begins where the data are: at the next epoch if a step trained on a batch of the last one, and at the
-    same place again if none did, as where a loop only looked at a batch.
+    The next one begins at the next epoch if a step trained on a batch of the last one, and at the same
+    position again if none did, as after a loop that only inspected a batch.
     """
 
     def __init__(self) -> None:
         self._last: Iteration | None = None
-        self._trained: Iteration | None = None  # the last one that a step trained on, unless a later one has ended
+        self._trained: Iteration | None = None  # the last one that a step trained on, unless a later one has finished
         self._number = 0
 
     @property
     def current(self) -> Iteration | None:
-        """The iteration that gave the last batch."""
+        """Iteration that yielded the last batch."""
         return self._last
 
     def restart(self) -> None:
-        """Forget what was left early: the place in the data is another one."""
+        """Drop unfinished iterations: the position in the data has changed."""
         self._last = self._trained = None
 
     def next_place(self, place: Place) -> Place:
-        """Return where the next iteration begins; `place` is that of the current one."""
+        """Return the start of the next iteration; `place` is the current position."""
         last, trained = self._last, self._trained
         if last is not None and not last.finished:
             last.place, place = place, place if last.trained else last.begin
@@ -73,34 +73,34 @@ class Iterations:
         return self._last
 
     def go_on(self, iteration: Iteration) -> bool:
-        """Go on with an iteration; return whether another one was begun meanwhile, so that its place is restored.
+        """Continue an iteration; return whether another one has begun since, so that its position must be restored.
 
-        Raises `UsageError` where a step trained on a batch of a later one.
+        Raises `UsageError` if a step trained on a batch of a later one.
         """
         if self._last is iteration:
             return False
         if self._trained is not None and self._trained.number > iteration.number:
             raise UsageError(
-                "this loop goes on after steps on batches of a later iteration of the same loader; "
-                "make another pipe.loader for one of them"
+                "this loop continues after steps on batches of a later iteration of the same loader; "
+                "create another pipe.loader for one of them"
             )
         self._last = iteration
         return True
 
     def saw_step(self, iteration: Iteration) -> None:
-        """Note that a step trained on a batch of an iteration."""
+        """Record that a step trained on a batch of an iteration."""
         iteration.trained = True
         if self._trained is None or self._trained.number <= iteration.number:
             self._trained = iteration
 
     def end(self, iteration: Iteration) -> None:
-        """Note that an iteration has given its last batch."""
+        """Record that an iteration has yielded its last batch."""
         iteration.finished = True
         if self._last is iteration:
             self._trained = None
 
     def saved_place(self, place: Place) -> Place:
-        """Return the place to continue from, for a checkpoint; a look at a batch is none."""
+        """Return the position for a checkpoint to continue from; batches that were only inspected do not count."""
         last, trained = self._last, self._trained
         if last is None or last.finished or last.trained:
             return place

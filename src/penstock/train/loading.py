@@ -1,4 +1,4 @@
-"""How rows are loaded: the settings of a DataLoader, processes that load, and shapes where nothing is loaded."""
+"""Row loading: DataLoader settings, start of loader processes, and shapes for ranks that load nothing."""
 
 import os
 import threading
@@ -15,13 +15,13 @@ from penstock.train.row_cut import RowCut
 Collate = Callable[[list[Any]], Any]
 
 _PARENT_POLL_S = 0.5
-_EXAMPLES = 5  # rows of an example batch: so many that a container of few entries is not taken for one of rows
+_EXAMPLES = 5  # rows of an example batch: enough to avoid mistaking a container of few entries for one of rows
 _SETTINGS = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"]
 _OF_WORKERS = ["prefetch_factor", "persistent_workers"]
 
 
 def workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return how a DataLoader loads, as arguments of another one."""
+    """Return a DataLoader's settings, as arguments of another one."""
     names = [*_SETTINGS, "in_order"] + (_OF_WORKERS if loader.num_workers else [])
     found = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     if loader.pin_memory_device:
@@ -30,23 +30,23 @@ def workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class WorkerStart:
-    """What a process that loads data does first: it sees to its own end, then does what the user says."""
+    """A `worker_init_fn` that ends the worker with its parent, then calls the user's."""
 
     def __init__(self, then: Callable[[int], Any] | None) -> None:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        """Start in a worker."""
+        """Initialize a worker."""
         leave_with_parent()
         if self._then is not None:
             self._then(worker)
 
 
 def leave_with_parent() -> None:
-    """In a process that loads data: end it soon after the one that trains, however that one went.
+    """Exit this loader process soon after the training process exits, for any reason.
 
     A forked process holds all sockets of its parent. While it lives, which is as long as a row takes to load, the
-    others see no connection break, and nobody can listen at the run's port again.
+    other ranks see no broken connection, and the run's port stays in use.
     """
     parent = os.getppid()
 
@@ -59,7 +59,7 @@ def leave_with_parent() -> None:
 
 
 class Shapes:
-    """Batches without values, of the structure that an example has.
+    """Batches without values, with the structure of an example.
 
     Example:
         Shapes(default_collate, dataset).of(8)      # 8 rows on the meta device
@@ -75,5 +75,5 @@ class Shapes:
         return self._cut.parts(meta, _EXAMPLES, [[0] * num_rows])[0]
 
     def empty(self) -> Any:
-        """Return a batch of no rows."""
+        """Return a batch without rows."""
         return self._cut.parts(self._example, _EXAMPLES, [[]])[0]

@@ -1,14 +1,14 @@
-"""The loss of a batch from those of its microbatches: whether a loss is a mean over rows, a weighted mean or a sum.
+"""The loss of a batch from those of its microbatches: detection of a mean over rows, a weighted mean or a sum.
 
-A mean counts once for each row, a weighted mean as much as it was divided by, a sum as it is. Which of them a function
-computes is found out on a microbatch and on halves of its rows:
+A mean is weighted by its rows, a weighted mean by its divisor, a sum by one. The convention of a function is
+detected on a microbatch and on halves of its rows:
 
     mean        L = (n1 L1 + n2 L2) / n
-    weighted    L = (w1 L1 + w2 L2) / w        w as `LossWatch` has seen it
+    weighted    L = (w1 L1 + w2 L2) / w        w as recorded by `LossWatch`
     sum         L = L1 + L2
     (sum, count)    both are sums
 
-Whatever fits none of them depends on several rows at once, and has no value for a batch that is cut.
+A loss that fits none of them depends on several rows jointly, and has no value for a batch that is cut.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ from penstock.runtime.training import seeded_generator
 from penstock.train.loss_watch import LossWatch
 
 LossFunction = Callable[[Any, Any], Any]
-# outputs and labels of some rows, by their numbers; each row's outputs are changed by as much noise as is given
+# outputs and labels of some rows, by their numbers; each row's outputs are perturbed by the given noise
 Sample = Callable[[Sequence[int], Sequence[float]], tuple[Any, Any]]
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _COARSE = 3e-2  # of 16 bits
-_KEPT = 8  # functions whose convention is remembered
+_KEPT = 8  # functions whose convention is cached
 _WAY_OUT = "return (sum, count), or use microbatches=1 and replicas=1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of one microbatch: how many, and the outputs and labels of some of them.
+    """The rows of one microbatch: their number, and the outputs and labels of some of them.
 
-    `alone` is a microbatch that is the whole batch.
+    `alone` is set if the microbatch is the whole batch.
     """
 
     count: int
@@ -50,10 +50,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The loss of one microbatch: what is minimized, its value as a sum, and what it counts for.
+    """The loss of one microbatch: the tensor to minimize, its value as a sum, and its weight.
 
-    `kind` is None where every convention fits, as for a loss of 0. `ratios` must be the same in all microbatches.
-    `refused` says why the loss has no value for a batch.
+    `kind` is None if every convention fits, as for a loss of 0. `ratios` must be the same in all microbatches.
+    `refused` is the reason why the loss has no value for a batch.
     """
 
     total: Tensor
@@ -66,7 +66,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What a loss function returned for some rows, and how it got there."""
+    """A loss function's result for some rows, with the record of its operations."""
 
     total: Tensor
     value: float
@@ -77,31 +77,31 @@ class _Result:
 
     @property
     def weight(self) -> float | None:
-        """The one divisor that depends on the data; None where there are none or several, or rows count too."""
+        """The only divisor that depends on the data; None if none or several do, or if rows count too."""
         if not self.weights or self.watch.by_rows:
             return None
         return common(self.weights)
 
 
 def common(weights: Sequence[float]) -> float | None:
-    """Return the one number that all weights are, or None."""
+    """Return the common value of all weights, or None."""
     return weights[0] if weights and all(_close(weights[0], other, 1e-6) for other in weights) else None
 
 
 class NotALossError(ValueError):
-    """A loss function returned something that is no loss."""
+    """A loss function returned something that is not a loss."""
 
 
 def call_loss(loss_fn: LossFunction, output: Any, labels: Any) -> tuple[Tensor, float | None]:
-    """Return what a loss function computes, and the count where it returns (sum, count).
+    """Return the value of a loss function, and the count if it returns (sum, count).
 
-    Raises `RunError` where it fails, `NotALossError` where it returns neither a scalar nor (sum, count).
+    Raises `RunError` if it fails, `NotALossError` if it returns neither a scalar nor (sum, count).
     """
     try:
         result = loss_fn(output, labels)
     except PenstockError:
         raise
-    # whatever the caller's function raises, the reader needs to know what it was given
+    # for any error of the caller's function, the message needs its arguments
     except Exception as error:
         given = [tuple(tensor.shape) for tensor in trees.tensors(labels)]
         raise RunError(
@@ -111,12 +111,12 @@ def call_loss(loss_fn: LossFunction, output: Any, labels: Any) -> tuple[Tensor, 
     for value in trees.tensors(result):
         if isinstance(value, FakeTensor):
             raise UsageError(
-                "loss_fn uses a tensor without values, which a hook or a list kept while the model was captured; "
+                "loss_fn uses a tensor without values, which a hook or a list kept during the model's capture; "
                 "return it as an output of the model instead"
             )
         if value.device.type == "meta":
             raise UsageError(
-                "loss_fn uses parameters that are in other processes (on the meta device); put such a penalty into the "
+                "loss_fn uses parameters that are in other processes (on the meta device); move such a penalty to the "
                 "optimizer, as weight_decay, or use one stage with replicas"
             )
     if _is_scalar(result):
@@ -129,7 +129,7 @@ def call_loss(loss_fn: LossFunction, output: Any, labels: Any) -> tuple[Tensor, 
 
 
 class LossConvention:
-    """How one loss function combines over rows, found out when it is first used and checked where rows weigh unevenly.
+    """The convention of one loss function over rows, detected on first use and checked if rows weigh unevenly.
 
     Example:
         rows = Rows(count=8, sample=sample, alone=False)
@@ -175,11 +175,11 @@ class LossConvention:
 
 
 def combined(total: Tensor, kind: str | None, rows: int, weights: Sequence[float], *, by_rows: bool) -> Measured:
-    """Return what a scalar loss of a microbatch counts for, by its convention and the divisors that were seen."""
+    """Weigh a microbatch's scalar loss by its convention and the recorded divisors."""
     value = float(total.detach())
     if kind == "sum":
         return Measured(total, value, 1.0, kind)
-    if weights and not any(weights):  # no label counts, and the loss is not a number
+    if weights and not any(weights):  # no label counts, and the loss is NaN
         return Measured(total.new_zeros(()), 0.0, 0.0, None if by_rows else "weighted", (0.0,) if by_rows else ())
     if kind == "nothing":
         return Measured(total * 0, 0.0, 0.0, "weighted")
@@ -190,7 +190,7 @@ def combined(total: Tensor, kind: str | None, rows: int, weights: Sequence[float
 
 @dataclass
 class Conventions:
-    """The conventions of the loss functions that were used last."""
+    """A cache of the conventions of recently used loss functions."""
 
     _known: list[tuple[LossFunction, LossConvention]] = field(default_factory=list)
 
@@ -204,12 +204,12 @@ class Conventions:
 
 
 class _DependsError(Exception):
-    """A loss has no value for a batch that is cut."""
+    """The loss has no value for a batch that is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Runs a loss function on halves of a microbatch's rows."""
+    """A probe that runs a loss function on halves of a microbatch's rows."""
 
     loss_fn: LossFunction
     sample: Sample
@@ -218,18 +218,18 @@ class _Probe:
     def kind_of(self, result: _Result) -> str | None:
         """Return the convention of a scalar; raises `_DependsError`."""
         if result.watch.draws:
-            raise _DependsError("loss_fn draws random numbers, so whether it is a mean over rows cannot be known")
+            raise _DependsError("loss_fn draws random numbers, so it cannot be checked for a mean over rows")
         if not math.isfinite(result.value):
             return None
         whole, halves = self._runs(result, noisy=False)
         fits = self._fits(whole, halves)
-        # losses of 0, as of outputs that are 0 at first, and such as are equal fit too much: other outputs tell more
+        # equal losses, or losses of 0 as from zero-initialized outputs, fit several conventions: perturb the outputs
         if {"mean", "sum"} <= fits or _close(halves[0].value, halves[1].value, 0.2):
             with contextlib.suppress(_DependsError):
                 noisy = self._fits(*self._runs(result, noisy=True))
                 fits = noisy if {"mean", "sum"} <= fits else fits & noisy
         if not fits:
-            raise _DependsError("loss_fn is neither a mean over rows nor a sum: it depends on several rows at once")
+            raise _DependsError("loss_fn must be a mean or a sum over rows, but it depends on several rows jointly")
         if "weighted" in fits:
             return "weighted"
         if {"mean", "sum"} <= fits:
@@ -237,7 +237,7 @@ class _Probe:
         return "mean" if "mean" in fits else "sum"
 
     def pair_kind(self, result: _Result) -> str | None:
-        """Return "count" if both of a pair are sums, None if it is too early to tell; raises `_DependsError`."""
+        """Return "count" if both of a pair are sums, None if not decidable yet; raises `_DependsError`."""
         if not math.isfinite(result.value):
             return None
         try:
@@ -250,8 +250,8 @@ class _Probe:
         fits &= result.watch.draws or _adds_up(whole.value, [half.value for half in halves], tolerance)
         if not fits:
             raise _DependsError(
-                "loss_fn must return a scalar or (sum, count); got a pair whose entries do not add up over rows, as "
-                "(loss, accuracy) does not"
+                "loss_fn must return a scalar or (sum, count); got a pair whose entries do not add up over rows, such "
+                "as (loss, accuracy)"
             )
         return "count" if whole.value and whole.count else None
 
@@ -266,7 +266,7 @@ class _Probe:
             found.add("sum")
         weights = [half.weight for half in halves if half.weight is not None]
         if whole.weight is not None and len(weights) == len(halves):
-            # a count that is clamped to 1 is one of 0, and the loss 0 with it
+            # a count that was clamped to 1 is 0, with a loss of 0
             unclamped = [weight if value else 0.0 for weight, value in zip(weights, values, strict=True)]
             for each in (weights, unclamped):
                 if _close(whole.weight, math.fsum(each), 1e-5) and _close(whole.value, _mean(values, each), tolerance):
@@ -274,8 +274,8 @@ class _Probe:
         return found
 
     def _runs(self, result: _Result, *, noisy: bool) -> tuple[_Result, list[_Result]]:
-        """Run the whole microbatch, unless that is known, and its halves; one row is taken twice, once with noise."""
-        # other threads draw from the same generator, so it is changed only where it has to be
+        """Run the whole microbatch, unless known, and its halves; a single row is used twice, once with noise."""
+        # other threads draw from the same generator, so it is seeded only if the loss draws
         draws = seeded_generator(result.total.device, 0) if result.watch.draws else contextlib.nullcontext()
         with torch.no_grad(), draws:
             first = float(noisy)
@@ -283,7 +283,7 @@ class _Probe:
                 one = self._run([0], [first]) if noisy else result
                 try:
                     return self._run([0, 0], [first, first + 1]), [one, self._run([0], [first + 1])]
-                except _DependsError:  # outputs that are no probabilities any more, for instance
+                except _DependsError:  # e.g. outputs that are no longer probabilities
                     return self._run([0, 0], [first, first]), [one, one]
             middle = (self.rows + 1) // 2
             noise = [first] * middle + [2 * first] * (self.rows - middle)
@@ -311,7 +311,7 @@ def _refused(reason: str) -> Measured:
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Return a weighted mean; what weighs nothing counts nothing, also where it is not a number."""
+    """Return a weighted mean; values of weight 0 are ignored, even NaN."""
     total = math.fsum(weights)
     return math.fsum(v * w for v, w in zip(values, weights, strict=True) if w) / total if total else math.nan
 

@@ -1,4 +1,4 @@
-"""See how a loss weighs its rows, by the operations that it runs."""
+"""Detection of a loss's row weights from the operations that it runs."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,17 +13,17 @@ _MEAN = 1  # `reduction` of an ATen operator
 _NLL = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
 _MEANS = {torch.ops.aten.mean}
 _DIVISIONS = {torch.ops.aten.div, torch.ops.aten.div_, torch.ops.aten.mul, torch.ops.aten.mul_}
-# what is asked of labels to check them, as `one_hot` does, and is no count
+# operators that check labels, as in `one_hot`; their results are not counts
 _EXTREMES = {getattr(torch.ops.aten, name) for name in ("max", "min", "amax", "amin", "aminmax", "any", "all")}
 _SOFTMAX = {torch.ops.aten._softmax, torch.ops.aten._log_softmax}
 
 
 class LossWatch(TorchDispatchMode):
-    """Records what a loss divides by, while it is computed.
+    """A dispatch mode that records the divisors of a loss while it is computed.
 
     `weights` are the divisors that depend on the data: the weights of the labels that `nll_loss` counts, the sum of a
-    mask, the number of selected elements. `by_rows` says that a mean over all rows was taken, `uneven` that rows may
-    weigh differently in another way, and `draws` that random numbers were drawn.
+    mask, the number of selected elements. `by_rows` is set for a mean over all rows, `uneven` if rows may
+    weigh differently in another way, and `draws` if random numbers were drawn.
 
     Example:
         with LossWatch([output, labels], num_rows=8) as watch:
@@ -36,7 +36,7 @@ class LossWatch(TorchDispatchMode):
         self._num_rows = num_rows
         self._data = {_storage(tensor) for tensor in data}
         self._selected: set[int] = set()  # memory whose size depends on values
-        self._kept: list[Any] = []  # so that no memory is taken for another's
+        self._kept: list[Any] = []  # so that no memory is reused and mistaken for another's
         self._numbers: set[float] = set()  # Python numbers that depend on values
         self._sums: set[int] = set()
         self._extremes: set[int] = set()
@@ -49,11 +49,11 @@ class LossWatch(TorchDispatchMode):
 
     @property
     def counts_labels(self) -> bool:
-        """Return whether labels were counted, whose counts add up over rows."""
+        """True if labels were counted, whose counts add up over rows."""
         return self._counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look at it."""
+        """Run an operation and inspect it."""
         result = func(*args, **(kwargs or {}))
         packet = func.overloadpacket
         self._look(func, packet, args, kwargs or {}, result)
@@ -122,7 +122,7 @@ class LossWatch(TorchDispatchMode):
             self.uneven = True
 
     def _selects(self, packet: Any, args: Sequence[Any]) -> bool:
-        """Return whether the size of what an operation returns depends on values."""
+        """Return whether the size of an operation's result depends on values."""
         if packet is not torch.ops.aten.index:
             return packet in {torch.ops.aten.masked_select, torch.ops.aten.nonzero} or "unique" in str(packet)
         return any(isinstance(x, Tensor) and x.dtype in {torch.bool, torch.uint8} for x in args[1])
@@ -163,7 +163,7 @@ def _reduction(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @cache
 def _reduction_place(func: Any) -> tuple[int | None, Any]:
-    """Return the place of an operator's `reduction` among its arguments, and its default."""
+    """Return the position of an operator's `reduction` argument, and its default."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == "reduction":
             return place, argument.default_value

@@ -1,4 +1,4 @@
-"""The losses of one process's microbatches: computed as their convention says, and agreed on by all processes."""
+"""Losses of one process's microbatches, computed by their convention and checked against all processes."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ _NAMES = {
 
 
 class Losses:
-    """Computes losses of microbatches, and remembers how each loss function combines over rows.
+    """Losses of microbatches, with a cache of each loss function's convention over rows.
 
     Example:
         measured = losses.measure(F.cross_entropy, graph, outputs, sizes, labels, own=own, alone=False)
@@ -38,7 +38,7 @@ class Losses:
         self, loss_fn: LossFunction | None, graph: Graph, outputs: Sequence[Tensor], sizes: Sizes, labels: Any, *,
         own: OwnLoss, alone: bool,
     ) -> Measured:  # fmt: skip
-        """Return the loss of a microbatch, from the last stage's outputs; `alone` is one that is the whole batch."""
+        """Return a microbatch's loss from the last stage's outputs; `alone` is set if it is the whole batch."""
         output, count = build_output(graph, outputs, sizes), sizes["batch"]
         if loss_fn is None:
             return own.measure(output, count, alone=alone)
@@ -52,7 +52,7 @@ class Losses:
 
 
 def described(found: Sequence[Measured]) -> dict[str, Any]:
-    """Return what a process tells the others of its microbatches' losses."""
+    """Return a process's document about its microbatches' losses."""
     return {
         "losses": [(each.value, each.count) for each in found],
         "kinds": sorted({each.kind for each in found if each.kind}),
@@ -62,7 +62,7 @@ def described(found: Sequence[Measured]) -> dict[str, Any]:
 
 
 def check_agreed(gathered: Sequence[Mapping[str, Any]], mark: Callable[[UsageError], Exception]) -> None:
-    """Check that all microbatches have one convention; raises `UsageError`, marked, where a batch has no loss."""
+    """Check that all microbatches have one convention; raises `UsageError`, marked, if a batch has no loss."""
     refused = next((document["refused"] for document in gathered if document["refused"]), "")
     if refused:
         raise mark(UsageError(refused))
@@ -86,12 +86,12 @@ def _same(first: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def is_undivided(kinds: Iterable[str | None]) -> bool:
-    """Return whether losses of these kinds add up to the loss of a batch as they are."""
+    """Return whether losses of these kinds add up to the loss of a batch without division."""
     return not {"sum", "whole"}.isdisjoint(kinds)
 
 
 def total_count(gathered: Sequence[Mapping[str, Any]]) -> float:
-    """Return what the sum of the losses of all microbatches is divided by: 1 for a sum."""
+    """Return the divisor of the sum of all microbatches' losses: 1 for a sum."""
     if any(is_undivided(document["kinds"]) for document in gathered):
         return 1.0
     return math.fsum(count for document in gathered for _, count in document["losses"])

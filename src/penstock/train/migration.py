@@ -1,4 +1,4 @@
-"""Take a training to another arrangement while it runs: what is needed elsewhere moves, by name and in memory."""
+"""Migration of a running training to another placement: tensors move by name, in memory."""
 
 import dataclasses
 from collections import defaultdict
@@ -28,7 +28,7 @@ _GRADIENT = "penstock.grad"  # moves as a slot of the optimizer does
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """What it took to move, over all processes: seconds and bytes."""
+    """The cost of a migration over all processes: seconds and bytes."""
 
     seconds: float = 0.0
     moved_bytes: int = 0
@@ -37,20 +37,20 @@ class Migration:
 def migrate(
     trainer: Trainer, placed: Arrangement, captured: Captured | None = None, features: Features | None = None
 ) -> Migration:
-    """Take a training to another arrangement, between two steps; every process calls this with the same one.
+    """Migrate a training to another placement, between two steps; every process calls this with the same one.
 
-    Parameters, buffers, gradients and the optimizers' state go, by name, to the processes that need them and lack
+    Parameters, buffers, gradients and the optimizers' state are sent, by name, to the processes that need and lack
     them. The user's optimizers stay the same objects: their groups and their state change in place. `captured` is
-    the model with other layers frozen; optimizers forget those that are. Where `placed` skips stages, `features` has
-    their outputs. What is wrong is raised before anything has moved.
+    the model with other layers frozen; optimizers drop those layers. If `placed` skips stages, `features` has
+    their outputs. Errors are raised before anything has moved.
 
     Example:
         migrate(trainer, trainer.placed.moved(grid, cuts))
 
-    Raises `UsageError` where optimizers differ between processes, or the training is traced.
+    Raises `UsageError` if optimizers differ between processes, or if the training is traced.
     """
     if trainer.tracer is not None:
-        raise UsageError("a trace is of one plan, but this training changes its plan; leave the trace out")
+        raise UsageError("a trace must have one plan, but this training changes its plan; leave the trace out")
     begin_s, sent_bytes = trainer.world.clock(), trainer.sent_bytes
     with trainer.world.explained():
         prepared = prepare(trainer, placed, captured, features)
@@ -61,14 +61,14 @@ def migrate(
 
 
 class Prepared:
-    """A migration whose tensors have arrived: `now` is what this process will have, and nothing has changed yet."""
+    """A migration whose tensors have arrived but that is not committed; `now` are this process's future stages."""
 
     def __init__(self, trainer: Trainer, now: PlacedStages, optimizers: "Sequence[_Arrived]") -> None:
         self.now = now
         self._trainer, self._optimizers = trainer, optimizers
 
     def commit(self) -> None:
-        """Train with it from here on; nothing is sent any more."""
+        """Switch the trainer to the new placement; sends nothing."""
         self._trainer.now = self.now
         for optimizer, arrived in zip(self._trainer.optimizers, self._optimizers, strict=True):
             _rebuild(optimizer, arrived)
@@ -77,9 +77,9 @@ class Prepared:
 def prepare(
     trainer: Trainer, placed: Arrangement, captured: Captured | None = None, features: Features | None = None
 ) -> Prepared:
-    """Move everything to where another arrangement needs it, and leave the one that there is as it is.
+    """Send all tensors that another placement needs, and leave the current one unchanged.
 
-    Every process calls this, as `migrate`, and commits once all have come so far.
+    Every process calls this, as `migrate`, and commits once all ranks have finished it.
     """
     before = trainer.now
     optimizers = gather_groups(trainer)
@@ -95,7 +95,7 @@ def prepare(
 
 
 def gather_groups(trainer: Trainer) -> "list[_Told]":
-    """Have all processes know what each optimizer has of each parameter; its groups are remembered."""
+    """Gather each optimizer's state description of each parameter from all ranks, and record its groups."""
     optimizers = [_gather(trainer, optimizer, trainer.tensors) for optimizer in trainer.optimizers]
     _remember_groups(trainer, optimizers)
     return optimizers
@@ -103,7 +103,7 @@ def gather_groups(trainer: Trainer) -> "list[_Told]":
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What all processes know of one optimizer: each parameter's group, its slots' dtypes and shapes, its scalars."""
+    """The gathered description of one optimizer: each parameter's group, its slots' dtypes and shapes, its scalars."""
 
     groups: Mapping[str, int]
     slots: Mapping[str, Mapping[str, tuple[str, list[int]]]]
@@ -111,7 +111,7 @@ class _Told:
 
 
 def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTensors) -> _Told:
-    """Tell all processes what this optimizer has of the parameters held here, before anything moves."""
+    """Gather the description of this optimizer's state from all ranks, before anything moves."""
     named = NamedOptimizer(tensors, optimizer)
     state = TrainState(tensors={}, slots=_slots(named, tensors))
     mine = {
@@ -134,8 +134,8 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
         if document["count"] != mine["count"]:
             raise everywhere(UsageError(
                 f"the optimizer has {mine['count']} groups of parameters on {trainer.world.names[trainer.world.rank]} "
-                f"and {document['count']} on {trainer.world.names[rank]}, so parameters cannot move between them; make "
-                "the same groups everywhere, empty where a process has none"
+                f"and {document['count']} on {trainer.world.names[rank]}, so parameters cannot move between them; use "
+                "the same groups everywhere, empty if a process has no parameters for one"
             ))  # fmt: skip
         groups |= document["groups"]
         slots |= document["slots"]
@@ -144,7 +144,7 @@ def _gather(trainer: Trainer, optimizer: torch.optim.Optimizer, tensors: HeldTen
 
 
 def _remember_groups(trainer: Trainer, told: Sequence[_Told]) -> None:
-    """Remember the groups of parameters that optimizers forget when they are frozen: freezing may be taken back."""
+    """Record the groups of parameters that optimizers drop on freezing: they may be unfrozen later."""
     known = trainer.known_groups
     known.extend({} for _ in range(len(told) - len(known)))
     for groups, each in zip(known, told, strict=True):
@@ -152,7 +152,7 @@ def _remember_groups(trainer: Trainer, told: Sequence[_Told]) -> None:
 
 
 def _slots(named: NamedOptimizer, tensors: HeldTensors) -> dict[str, dict[str, Any]]:
-    """Return what moves with each parameter: the optimizer's slots, and a gradient that waits for its step."""
+    """Return the tensors that move with each parameter: the optimizer's slots, and a gradient that waits for a step."""
     slots: dict[str, dict[str, Any]] = named.slots()
     for name, held in slots.items():
         gradient = tensors.parameters[name].grad
@@ -163,7 +163,7 @@ def _slots(named: NamedOptimizer, tensors: HeldTensors) -> dict[str, dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """What an optimizer will have here: its parameters, each one's group, and what it keeps of them."""
+    """The future state of an optimizer on this process: its parameters, their groups and their slots."""
 
     parameters: Mapping[str, nn.Parameter]
     slots: Mapping[str, dict[str, Any]]
@@ -173,7 +173,7 @@ class _Arrived:
 def _move(
     trainer: Trainer, optimizer: torch.optim.Optimizer, told: _Told, before: HeldTensors, now: PlacedStages
 ) -> _Arrived:
-    """Bring an optimizer's state to where its parameters will be."""
+    """Send an optimizer's state to the new holders of its parameters."""
     after, transport = now.tensors, trainer.world.transport
     own = TrainState(tensors={}, slots=_slots(NamedOptimizer(before, optimizer), before)).named()
     trained = [name for name in now.order if name in told.groups and name in now.captured.trainable]
@@ -197,14 +197,14 @@ def _move(
 
 
 def _rebuild(optimizer: torch.optim.Optimizer, arrived: _Arrived) -> None:
-    """Change an optimizer's groups and state in place; its settings, and who refers to it, stay as they are."""
+    """Replace an optimizer's groups and state in place; its settings and references to it stay valid."""
     parameters = arrived.parameters
     named: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for name, parameter in parameters.items():
         named[arrived.groups[name]].append(parameter)
     for group, members in zip(optimizer.param_groups, named, strict=True):
         group["params"][:] = members
-    if not parameters:  # torch's optimizers want at least one
+    if not parameters:  # torch's optimizers need at least one
         optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(0)))
     optimizer.state.clear()
     for name, parameter in parameters.items():
@@ -219,8 +219,8 @@ def _rebuild(optimizer: torch.optim.Optimizer, arrived: _Arrived) -> None:
 
 
 def fix_microbatches(trainer: Trainer) -> None:
-    """Say from here on how many microbatches each replica has, so that rows fall into the same ones in any arrangement.
+    """Fix each replica's number of microbatches, so that rows fall into the same ones in any placement.
 
-    Nothing moves; the number over all replicas stays what it is.
+    Nothing moves; the total over all replicas is unchanged.
     """
     trainer.now.placed = trainer.now.placed.fixed()

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, by the model's own names: another one, of other parameters at hand, can take it up."""
+"""Optimizer state by the model's parameter names, so that an optimizer of other parameters can restore it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from penstock.train.plain_values import decode, encode
 
 
 class NamedOptimizer:
-    """Optimizers of some of the parameters that a process holds, taken as one: their groups follow each other.
+    """Several optimizers of a process's parameters, treated as one with their groups concatenated.
 
-    Raises `UsageError` for a parameter that two of them have.
+    Raises `UsageError` for a parameter in two of them.
     """
 
     def __init__(self, tensors: HeldTensors, *optimizers: torch.optim.Optimizer) -> None:
@@ -26,16 +26,16 @@ class NamedOptimizer:
         for optimizer in optimizers:
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                 if owners.setdefault(id(parameter), optimizer) is not optimizer:
-                    raise UsageError("two optimizers share a parameter; give each its own parameters")
+                    raise UsageError("two optimizers share a parameter; pass each parameter to one optimizer")
         self._named = {name: p for name, p in tensors.parameters.items() if id(p) in owners}
         self._owners = {name: owners[id(parameter)] for name, parameter in self._named.items()}
 
     def slots(self) -> dict[str, dict[str, Any]]:
-        """Return what it keeps of each parameter, as it is now."""
+        """Return the current state of each parameter."""
         return {name: dict(self._owners[name].state.get(parameter, {})) for name, parameter in self._named.items()}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return its groups: their settings, and the names of their parameters.
+        """Return the groups: their settings, and the names of their parameters.
 
         Raises `UsageError` for a setting that JSON cannot hold.
         """
@@ -53,14 +53,14 @@ class NamedOptimizer:
         ]
 
     def places(self) -> dict[str, int]:
-        """Return the number of each parameter's group."""
+        """Return the index of each parameter's group."""
         numbers = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
         return {name: numbers[id(parameter)] for name, parameter in self._named.items()}
 
     def restore(self, index: CheckpointIndex) -> dict[str, dict[str, Any]]:
-        """Take the settings of a checkpoint and make room for what was kept of each parameter; returns that room.
+        """Restore the settings of a checkpoint and allocate the state tensors of each parameter; returns those.
 
-        What was kept of steps that the checkpoint does not have is forgotten. Raises `UsageError` for an optimizer with
+        State that is not in the checkpoint is discarded. Raises `UsageError` for an optimizer with
         other groups.
         """
         self._restore_settings(index.groups)
@@ -83,30 +83,30 @@ class NamedOptimizer:
         if len(saved) != len(groups):
             raise UsageError(
                 f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(groups)}; build it "
-                "as it was built when the checkpoint was written"
+                "with the same groups as for the checkpoint"
             )
         for group, was in zip(groups, saved, strict=True):
             own = {name for name, p in self._named.items() if _is_in(p, group)}
             strange = sorted(own - set(was.names))
             if strange:
                 raise UsageError(
-                    f"{strange[0]} is in another group of the checkpoint's optimizer; build it as it was then"
+                    f"{strange[0]} is in another group of the checkpoint's optimizer; build it with the same groups"
                 )
             restore_settings(group, was.settings)
 
     @staticmethod
     def place_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Callable[[str], torch.device]:
-        """Return where an optimizer keeps each slot of a parameter: beside it, but most count steps on the host."""
+        """Return the device of a parameter's slots: the parameter's, but most optimizers count steps on the host."""
         group = next(group for group in optimizer.param_groups if _is_in(parameter, group))
         steps_on_host = not (group.get("capturable") or group.get("fused"))
         return lambda slot: HOST if slot == "step" and steps_on_host else parameter.device
 
 
 def restore_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Give a group of an optimizer the settings of another one, which came as JSON."""
+    """Set an optimizer group's settings from JSON values."""
     for key, value in settings.items():
         now, found = group.get(key), decode(value)
-        if isinstance(found, list) and isinstance(now, tuple):  # as earlier versions wrote tuples
+        if isinstance(found, list) and isinstance(now, tuple):  # earlier versions wrote tuples as lists
             found = tuple(found)
         if isinstance(now, Tensor):
             found = torch.as_tensor(found, dtype=now.dtype, device=now.device)

@@ -1,4 +1,4 @@
-"""What processes gather of a training step, what all conclude from it, and where one process's step went."""
+"""Outcome of a training step: the gathered documents, the loss or error, and a process's step report."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ def step_document(
     losses: Mapping[int, Measured], *, first_nonfinite: Mapping[int, int | None], used: Iterable[str],
     unused: Iterable[str],
 ) -> dict[str, Any]:  # fmt: skip
-    """Describe what a process has seen of a step: the losses of its microbatches, and where it went wrong.
+    """Return a process's document about a step: the losses of its microbatches, and stages with invalid numbers.
 
     `first_nonfinite` has for each stage the first microbatch with numbers that are not finite, if any; `used` and
     `unused` are the parameters held here.
@@ -30,8 +30,8 @@ def step_document(
 def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int) -> float:
     """Return the loss of the whole batch, added up in the order of replicas and microbatches.
 
-    Raises `RunError` for what cannot be trained on; every process finds it out alike, so nobody waits and
-    training can go on.
+    Raises `RunError` for an invalid loss; every process raises it alike, so none waits and
+    training can continue.
     """
     check_agreed(gathered, everywhere)
     loss, total = total_loss(gathered), total_count(gathered)
@@ -44,29 +44,29 @@ def mean_loss(gathered: Sequence[Mapping[str, Any]], step: int, last_stage: int)
         ))  # fmt: skip
     if not total:
         raise everywhere(RunError(
-            f"the loss of step {step} is over nothing: no label of the batch counts; leave such batches out"
+            f"the loss of step {step} is empty: no label of the batch counts; leave such batches out"
         ))  # fmt: skip
     used = {name for document in gathered for name in document["used"]}
     unused = sorted({name for document in gathered for name in document["unused"]} - used)
     if unused and step == 0:
         raise everywhere(RunError(
-            f"{len(unused)} parameters have no part in the loss, first {unused[0]}; freeze them with "
-            "requires_grad_(False), or use the output that they make"
+            f"{len(unused)} parameters do not contribute to the loss, first {unused[0]}; freeze them with "
+            "requires_grad_(False), or use their output"
         ))  # fmt: skip
     return loss / total
 
 
 def everywhere(error: PenstockError) -> PenstockError:
-    """Mark an error that every process finds out alike, so that none has to tell the others of it."""
+    """Mark an error that every process raises alike, so that none has to report it."""
     error.everywhere = True  # type: ignore[attr-defined]
     return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingChange:
-    """How a training goes on in another group of processes, from a step on, and the seconds that it took to get there.
+    """A switch of a training to another process group at a step, and its duration in seconds.
 
-    Where it `went_back`, everything came from a checkpoint of that step.
+    With `went_back`, all state was restored from a checkpoint of that step.
     """
 
     step: int
@@ -80,11 +80,11 @@ class TrainingChange:
 
 @dataclass(slots=True)
 class StepReport:
-    """Where one process's step went, in seconds and bytes.
+    """Time and traffic of one process's step, in seconds and bytes.
 
-    `wait_s` is for messages of neighbours, sending included; `synchronize_s` for the sums of gradients that
-    the backwards did not cover, and for the losses of the others. `peak_memory_bytes` is the process's
-    so far. `num_synchronizations` counts sums of gradients with other processes, `synchronized_bytes` are those of the
+    `wait_s` is for messages of neighbours, including sends; `synchronize_s` for gradient sums that did not
+    overlap with backwards, and for the losses of other ranks. `peak_memory_bytes` is the process's
+    so far. `num_synchronizations` counts gradient sums with other processes, `synchronized_bytes` are those of the
     gradients.
 
     Example:

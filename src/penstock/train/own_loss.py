@@ -1,4 +1,4 @@
-"""The loss that a model computes itself: how it combines over rows, as its graph shows it."""
+"""A model's own loss: its convention over rows, derived from the graph."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from penstock.graph.ops import GETITEM, Op, Ref, resolve_operator
 from penstock.train.loss_convention import Measured, combined, common
 from penstock.train.loss_watch import LossWatch
 
-# operators that keep a mean or a sum of rows what it is
+# operators that preserve a mean or a sum over rows
 _KEEPING = {
     "view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "to", "_to_copy", "alias", "clone", "contiguous", "neg",
     "mean", "sum", "expand", "lift_fresh_copy", "type_as",
@@ -26,7 +26,7 @@ _LABELS = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
 class OwnLoss:
     """The convention of a model's own loss: a mean over rows, a mean over labels that count, or a sum.
 
-    Operators that count labels are wrapped by `around`, so that the weight of a microbatch is known.
+    `around` wraps operators that count labels, to record the weight of a microbatch.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -62,11 +62,11 @@ class OwnLoss:
         return call
 
     def forget(self) -> None:
-        """Drop what was seen of a microbatch whose own loss is not used."""
+        """Drop the records of a microbatch whose own loss is not used."""
         self._watches.clear()
 
     def measure(self, output: Any, rows: int, *, alone: bool) -> Measured:
-        """Return the loss of a microbatch from what the model returned for it."""
+        """Return the loss of a microbatch from the model's output."""
         loss = own_loss(output)
         watches, self._watches = self._watches, []
         weights = [weight for watch in watches for weight in watch.weights()]
@@ -78,7 +78,7 @@ class OwnLoss:
         if reason:
             return Measured(
                 loss.detach() * 0, 0.0, 0.0, None,
-                refused=f"the loss of {self._graph.model} has no known value for a batch that is cut: {reason}; give "
+                refused=f"the loss of {self._graph.model} has no known value for a batch that is cut: {reason}; pass "
                 "train_step a loss_fn that returns (sum, count), or use microbatches=1 and replicas=1",
             )  # fmt: skip
         by_rows = len(self.counting) < self._num_reductions or any(not watch.weights() for watch in watches)
@@ -88,7 +88,7 @@ class OwnLoss:
         return combined(loss, kind, rows, weights, by_rows=by_rows)
 
     def _walk(self, name: str) -> None:
-        """Follow a value without rows back to where rows are reduced."""
+        """Trace a value without rows back to the reduction over rows."""
         if name not in self._depending:
             self.kinds.add("constant")
             return
@@ -139,7 +139,7 @@ class OwnLoss:
         )
 
     def _check_rows(self, loss: str) -> None:
-        """Raise `_UnknownError` where a value that leads to the loss has rows in two dimensions, as pairs have."""
+        """Raise `_UnknownError` if a value that leads to the loss has rows in two dimensions, as pairs have."""
         waiting, seen = [loss], set[str]()
         while waiting:
             name = waiting.pop()
@@ -152,7 +152,7 @@ class OwnLoss:
 
 
 class _UnknownError(Exception):
-    """A loss that is no known mean or sum over rows."""
+    """The loss is not a known mean or sum over rows."""
 
 
 def _called_loss(output: Any) -> Any:
@@ -161,17 +161,17 @@ def _called_loss(output: Any) -> Any:
 
 
 def own_loss(output: Any) -> Tensor:
-    """Find the loss in what a model returns, as Hugging Face's do when they are given labels."""
+    """Find the loss in a model's output, as in that of Hugging Face models with labels."""
     loss = _called_loss(output)
     if loss is None:
         loss = next(iter(trees.tensors(output)), None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise RunError("the model returns no loss of its own; give train_step a loss_fn, or the model its labels")
+        raise RunError("the model returns no loss; pass a loss_fn to train_step, or labels to the model")
     return loss.reshape(())
 
 
 def _depending(graph: Graph) -> set[str]:
-    """Name the values that depend on the inputs."""
+    """Return the names of values that depend on the inputs."""
     found = {value.name for value in graph.tensor_inputs()}
     for op in graph.ops:
         if not found.isdisjoint(op.uses()):

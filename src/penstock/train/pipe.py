@@ -1,4 +1,4 @@
-"""A sequential module over several devices of one process, with microbatches in flight."""
+"""Pipelined execution of a sequential module over several devices of one process."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +13,7 @@ from penstock.errors import UsageError
 
 
 class Pipe(nn.Module):
-    """Run the children of an `nn.Sequential` on the devices where they lie, microbatch after microbatch.
+    """A module that runs the children of an `nn.Sequential` on their devices, microbatch after microbatch.
 
     Example:
         model = nn.Sequential(nn.Linear(8, 64).to("cuda:0"), nn.ReLU(), nn.Linear(64, 8).to("cuda:1"))
@@ -21,18 +21,18 @@ class Pipe(nn.Module):
         loss = F.cross_entropy(pipe(images), labels)        # on the last device
         loss.backward()
 
-    A stage is a run of children on one device; a child without parameters and buffers stays with the one before.
-    One thread works for each device, and the CPU counts as one each time that it comes up. `balance` gives the
-    numbers of children of each stage instead, as in `Pipe(model, split_size=4, balance=[2, 3])`, so that one
+    A stage is a run of children on one device; a child without parameters and buffers joins the previous one.
+    Each device has one thread, and the CPU counts as a separate device for each of its stages. `balance` sets the
+    number of children of each stage instead, as in `Pipe(model, split_size=4, balance=[2, 3])`, so that one
     device, such as the CPU, can hold several stages.
 
     The input is a tensor, or several, with the same number of rows; the last microbatch may have fewer rows. The
-    output, a tensor or a tuple of them, has all rows again. Gradients flow through as through the module itself.
-    Autograd works with one thread for each GPU but with one for all of the CPU, so on a CPU only the forward runs
-    side by side; `penstock.Pipeline` trains CPUs side by side. Dropout in several stages on one CPU draws from one
+    output, a tensor or a tuple of them, has all rows again. Gradients flow as through the module itself.
+    Autograd uses one thread for each GPU but a single one for the CPU, so on a CPU only the forward runs
+    in parallel; `penstock.Pipeline` trains CPUs in parallel. Dropout in several stages on one CPU draws from one
     generator in an order that changes from run to run.
 
-    An exception of a child is raised in the caller as it is, and nothing is left running. Raises `UsageError` for
+    An exception of a child is raised in the caller unchanged, and no thread is left running. Raises `UsageError` for
     anything but an `nn.Sequential` with children, a child on several devices, or a balance that does not add up.
 
     The schedule's forward is that of GPipe (Huang et al. 2019, https://arxiv.org/abs/1811.06965).
@@ -42,18 +42,18 @@ class Pipe(nn.Module):
         super().__init__()
         if not isinstance(sequential, nn.Sequential) or not len(sequential):
             raise UsageError(
-                f"Pipe takes an nn.Sequential with at least one child, not {_describe(sequential)}; "
-                "penstock.Pipeline takes any module"
+                f"Pipe needs an nn.Sequential with at least one child; got {_describe(sequential)}; "
+                "penstock.Pipeline accepts any module"
             )
         if split_size < 1:
-            raise UsageError(f"split_size is the rows of a microbatch, at least 1, not {split_size}; give split_size=1")
+            raise UsageError(f"split_size, the rows of a microbatch, must be at least 1; got {split_size}")
         self.module = sequential
         self.split_size = split_size
         self._balance = None if balance is None else _checked(balance, len(sequential))
 
     @property
     def stages(self) -> list[tuple[torch.device, nn.Sequential]]:
-        """The stages as they are now, since children may move to other devices at any time."""
+        """Current stages, since children may move to other devices at any time."""
         children = list(self.module)
         devices = _devices(children)
         bounds = self._balance or [
@@ -62,8 +62,8 @@ class Pipe(nn.Module):
         for begin, end in pairwise(bounds):
             if len(set(devices[begin:end])) > 1:
                 raise UsageError(
-                    f"a stage lies on one device, but children {begin} to {end - 1} lie on "
-                    f"{', '.join(map(str, dict.fromkeys(devices[begin:end])))}; give another balance, or none"
+                    f"a stage must be on one device, but children {begin} to {end - 1} are on "
+                    f"{', '.join(map(str, dict.fromkeys(devices[begin:end])))}; change balance, or omit it"
                 )
         return [(devices[begin], self.module[begin:end]) for begin, end in pairwise(bounds)]
 
@@ -71,7 +71,7 @@ class Pipe(nn.Module):
         """Run all rows and return the output on the last stage's device."""
         rows = {len(tensor) for tensor in inputs if tensor.dim()}
         if len(rows) != 1 or 0 in rows:
-            raise UsageError(f"the inputs need the same number of rows, at least one, but have {sorted(rows)}")
+            raise UsageError(f"the inputs must have the same number of rows, at least one; got {sorted(rows)}")
         microbatches = list(zip(*(_rows_of(tensor, self.split_size) for tensor in inputs), strict=True))
         outputs = _run(self.stages, microbatches)
         if isinstance(outputs[0], tuple):
@@ -80,10 +80,10 @@ class Pipe(nn.Module):
 
 
 def _rows_of(tensor: Tensor, size: int) -> list[Tensor]:
-    """Cut a tensor into rows that the first child may write to, as it might to the whole.
+    """Split a tensor into rows that the first child may modify in place, as it might the whole.
 
-    Parts of what has a history are copies, since autograd may need the whole as it is. Others have the tensor's own
-    memory, and a version of their own; nobody may write to a leaf that requires gradients, as torch says itself.
+    Parts of a tensor with a history are copies, since autograd may need the whole unchanged. Others share the tensor's
+    memory, with a separate version counter; torch itself refuses writes to a leaf that requires gradients.
     """
     parts = [tensor[start : start + size] for start in range(0, len(tensor), size)]
     if not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -92,7 +92,7 @@ def _rows_of(tensor: Tensor, size: int) -> list[Tensor]:
 
 
 def _ticks(num_microbatches: int, num_stages: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield, tick by tick, which microbatch is at which stage, as (microbatch, stage)."""
+    """Yield the (microbatch, stage) pairs of each tick."""
     #            tick 0  tick 1  tick 2  tick 3
     # stage 0    (0, 0)  (1, 0)  (2, 0)
     # stage 1            (0, 1)  (1, 1)  (2, 1)
@@ -102,7 +102,7 @@ def _ticks(num_microbatches: int, num_stages: int) -> Iterator[list[tuple[int, i
 
 
 def _run(stages: Sequence[tuple[torch.device, nn.Module]], microbatches: Sequence[tuple[Tensor, ...]]) -> list[Any]:
-    """Hand the tasks to the workers in the order of the ticks; each waits for the one that makes its input."""
+    """Submit the tasks to the workers in the order of the ticks; each waits for the one that produces its input."""
     context = _Context()
     results: dict[tuple[int, int], Future[Any]] = {}
     with _workers([device for device, _ in stages]) as workers:
@@ -115,7 +115,7 @@ def _run(stages: Sequence[tuple[torch.device, nn.Module]], microbatches: Sequenc
 
 @contextmanager
 def _workers(devices: Sequence[torch.device]) -> Iterator[list[ThreadPoolExecutor]]:
-    """One thread for each device, and for each stage on a CPU; they end with the block."""
+    """Start one thread for each device, and for each stage on a CPU; stop them at the end of the block."""
     with ExitStack() as stack:
         by_device: dict[Any, ThreadPoolExecutor] = {}
         workers = []
@@ -131,7 +131,7 @@ def _workers(devices: Sequence[torch.device]) -> Iterator[list[ThreadPoolExecuto
 
 
 class _Context:
-    """What torch keeps for each thread, taken from the caller to the workers."""
+    """Thread-local settings of torch, copied from the caller to the workers."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
@@ -157,14 +157,14 @@ class _Context:
 
 
 def _devices(children: Sequence[nn.Module]) -> list[torch.device]:
-    """Return each child's device; those that hold nothing go with the one before, the first with the one after."""
+    """Return each child's device; those without tensors use the previous one's, leading ones the next one's."""
     own: list[torch.device | None] = []
     for index, child in enumerate(children):
         held = dict.fromkeys(tensor.device for tensor in [*child.parameters(), *child.buffers()])
         if len(held) > 1:
             raise UsageError(
-                f"each child lies on one device, but child {index} ({_describe(child)}) lies on "
-                f"{', '.join(map(str, held))}; make it several children"
+                f"each child must be on one device, but child {index} ({_describe(child)}) is on "
+                f"{', '.join(map(str, held))}; split it into several children"
             )
         own.append(next(iter(held), None))
     current = next((device for device in own if device is not None), torch.device("cpu"))
@@ -176,12 +176,9 @@ def _devices(children: Sequence[nn.Module]) -> list[torch.device]:
 
 
 def _checked(balance: Sequence[int], num_children: int) -> list[int]:
-    """Turn numbers of children into bounds."""
+    """Convert numbers of children into stage bounds."""
     if not balance or min(balance) < 1 or sum(balance) != num_children:
-        raise UsageError(
-            f"balance gives each stage at least one of the {num_children} children and all of them together, "
-            f"not {list(balance)}"
-        )
+        raise UsageError(f"balance must be positive and add up to the {num_children} children; got {list(balance)}")
     return [0, *accumulate(balance)]
 
 

@@ -1,4 +1,4 @@
-"""What one process has of a training as it is arranged now: stages, tensors, channels, sums; made anew to change it."""
+"""One process's stages, tensors, channels and gradient sums in a placement; replaced to change it."""
 
 import contextlib
 from collections.abc import Sequence
@@ -31,26 +31,26 @@ from penstock.train.own_loss import OwnLoss
 from penstock.transport.messages import DATA, Message
 from penstock.transport.metered import MeteredTransport
 
-_CHANNELS = 256  # times that channels may be opened in one arrangement
+_CHANNELS = 256  # limit of channel generations in one placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computing:
-    """How stages compute, whatever the arrangement."""
+    """Compute settings of stages, independent of the placement."""
 
     device: torch.device = HOST
-    direct: torch.device | None = None  # where tensors go from device to device
+    direct: torch.device | None = None  # device for direct transfers, if any
     autocast: torch.dtype | None = None
     checkpointing: bool = False
     stall_s: float
 
 
 class PlacedStages:
-    """One process's stages in an arrangement of the training, with all that depends on it.
+    """One process's stages in a placement of the training, with all dependent state.
 
-    Every process makes one at the same time. `before` is what it had in the arrangement before, whose `close` has been
-    called: tensors that are there stay, others move. `number` counts the arrangements. `features` is where the outputs
-    of skipped stages come from.
+    Every process creates one at the same time. `before` is that of the previous placement, after its `close`:
+    tensors already held stay, others migrate. `number` counts the placements. `features` provides the outputs
+    of skipped stages.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PlacedStages:
         self._world, self.head = world, head
         transport = world.transport
         if not isinstance(transport, MeteredTransport):
-            raise TypeError("a training's transport is metered, so that a stall is seen")
+            raise TypeError("a training's transport must be metered, to detect stalls")
         self.parts: list[TrainingPart] = captured.parts(placed.cuts, how.autocast, how.device)
         self.tensors: HeldTensors = HeldTensors(
             world, placed.grid, captured, self.parts, how.device, before=before.tensors if before is not None else None
@@ -83,23 +83,23 @@ class PlacedStages:
 
     @property
     def channels(self) -> Channels:
-        """The channels that are open now."""
+        """Currently open channels."""
         return self._channels.channels
 
     @property
     def last_stage(self) -> int:
-        """The number of the stage that computes the loss."""
+        """Index of the stage that computes the loss."""
         return self.placed.num_stages - 1
 
     def open_channels(self, microbatches: Sequence[Microbatch]) -> bool:
-        """Open channels for microbatches of these sizes where they are larger than all before; return whether any."""
+        """Open channels for microbatches larger than all before; return whether any was opened."""
         opened = self._channels.fit(largest(microbatches))
         if opened and self._from_cache is not None:
             self.channels.receivers[self.placed.skipped, ACTIVATIONS] = self._from_cache
         return opened
 
     def feed(self, microbatches: Sequence[Microbatch], features: Sequence[Tensor] | None) -> None:
-        """Hand the first stage that runs its inputs, where stages before it are skipped, as if they had sent them.
+        """Pass the first running stage its inputs, as if the skipped stages before it had sent them.
 
         Without `features` they are computed here.
         """
@@ -116,7 +116,7 @@ class PlacedStages:
             begin = end
 
     def _skipped_outputs(self, microbatch: Microbatch) -> list[Tensor]:
-        """Compute the stages that are skipped on rows that are in no cache; all of them are held here."""
+        """Compute the skipped stages on uncached rows; this process holds all of them."""
         crossing: list[Tensor] = []
         kind, dtype = self.how.device.type, self.how.autocast
         with torch.no_grad(), torch.autocast(kind, dtype=dtype) if dtype else contextlib.nullcontext():
@@ -132,7 +132,7 @@ class PlacedStages:
 
     @cached_property
     def own_loss(self) -> OwnLoss:
-        """How the model's own loss combines over rows."""
+        """Convention of the model's own loss over rows."""
         return OwnLoss(self.captured.graph)
 
     def _make_stage(self, index: int) -> TrainingStage:
@@ -163,7 +163,7 @@ class PlacedStages:
 
     @cached_property
     def evaluation(self) -> Evaluation:
-        """The same weights in evaluation mode."""
+        """Evaluation with the same weights."""
         return Evaluation(
             self._world, self.captured, self.placed.replica, self.tensors, cuts=self.placed.cuts,
             autocast=self.how.autocast, num_microbatches=self.placed.num_microbatches, direct=self.how.direct,
@@ -171,7 +171,7 @@ class PlacedStages:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Stop watching, and end what waits within this process."""
+        """Stop watching, and abort waits within this process."""
         self.watch.close()
         self.channels.abort()
         if "evaluation" in vars(self):

@@ -1,6 +1,6 @@
-"""States of schedulers and optimizers as JSON, with their types: nothing is pickled.
+"""JSON encoding of scheduler and optimizer states that keeps types, without pickle.
 
-What JSON has no type for is a dict of one entry, whose key begins with a colon:
+A value without a JSON type is a dict of one entry, whose key begins with a colon:
 
     {3: 0.1}               {":dict": [[3, 0.1]]}
     (0.9, 0.999)           {":tuple": [0.9, 0.999]}
@@ -29,7 +29,7 @@ _KINDS: dict[type[Any], str] = {
 
 
 def encode(value: Any, name: str) -> Any:
-    """Return a value as JSON can hold it, and `decode` gives it back; raises `UsageError` naming what it cannot be.
+    """Encode a value as JSON values for `decode`; raises `UsageError` naming a value that cannot be encoded.
 
     >>> decode(encode({"milestones": Counter({2: 1}), "betas": (0.9, 0.99)}, "state"))
     {'milestones': Counter({2: 1}), 'betas': (0.9, 0.99)}
@@ -79,14 +79,14 @@ def _encode_other(value: Any, name: str) -> Any:
         return {f":{kind}": [value.dtype.str, list(value.shape), base64.b64encode(data).decode()]}
     raise UsageError(
         f"{name} is a {type(value).__name__}, which a checkpoint cannot hold; use numbers, texts, tensors or "
-        "containers of them, or keep it yourself"
+        "containers of them, or save it yourself"
     )
 
 
 def decode(value: Any) -> Any:
-    """Return what `encode` was given; plain JSON, as earlier versions wrote it, stays as it is.
+    """Decode the result of `encode`; plain JSON, as written by earlier versions, is unchanged.
 
-    Raises `ValueError` for a type that is not known.
+    Raises `ValueError` for an unknown type.
     """
     if isinstance(value, list):
         return [decode(each) for each in value]
@@ -127,7 +127,7 @@ def _decode_other(kind: str, held: Any) -> Any:
         case "numpy" | "array":
             dtype, shape, data = held
             if np.dtype(dtype).kind not in "biufc":
-                raise ValueError(f"{dtype!r} is no type of numbers")
+                raise ValueError(f"{dtype!r} is not a numeric dtype")
             array = np.frombuffer(base64.b64decode(data, validate=True), dtype=dtype).reshape(shape)
             return array[()] if kind == "numpy" else array.copy()
-    raise ValueError(f"{kind!r} is no type of a state that this version reads")
+    raise ValueError(f"the type {kind!r} of a state is unknown to this version")

@@ -1,4 +1,4 @@
-"""Cut a user's labels, or an example of a batch, by rows: tensors, arrays and lists with an entry for each row."""
+"""Row slicing of labels, or of an example batch: tensors, arrays and lists with an entry for each row."""
 
 import enum
 import pathlib
@@ -13,18 +13,18 @@ from torch.nn.utils.rnn import PackedSequence
 from penstock import trees
 from penstock.errors import UsageError
 
-# leaves that are the same for all rows
+# types of leaves that all rows share
 _SETTINGS = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, enum.Enum,
              pathlib.PurePath)  # fmt: skip
 
 
 class RowCut:
-    """Cuts trees of the same structure, batch after batch.
+    """A row slicer for trees of the same structure, batch after batch.
 
     A tensor or an array is cut in its first dimension. A list or tuple either holds such tensors, and is cut inside, or
-    it has one entry for each row. Where both are possible an earlier batch decides; without one, a sequence that holds
-    tensors directly is cut inside, and one of dicts, texts or lists by entries. Unless `exact`, what has no rows stays
-    as it is.
+    it has one entry for each row. If both are possible an earlier batch decides; without one, a sequence that holds
+    tensors directly is cut inside, and one of dicts, texts or lists by entries. Unless `exact`, values without rows
+    are unchanged.
 
     Example:
         cut = RowCut()
@@ -33,10 +33,10 @@ class RowCut:
 
     def __init__(self, *, exact: bool = True) -> None:
         self._exact = exact
-        self._inside: dict[tuple[Any, ...], bool] = {}  # by path: how a sequence was cut when it was certain
+        self._inside: dict[tuple[Any, ...], bool] = {}  # by path: the cut of a sequence when it was unambiguous
 
     def parts(self, tree: Any, num_rows: int, parts: Sequence[Sequence[int]]) -> list[Any]:
-        """Return the rows of each part; raises `UsageError` for what has no row for each of `num_rows`."""
+        """Return the rows of each part; raises `UsageError` for labels without a row for each of `num_rows`."""
         if self._exact:
             self.check(tree, num_rows)
         if [list(part) for part in parts] == [list(range(num_rows))]:
@@ -86,7 +86,7 @@ class RowCut:
         return None if isinstance(tree, PackedSequence) else trees.children(tree)
 
     def _by_entries(self, tree: Any, num_rows: int, path: tuple[Any, ...]) -> bool:
-        """Return whether a container has one entry for each row; raises `UsageError` where it has no rows at all."""
+        """Return whether a container has one entry for each row; raises `UsageError` if it has no rows at all."""
         if not isinstance(tree, (list, tuple)) or hasattr(tree, "_fields"):
             return False
         inside, entries = _has_rows(tree, num_rows), len(tree) == num_rows
@@ -114,7 +114,7 @@ def _has_length(tree: Tensor | np.ndarray[Any, Any], num_rows: int) -> bool:
 
 
 def _has_rows(tree: Any, num_rows: int) -> bool:
-    """Return whether a container can be cut inside: all that it holds has rows, or is the same for all of them."""
+    """Return whether a container can be cut inside: all its values have rows, or are shared by all rows."""
     found = False
     for _, value in trees.children(tree) or []:
         if isinstance(value, (Tensor, np.ndarray)):
@@ -135,8 +135,8 @@ def _has_rows(tree: Any, num_rows: int) -> bool:
 def _rebuilt(tree: Any, values: list[Any]) -> Any:
     try:
         return trees.rebuilt(tree, values)
-    # whatever a container of the user's raises when it is copied or filled
+    # any error of a user's container that is copied or filled
     except Exception as error:
         raise UsageError(
-            f"a {type(tree).__name__} cannot be made again with other values ({error}); use a dict, a list or a tuple"
+            f"a {type(tree).__name__} cannot be rebuilt with other values ({error}); use a dict, a list or a tuple"
         ) from error

@@ -1,4 +1,4 @@
-"""The whole model as one safetensors file, gathered tensor by tensor from the processes that hold it."""
+"""Saving of the whole model as one safetensors file, gathered tensor by tensor from all processes."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,10 +17,10 @@ from penstock.zoo.weights.weight_files import file_order, save_weights
 
 
 class GatheredWeights:
-    """The model's tensors as they are now, wherever they are; every process makes this, the first one loads.
+    """The current tensors of the model on all processes; every process creates this, the first one loads.
 
     Names are those of the model's `state_dict`, so a tied weight has each of its names. A tensor that no stage uses
-    is as it was given or resumed. What is loaded comes in the order of the file; `finish` takes what was not loaded.
+    has its initial or resumed value. Tensors arrive in the order of the file; `finish` receives the remaining ones.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -33,7 +33,7 @@ class GatheredWeights:
         self._arriving = redistribute(have, want, trainer.world.transport, STATE)
 
     def names(self) -> Collection[str]:
-        """Return every name that can be loaded."""
+        """Return the names of all tensors."""
         return self._names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -47,16 +47,16 @@ class GatheredWeights:
         return state.value.dtype if state else self._trainer.captured.weights.dtype(self._names[name])
 
     def load(self, name: str) -> Tensor:
-        """Return the next tensor, which has this name, on the host."""
+        """Return the next tensor, which must have this name, on the host."""
         arrived, tensor = next(self._arriving)
         if arrived != name:
             raise ModelError(
-                f"tensors are gathered in the order of the file, but {name} was asked for before {arrived}"
+                f"tensors are gathered in the order of the file, but {name} was requested before {arrived}"
             )
         return tensor.cpu()
 
     def finish(self) -> None:
-        """Send or receive all that is left."""
+        """Send or receive all remaining tensors."""
         for _ in self._arriving:
             pass
 
@@ -74,11 +74,11 @@ class GatheredWeights:
 
 
 def save_model(trainer: Trainer, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write the whole model to a safetensors file; every process calls this, the first one writes.
+    """Write the whole model to a safetensors file (a collective call); the first process writes.
 
     `metadata` goes into the file's header.
 
-    Raises `ModelError` on every process where the file cannot be written.
+    Raises `ModelError` on every process if the file cannot be written.
     """
 
     def write() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether an optimizer changes each parameter by that one alone, as stages in several processes need."""
+"""Check that an optimizer updates each parameter independently, as stages in several processes need."""
 
 import inspect
 from collections import OrderedDict, defaultdict
@@ -8,25 +8,23 @@ import torch
 
 from penstock.errors import UsageError
 
-_STEPS = 3  # one may look across parameters from the second step on only
+_STEPS = 3  # some optimizers look across parameters only from the second step on
 
 
 def check_separable(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer may be divided over processes that hold different parameters.
+    """Check that an optimizer can be split over processes that hold different parameters.
 
-    Raises `UsageError` for one that needs a closure, as LBFGS, and for one whose change of a parameter depends on the
-    gradients of others, which a twin of it with two small parameters shows.
+    Raises `UsageError` for one that needs a closure, such as LBFGS, and for one whose update of a parameter depends on
+    the gradients of others, which is tested on a copy with two small parameters.
     """
     name = type(optimizer).__name__
-    advice = "use stages=1, with replicas, or an optimizer that works parameter by parameter, as AdamW"
+    advice = "use stages=1, with replicas, or an optimizer that works parameter by parameter, such as AdamW"
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise UsageError(
-            f"{name} looks at the loss and at all parameters at once, which are in several processes; {advice}"
-        )
+        raise UsageError(f"{name} needs the loss and all parameters together, which are in several processes; {advice}")
     try:
         alone, beside = _changed(optimizer, 1.0), _changed(optimizer, 100.0)
-    # whatever an optimizer of the caller's does with a twin, it says nothing of how it works across parameters
+    # an error of the caller's optimizer on a copy proves nothing about its use of other parameters
     except Exception:
         return
     if not torch.equal(alone, beside):
@@ -34,7 +32,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _changed(optimizer: torch.optim.Optimizer, other_gradient: float) -> torch.Tensor:
-    """Return a small parameter after some steps beside one with other gradients."""
+    """Return a small parameter after some steps next to one with other gradients."""
     first, second = (torch.nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]])) for _ in range(2))
     twin: Any = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))

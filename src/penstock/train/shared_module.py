@@ -1,4 +1,4 @@
-"""The caller's own module while it is trained: its parameters are those that this process trains."""
+"""The caller's module during training: it shares its parameters with this process's stages."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,10 +12,10 @@ _ELSEWHERE = "_penstock_parameters_elsewhere"
 
 
 class SharedModule:
-    """A module whose parameters and buffers become the tensors that this process holds, the same objects as before.
+    """A module whose parameters and buffers share memory with the tensors of this process, as the same objects.
 
-    So a loss that penalizes `model.parameters()`, an optimizer of them, their hooks and the module itself see what is
-    trained. Parameters that only other processes hold are put on the meta device, where using them fails.
+    So a loss that penalizes `model.parameters()`, an optimizer of them, their hooks and the module itself see the
+    trained values. Parameters that only other processes hold move to the meta device, where using them fails.
 
     Example:
         shared = SharedModule(model)
@@ -35,7 +35,7 @@ class SharedModule:
         self._elsewhere: set[str] = set()
 
     def parameter(self, name: str, tensor: Tensor) -> nn.Parameter:
-        """Return the module's parameter of this name, which has the memory of `tensor` from now on."""
+        """Return the module's parameter of this name, backed by the memory of `tensor`."""
         own = self._now(name)
         if own.device.type == "meta" or own.dtype != tensor.dtype:
             return self._put(name, nn.Parameter(tensor, own.requires_grad))
@@ -43,13 +43,13 @@ class SharedModule:
         return own
 
     def buffer(self, name: str, tensor: Tensor) -> None:
-        """Give the module's buffer of this name the memory of `tensor`."""
+        """Back the module's buffer of this name with the memory of `tensor`."""
         own = self._module.get_buffer(name)
         if own.dtype == tensor.dtype and own.device.type != "meta":
             own.data = tensor
 
     def keep(self, held: Collection[str]) -> None:
-        """Put the parameters that are not held here on the meta device."""
+        """Move parameters that this process does not hold to the meta device."""
         self._elsewhere = self._owners.keys() - set(held)
         for name in self._elsewhere:
             own = self._now(name)
@@ -60,7 +60,7 @@ class SharedModule:
             self._module.register_state_dict_pre_hook(_refuse_state)
 
     def mark_gradients(self) -> None:
-        """Give parameters that other processes hold a gradient without values, so that what adds all up fails."""
+        """Set gradients without values on parameters of other processes, so that a sum over all of them fails."""
         for name in self._elsewhere:
             own = self._now(name)
             if own.requires_grad:
@@ -70,7 +70,7 @@ class SharedModule:
         owner, leaf = self._owners[name][0]
         found = owner._parameters[leaf]
         if found is None:
-            raise UsageError(f"the parameter {name} was taken out of the model; make a new pipeline of the new model")
+            raise UsageError(f"the parameter {name} was removed from the model; create a new pipeline of the new model")
         return found
 
     def _put(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -80,11 +80,11 @@ class SharedModule:
 
 
 def check_whole(module: nn.Module) -> None:
-    """Raise `UsageError` for a module whose parameters other processes hold, since it was trained with them."""
+    """Raise `UsageError` for a module that was trained together with processes that hold some of its parameters."""
     if hasattr(module, _ELSEWHERE):
         raise UsageError(
             f"some parameters of this {type(module).__name__} are in other processes, which trained it with this one; "
-            "write it with pipe.save, and load that file into a new module"
+            "save it with pipe.save, and load that file into a new module"
         )
 
 

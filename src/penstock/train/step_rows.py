@@ -1,4 +1,4 @@
-"""The rows of one call, loaded again where the training is arranged anew before the call is done."""
+"""The rows of one call, reloaded if the training is rearranged during the call."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class StepRows:
-    """This replica's rows of a batch, as a user's loop has given them to a method.
+    """This replica's rows of a batch, as passed to a method by the user's loop.
 
     Example:
         rows = StepRows(trainer, images, labels)
-        inputs, labels = rows.now()        # those of the arrangement that there is now
+        inputs, labels = rows.now()        # those of the current placement
     """
 
     def __init__(self, trainer: "Trainer", inputs: Any, labels: Any) -> None:
@@ -36,11 +36,11 @@ class StepRows:
         self._has_labels = any(isinstance(leaf, Tensor) for leaf in trees.leaves(labels))
 
     def check_repeatable(self) -> None:
-        """Raise `UsageError` for rows that are not what a loader gave, which cannot be loaded again."""
+        """Raise `UsageError` for rows that are not from a loader, which cannot be loaded again."""
         if not self._repeatable:
             raise UsageError(
-                "a training that goes on after a loss loads rows again, so train_step takes what pipe.loader gave, as "
-                "it gave it; change rows in the data set or its collate_fn, or leave on_loss out"
+                "on_loss loads rows again after a loss, so train_step needs the tensors of pipe.loader, unchanged; "
+                "change rows in the data set or its collate_fn, or leave on_loss out"
             )
 
     @property
@@ -48,15 +48,15 @@ class StepRows:
         return self._input_places is not None and (self._label_places is not None or not self._has_labels)
 
     def bound(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Return the inputs by name, with their sizes; raises `UsageError` for such as the model does not take."""
+        """Return the inputs by name, with their sizes; raises `UsageError` for inputs that the model rejects."""
         if self._bound is None:
             self._bound = bind(self._trainer.captured.graph, self._inputs)
         return self._bound
 
     def now(self) -> tuple[Any, Any]:
-        """Return inputs and labels of the arrangement that there is now, of the batch that is to be trained on.
+        """Return inputs and labels of the batch to train on, for the current placement.
 
-        That is the one after a checkpoint, where it was gone back to. Raises `DeviceLost` for rows that cannot be
+        After a rollback that is the batch after the checkpoint. Raises `DeviceLost` for rows that cannot be
         loaded again.
         """
         trainer, batch = self._trainer, self.batch
@@ -67,8 +67,8 @@ class StepRows:
         elif trainer.placed is not self._placed:
             if batch is None or not self._repeatable:
                 raise DeviceLost(
-                    "a device was lost, and the rows of this call cannot be shared out anew: they are not what "
-                    "pipe.loader gave; call again"
+                    "a device was lost, and the rows of this call cannot be redistributed: they are not from "
+                    "pipe.loader; call again"
                 )
             self._put(batch.loader.load_own(batch.samples, short=batch.short))
         return self._inputs, self._labels

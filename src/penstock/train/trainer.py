@@ -1,4 +1,4 @@
-"""Training over the processes that run the user's script: in one process, as stages, as replicas, as both."""
+"""Training over all processes of the user's script: in one process, as stages, as replicas, or both."""
 
 import contextlib
 import dataclasses
@@ -42,14 +42,14 @@ from penstock.transport.collectives import all_gather
 from penstock.transport.metered import MeteredTransport
 
 _GIVEN = 8  # iterations of loaders whose batches are known
-_BATCHES = 4  # of other loaders too: a validation may lie between a batch and its step
+_BATCHES = 4  # of other loaders too: a validation may run between a batch and its step
 
 
 class Trainer:
-    """One process's part of a training run; every process makes one with the same arguments.
+    """One process's trainer in a training run; every process creates one with the same arguments.
 
-    Processes run the same script. Each loads the inputs that its own stages use, and labels where the
-    last stage is; activations and gradients go between neighbours; the loss goes to everybody.
+    Processes run the same script. Each loads the inputs that its stages use, and labels if it holds the
+    last stage; neighbours exchange activations and gradients; all ranks receive the loss.
 
     Example:
         cut, options = CutOptions(stages=2), TrainOptions(schedule="1f1b", microbatches=4)
@@ -57,8 +57,8 @@ class Trainer:
         loss = trainer.train_step(images, labels, F.cross_entropy)
         trainer.clip_grad_norm_(1.0)
 
-    Raises `UsageError`, `CutError` and `PlanError` for what cannot be, on every process alike, and `RunError` or
-    `DeviceLost` when one of them is gone.
+    Raises `UsageError`, `CutError` and `PlanError` for invalid arguments, on every process alike, and `RunError` or
+    `DeviceLost` if one of them is lost.
     """
 
     def __init__(
@@ -84,22 +84,22 @@ class Trainer:
         self.step = 0
         self.last_step = StepReport()
         self.load_s = 0.0  # since the last step
-        self.short_batch: int | None = None  # the rows of a loader's last batch, which may be few
-        self.loaded: LoadedBatch | None = None  # the last batch of a loader that is followed
-        self.batches: list[LoadedBatch] = []  # the last one of each of the last loaders, where calls may be repeated
-        self.trained: LoadedBatch | None = None  # the one that is trained on
-        self.follower: Follower | None = None  # who changes the arrangement while the training goes on
-        self.survivors: Together | None = None  # where the training outlives the loss of a process
-        self.changes: list[TrainingChange] = []  # of the group of processes, so far
-        self.schedulers: list[Any] = []  # of the learning rate, as far as the caller has said them
-        self.rewound: LoadedBatch | None = None  # what was trained on when a checkpoint was gone back to
-        self.trained_iterations: Iterations | None = None  # over the loader whose batch was trained on last
-        self.input_places: InputPlaces | None = None  # where in what the loader gives the inputs are
+        self.short_batch: int | None = None  # rows of a loader's last batch, which may be few
+        self.loaded: LoadedBatch | None = None  # last batch of the followed loader
+        self.batches: list[LoadedBatch] = []  # last one of each recent loader, if calls may be repeated
+        self.trained: LoadedBatch | None = None  # the current training batch
+        self.follower: Follower | None = None  # hook that may change the placement between epochs
+        self.survivors: Together | None = None  # set if the training survives lost processes
+        self.changes: list[TrainingChange] = []  # of the process group, so far
+        self.schedulers: list[Any] = []  # of the learning rate, as registered by the caller
+        self.rewound: LoadedBatch | None = None  # training batch at the time of a rollback
+        self.trained_iterations: Iterations | None = None  # of the loader whose batch was trained on last
+        self.input_places: InputPlaces | None = None  # positions of the inputs in a loaded batch
         self.optimizers: list[torch.optim.Optimizer] = []
         self.known_groups: list[dict[str, int]] = []  # of each optimizer, those of frozen parameters too
-        # what the caller has asked for, where anything
+        # True if the caller chose the placement
         self.is_arranged = any(each is not None for each in (cut.stages, cut.cuts, cut.plan, options.replicas))
-        self._given: list[tuple[Iterations, Iteration]] = []  # that gave the last batches
+        self._given: list[tuple[Iterations, Iteration]] = []  # those of the last batches
         self.row_cut = RowCut()
         self.losses = Losses(self.row_cut)
         self._work = ForwardBackward(self)
@@ -118,27 +118,27 @@ class Trainer:
 
     @property
     def captured(self) -> Captured:
-        """The model, with the layers frozen that are."""
+        """Captured model with its current frozen layers."""
         return self.now.captured
 
     @property
     def placed(self) -> Arrangement:
-        """The arrangement of the training as it is now."""
+        """Current placement of the training."""
         return self.now.placed
 
     @property
     def grid(self) -> Grid:
-        """The ranks of all replicas' stages."""
+        """Ranks of all replicas' stages."""
         return self.now.placed.grid
 
     @property
     def tensors(self) -> HeldTensors:
-        """What this process holds of the model."""
+        """Tensors of the model that this process holds."""
         return self.now.tensors
 
     @property
     def cuts(self) -> list[Cut]:
-        """Where the model is cut."""
+        """Cuts between the stages of the model."""
         return self.now.placed.cuts
 
     @property
@@ -148,16 +148,16 @@ class Trainer:
 
     @property
     def watch(self) -> TrainingWatch:
-        """What sees how far each stage is, and that none moves any more."""
+        """Watch on the progress of all stages, which detects stalls."""
         return self.now.watch
 
     @property
     def evaluation(self) -> Evaluation:
-        """The same weights in evaluation mode."""
+        """Evaluation with the same weights."""
         return self.now.evaluation
 
     def _settings(self, captured: Captured, placed: Arrangement, options: TrainOptions) -> list[Any]:
-        """Return what is the same on all processes: model and settings, and after them cuts and plan."""
+        """Return the settings that must match on all processes: model and settings, and after them cuts and plan."""
         return [*identity_of(captured, options, self.device), [cut.name for cut in placed.cuts],
                 len(placed.grid.replicas), placed.usual_microbatches,
                 None if self._plan is None else fingerprint(self._plan)]  # fmt: skip
@@ -168,15 +168,15 @@ class Trainer:
         for rank, unlike in self.world.unlike.items():
             if common := sorted(targets & unlike):
                 raise UsageError(
-                    f"the PyTorch of {self.world.names[rank]} has another {common[0]} than the one of "
-                    f"{self.world.names[self.world.rank]}, or none, and the model calls it; install the same everywhere"
+                    f"PyTorch on {self.world.names[rank]} lacks or redefines {common[0]}, compared with "
+                    f"{self.world.names[self.world.rank]}, and the model calls it; install the same version everywhere"
                 )
         for rank, other in enumerate(all_gather(self.world.transport, {"model": self.alike, "torch": dict(mine)})):
             if changed := differences(mine, other["torch"]):
                 names = self.world.names
                 raise UsageError(
                     f"torch is set otherwise in {names[rank]} than in {names[self.world.rank]}: {', '.join(changed)}; "
-                    "set it the same in all processes before the pipeline is made"
+                    "use the same settings in all processes before creating the pipeline"
                 )
             if other["model"] != self.alike:
                 raise UsageError(
@@ -187,10 +187,10 @@ class Trainer:
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Run a call that every process makes; other processes learn its name."""
+        """Run a collective call; its name is sent to other processes."""
         health = self.world.health
         with self.calls.entered(name):
-            # a process that comes to a training counts from its own beginning
+            # a process that joined late counts its calls from its start
             health.call = self.calls.current if self.survivors is None else ""
             try:
                 yield
@@ -200,10 +200,10 @@ class Trainer:
     def together(
         self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, takes_in: bool = False
     ) -> list[dict[str, Any]]:
-        """Work, and return what every process tells of it; raises what went wrong in any of them, or its loss.
+        """Run `work` and return the documents of all ranks; raises the error of any of them, or its loss.
 
-        Where the training outlives a loss, the work is done again in another group, so all that it sends or receives
-        is part of it, and `undo` changes back what it has changed.
+        If the training survives a loss, `work` is repeated in another group, so it must contain all its sends and
+        receives, and `undo` must revert its changes.
         """
 
         def marked() -> dict[str, Any]:
@@ -219,11 +219,11 @@ class Trainer:
     def train_step(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> Tensor:
         """Run forward, backward and synchronization of one batch, and return the loss of the whole batch.
 
-        `inputs` and `labels` are this replica's rows. Gradients are added to those that are there.
+        `inputs` and `labels` are this replica's rows. Gradients accumulate.
         """
         self.captured.check_unchanged()
         self.tensors.check_trained(self.captured.trainable)
-        check_no_autocast("give the pipeline autocast=torch.bfloat16 instead")
+        check_no_autocast("pass autocast=torch.bfloat16 to the pipeline instead")
         self._saw_step(inputs)
         rows = StepRows(self, inputs, labels)
         if self.survivors is not None:
@@ -231,14 +231,14 @@ class Trainer:
             self.trained = rows.batch
         if (self.survivors is not None or self.follower is not None) and self.step and not self.optimizers:
             raise UsageError(
-                "parameters may move between processes here, and an optimizer that is not this pipeline's stays "
-                "behind; make it with pipe.optimizer(lambda parameters: ...)"
+                "parameters may move between processes in this training, but only with optimizers of the pipeline; "
+                "create it with pipe.optimizer(lambda parameters: ...)"
             )
         _, sizes = rows.bound()
         self.row_cut.check(labels, sizes["batch"])
         places = self.loaded.places(inputs) if self.loaded is not None else None
         self.input_places = self.input_places or places
-        # not the caller's own rows, nor changed ones, nor inputs that have changed places
+        # False for the caller's own rows, changed ones, and inputs at other positions
         as_loaded = places is not None and places == self.input_places
         self._work.begin(loss_fn, self.loaded if as_loaded else None)
         with self.tracer.step(self.step, sizes["batch"]) if self.tracer else contextlib.nullcontext():
@@ -248,7 +248,7 @@ class Trainer:
         sent_bytes = self.transport.sent_bytes
         if self.captured.graph.callbacks:
             self._work.scale_by(self._count_rows(rows))
-        # sums are on their way meanwhile, but where the step may have to be repeated: then they have come
+        # gradient sums are in flight during this, or complete if the step may have to be repeated
         gathered = self.together(partial(self._work.run, rows), self._work.undo, takes_in=True)
         divisor = self._work.divisor(gathered)
         with self.world.explained():
@@ -256,7 +256,7 @@ class Trainer:
         synchronize_s = self.world.clock() - self._work.computed_s
         if self.tracer:
             self.tracer.synchronized(self._work.computed_s)
-        step, self.step = self.step, self.step + 1  # also where nothing can be learned from it
+        step, self.step = self.step, self.step + 1  # even if the loss turns out to be invalid
         loss = mean_loss(gathered, step, self.now.last_stage)
         if self.follower is not None:
             self.follower.saw_gradients(gradients)
@@ -279,7 +279,7 @@ class Trainer:
         return sum(counts.values())
 
     def _report(self, ran: bool, synchronize_s: float, sent_bytes: int) -> None:
-        """Note where the step went; a replica without rows has run no stage."""
+        """Update the report of the last step; a replica without rows has run no stage."""
         seconds = list(self.now.observer.seconds.values()) if ran else []
         self.last_step = StepReport(
             load_s=self.load_s, forward_s=sum(s.forward_s for s in seconds),
@@ -292,11 +292,11 @@ class Trainer:
         self.load_s = 0.0
 
     def gave_batch(self, iterations: Iterations, iteration: Iteration) -> None:
-        """Take note of an iteration that has given a batch."""
+        """Record an iteration that has yielded a batch."""
         self._given = [(iterations, iteration), *(each for each in self._given if each[1] is not iteration)][:_GIVEN]
 
     def _saw_step(self, inputs: Any) -> None:
-        """Note which iteration's batch a step is of: that of its tensors, or else of the last batch given."""
+        """Record the iteration of a step's batch: that of its tensors, or else of the last batch."""
         tensors = trees.tensors(inputs)
         found = next((each for each in self._given if each[1].has_given(tensors)), None)
         for iterations, iteration in [found] if found is not None else self._given[:1]:
@@ -304,7 +304,7 @@ class Trainer:
             self.trained_iterations = iterations
 
     def saw_batch(self, batch: LoadedBatch) -> None:
-        """Take note of what a loader has given to the loop."""
+        """Record a batch that a loader has yielded to the loop."""
         self.loaded = batch
         if self.survivors is not None:
             others = [each for each in self.batches if each.loader is not batch.loader]
@@ -312,7 +312,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Count what is done inside as loading the next step's batch."""
+        """Count the time of the block as loading the next step's batch."""
         begin_s = self.world.clock()
         yield
         self.load_s += self.world.clock() - begin_s
@@ -321,7 +321,7 @@ class Trainer:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before."""
-        # those of all replicas, which are the same, where one may be lost
+        # from all replicas, which are equal, if one may be lost
         tells = self.survivors is not None or self.placed.replica_index == 0
         norms: dict[str, float] = {}
         for document in self.together(lambda: {"norms": self.tensors.norms() if tells else {}}):
@@ -335,7 +335,7 @@ class Trainer:
         return torch.tensor(norm, dtype=torch.float64)
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Make the optimizer of this process's parameters; `make` is given them and returns it."""
+        """Create the optimizer of this process's parameters; `make` receives them and returns it."""
         optimizer = self.tensors.make_optimizer(make)
         self.optimizers.append(optimizer)
         if self.tracer:
@@ -348,11 +348,11 @@ class Trainer:
 
     @property
     def sent_bytes(self) -> int:
-        """How many bytes this process has sent so far."""
+        """Bytes that this process has sent so far."""
         return self.transport.sent_bytes
 
     def write_trace(self, model: str) -> None:
-        """Write what all processes recorded, from the first one; every process calls this."""
+        """Write the traces of all processes on the first one (a collective call)."""
         if self.tracer is None or self._run.trace is None:
             return
         with self.world.explained():
@@ -362,7 +362,7 @@ class Trainer:
             write_run(self._run.trace, facts, traces)
 
     def close(self, *, wait: bool = True) -> None:
-        """Let go of everything; with `wait` once every process has come to this point."""
+        """Release all resources. With `wait`, first wait for every rank (a barrier)."""
         if self._closed:
             return
         self._closed = True
@@ -373,7 +373,7 @@ class Trainer:
         try:
             if wait and self.world.health.failure is None and self.world.transport.size > 1:
                 self.calls.checked(all_gather(self.world.transport, self.calls.marked({})), self.world.names)
-        except TransportError:  # the work is done, unless another process is in another call
+        except TransportError:  # ignored, unless another process is in another call
             failure = self.world.health.failure
             if failure is not None and ADVICE in failure.message:
                 raise RunError(failure.message) from None
@@ -383,7 +383,7 @@ class Trainer:
 
 
 def identity_of(captured: Captured, options: TrainOptions, device: torch.device = HOST) -> list[Any]:
-    """Return what every process of a training has alike, however it is arranged."""
+    """Return the identity of a training, equal on all processes and independent of the placement."""
     graph = captured.graph
     last = [op.name for op in graph.ops][-1:]
     return [graph.model, last, len(graph.ops), options.seed, options.autocast and device.type]

@@ -1,4 +1,4 @@
-"""A model in training mode as a pipeline: the methods of a user's own loop, which all processes run."""
+"""A pipeline of a model in training mode: methods for the user's training loop, which all processes run."""
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ Scheduler = TypeVar("Scheduler")
 
 
 class TrainingPipeline:
-    """What `penstock.Pipeline` is for a model in training mode.
+    """The pipeline that `penstock.Pipeline` returns for a model in training mode.
 
     Example:
         pipe = penstock.Pipeline(model, (images,), microbatches=4)
@@ -47,9 +47,9 @@ class TrainingPipeline:
             optimizer.step(); optimizer.zero_grad()
         pipe.save("model.safetensors")
 
-    Every process calls every method, in the same order. Each raises `UsageError` where the model is in
-    evaluation mode, `RunError` when something fails and `DeviceLost` when a process is gone. The model is captured
-    and the other processes are met at once; nothing is sent before the first method says what for.
+    Every process calls every method, in the same order. Each raises `UsageError` if the model is in
+    evaluation mode, `RunError` if something fails and `DeviceLost` if a process is lost. The constructor captures the
+    model and joins the other processes; nothing is sent before the first method call.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TrainingPipeline:
     ) -> None:
         model = call.model
         if not trains(model):
-            raise UsageError("only a module in training mode, or a function that makes one, can be trained")
+            raise UsageError("only a module in training mode, or a function that creates one, can be trained")
         self.model_name = type(model).__name__
         self._cut, self._run, self._options = cut, run, options
         self._is_module = isinstance(model, nn.Module)
@@ -84,14 +84,14 @@ class TrainingPipeline:
                 check_survivable(self.graph, options, run, self._device)
         except BaseException as error:
             if self._owns_world and self._joined is not None:
-                self._joined.health.report(error)  # the others wait for this process
+                self._joined.health.report(error)  # the other ranks wait for this process
                 self._joined.close(0.0)
             raise
 
     def release(self) -> World | None:
-        """Give up training before it has begun, and return the world that was joined, if any.
+        """Close the pipeline before training begins, and return the joined world, if any.
 
-        Raises `UsageError` where training has begun, and for a function that makes a model.
+        Raises `UsageError` if training has begun, and for a function that creates a model.
         """
         if self._closed:
             raise UsageError("the pipeline is closed; make a new one")
@@ -102,7 +102,7 @@ class TrainingPipeline:
 
     @property
     def trainer(self) -> Trainer:
-        """The training that this pipeline does, begun by the first call that needs it."""
+        """Trainer of this pipeline, created by the first call that needs it."""
         if self._closed:
             raise UsageError("the pipeline is closed; make a new one")
         if self._trainer is None:
@@ -114,17 +114,17 @@ class TrainingPipeline:
             else:
                 self._trainer = self._begin()
             self._captured.hidden.hide()
-            atexit.register(self.abandon)  # so that the others take this end for one that is meant
+            atexit.register(self.abandon)  # so that the other ranks treat this exit as intended
         return self._trainer
 
     def _begin(self) -> Trainer:
-        """Begin a training with all processes."""
+        """Start training with all processes."""
         world = self._joined = self._joined or world_of_one()
         if world.rank == FEEDER and (untrained := self._captured.untrained()):
             note(untrained)
         try:
             trainer = self._begin_in(world)
-            self.cuts = tuple(trainer.cuts)  # which depend on where stages are
+            self.cuts = tuple(trainer.cuts)  # they depend on the placement of stages
         except BaseException:
             self._closed = True
             if self._owns_world:
@@ -133,12 +133,12 @@ class TrainingPipeline:
         return trainer
 
     def _begin_in(self, world: World) -> Trainer:
-        """Make this process's part of the training; the others, who wait for it, are told of what goes wrong."""
+        """Create this process's trainer; report errors to the other ranks, which wait for it."""
         if self._run.threads:
             torch.set_num_threads(self._run.threads)
         try:
             if self._run.runtime != EAGER:
-                raise UsageError(f"the runtime {self._run.runtime.name} does not train; leave runtime out")
+                raise UsageError(f"the runtime {self._run.runtime.name} cannot train; leave runtime out")
             trainer = Trainer(self._captured, world, self._cut, self._run, self._options, self._device)
             if self._run.survival.survives:
                 survive(trainer, world, self._run)
@@ -148,15 +148,15 @@ class TrainingPipeline:
             raise
 
     def close(self) -> None:
-        """Write the trace and let go of the processes, once every one of them has come to this point."""
+        """Write the trace and release all processes, after waiting for every rank (a barrier)."""
         self._end(wait=True)
 
     def abandon(self) -> None:
-        """Let go of everything at once."""
+        """Release all resources immediately."""
         self._end(wait=False)
 
     def end(self, error: BaseException | None) -> None:
-        """Close in order, or give everything up because of an error of the caller's."""
+        """Close in order, or abandon the training because of the caller's error."""
         if error is None or isinstance(error, GeneratorExit):
             self.close()
             return
@@ -194,22 +194,22 @@ class TrainingPipeline:
             return predict(self.trainer, CallInputs(args, kwargs))
 
     def optimizer(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Make the optimizer of the parameters that this process holds.
+        """Create the optimizer of the parameters that this process holds.
 
-        `make` gets a list of parameters and returns any `torch.optim.Optimizer` of them, which is what
-        comes back: learning-rate schedulers take it.
+        `make` receives a list of parameters and returns any `torch.optim.Optimizer` of them. The same object is
+        returned: learning-rate schedulers accept it.
 
         Example:
             optimizer = pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
-        Raises `UsageError` where the optimizer has other parameters.
+        Raises `UsageError` if the optimizer has other parameters.
         """
         return self.trainer.optimizer(make)
 
     def scheduler(self, scheduler: Scheduler) -> Scheduler:
-        """Say which scheduler of the learning rate the loop steps, and return it.
+        """Register the learning-rate scheduler that the loop steps, and return it.
 
-        A process that comes to a training with `on_loss` takes over its state, and a checkpoint that is gone back to
+        A process that joins a training with `on_loss` copies its state, and a rollback to a checkpoint
         restores it.
 
         Example:
@@ -220,12 +220,12 @@ class TrainingPipeline:
 
     @property
     def changes(self) -> Sequence[TrainingChange]:
-        """Return how the training went on after losses, and with processes that came."""
+        """Changes of the process group: losses, and processes that joined."""
         return self.trainer.changes
 
     @property
     def joins_at(self) -> str | None:
-        """Return where a process joins this training, with PENSTOCK_JOIN; None where it takes nobody in."""
+        """Address for PENSTOCK_JOIN to join this training; None if it admits no newcomers."""
         membership = self._joined.membership if self._joined is not None else None
         return f"{membership.rendezvous.address}:{membership.rendezvous.port}" if membership is not None else None
 
@@ -233,9 +233,9 @@ class TrainingPipeline:
         self, data: Any, *, batch_size: int = 1, shuffle: bool = False, drop_last: bool = False,
         collate_fn: Collate | None = None, num_workers: int = 0,
     ) -> Loader:  # fmt: skip
-        """Return batches of a data set, or of what a DataLoader loads, to every process.
+        """Return a loader of a data set's or a DataLoader's batches on every process.
 
-        `batch_size` is that of all replicas together. Each process gets its replica's rows; where it uses
+        `batch_size` is that of all replicas together. Each process gets its replica's rows; if it uses
         neither inputs nor labels, tensors without values.
 
         Example:
@@ -254,9 +254,9 @@ class TrainingPipeline:
         """Run forward and backward of one batch and return its loss, the same on every process.
 
         `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs: the rows of this
-        replica, as `loader` returns them. `loss_fn(output, labels)` runs where the last stage is and returns
-        a scalar or `(sum, count)`; without it the model's own loss is taken. A scalar may be a mean over rows or over
-        labels that count, or a sum: the loss is that of the whole batch. To find out which, `loss_fn` is also called on
+        replica, as `loader` returns them. `loss_fn(output, labels)` runs on the last stage and returns
+        a scalar or `(sum, count)`; without it the model's own loss is used. A scalar may be a mean over rows or over
+        labels that count, or a sum: the loss is that of the whole batch. To detect which, `loss_fn` is also called on
         halves of the first microbatch.
         Gradients are added to those of earlier steps until `optimizer.zero_grad()`.
 
@@ -264,18 +264,18 @@ class TrainingPipeline:
             loss = pipe.train_step(images, labels, loss_fn=F.cross_entropy)
 
         Raises `UsageError` for inputs or labels that do not fit and for fewer rows than microbatches,
-        `RunError` for a loss that is not finite; that one leaves gradients as they were.
+        `RunError` for a loss that is not finite; gradients are then unchanged.
         """
         with self.trainer.call("train_step"):
             return self.trainer.train_step(inputs, labels, loss_fn)
 
     @property
     def last_step(self) -> StepReport:
-        """Where this process's last step went."""
+        """Time and traffic of this process's last step."""
         return self.trainer.last_step
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale gradients down to a norm over the whole model, and return the norm that they had.
+        """Clip the gradient norm over the whole model, and return the norm before clipping.
 
         Example:
             pipe.clip_grad_norm_(1.0)
@@ -286,7 +286,7 @@ class TrainingPipeline:
     def evaluate(self, inputs: Any, labels: Any = None, loss_fn: LossFunction | None = None) -> float:
         """Return a function's value over all rows, with the current weights in evaluation mode.
 
-        `loss_fn` is as for `train_step`; any measure will do.
+        `loss_fn` is as for `train_step`, or any metric.
 
         Example:
             accuracy = pipe.evaluate(images, labels, lambda out, y: (out.argmax(-1).eq(y).sum(), len(y)))
@@ -306,47 +306,47 @@ class TrainingPipeline:
         Example:
             pipe.save("model.safetensors")
 
-        Raises `ModelError` where the file cannot be written.
+        Raises `ModelError` if the file cannot be written.
         """
         with self.trainer.call("save"):
             save_model(self.trainer, Path(path), metadata)
 
     def save_checkpoint(self, folder: str | Path, optimizer: Optimizers = None, scheduler: Any = None) -> None:
-        """Write what is needed to continue: weights, optimizer, scheduler, place in the data, random state.
+        """Save a checkpoint: weights, optimizer, scheduler, position in the data, random state.
 
-        Every process writes its own stages, so the folder must be one that all hosts share. A checkpoint that is in
-        it already stays whole until the new one is. Several optimizers or schedulers are given as a list.
+        Every process writes its stages, so all hosts must share the folder. An earlier checkpoint in
+        it stays whole until the new one is. Pass several optimizers or schedulers as a list.
 
         Example:
             pipe.save_checkpoint("run/step1000", optimizer, scheduler)
             pipe.save_checkpoint("run/step1000", [slow, fast], [warm_up])
 
-        Raises `ModelError` where it cannot be written, or where a host has written to a folder of its own.
+        Raises `ModelError` if it cannot be written, or if a host does not share the folder.
         """
         with self.trainer.call("save_checkpoint"):
             save_checkpoint(self.trainer, Path(folder), optimizer, scheduler, *self._loaders)
 
     def load_checkpoint(self, folder: str | Path, optimizer: Optimizers = None, scheduler: Any = None) -> None:
-        """Continue from a checkpoint that any number of stages and replicas has written.
+        """Continue from a checkpoint written with any number of stages and replicas.
 
-        Make optimizers, schedulers and loaders first, and give them in the order of the save. What an optimizer has
-        kept of steps that the checkpoint does not have is forgotten.
+        Create optimizers, schedulers and loaders first, and pass them in the order of the save. Optimizer state
+        that is not in the checkpoint is discarded.
 
         Example:
             pipe.load_checkpoint("run/step1000", optimizer, scheduler)
 
-        Raises `UsageError` for a checkpoint of another model, `ModelError` for one that is damaged.
+        Raises `UsageError` for a checkpoint of another model, `ModelError` for a damaged one.
         """
         with self.trainer.call("load_checkpoint"):
             load_checkpoint(self.trainer, Path(folder), optimizer, scheduler, *self._loaders)
 
 
 def trains(model: Any) -> TypeGuard[nn.Module | Callable[[], nn.Module]]:
-    """Return whether a pipeline of this model trains: a module in training mode, or a function that makes one."""
+    """Return whether a pipeline of this model trains: a module in training mode, or a function that creates one."""
     return model.training if isinstance(model, nn.Module) else callable(model)
 
 
 def world_of_one() -> World:
-    """Make a world of this process only."""
+    """Create a world of this process only."""
     (world,) = thread_worlds(["this process"])
     return world

@@ -1,4 +1,4 @@
-"""Record what each process of a training does, and bring it to the first one when the training ends."""
+"""Tracing of a training: each process records, and the first one gathers the traces at the end."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +19,12 @@ from penstock.transport.base import FEEDER
 
 
 class TrainingTracer:
-    """One process's recording; every process makes one, and gathers, at the same points.
+    """A recording of one process; every process creates one, and gathers, at the same points.
 
     Example:
         tracer = TrainingTracer(world, observer, synchronizer)
         ...
-        traces = tracer.gather()     # on the first process those of all, elsewhere none
+        traces = tracer.gather()     # all traces on the first process, none elsewhere
     """
 
     def __init__(self, world: World, observer: Observer, synchronizer: Synchronizer, *, profile: bool = False) -> None:
@@ -43,18 +43,18 @@ class TrainingTracer:
             answer_clock(world.transport, world.clock)
 
     def record(self, on: bool) -> None:
-        """Record from here on; or nothing but steps and loading, to see what the rest costs."""
+        """Turn recording on, or off except for steps and loading, to measure its overhead."""
         self._observer.recorder = self._synchronizer.recorder = self.recorder if on else None
         self.follow(self._channels)
 
     def follow(self, channels: Channels) -> None:
-        """Record what goes over the stages' channels, which may be new."""
+        """Record messages on the stages' channels, which may be new."""
         self._channels = channels
         channels.trace(self._observer.recorder, list(self._observer.counters))
 
     @contextmanager
     def step(self, number: int, num_rows: int) -> Iterator[None]:
-        """Record a step of `num_rows` rows here; only one that ends is there."""
+        """Record a step of `num_rows` rows on this process, if it completes."""
         self.recorder.step = number
         begin_s = self.recorder.clock()
         yield
@@ -68,7 +68,7 @@ class TrainingTracer:
         self.recorder.span("load", FEEDER_STAGE, number, begin_s, self.recorder.clock())
 
     def synchronized(self, begin_s: float) -> None:
-        """Record what the backwards did not cover of adding up gradients and telling losses."""
+        """Record the time for gradient sums and losses that did not overlap with backwards."""
         self.recorder.span("synchronize", FEEDER_STAGE, self.recorder.step, begin_s, self.recorder.clock(), "finish")
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -85,7 +85,7 @@ class TrainingTracer:
         optimizer.register_step_post_hook(after)
 
     def gather(self) -> Sequence[StreamTrace]:
-        """Gather what all have recorded on the first process; every process calls this at the end."""
+        """Gather all traces on the first process; every process calls this at the end."""
         mine = make_trace(self._world, self.recorder, self._machine)
         if self._world.rank == FEEDER:
             return [mine, *self._clocks.take(self._others)]
@@ -94,7 +94,7 @@ class TrainingTracer:
 
 
 def training_facts(world: World, placed: Arrangement, *, model: str, num_steps: int) -> RunFacts:
-    """Describe a training that has ended, for its run's folder."""
+    """Return the facts of a finished training, for its run's folder."""
     return RunFacts(
         kind="training", model=model, ranks=tuple(r for replica in placed.grid.replicas for r in replica.stages),
         devices=tuple(world.names), hosts=tuple(world.hosts), bandwidths=tuple(world.bandwidths),

@@ -217,7 +217,7 @@ def test_one_that_comes_with_another_script_leaves_and_the_others_go_on(tmp_path
     assert json.loads((tmp_path / "together.json").read_text())["shape"] == [2, 2]
     assert (tmp_path / "model").read_text().startswith("UsageError: the training at 127.0.0.1:")
     assert (tmp_path / "groups").read_text() == (
-        "UsageError: a process that comes to a training runs its script, but this one has [2] groups of parameters in "
+        "UsageError: a process that joins a training must run its script, but this one has [2] groups of parameters in "
         "its optimizers and the training [1]"
     )
 
@@ -281,15 +281,18 @@ def test_a_step_that_fails_leaves_buffers_as_they_were() -> None:
         assert all(torch.equal(buffers[name], tensor) for name, tensor in before.items())
         pipe.train_step(inputs, labels, fails_later)
         assert not all(torch.equal(buffers[name], tensor) for name, tensor in before.items())
-        with pytest.raises(UsageError, match=r"takes what pipe\.loader gave"):
+        with pytest.raises(UsageError, match=r"pipe\.loader, unchanged"):
             pipe.train_step(inputs * 2, labels, fails_later)
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"schedule": "F0 B0"}, "cannot of your own; name one"),
-        ({"cluster": Cluster(devices=(Device(name="a", speed=1.0, memory_bytes=1),))}, "or neither of them"),
+        ({"schedule": "F0 B0"}, "schedule for any number of stages"),
+        (
+            {"cluster": Cluster(devices=(Device(name="a", speed=1.0, memory_bytes=1),))},
+            "profile and cluster, or neither",
+        ),
         ({}, "one process has no other"),
     ],
 )

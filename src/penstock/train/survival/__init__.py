@@ -1,1 +1,1 @@
-"""A training that goes on without processes that were lost, and with others that come."""
+"""Elastic training: recovery from lost processes, and admission of new ones."""

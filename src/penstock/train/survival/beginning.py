@@ -1,4 +1,4 @@
-"""How a training that outlives losses begins: with all of its processes, or in one that comes later."""
+"""Start of an elastic training: with all of its processes, or in one that joins later."""
 
 from dataclasses import replace
 
@@ -27,38 +27,37 @@ from penstock.transport.metered import MeteredTransport
 
 
 def check_survivable(graph: Graph, options: TrainOptions, run: RunOptions, device: torch.device) -> None:
-    """Raise `UsageError` for a training that cannot go on after a loss, `PlanError` for a profile of another one."""
+    """Raise `UsageError` for a training that cannot survive a loss, `PlanError` for another training's profile."""
     profile, cluster = run.survival.profile, run.survival.cluster
     if (profile is None) != (cluster is None):
         raise UsageError(
-            "the planner arranges a training by what it costs and by the memory and speed of devices; give profile "
-            "and cluster, or neither of them"
+            "the planner needs both a profile of the training and a cluster with the memory and speed of devices; "
+            "set profile and cluster, or neither"
         )
     if profile is not None:
         check_profile(graph, profile)
     if device != HOST:
-        raise UsageError("a training goes on after a loss on CPUs only so far; leave on_loss out")
+        raise UsageError("on_loss supports only CPUs so far; leave on_loss out")
     if options.schedule not in SCHEDULES:
         raise UsageError(
-            "a training that goes on after a loss makes schedules for other numbers of stages, which it cannot of your "
-            "own; name one"
+            "on_loss needs a schedule for any number of stages, which a custom one cannot provide; choose one by name"
         )
 
 
 def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
-    """Have a training that begins go on after losses; `outer` is the world that it was begun in.
+    """Make a new training survive losses; `outer` is the world that it started in.
 
-    Raises `UsageError` where its processes can form no other group, `ClusterError` for one that the cluster lacks.
+    Raises `UsageError` if its processes cannot form another group, `ClusterError` for one that the cluster lacks.
     """
     if outer.membership is None:
         raise UsageError(
-            "a training goes on after a loss only where its processes may form another group, but torchrun's agents "
-            "end them all, and one process has no other; start several with penstock train, a lab or penstock hosts "
-            "run, or leave on_loss out"
+            "on_loss needs several processes that may form another group, but torchrun's agents end them all after a "
+            "loss, and one process has no other; start several with penstock train, a lab or penstock hosts run, or "
+            "leave on_loss out"
         )
     if run.survival.cluster is not None and outer.rank == FEEDER:
         for name in name_devices(outer):
-            run.survival.cluster.device(name)  # or there is none
+            run.survival.cluster.device(name)  # raises if unknown
     fix_microbatches(trainer)
     exchanges = Exchanges(trainer.world, outer)
     trainer.survivors = Survivors(trainer, exchanges, run.survival, trainer.placed)
@@ -67,13 +66,13 @@ def survive(trainer: Trainer, outer: World, run: RunOptions) -> None:
 def join_training(
     place: tuple[str, int], captured: Captured, cut: CutOptions, run: RunOptions, options: TrainOptions
 ) -> tuple[Trainer, World]:
-    """Come to a training that is under way; returns this process's part, which has no stage yet, and the world.
+    """Join a running training; returns this process's trainer, which has no stage yet, and the world.
 
-    Raises `RunError` where no such training takes this process in, `UsageError` where it is of another model.
+    Raises `RunError` if no training admits this process, `UsageError` if it trains another model.
     """
     outer = join_later(*place)
     if outer is None:
-        raise RunError(f"the training at {place[0]}:{place[1]} ended before it took this process in")
+        raise RunError(f"the training at {place[0]}:{place[1]} ended before it admitted this process")
     world = replace(outer, transport=MeteredTransport(outer.transport))
     try:
         exchanges = Exchanges(world, outer, joins=True)

@@ -1,11 +1,11 @@
-"""What processes tell each other while some are lost: each exchange is complete for all who are left, or for none.
+"""All-or-nothing exchanges: each one completes on all surviving ranks, or on none.
 
-    a ── work ── tells ──▶ has all     goes on to the next one, which fails: the group has changed
-    b ── work ── tells ──▶ c is lost   the group has changed: a has what b lacks, and gives it
-    c ── work ──  ✗                    nobody has it: all who are left do the work again
+    a ── work ── sends ──▶ has all     continues to the next one, which fails: the group has changed
+    b ── work ── sends ──▶ c is lost   the group has changed: a sends b the documents that it lacks
+    c ── work ──  ✗                    no rank has all: the survivors repeat the work
 
-An exchange needs everybody, so one process is at most one exchange ahead of another. (Birman and Joseph 1987, virtual
-synchrony: who goes on from one group to the next has seen the same messages.)
+An exchange needs every rank, so one process is at most one exchange ahead of another. (Birman and Joseph 1987,
+virtual synchrony: processes that continue from one group to the next have seen the same messages.)
 """
 
 import time
@@ -20,23 +20,23 @@ from penstock.transport.collectives import all_gather
 from penstock.transport.metered import MeteredTransport
 
 Documents = list[dict[str, Any]]
-_NONE = -1  # exchanges of a process that has only just come
+_NONE = -1  # count of a process that has just joined
 
 
 class Exchanges:
-    """One process's part in the exchanges of a run, in one group after the other.
+    """One process's exchanges in a run, across its process groups.
 
-    `world` becomes each group, and `outer`, which is the same with the transport as it was made. `changed` is called
-    with the new rank of each old one that is left, `describe` on the first process for those that come.
+    `world` and `outer`, the same world with the unmetered transport, switch to each new group. `changed` is called
+    with the new rank of each surviving old one, `describe` on the first process for newcomers.
 
     Example:
         exchanges = Exchanges(world, outer)
-        told = exchanges.once(lambda: {"loss": compute()})      # None: the group has changed, so do it again
+        told = exchanges.once(lambda: {"loss": compute()})      # None: the group has changed, so repeat it
     """
 
     def __init__(self, world: World, outer: World, *, joins: bool = False) -> None:
         if not isinstance(world.transport, MeteredTransport):
-            raise TypeError("a training's transport is metered, so that it can become another group's")
+            raise TypeError("a training's transport must be metered, so that it can switch to another group")
         self._world, self._outer, self._transport = world, outer, world.transport
         self._following = Following(outer)
         self.count = _NONE if joins else 0
@@ -44,14 +44,14 @@ class Exchanges:
         self.changed: Callable[[Mapping[int, int]], None] = lambda _ranks: None
         self.describe: Callable[[], dict[str, Any]] = dict
         self.described: Mapping[str, Any] = {}
-        self.why, self.ended_s = "", 0.0  # the last group
+        self.why, self.ended_s = "", 0.0  # reason and time of the last group's end
         if joins:
             self._meet_first()
 
     def once(self, work: Callable[[], dict[str, Any]]) -> Documents | None:
-        """Work, and return what all processes tell of it; None where the group has changed and nobody has that.
+        """Run `work` and return the documents of all ranks; None if the group has changed and no rank has all of them.
 
-        Raises what keeps the run from going on.
+        Raises the error that ends the run.
         """
         before = self.count
         try:
@@ -64,7 +64,7 @@ class Exchanges:
         return documents
 
     def go_over(self, error: PenstockError) -> None:
-        """Go over to the group that follows the one in which an error came up; raises the error where none does."""
+        """Switch to the group that follows the one in which an error occurred; raises the error if none does."""
         began_s = time.monotonic()
         while True:
             if getattr(error, "everywhere", False):
@@ -83,16 +83,16 @@ class Exchanges:
             return
 
     def leave(self, error: PenstockError) -> NoReturn:
-        """Leave the run, which goes on without this process, and raise why."""
+        """Leave the run, which continues without this process, and raise the error."""
         self._world.health.report(error, lost=True)
         raise error
 
     def close(self) -> None:
-        """Go over to no other group."""
+        """Stop following new groups."""
         self._following.close()
 
     def _meet_first(self) -> None:
-        """Meet a group as one that has just come."""
+        """Meet a group as a newcomer."""
         try:
             with self._world.explained():
                 self._meet()
@@ -109,7 +109,7 @@ class Exchanges:
         self.changed({rank: places[name] for rank, name in enumerate(old) if name in places})
 
     def _meet(self) -> None:
-        """Come to be as far as the others: who is one exchange behind gets what it lacks."""
+        """Catch up with the other ranks: those that are one exchange late receive its documents."""
         first = self._transport.rank == FEEDER
         told = all_gather(self._transport, {"count": self.count, "described": self.describe() if first else None})
         counts = [document["count"] for document in told]

@@ -1,4 +1,4 @@
-"""Which device takes which part where a training is arranged anew: so that little has to move; grids as documents."""
+"""Assignment of parts to devices that minimizes migration when a training is rearranged; grids as documents."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -14,15 +14,15 @@ from penstock.train.arrangement import Arrangement
 from penstock.train.captured import Captured
 from penstock.train.held_tensors import HeldTensors
 
-_ALIKE = 0.05  # speeds and memories that measurements tell no further apart
+_ALIKE = 0.05  # relative difference of speeds and memories within measurement error
 
 
 def missing_bytes(
     placed: Arrangement, captured: Captured, tensors: HeldTensors, ranks: Sequence[int], state_factor: float
 ) -> list[list[float]]:
-    """Return what each of some ranks lacks of each one's part of an arrangement, in bytes, as `assign` takes it.
+    """Return the bytes that each rank lacks of each rank's part of a placement, as input for `assign`.
 
-    What is trained counts with the optimizer's state, `state_factor` times as much.
+    Trained tensors count with the optimizer's state, `state_factor` times their size.
     """
     bounds = [0, *(cut.position for cut in placed.cuts), len(captured.graph.ops)]
     sizes = {
@@ -41,10 +41,10 @@ def missing_bytes(
 
 
 def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -> list[int]:
-    """Return which device takes the part of each, so that little moves: devices that are alike may change parts.
+    """Return the device of each part, chosen to move few bytes: equivalent devices may swap parts.
 
-    `missing[device][part]` is what a device lacks of a part; `alike` are groups of devices. Pairs change as long as
-    that helps.
+    `missing[device][part]` are the bytes that a device lacks of a part; `alike` are groups of devices. Pairs are
+    swapped as long as that helps.
 
     >>> assign([[9, 0], [0, 9]], [[0, 1]])
     [1, 0]
@@ -65,7 +65,7 @@ def assign(missing: Sequence[Sequence[float]], alike: Sequence[Sequence[int]]) -
 
 
 def alike(devices: Sequence[Device]) -> list[list[int]]:
-    """Group devices whose speed and memory are the same but for what measurements vary, and whose links are."""
+    """Group devices of equal links and, within measurement error, equal speed and memory."""
     groups: list[list[int]] = []
     for number, device in enumerate(devices):
         for group in groups:
@@ -83,7 +83,7 @@ def alike(devices: Sequence[Device]) -> list[list[int]]:
 
 
 def write_grid(grid: Grid) -> list[dict[str, object]]:
-    """Describe a grid, as JSON can hold it."""
+    """Encode a grid as JSON values."""
     return [
         {"devices": list(r.devices), "stages": list(r.stages), "num_microbatches": r.num_microbatches}
         for r in grid.replicas
@@ -91,21 +91,21 @@ def write_grid(grid: Grid) -> list[dict[str, object]]:
 
 
 def read_grid(document: Sequence[Mapping[str, Any]]) -> Grid:
-    """Read what `write_grid` wrote."""
+    """Decode the result of `write_grid`."""
     return Grid(tuple(
         Replica(tuple(each["devices"]), tuple(each["stages"]), each["num_microbatches"]) for each in document
     ))  # fmt: skip
 
 
 def lost_names(captured: Captured, tensors: HeldTensors) -> Collection[str]:
-    """Return what of a model's state no process holds any more."""
+    """Return the names of model state that no process holds any more."""
     states = (state for state in captured.graph.states if state.kind != "constant")
     return [state.source for state in states if not tensors.holders(state.source)]
 
 
 def cuts_here(captured: Captured, names: Sequence[str]) -> list[Cut]:
-    """Find cuts that another process has named; raises `DeviceLost` where this one's model has none such."""
+    """Find cuts that another process has named; raises `DeviceLost` if this one's model lacks one."""
     try:
         return Cuts(captured.graph).find_all(names)
     except CutError as error:
-        raise DeviceLost(f"this process cannot go on as the first one says: {error}") from error
+        raise DeviceLost(f"this process cannot apply the placement of the first one: {error}") from error

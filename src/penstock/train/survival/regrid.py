@@ -1,4 +1,4 @@
-"""Which grid a training has on the processes that there are now: as the planner says, or by their number alone."""
+"""Choice of a training's grid for the current processes: by the planner, or by their number alone."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,9 @@ from penstock.transport.base import FEEDER
 
 
 def choose_grid(trainer: Trainer, begun: Arrangement, options: SurvivalOptions) -> tuple[Grid, Sequence[Cut]]:
-    """Return stages, replicas and cuts for the group that there is now, each part with who lacks little of it.
+    """Return grid and cuts for the current group, with parts assigned to ranks that already hold most of them.
 
-    Raises `PlanError` where nothing fits the devices.
+    Raises `PlanError` if no plan fits the devices.
     """
     ranks = list(range(trainer.world.transport.size))
     groups: Sequence[Sequence[int]] = [ranks]
@@ -38,7 +38,7 @@ def choose_grid(trainer: Trainer, begun: Arrangement, options: SurvivalOptions) 
 def _planned(
     trainer: Trainer, begun: Arrangement, profile: Profile, known: Cluster
 ) -> tuple[Grid, Sequence[Cut], Sequence[Sequence[int]]]:
-    """Return what the planner says for these devices, and which of them may change parts, by rank."""
+    """Return the planner's grid and cuts for these devices, and groups of ranks that may swap parts."""
     ranks = name_devices(trainer.world)
     cluster = cluster_among(known, list(ranks), feeder=trainer.world.hosts[FEEDER])
     batch = trainer.trained
@@ -49,7 +49,7 @@ def _planned(
 
 
 def _by_number(trainer: Trainer, begun: Arrangement, num_processes: int) -> tuple[Grid, Sequence[Cut]]:
-    """Return a grid of as many processes: that of the beginning, or as many replicas as its stages fit in."""
+    """Return a grid for a number of processes: the initial one, or as many replicas as fit."""
     grid = begun.grid if num_processes == len(begun.grid.ranks) else begun.shape(num_processes)
     first = grid.replicas[0]
     if len(first.stages) == begun.num_stages:

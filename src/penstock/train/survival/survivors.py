@@ -1,11 +1,11 @@
-"""A training in one group of processes after the other: where each call goes on, and what moves in between.
+"""Elastic training across process groups: recovery, migration and repeated calls.
 
-    a process is lost       the others form a group ─▶ arrange anew ─▶ what moves, from replicas ─▶ the call again
-    one asks to come        the first process ends the group before a step ─▶ likewise, with it
-    a stage had no replica  ─▶ arrange anew ─▶ everything from the last checkpoint ─▶ its next batch
+    a process is lost       survivors form a group ─▶ rearrange ─▶ migrate from replicas ─▶ repeat the call
+    one asks to join        the first process ends the group before a step ─▶ likewise, with the newcomer
+    a stage had no replica  ─▶ rearrange ─▶ restore everything from the last checkpoint ─▶ its next batch
 
-Nothing of a call that is done again has been learned: gradients reach parameters once everybody has told that its
-sums have come, and buffers that a forward had written to are as they were.
+A repeated call has no earlier effect: gradients reach parameters only after every rank has confirmed that its
+sums arrived, and buffers that a forward had written to are restored.
 """
 
 import time
@@ -32,13 +32,13 @@ from penstock.train.trainer import Trainer
 from penstock.transport.base import FEEDER
 from penstock.transport.collectives import all_gather
 
-_LOOK_S = 1.0  # between two looks for those that wait to be taken in
+_LOOK_S = 1.0  # between two checks for waiting newcomers
 
 
 class Survivors:
-    """One process's part of a training that outlives the loss of processes; see `Together` for what it is to a trainer.
+    """One process's recovery from lost ranks in a training; implements `Together` for its trainer.
 
-    `begun` is the arrangement with which the training began. A process that `joins` has nothing yet.
+    `begun` is the placement with which the training began. A process that `joins` holds nothing yet.
 
     Example:
         trainer.survivors = Survivors(trainer, exchanges, options, trainer.placed)
@@ -49,7 +49,7 @@ class Survivors:
         joins: bool = False,
     ) -> None:  # fmt: skip
         self._trainer, self._exchanges, self._options, self._begun = trainer, exchanges, options, begun
-        self._joins = self._changed = joins  # the group is another than the training is arranged for
+        self._joins = self._changed = joins  # the group differs from the one of the placement
         self._place: tuple[int, int] | None = None
         self._moving = self._knows_groups = False
         self._prepared: Prepared | None = None
@@ -63,8 +63,8 @@ class Survivors:
     def together(
         self, work: Callable[[], dict[str, Any]], undo: Callable[[], None] = lambda: None, *, takes_in: bool = False
     ) -> Documents:
-        """Work, and return what every process tells of it; see `Together`."""
-        if self._moving:  # a part of going over to another group, which is done again as a whole
+        """Run `work` and return the documents of all ranks; see `Together`."""
+        if self._moving:  # part of a switch to another group, which is repeated as a whole
             return all_gather(self._trainer.world.transport, work())
         while True:
             self._settle(takes_in=takes_in)
@@ -78,36 +78,36 @@ class Survivors:
                 return found
 
     def place(self) -> tuple[int, int] | None:
-        """Return, once, the epoch and the batch at which a process that has come goes on."""
+        """Return, once, the epoch and the batch at which a newcomer continues."""
         if self._joins and self._place is None:
             self._settle(takes_in=False)
         place, self._place = self._place, None
         return place
 
     def saw_checkpoint(self, folder: Path) -> None:
-        """Take note of a checkpoint that is whole."""
+        """Record a complete checkpoint."""
         self._checkpoint = folder
 
     def close(self) -> None:
-        """Go on in no other group."""
+        """Stop following new groups."""
         self._exchanges.close()
 
     def _renumber(self, ranks: Mapping[int, int]) -> None:
-        """Go by the ranks of another group; what was prepared in the one before may still be what all have."""
+        """Switch to the ranks of another group; state prepared in the previous one may still be committed."""
         for now in (self._trainer.now, *([self._prepared.now] if self._prepared is not None else [])):
             now.close()
             now.tensors.renumber(ranks)
         self._changed = True
 
     def _settle(self, *, takes_in: bool) -> None:
-        """Arrange the training for the group that there is now, where that is another one."""
+        """Rearrange the training for the current group if the group has changed."""
         if takes_in:
             self._know_groups()
         while True:
             if takes_in and self._trainer.world.rank == FEEDER:
                 try:
                     self._look_for_newcomers()
-                except PenstockError as error:  # another one is lost while one is waited for
+                except PenstockError as error:  # another rank is lost during the wait
                     self._exchanges.go_over(error)
                     continue
             if self._changed:
@@ -121,7 +121,7 @@ class Survivors:
                 self._tell(went_back=True)
 
     def _know_groups(self) -> None:
-        """Have every process know each optimizer's groups: those of parameters that are lost too, later."""
+        """Share each optimizer's groups with all ranks, so that groups of lost parameters stay known."""
         while not self._knows_groups and not self._changed:
             self._knows_groups = self._once(self._tell_groups) is not None
 
@@ -130,15 +130,15 @@ class Survivors:
         return {}
 
     def _look_for_newcomers(self) -> None:
-        """Where processes wait to be taken in, end this group: they are in the next one."""
+        """End this group if processes wait to be admitted: they join the next one."""
         world, now = self._trainer.world, time.monotonic()
         missing = self._num_begun - world.transport.size
         if self._options.on_loss == "wait" and missing > 0:
-            note(f"waiting up to {self._options.wait_s:g} s for {missing} more to join")
+            note(f"waiting up to {self._options.wait_s:g} s for {missing} more processes to join")
             if not wait_for_newcomers(world, missing, self._options.wait_s, world.check):
                 error = DeviceLost(
                     f"{missing} of {self._num_begun} processes were lost and no other joined within "
-                    f"{self._options.wait_s:g} s; go on from the last checkpoint"
+                    f"{self._options.wait_s:g} s; continue from the last checkpoint"
                 )
                 world.health.report(error)
                 raise error
@@ -146,10 +146,10 @@ class Survivors:
             return
         self._looked_s = now
         if wait_for_newcomers(world, 1):
-            world.health.announce(Verdict(rank=FEEDER, message="another process has come", lost=False, again=True))
+            world.health.announce(Verdict(rank=FEEDER, message="another process joined", lost=False, again=True))
 
     def _describe(self) -> dict[str, Any]:
-        """Describe the training to those that come, as the first process has it."""
+        """Return the first process's description of the training for newcomers."""
         now = self._trainer.now
         return {
             "held": write_grid(now.tensors.grid), "cuts": [cut.name for cut in now.placed.cuts], "number": now.number,
@@ -158,7 +158,7 @@ class Survivors:
         }  # fmt: skip
 
     def _prepare(self) -> dict[str, Any]:
-        """Have the first process say how to go on, and move what is needed elsewhere."""
+        """Receive the next placement from the first process, and migrate tensors to it."""
         trainer = self._trainer
         self._moving = True
         try:
@@ -168,8 +168,8 @@ class Survivors:
                 raise everywhere(DeviceLost(f"{self._exchanges.why}; {self._said['problem']}"))
             if self._said["lost"] and self._said["checkpoint"] is None:
                 raise everywhere(DeviceLost(
-                    f"{self._exchanges.why}; {self._said['lost']} was held by no other process, and there is no "
-                    "checkpoint to go back to: save one every so often, or use replicas"
+                    f"{self._exchanges.why}; {self._said['lost']} was held by no other process, and no checkpoint to "
+                    "restore was found: save one regularly, or use replicas"
                 ))  # fmt: skip
             if self._joins:
                 self._check_alike()
@@ -182,7 +182,7 @@ class Survivors:
         return {}
 
     def _check_alike(self) -> None:
-        """Leave, as one that has come, where optimizers and schedulers of the others could not be taken over."""
+        """Leave the run if this newcomer's optimizers or schedulers do not match those of the other ranks."""
         trainer, said = self._trainer, self._said
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         for what, own, theirs in (
@@ -191,12 +191,12 @@ class Survivors:
         ):
             if own != theirs:
                 self._exchanges.leave(UsageError(
-                    f"a process that comes to a training runs its script, but this one has {own} {what} and the "
+                    f"a process that joins a training must run its script, but this one has {own} {what} and the "
                     f"training {theirs}"
                 ))  # fmt: skip
 
     def _say(self) -> dict[str, Any]:
-        """Return how the training goes on, on the first process."""
+        """Return the first process's document on how the training continues."""
         trainer = self._trainer
         try:
             grid, cuts = choose_grid(trainer, self._begun, self._options)
@@ -212,7 +212,7 @@ class Survivors:
             "goes_back": bool(lost) or self._going_back is not None,
             "schedulers": [
                 scheduler_state(
-                    each, "so no process that comes could take it over; use one of torch's, or leave on_loss out"
+                    each, "so a process that joins could not copy it; use one of torch's, or leave on_loss out"
                 )
                 for each in trainer.schedulers
             ],
@@ -227,7 +227,7 @@ class Survivors:
         return len(self._begun.grid.ranks)
 
     def _commit(self) -> None:
-        """Train as it was prepared; nothing is sent any more."""
+        """Commit the prepared migration; sends nothing."""
         prepared, said, trainer = self._prepared, self._said, self._trainer
         if prepared is None:
             return
@@ -245,7 +245,7 @@ class Survivors:
             self._tell(went_back=False)
 
     def _tell(self, *, went_back: bool) -> None:
-        """Say how the training goes on, and note it."""
+        """Record a change of the training, and print a note on the first process."""
         trainer = self._trainer
         change = TrainingChange(
             step=trainer.step, why=self._exchanges.why, took_s=time.monotonic() - self._exchanges.ended_s,
@@ -256,12 +256,12 @@ class Survivors:
         if trainer.world.rank == FEEDER:
             back = f" from the checkpoint of step {change.step}" if went_back else ""
             note(
-                f"{change.why}; goes on with {change.processes} processes, {change.replicas} x {change.stages} stages, "
+                f"{change.why}; continues on {change.processes} processes, {change.replicas} x {change.stages} stages, "
                 f"after {change.took_s:.1f} s{back}"
             )
 
     def _take_over_settings(self, said: Mapping[str, Any]) -> None:
-        """Take over what the others' schedulers and optimizers have come to."""
+        """Copy the state of the other ranks' schedulers and the settings of their optimizers."""
         trainer = self._trainer
         for optimizer, groups in zip(trainer.optimizers, said["settings"], strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -270,10 +270,10 @@ class Survivors:
             scheduler.load_state_dict(decode(state))
 
     def _go_back(self) -> dict[str, Any]:
-        """Take everything from the last checkpoint; a call that is under way does the batch that follows there."""
+        """Restore everything from the last checkpoint; a running call continues with the batch after it."""
         trainer, folder, batch = self._trainer, self._going_back, self._trainer.trained
         if folder is None or batch is None:
-            raise everywhere(DeviceLost(f"{self._exchanges.why}; there is no checkpoint to go back to; start again"))
+            raise everywhere(DeviceLost(f"{self._exchanges.why}; no checkpoint to restore was found; start again"))
         self._moving = True
         try:
             index = read_index(folder)

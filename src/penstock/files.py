@@ -78,17 +78,14 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 
 def read_private(path: Path, make: str) -> str:
-    """Read a file that its owner alone may read; `make` says how to make one.
-
-    Raises `UsageError` where others may, or it cannot be read.
-    """
+    """Read a private file; raises `UsageError` if others can read it. `make` is the command that creates one."""
     try:
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         said = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UsageError(f"the key {path} cannot be read ({said}); {make}") from None
+        raise UsageError(f"key {path} cannot be read ({said}); {make}") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise UsageError(f"a key is its owner's alone, but others may read {path}; chmod 600 {path}, or make another")
+        raise UsageError(f"a key must be its owner's alone, but others may read {path}; chmod 600 {path}")
     return text
 
 

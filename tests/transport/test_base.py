@@ -38,7 +38,7 @@ def test_messages_arrive_in_order_and_by_channel() -> None:
 def test_a_message_longer_than_its_buffer_is_an_error() -> None:
     network = MemoryNetwork(2)
     network.transports[0].send(data(1, 2, 3), to=1, tag=1)
-    with pytest.raises(TransportError, match="3 bytes does not fit the 2"):
+    with pytest.raises(TransportError, match=r"3 bytes does not fit .* 2$"):
         network.transports[1].receive(torch.zeros(2, dtype=torch.uint8), source=0, tag=1).wait()
 
 

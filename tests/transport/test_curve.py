@@ -119,14 +119,14 @@ def test_keys_are_files_of_one_account(tmp_path: Path) -> None:
     write_key(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(read_key(path)) == 40
-    with pytest.raises(UsageError, match="is not written over"):
+    with pytest.raises(UsageError, match="must not be overwritten"):
         write_key(path)
     os.chmod(path, 0o640)
     with pytest.raises(UsageError, match="others may read"):
         read_key(path)
     os.chmod(path, 0o600)
     path.write_text("no key at all")
-    with pytest.raises(UsageError, match="holds no key"):
+    with pytest.raises(UsageError, match="holds no valid key"):
         read_key(path)
     with pytest.raises(UsageError, match="cannot be read"):
         read_key(tmp_path / "none")

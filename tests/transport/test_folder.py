@@ -59,7 +59,7 @@ def test_a_port_is_had_once() -> None:
         socket.close(0)
     connections.close()
     assert nobody_listens(folder.path, 29500)
-    with pytest.raises(RuntimeError, match="29500 is served by nobody"):
+    with pytest.raises(RuntimeError, match="29500 is not served"):
         FolderConnections().connect(folder.path, 29500, b"", 3.0)
     folder.close()
 

@@ -137,7 +137,7 @@ def forged(sizes: int, strides: list[int]) -> Tensor:
         (2**30, [0, 1, 3, 0], "claims the size 1073741824 for 'batch', the job has at most 4"),
         (5, [0, 1, 3, 0], "claims the size 5 for 'batch', the job has at most 4"),
         (-1, [0, 1, 3, 0], "claims the size -1 for 'batch'"),
-        (1, [2**33, 2**33, 2**33, 1], r"claims strides that take 618 GB, this process may take 1\.07 GB"),
+        (1, [2**33, 2**33, 2**33, 1], r"claims strides that take 618 GB, .* may take 1\.07 GB"),
         (1, [15, 2**40, 3, 1], "claims strides that take 8.8 TB"),
         (1, [15, 2**28, 2**28, 1], "claims strides that take"),
         (1, [15, -1, 3, 1], "claims a negative stride for a"),
@@ -180,5 +180,5 @@ def test_gaps_that_a_model_makes_still_travel() -> None:
 def test_another_number_of_tensors_is_refused() -> None:
     buffer = torch.zeros(LARGEST, dtype=torch.uint8)
     FORMAT.write(Message(DATA, 0, (1,), example(1)[:2]), buffer)
-    with pytest.raises(TransportError, match="2 tensors, 3 were expected"):
+    with pytest.raises(TransportError, match="2 tensors; expected 3"):
         FORMAT.read(buffer)

@@ -147,7 +147,7 @@ def test_a_wait_that_nothing_meets_ends_with_abort(waiting: str, pretended: torc
     _together(send, receive, abort)
     assert len(errors) == 2
     ended = second if waiting == "receiver" else first
-    with pytest.raises(ConnectionBroken, match="was given up"):
+    with pytest.raises(ConnectionBroken, match="rank 0 was aborted"):
         ended.send(torch.zeros(1, dtype=torch.uint8, device=pretended), 0, tag)
     first.close()
     second.close()
@@ -202,4 +202,4 @@ def test_abort_waits_for_no_communicator_that_is_being_made(pretended: torch.dev
     assert not waited, "abort waits for the connection"
     assert not waits, "who waits for the maker is not told"
     assert made.aborted, "what was made after the abort is left open"
-    assert [str(error) for error in errors] == ["the connection of devices to rank 1 was given up"] * 2
+    assert [str(error) for error in errors] == ["the connection of devices to rank 1 was aborted"] * 2

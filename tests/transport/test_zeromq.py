@@ -131,7 +131,7 @@ def test_a_message_that_is_too_long_is_an_error_and_no_crash(room: Room) -> None
     first, second, _ = room.ranks
     receive = second.receive(torch.zeros(4, dtype=torch.uint8), 0, 2)
     first.send(filled(1), 1, 2).wait()
-    with pytest.raises(TransportError, match="a message of 8 bytes does not fit the 4"):
+    with pytest.raises(TransportError, match=r"a message of 8 bytes does not fit .* 4$"):
         receive.wait()
 
 
@@ -179,7 +179,7 @@ def test_abort_ends_every_wait(key: bytes | None) -> None:
         for thread in threads:
             thread.join(5.0)
         assert len(failed) == 2
-        with pytest.raises(ConnectionBroken, match="was given up"):
+        with pytest.raises(ConnectionBroken, match="rank 1 was aborted"):
             room.ranks[0].send(filled(0), 1, 1)
     finally:
         room.close()
@@ -199,7 +199,7 @@ def test_a_store_does_what_torchs_does(room: Room) -> None:
         assert (store.add("n", 2), store.add("n", 3)) == (2, 5)
         with pytest.raises(RuntimeError, match=r"not found .*: missing$"):
             store.get("missing")
-        with pytest.raises(RuntimeError, match="full"):
+        with pytest.raises(RuntimeError, match="the store is full"):
             store.set("large", "x" * 100_000)
         assert room.store.get("a") == b"1"
     finally:
@@ -276,6 +276,6 @@ def test_a_rank_that_is_gone_ends_what_goes_to_it_and_nothing_else(key: bytes | 
 def test_a_rank_that_does_not_come(place: tuple[Connections, str]) -> None:
     connections, host = place
     server = StoreServer(connections, host)
-    with pytest.raises(RunError, match="rank 1 has not said where it listens"):
+    with pytest.raises(RunError, match="rank 1 has not published its address"):
         ZmqTransport(connections, server, 0, 2, host, join_s=0.3)
     server.close()

@@ -1,1 +1,1 @@
-"""Bytes and tensors between two ranks. Nothing here knows of stages."""
+"""Point-to-point transfer of bytes and tensors between ranks, independent of stages."""

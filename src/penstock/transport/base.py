@@ -1,10 +1,10 @@
-"""The seam between a process and the network: four methods.
+"""The interface between a process and the network: four methods.
 
-Receives are posted before the message comes, sends return at once; both give a `Pending`. A send is
+Receives are posted before the message arrives, sends return immediately; both return a `Pending`. A send is
 done when a receive has been posted for it, at the earliest. Messages between two ranks on one
 tag arrive in the order they were sent. A message may be shorter than the buffer that was posted
-for it, never longer. Tags below 0 carry buffers on devices, where a transport has a way for them
-(`transport/nccl.py`): there a receive is as long as what is sent.
+for it, never longer. Tags below 0 carry buffers on devices, if a transport supports them
+(`transport/nccl.py`): such a receive must have the length of its send.
 """
 
 import struct
@@ -22,14 +22,14 @@ from penstock.transport.tags import CONTROL
 
 
 class Pending(Protocol):
-    """A send or receive under way."""
+    """A send or receive in flight."""
 
     def wait(self) -> None:
-        """Block until it is done; raises `ConnectionBroken` when the connection is gone."""
+        """Block until it is done; raises `ConnectionBroken` if the connection is lost."""
 
 
 class Transport(Protocol):
-    """Moves bytes between ranks; buffers are contiguous uint8 tensors that stay untouched until done."""
+    """A transport of bytes between ranks; buffers are contiguous uint8 tensors that must not change until done."""
 
     rank: int
     size: int
@@ -41,35 +41,35 @@ class Transport(Protocol):
         """Post a buffer for the next message on a tag."""
 
     def abort(self) -> None:
-        """End every wait of this process with `ConnectionBroken`, now and from now on."""
+        """End every wait of this process with `ConnectionBroken`, now and later."""
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
 
 
-SILENCE_S = 5.0  # after which a process that does not answer is lost
+SILENCE_S = 5.0  # after which a silent process is declared lost
 WORD_BYTES = 64 * 2**10  # of a signal, a number, a name or an error
-DOCUMENT_BYTES = 16 * 2**20  # of what ranks tell each other, an entry for each of them
-JOB_BYTES = 256 * 2**20  # of a job, with the programs of a rank's stages as text
+DOCUMENT_BYTES = 16 * 2**20  # of an exchanged document, with an entry for each rank
+JOB_BYTES = 256 * 2**20  # of a job, including the programs of a rank's stages as text
 _BYTES_HEADER = struct.Struct("<QQ")  # length, checksum
-_WITH_HEADER = 2**12  # bytes that travel in one message with their header
+_WITH_HEADER = 2**12  # bytes sent in one message with their header
 
 
 def send_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -> None:
-    """Send bytes of any length to a rank that calls `receive_bytes`, and wait until they are gone."""
+    """Send bytes of any length to a rank that calls `receive_bytes`, and wait until they are sent."""
     post_bytes(transport, data, to, tag).wait()
 
 
 def receive_bytes(transport: Transport, source: int, tag: int = CONTROL, *, limit: int) -> bytes:
     """Wait for the bytes of `send_bytes`; raises `TransportError` for more than `limit` and for damaged ones.
 
-    `limit` is what the bytes are at most: nothing is allocated for an announcement of more.
+    `limit` is the maximum length: nothing is allocated for an announcement of more.
     """
     return ArrivingBytes(transport, source, tag, limit=limit).wait()
 
 
 def post_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -> Pending:
-    """Begin to send bytes as `send_bytes` does: few travel with their header, the rest of many after it."""
+    """Start sending bytes as `send_bytes` does: a short message with its header, the rest of a long one after it."""
     header = _BYTES_HEADER.pack(len(data), zlib.crc32(data))
     first, rest = header + data[:_WITH_HEADER], data[_WITH_HEADER:]
     buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (first, rest) if part]
@@ -77,7 +77,7 @@ def post_bytes(transport: Transport, data: bytes, to: int, tag: int = CONTROL) -
 
 
 class ArrivingBytes:
-    """The bytes that a rank sends by `send_bytes`, posted for; `wait` returns them as `receive_bytes` does.
+    """A posted receive for the bytes of `send_bytes`; `wait` returns them as `receive_bytes` does.
 
     Example:
         arriving = {rank: ArrivingBytes(transport, rank, limit=WORD_BYTES) for rank in (1, 2)}
@@ -90,7 +90,7 @@ class ArrivingBytes:
         self._pending = transport.receive(self._first, source, tag)
 
     def wait(self) -> bytes:
-        """Wait for all of them."""
+        """Wait for all bytes and return them."""
         self._pending.wait()
         source, first = self._source, self._first.numpy().tobytes()
         size, checksum = _BYTES_HEADER.unpack_from(first)
@@ -107,12 +107,12 @@ class ArrivingBytes:
 
 
 def send_tensor(transport: Transport, tensor: Tensor, to: int, tag: int = CONTROL) -> None:
-    """Send a tensor whose shape and dtype the receiver knows, from wherever it lies."""
+    """Send a tensor on any device; the receiver must know its shape and dtype."""
     post_send(transport, tensor, to, tag).wait()
 
 
 def receive_tensor(transport: Transport, tensor: Tensor, source: int, tag: int = CONTROL) -> None:
-    """Fill a contiguous tensor, wherever it lies, with what `send_tensor` sent."""
+    """Receive a tensor of `send_tensor` into a contiguous tensor on any device."""
     arriving, pending = post_receive(transport, tensor, source, tag)
     pending.wait()
     if arriving is not tensor:
@@ -120,7 +120,7 @@ def receive_tensor(transport: Transport, tensor: Tensor, source: int, tag: int =
 
 
 def post_send(transport: Transport, tensor: Tensor, to: int, tag: int = CONTROL) -> Pending:
-    """Begin to send a tensor as `send_tensor` does; it stays untouched until that is done."""
+    """Start sending a tensor as `send_tensor` does; it must not change until the send is done."""
     if not tensor.numel():
         return _Kept(tensor, None)
     buffer = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -128,7 +128,7 @@ def post_send(transport: Transport, tensor: Tensor, to: int, tag: int = CONTROL)
 
 
 def post_receive(transport: Transport, tensor: Tensor, source: int, tag: int = CONTROL) -> tuple[Tensor, Pending]:
-    """Post a contiguous tensor for what `send_tensor` sends; returns where it arrives: itself, or one on the host."""
+    """Post a contiguous tensor for `send_tensor`; returns the receiving tensor: itself, or one on the host."""
     if not tensor.numel():
         return tensor, _Kept(tensor, None)
     arriving = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
@@ -137,7 +137,7 @@ def post_receive(transport: Transport, tensor: Tensor, source: int, tag: int = C
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A send whose buffer stays alive until it is done; nothing was sent where there is no `pending`."""
+    """A send whose buffer stays alive until it is done; without `pending` nothing was sent."""
 
     buffer: Tensor
     pending: Pending | None
@@ -149,7 +149,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """Several sends as one."""
+    """Several sends, treated as one."""
 
     pending: Sequence[Pending]
 

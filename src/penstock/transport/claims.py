@@ -1,4 +1,4 @@
-"""Hold what a message's header claims against the job, before anything is allocated for it."""
+"""Validation of a message's header against the job, before anything is allocated for it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from penstock.units import format_bytes
 
 
 class Layout(NamedTuple):
-    """A tensor's layout as a header has it, checked; `in_place` says that it needs no memory of its own."""
+    """A tensor's validated layout from a header; `in_place` is set if it needs no separate memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
 def check_layouts(
     index: int, values: Sequence[Value], symbols: Sequence[str], largest: Sequence[int], numbers: Sequence[int]
 ) -> list[Layout]:
-    """Read the layouts of a message's tensors from its numbers: the sizes, at most `largest`, then all strides.
+    """Decode the layouts of a message's tensors from its numbers: the sizes, at most `largest`, then all strides.
 
     Raises `TransportError` for sizes beyond the job's, negative strides, and gaps that this process has no memory for.
     """
@@ -30,7 +30,7 @@ def check_layouts(
         if not 0 <= size <= most:
             raise TransportError(
                 f"message {index} claims the size {size} for {symbol!r}, the job has at most {most}; "
-                "give the pipeline the largest microbatch as its example, and the same version everywhere"
+                "create the pipeline with the largest microbatch as its example, and the same version everywhere"
             )
     sizes = dict(zip(symbols, numbers, strict=False))
     layouts: list[Layout] = []
@@ -46,7 +46,7 @@ def check_layouts(
         layouts.append(Layout(shape, strides, num_bytes, is_dense(stored_shape(shape, strides), strides)))
     if num_spread and num_spread > (allowed := allowed_bytes()):
         raise TransportError(
-            f"message {index} claims strides that take {format_bytes(num_spread)}, this process may take "
-            f"{format_bytes(allowed)}; cut the model where tensors have no gaps"
+            f"message {index} claims strides that take {format_bytes(num_spread)}, but this process may take "
+            f"{format_bytes(allowed)}; cut the model at tensors without gaps"
         )
     return layouts

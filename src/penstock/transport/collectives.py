@@ -1,4 +1,4 @@
-"""What processes that train together say to each other beside activations: sums of tensors, and small documents."""
+"""Collectives of a training: sums of tensors, and exchange of small documents."""
 
 import json
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ from penstock.transport.tags import DOCUMENTS
 
 
 def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], tag: int, *, at_once: bool = False) -> None:
-    """Add a flat tensor up over the ranks of a group, in place; every rank gets the same bits.
+    """Sum a flat tensor over the ranks of a group, in place; every rank gets the same bits.
 
     Example:
         all_reduce(transport, torch.cat([gradient.reshape(-1) for gradient in gradients]), [0, 2], tag)
 
-    Of a large tensor each rank passes parts around a ring, so that nobody carries more than two times the tensor
+    By default each rank sends parts around a ring, so that none sends more than two times the tensor
     (Patarasuk and Yuan 2009, bandwidth-optimal all-reduce):
 
-        0 ──▶ 1 ──▶ 2 ──▶ 0      first each part gathers its sum on its way round, then the sums go round
+        0 ──▶ 1 ──▶ 2 ──▶ 0      first the parts are reduced around the ring, then the sums are gathered
 
-    That is 2 (n - 1) messages one after the other. With `at_once` each rank sends the whole tensor to all others,
-    which takes one, and pays where tensors are small.
+    That takes 2 (n - 1) sequential messages. With `at_once` each rank sends the whole tensor to all others,
+    which takes one, and is faster for small tensors.
     """
     ranks = sorted(group)
     if at_once:
@@ -33,7 +33,7 @@ def all_reduce(transport: Transport, flat: Tensor, group: Sequence[int], tag: in
 
 
 def _sum_at_once(transport: Transport, flat: Tensor, ranks: Sequence[int], tag: int) -> None:
-    """Exchange whole tensors, and add them up in the order of ranks."""
+    """Exchange whole tensors, and sum them in the order of ranks."""
     if not flat.numel():
         return
     others = [rank for rank in ranks if rank != transport.rank]
@@ -72,12 +72,12 @@ def _sum_around(transport: Transport, flat: Tensor, ranks: Sequence[int], tag: i
 
 
 def all_gather(transport: Transport, document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return to every rank the documents of all ranks, in the order of ranks.
+    """Return the documents of all ranks on every rank, in the order of ranks.
 
     Example:
         losses = [told["loss"] for told in all_gather(transport, {"loss": 0.5})]
 
-    Every rank sends its own to every other at once; a small one takes one message.
+    Every rank sends its document to all others simultaneously; a small one takes one message.
     """
     if transport.size == 1:
         return [document]

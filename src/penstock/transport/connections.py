@@ -1,6 +1,6 @@
-"""Connections of ZeroMQ's between the processes of a run, kept by a thread of libzmq's own.
+"""ZeroMQ connections between the processes of a run, maintained by a libzmq thread.
 
-What each side proves before a byte of it is read is the kind's: a key (`transport/curve.py`), or that it is of this
+Each kind requires a proof before it reads a byte of the other side: a key (`transport/curve.py`), or access of this
 account (`transport/folder.py`).
 """
 
@@ -17,15 +17,15 @@ from penstock.errors import RunError
 from penstock.transport.base import SILENCE_S
 from penstock.transport.open_files import FULL, check_room, naming_limit, raise_file_limit, too_many_files
 
-# whether a key is right is decided in Python: by a process that imports, or has little of a core, seconds later
+# keys are checked in Python: a process that imports, or has little of a core, takes seconds to answer
 CONNECT_S = 30.0
 _ANSWER_BYTES = 4 * 2**20
-# files that a process of two connections takes, and one connection with what its sockets accept
+# open files of a process with two connections, and of one connection with those that its sockets accept
 _FIRST_FILES, _FILES = 32, 8
-_AROUND_BYTES = 1024  # what encryption adds to a part
-# libzmq's thread asks by itself whether the other side's is alive, also while that interpreter's lock is held
+_AROUND_BYTES = 1024  # overhead of encryption per part
+# libzmq's thread sends heartbeats to the other side's by itself, even while an interpreter's lock is held
 _BEAT_MS = 1000
-_OF_SILENCE = 0.8  # it is to have noticed before whoever waits for that long
+_OF_SILENCE = 0.8  # so that it detects a silence before its callers do
 _PROVED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _BROKEN = (
     zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -34,15 +34,15 @@ _BROKEN = (
 
 
 class Connections:
-    """Sockets of one process that speak with those alone that prove what their kind asks for.
+    """Sockets of one process that accept only peers with the proof that their kind requires.
 
     Example:
         listener, port = connections.listen("192.168.1.10")
         connection = connections.connect("192.168.1.10", port, b"1")
     """
 
-    refused = "closes the connection"  # what an address does whose connection breaks before it stands
-    part_bytes = 4 * 2**20  # no part of a message to a listening socket is longer
+    refused = "closes the connection"  # error text for a connection that breaks before it is established
+    part_bytes = 4 * 2**20  # maximum length of a message part to a listening socket
     again_s: Sequence[float] = ()  # pauses before connecting again after the other side closed the connection
 
     def __init__(self) -> None:
@@ -52,18 +52,18 @@ class Connections:
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def place(self, address: str, port: int) -> str:
-        """Return what libzmq calls a place."""
+        """Return the libzmq endpoint of an address and port."""
         raise NotImplementedError
 
     def bind(self, socket: "zmq.Socket[bytes]", address: str, port: int) -> int:
-        """Listen on a port, any where it is 0; returns it. Raises `OSError` or `zmq.ZMQError` where it is taken."""
+        """Listen on a port, any if it is 0; returns it. Raises `OSError` or `zmq.ZMQError` if it is taken."""
         raise NotImplementedError
 
     def prove(self, socket: "zmq.Socket[bytes]", *, listens: bool) -> None:
-        """Have a socket prove what it must, and ask the other side for it."""
+        """Configure a socket's proof, and its check of the other side's."""
 
     def listen(self, address: str, port: int = 0) -> "tuple[zmq.Socket[bytes], int]":
-        """Listen on one address; returns the socket and its port. Raises `OSError` where the port is taken."""
+        """Listen on one address; returns the socket and its port. Raises `OSError` if the port is taken."""
         socket = self._socket(zmq.ROUTER, address)
         socket.setsockopt(zmq.MAXMSGSIZE, self.part_bytes + _AROUND_BYTES)
         try:
@@ -83,9 +83,9 @@ class Connections:
     def connect(
         self, address: str, port: int, name: bytes, timeout_s: float = CONNECT_S, silence_s: float = SILENCE_S
     ) -> "Connection":
-        """Connect, and wait until both sides have proved what they must; raises `RuntimeError` where they do not.
+        """Connect, and wait until both sides have authenticated; raises `RuntimeError` if they do not.
 
-        The connection breaks where the other side is silent for about `silence_s`.
+        The connection breaks if the other side is silent for about `silence_s`.
         """
         deadline = time.monotonic() + timeout_s
         for again_s in (*self.again_s, None):
@@ -103,13 +103,13 @@ class Connections:
         raise RuntimeError(f"{address}:{port} {self.refused}")
 
     def _begin(self, address: str, port: int, name: bytes, silence_s: float) -> "Connection":
-        """Begin to connect; raises `RunError` if this process can open no more files."""
+        """Start connecting; raises `RunError` if this process cannot open more files."""
         socket = self._socket(zmq.DEALER, address, silence_s)
         self.prove(socket, listens=False)
         if name:
             socket.setsockopt(zmq.IDENTITY, name)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        # a name of its own: what pyzmq makes of the file's number is taken while another socket of it is being closed
+        # a unique name: pyzmq's, from the file number, is still taken while another socket of that number closes
         place = f"inproc://monitor-{uuid.uuid4().hex}"
         monitor: zmq.Socket[bytes] | None = None
         try:
@@ -126,7 +126,7 @@ class Connections:
         return Connection(socket, monitor)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         self._context.destroy(linger=0)
 
     def _socket(self, kind: int, address: str, silence_s: float = SILENCE_S) -> "zmq.Socket[bytes]":
@@ -136,28 +136,28 @@ class Connections:
         socket.setsockopt(zmq.IPV6, int(":" in address))
         socket.linger = 0
         socket.setsockopt(zmq.MAXMSGSIZE, _ANSWER_BYTES + _AROUND_BYTES)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * CONNECT_S))  # a connection that proves nothing is dropped
+        socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * CONNECT_S))  # unauthenticated connections are dropped
         socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * _OF_SILENCE * silence_s))
-        socket.set_hwm(0)  # credits bound what is under way
-        socket.setsockopt(zmq.SNDTIMEO, 0)  # so that only a connection that is gone takes nothing, which is an error
+        socket.set_hwm(0)  # credits bound the messages in flight
+        socket.setsockopt(zmq.SNDTIMEO, 0)  # so that only a lost connection blocks, which is an error
         return socket
 
 
 class Connection:
-    """A connecting socket, and whether its connection stands; it breaks for good."""
+    """A connecting socket with the state of its connection, which breaks permanently."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
         self.socket, self._monitor = socket, monitor
         self.reached = self.proved = self.broken = False
-        # holds both sockets: where a cycle is collected, they would be closed one by one in any order
+        # holds both sockets: garbage collection of a cycle would close them in any order
         self._close = weakref.finalize(self, _close, socket, monitor, os.getpid())
         self._close.atexit = False
         self._poller = zmq.Poller()
         self._poller.register(monitor, zmq.POLLIN)
 
     def look(self, wait_ms: int = 0) -> None:
-        """Take note of what has happened to the connection."""
+        """Update the state from the connection's events."""
         while self._poller.poll(wait_ms):
             event = recv_monitor_message(self._monitor)["event"]
             self.reached |= event == zmq.EVENT_CONNECTED
@@ -166,13 +166,13 @@ class Connection:
             wait_ms = 0
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._close()
 
 
 def _close(socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", process: int) -> None:
-    """Close what a connection is made of, in this order: libzmq's threads wait for ever to tell a monitor that went."""
-    if os.getpid() == process:  # what a fork of it has is not its own
+    """Close a connection's sockets in this order: libzmq's threads block forever on events to a closed monitor."""
+    if os.getpid() == process:  # a fork does not own the sockets
         socket.disable_monitor()
         monitor.close(0)
         socket.close(0)

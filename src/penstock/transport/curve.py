@@ -1,8 +1,8 @@
-"""Connections that prove a key and are encrypted: ZeroMQ's CURVE, in a thread of libzmq's own.
+"""Authenticated and encrypted connections: ZeroMQ's CURVE, in a libzmq thread.
 
-Whoever takes part in a run has its key, a secret of 32 bytes. It is the listening side's key and the connecting
-side's: each proves it before a byte of the other is read, and the keys of a connection are made for it alone
-(http://curvezmq.org, RFC 26). Who has the key is trusted to be who it says; without it a connection gets nowhere.
+Every process of a run has its key, a secret of 32 bytes. It is the listening side's key and the connecting
+side's: each proves it before a byte of the other is read, and each connection has fresh session keys
+(http://curvezmq.org, RFC 26). A process with the key may claim any rank; one without it cannot connect.
 """
 
 import os
@@ -29,33 +29,33 @@ def make_key() -> bytes:
 
 
 def write_key(path: Path, key: bytes | None = None) -> None:
-    """Write a key, a new one where none is given, to a file that only this account reads.
+    """Write a key, by default a new one, to a file that only this account can read.
 
-    Raises `UsageError` where there is a file already.
+    Raises `UsageError` if the file exists.
     """
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write((key or make_key()) + b"\n")
     except FileExistsError:
-        raise UsageError(f"a key is not written over, but {path} is there; choose another name") from None
+        raise UsageError(f"a key must not be overwritten, but {path} exists; choose another name") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another place") from None
 
 
 def read_key(path: Path) -> bytes:
-    """Read a key; raises `UsageError` for a file that others may read, and for what is no key."""
-    text = read_private(path, "make one with penstock keys new").strip().encode()
+    """Read a key; raises `UsageError` for a file that others can read, and for an invalid key."""
+    text = read_private(path, "create one with penstock keys new").strip().encode()
     try:
         if len(text) != _KEY_LENGTH:
             raise ValueError
         zmq.curve_public(text)
     except (ValueError, zmq.ZMQError):
-        raise UsageError(f"{path} holds no key; make one with penstock keys new") from None
+        raise UsageError(f"{path} holds no valid key; create one with penstock keys new") from None
     return text
 
 
 class Curve(Connections):
-    """Sockets of one process that speak with those alone that have a key.
+    """Sockets of one process that accept only peers with its key.
 
     Example:
         curve = Curve(read_key(path))
@@ -63,10 +63,10 @@ class Curve(Connections):
         connection = curve.connect("192.168.1.10", port, b"1")
     """
 
-    refused = "does not prove this run's key, or does not take the one that is here"
-    # what a stranger announces is made room for before it has proved anything
+    refused = "does not prove this run's key, or rejects this process's key"
+    # libzmq allocates the announced length before authentication
     part_bytes = 64 * 2**10
-    again_s = (0.05, 0.2, 0.5)  # a gate that is flooded closes some that would have proved the key
+    again_s = (0.05, 0.2, 0.5)  # a flooded gate closes some connections that have the key
 
     def __init__(self, key: bytes) -> None:
         super().__init__()
@@ -77,29 +77,29 @@ class Curve(Connections):
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=self)
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Whether a key, in Z85, is let in: libzmq asks this of each that connects."""
+        """Return whether a key, in Z85, is accepted; libzmq calls this for each connection."""
         return key == self._public
 
     def listen(self, address: str, port: int = 0) -> "tuple[zmq.Socket[bytes], int]":
-        """Listen on one address, with a bound on how many connections there may be that have proved nothing."""
+        """Listen on one address, with a limit on the number of unauthenticated connections."""
         listener, port = super().listen(address, port)
         self._gates = [gate for gate in self._gates if gate.follows]
         self._gates.append(Gate(self._context, listener))
         return listener, port
 
     def place(self, address: str, port: int) -> str:
-        """Return what libzmq calls a place."""
+        """Return the libzmq endpoint of an address and port."""
         return f"tcp://{_host(address)}:{port}"
 
     def bind(self, socket: "zmq.Socket[bytes]", address: str, port: int) -> int:
-        """Listen on a port, any where it is 0; returns it."""
+        """Listen on a port, any if it is 0; returns it."""
         if not port:
             return socket.bind_to_random_port(f"tcp://{_host(address)}")
         socket.bind(self.place(address, port))
         return port
 
     def prove(self, socket: "zmq.Socket[bytes]", *, listens: bool) -> None:
-        """Have a socket prove the key, and ask the other side for it."""
+        """Configure a socket's key, and its check of the other side's."""
         socket.curve_secretkey, socket.curve_publickey = self._secret, self._public
         if listens:
             socket.curve_server = True
@@ -107,7 +107,7 @@ class Curve(Connections):
             socket.curve_serverkey = self._public
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         for gate in self._gates:
             gate.close()
         self._authenticator.stop()

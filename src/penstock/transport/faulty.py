@@ -1,9 +1,9 @@
-"""A transport that fails on purpose, with its faults declared as data.
+"""Fault injection: a transport that fails on purpose, with its faults declared as data.
 
     FaultyTransport(transport, [Fault(kind="drop", rank=1, message=3)])
 
-loses the fourth message that rank 1 sends. Worker processes wrap theirs when the process that starts
-them sets PENSTOCK_FAULTS to what `write_faults` gives, so that real processes can fail on purpose too:
+loses the fourth message that rank 1 sends. Worker processes wrap their transports if their parent
+sets PENSTOCK_FAULTS to the result of `write_faults`, so that real processes can fail on purpose too:
 
     start_local(2, {FAULTS_VARIABLE: write_faults([Fault(kind="corrupt", rank=2, message=0)])})
 """
@@ -28,11 +28,11 @@ FAULTS_VARIABLE = "PENSTOCK_FAULTS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens to one message that a rank sends.
+    """A fault of one message that a rank sends.
 
-    drop: it never leaves; delay: it and those behind it leave `delay_s` later; duplicate: it leaves
+    drop: it is never sent; delay: it and those after it are sent `delay_s` later; duplicate: it is sent
     twice; corrupt: one byte, chosen by `seed`, arrives changed; close: the rank loses all connections.
-    Messages are counted from 0, on one tag, or on all but the control tag where none is given.
+    Messages are counted from 0, on one tag, or by default on all but the control tag.
     """
 
     kind: Literal["drop", "delay", "duplicate", "corrupt", "close"]
@@ -44,26 +44,26 @@ class Fault:
 
 
 def write_faults(faults: Sequence[Fault]) -> str:
-    """Write faults as JSON, for the environment of a worker."""
+    """Encode faults as JSON, for the environment of a worker."""
     return msgspec.json.encode(list(faults)).decode()
 
 
 def read_faults(text: str) -> list[Fault]:
-    """Read what `write_faults` wrote; raises `UsageError` for anything else."""
+    """Decode the result of `write_faults`; raises `UsageError` for anything else."""
     try:
         return msgspec.json.decode(text, type=list[Fault])
     except msgspec.MsgspecError as error:
-        raise UsageError(f"{FAULTS_VARIABLE} is not a list of faults: {error}; unset it") from None
+        raise UsageError(f"{FAULTS_VARIABLE} must be a list of faults: {error}; unset it") from None
 
 
 def wrap_if_faulty(transport: Transport) -> Transport:
-    """Return a transport with the faults that the environment asks for, or the same one, as nearly always."""
+    """Return a transport with the faults of the environment, or usually the same one."""
     text = os.environ.get(FAULTS_VARIABLE)
     return FaultyTransport(transport, read_faults(text)) if text else transport
 
 
 class FaultyTransport:
-    """Passes everything on to another transport, except for the faults of its rank."""
+    """A transport that forwards all messages to another one, except for the faults of its rank."""
 
     def __init__(self, inner: Transport, faults: Sequence[Fault]) -> None:
         self.rank = inner.rank
@@ -98,11 +98,11 @@ class FaultyTransport:
         self._inner.abort()
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self._inner.close()
 
     def _due(self, tag: int) -> Fault | None:
-        """Count a message; gives the fault that it meets."""
+        """Count a message; returns the fault that applies to it."""
         due = None
         with self._lock:
             for fault, left in list(self._waiting.items()):
@@ -117,7 +117,7 @@ class FaultyTransport:
 
 
 class _Together:
-    """Several sends as one."""
+    """Several sends, treated as one."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._parts = parts

@@ -1,7 +1,7 @@
-"""Connections between processes of one account on one machine: sockets in a folder that nobody else may enter.
+"""Connections between processes of one account on one machine: sockets in a private folder.
 
-No port is opened, and there is nothing to prove or to encrypt: the system lets no other account reach what lies in a
-folder of mode 0700. An address is the folder's path then, and a port the name of a socket in it.
+No port is opened, and no key or encryption is needed: the system denies other accounts access to a
+folder of mode 0700. An address is the folder's path here, and a port the name of a socket in it.
 """
 
 import errno
@@ -14,22 +14,22 @@ from penstock.transport.connections import Connections
 
 
 class FolderConnections(Connections):
-    """Sockets in a folder of this account's own.
+    """Sockets in a private folder of this account.
 
     Example:
         listener, port = FolderConnections().listen("/tmp/penstock-5f0c")
     """
 
-    refused = "is served by nobody; look whether its process has ended"
+    refused = "is not served by any process; check whether its process has exited"
 
     def place(self, address: str, port: int) -> str:
-        """Return what libzmq calls a place."""
+        """Return the libzmq endpoint of an address and port."""
         return f"ipc://{address}/{port}"
 
     def bind(self, socket: "zmq.Socket[bytes]", address: str, port: int) -> int:
-        """Listen on a port, the first that nobody has had where it is 0; returns it. Raises `OSError`."""
+        """Listen on a port, the first unused one if it is 0; returns it. Raises `OSError` if it is taken."""
         for number in (port,) if port else count(1):
-            try:  # libzmq takes the place of a socket that is there
+            try:  # libzmq replaces an existing socket
                 os.close(os.open(f"{address}/{number}.taken", os.O_CREAT | os.O_EXCL, 0o600))
             except FileExistsError:
                 continue

@@ -1,4 +1,4 @@
-"""A bound on the connections of a listening socket that have proved nothing yet."""
+"""A limit on the unauthenticated connections of a listening socket."""
 
 import os
 import socket
@@ -13,13 +13,13 @@ from typing import TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-# connections that may be in their handshake at a time; one takes milliseconds
+# maximum number of concurrent handshakes; one takes milliseconds
 MOST_UNPROVED = 64
 _POLL_MS = 100
-# Bytes that this side has sent, and those of them that were sent again: `tcpi_bytes_sent` and `tcpi_bytes_retrans` of
-# Linux's `struct tcp_info`, from 4.19. They are 64 of greeting and 170 of WELCOME before the other side has proved the
-# key, and more than 290 with READY after it. What was acknowledged is late: a process may know READY before its system
-# says so.
+# Bytes that this side has sent and retransmitted: `tcpi_bytes_sent` and `tcpi_bytes_retrans` of Linux's
+# `struct tcp_info`, since 4.19. They are 64 of greeting and 170 of WELCOME before the other side has proved the
+# key, and more than 290 with READY after it. Acknowledged bytes lag: a process may receive READY before its
+# system acknowledges it.
 _BYTES_SENT = struct.Struct("=200xQQ")
 _SENT_BEFORE_PROOF = 270
 _Peer = tuple[object, ...]
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 
 class Gate:
-    """Closes the oldest connection that has proved nothing where a listening socket has more than 64 of them.
+    """A guard that closes the oldest unauthenticated connection of a listening socket with more than 64 of them.
 
-    Of the addresses that they come from, the one with the most loses. A thread follows the socket's events until the
-    socket is closed. libzmq does not say which connection has passed its handshake, so the system is asked how much
-    was sent over it: only one that has passed is sent more than the handshake's beginning. Linux before 4.19 does not
-    say, and nothing is closed there.
+    It closes one of the source address with the most. A thread follows the socket's events until the
+    socket is closed. libzmq does not report which connection has passed its handshake, so the thread reads the sent
+    bytes from the system: only an authenticated one is sent more than the handshake's beginning. Linux before 4.19
+    does not report them, and nothing is closed there.
 
     Example:
         gate = Gate(context, listener)
@@ -44,18 +44,18 @@ class Gate:
         listener.monitor(place, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.connect(place)
-        self._unproved: dict[int, _Peer] = {}  # by the number of its file, the oldest first
+        self._unproved: dict[int, _Peer] = {}  # by file number, the oldest first
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="penstock-gate", daemon=True)
         self._thread.start()
 
     @property
     def follows(self) -> bool:
-        """Return whether the listening socket is still open."""
+        """True while the listening socket is open."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop following, before the context goes."""
+        """Stop following, before the context is destroyed."""
         self._closing.set()
         self._thread.join()
 
@@ -89,7 +89,7 @@ class Gate:
 
 def _is_unproved(connection: socket.socket, peer: _Peer) -> bool:
     known = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT.size)
-    if len(known) < _BYTES_SENT.size:  # an older system does not say, and nobody is closed by guessing
+    if len(known) < _BYTES_SENT.size:  # an older system does not report it, and no connection is closed on a guess
         return False
     sent, again = _BYTES_SENT.unpack(known)
     return connection.getpeername() == peer and bool(sent - again <= _SENT_BEFORE_PROOF)
@@ -101,7 +101,7 @@ def _end(connection: socket.socket, peer: _Peer) -> None:
 
 
 def _ask(file: int, question: Callable[[socket.socket], T]) -> T | None:
-    """Ask something of a connection, which is libzmq's and may end at any time: None if it has."""
+    """Query a connection that libzmq owns and may close at any time; None if it has."""
     own = -1
     try:
         own = os.dup(file)

@@ -1,4 +1,4 @@
-"""The transport over torch.distributed's gloo."""
+"""A transport over torch.distributed's gloo."""
 
 import contextlib
 import datetime
@@ -13,19 +13,19 @@ from penstock.text import first_line
 from penstock.transport.base import Pending
 from penstock.transport.watched import run_watched
 
-# gloo closes a connection for good when a wait times out, so waits get no deadline; `health` watches instead
+# gloo closes a connection permanently when a wait times out, so waits get no deadline; `health` watches instead
 _NO_DEADLINE = datetime.timedelta(days=365)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
-# a tag that no message has
+# an unused tag
 _NOBODY_SENDS = 2**31 - 1
 
 
 class GlooTransport:
-    """Point-to-point messages over a gloo group of its own; the process's default group is not touched.
+    """Point-to-point messages over a separate gloo group; the process's default group is unchanged.
 
-    `store` is where the ranks exchange addresses, `address` the local one to listen on. Connecting takes at most
-    `join_s` seconds; `watch` is called meanwhile and may raise something sooner. Raises `RunError` where the ranks do
-    not reach each other.
+    The ranks exchange addresses through `store`; `address` is the local one to listen on. Connecting takes at most
+    `join_s` seconds, during which `watch` is called and may raise sooner. Raises `RunError` if the ranks cannot
+    reach each other.
 
     Example:
         GlooTransport(store, rank=0, size=2, address="127.0.0.1")
@@ -38,7 +38,7 @@ class GlooTransport:
         self.rank = rank
         self.size = size
         self._aborted = False
-        # the only way to a group that leaves the process's default group alone; typed as private, documented as gloo's
+        # the only way to create a group without the process's default group; typed as private, documented for gloo
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = datetime.timedelta(seconds=join_s)
@@ -49,7 +49,7 @@ class GlooTransport:
             )
         except RuntimeError as error:
             raise RunError(
-                f"the {size} processes have met but cannot connect from {address}: {first_line(error)}; "
+                f"the {size} processes met but cannot connect from {address}: {first_line(error)}; "
                 "check that every host reaches every other"
             ) from error
 
@@ -64,8 +64,8 @@ class GlooTransport:
     def abort(self) -> None:
         """End every wait of this process, and of others for it, by closing all connections.
 
-        A wait that times out closes them, with an exception for what is under way. It waits for a message that
-        nobody sends: of two that wait for the same message, one would take it and leave the other waiting.
+        A wait that times out closes them, with an exception for operations in flight. It waits for a message that
+        no rank sends: of two waits for the same message, one would receive it and leave the other blocked.
         """
         self._aborted = True
         group = self._group
@@ -73,17 +73,17 @@ class GlooTransport:
             return
         for peer in set(range(self.size)) - {self.rank}:
             nothing = torch.zeros(1, dtype=torch.uint8)
-            with contextlib.suppress(RuntimeError):  # the timeout, or a connection that is closed already
+            with contextlib.suppress(RuntimeError):  # the timeout, or an already closed connection
                 group.recv([nothing], peer, _NOBODY_SENDS).wait(_AT_ONCE)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self._group = None
 
     def _start(self, kind: str, buffer: Tensor, peer: int, tag: int) -> Pending:
         group = self._group
         if group is None or self._aborted:
-            raise ConnectionBroken(f"the connection to rank {peer} was given up")
+            raise ConnectionBroken(f"the connection to rank {peer} was aborted")
         operation = group.send if kind == "send" else group.recv  # type: ignore[attr-defined]
         try:
             return _GlooPending(operation([buffer], peer, tag), peer)

@@ -1,4 +1,4 @@
-"""Ranks within one process: for tests, and for modules that run as threads."""
+"""A transport between threads of one process, for tests and for modules that run as threads."""
 
 import threading
 from collections import defaultdict, deque
@@ -10,7 +10,7 @@ from penstock.transport.base import Pending
 
 
 class MemoryNetwork:
-    """Ranks within one process that exchange buffers: for tests, and the shortest description of a transport.
+    """A network of ranks within one process, which also serves as a reference transport.
 
     As with gloo a send is done when the receiver has posted a buffer for it, and a rank that aborts
     also ends the waits of others for it.
@@ -28,7 +28,7 @@ class MemoryNetwork:
         self.transports = [MemoryTransport(self, rank, size) for rank in range(size)]
 
     def num_open(self) -> int:
-        """Count the sends and receives that nobody has met yet."""
+        """Count the unmatched sends and receives."""
         return sum(len(lane.sends) + len(lane.receives) for lane in self.lanes.values())
 
 
@@ -41,7 +41,7 @@ class MemoryTransport:
         self._network = network
 
     def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
-        """Put the buffer behind those on their way to a rank."""
+        """Queue the buffer for a rank, after earlier ones."""
         pending = _MemoryPending(self._network, buffer, (self.rank, to))
         with self._network.changed:
             pending.check()
@@ -52,7 +52,7 @@ class MemoryTransport:
         return pending
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
-        """Post a buffer behind those that wait for a rank."""
+        """Post a buffer for a rank's message, after earlier ones."""
         pending = _MemoryPending(self._network, buffer, (self.rank, source))
         with self._network.changed:
             pending.check()
@@ -69,7 +69,7 @@ class MemoryTransport:
             self._network.changed.notify_all()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Release nothing, as none is held."""
 
 
 class _MemoryPending:
@@ -90,23 +90,23 @@ class _MemoryPending:
 
     def check(self) -> None:
         if not self._network.gone.isdisjoint(self._ranks):
-            raise ConnectionBroken(f"the connection to rank {self._ranks[1]} was given up")
+            raise ConnectionBroken(f"the connection to rank {self._ranks[1]} was aborted")
 
 
 class _Lane:
-    """What was sent from one rank to another on one tag, and the buffers posted for it."""
+    """Sends from one rank to another on one tag, and the buffers posted for them."""
 
     def __init__(self) -> None:
         self.sends: deque[_MemoryPending] = deque()
         self.receives: deque[_MemoryPending] = deque()
 
     def meet(self) -> None:
-        """Copy each message into the buffer that waits for it."""
+        """Copy each message into its posted buffer."""
         while self.sends and self.receives:
             sent, received = self.sends.popleft(), self.receives.popleft()
             size, room = sent.buffer.numel(), received.buffer.numel()
             if size > room:
-                received.error = TransportError(f"a message of {size} bytes does not fit the {room} that were posted")
+                received.error = TransportError(f"a message of {size} bytes does not fit the posted buffer of {room}")
             else:
                 received.buffer[:size] = sent.buffer
             sent.done = received.done = True

@@ -1,14 +1,14 @@
-"""One microbatch as one message: a fixed header, the layouts, then the tensors.
+"""Message format of a microbatch: a fixed header, the layouts, then the tensors.
 
-    0        magic, kind, number of tensors, index, bytes in all, bytes of the body, bytes and sum apart, checksum
+    0        magic, kind, number of tensors, index, total bytes, bytes of the body, bytes and sum apart, checksum
     64       the sizes of the microbatch, then the strides of every tensor, as int64
     aligned  the body (JSON; only control messages have one)
     aligned  tensor 0, aligned tensor 1, ...
 
-Tensors that go from device to device lie apart, in a buffer there, and the header has their bytes and checksum.
+Tensors sent from device to device are apart, in a device buffer, and the header has their bytes and checksum.
 
-Shapes do not travel: both sides know the tensors of a cut and work them out from the sizes. Nothing
-that arrives is ever unpickled or evaluated.
+Shapes are not sent: both sides know the tensors of a cut and derive them from the sizes. Received data
+is never unpickled or evaluated.
 """
 
 import struct
@@ -31,7 +31,7 @@ _CHECKSUM = struct.Struct("<q")
 _CHECKSUM_AT = _HEADER.size - _CHECKSUM.size
 _LAYOUTS_AT = 64
 BODY_BYTES = 64 * 1024
-# A stream uses few buffers and two sizes of microbatch, the last one ragged.
+# A stream uses few buffers and two microbatch sizes, the last one ragged.
 _KEPT_LAYOUTS = 16
 
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ _KINDS = {DATA: "data", END: "end", CLOSE: "close"}
 
 @dataclass(slots=True)
 class Message:
-    """What crosses a cut: one microbatch, or word that the stream ends (END) or the stages stop (CLOSE)."""
+    """A message across a cut: one microbatch, the end of a stream (END) or a stop of the stages (CLOSE)."""
 
     kind: int
     index: int = 0
@@ -54,31 +54,31 @@ class Message:
     def __str__(self) -> str:
         if self.kind == DATA:
             return f"microbatch {self.index}"
-        return f"the end of a stream of {self.index}" if self.kind == END else "the word to stop"
+        return f"the end of a stream of {self.index}" if self.kind == END else "the stop message"
 
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """Where everything of one message lies in one buffer."""
+    """The layout of one message in one buffer."""
 
     num_bytes: int
     view: memoryview
-    head: bytes  # sizes and strides, with what lies around them
+    head: bytes  # sizes and strides, with their padding
     paddings: list[slice]
     tensors: list[Tensor]
-    stored: list[list[int] | None]  # the shape to copy where it is not the tensor's own
+    stored: list[list[int] | None]  # the shape to copy if it differs from the tensor's
     words: Tensor
-    apart: Tensor  # the part of the tensors' own buffer that is used, if they have one
+    apart: Tensor  # the used part of the tensors' separate buffer, if any
 
 
 class Format:
-    """How messages across one cut lie in memory.
+    """The memory format of messages across one cut.
 
     Example:
         format = Format(cut.crossing, symbols=("batch",), sizes={"batch": 4})
         buffer = torch.empty(format.largest({"batch": 4}), dtype=torch.uint8)
 
-    `sizes` are those of the job's largest microbatch; a message that claims larger ones is refused.
+    `sizes` are those of the job's largest microbatch; messages that claim larger ones are rejected.
     """
 
     def __init__(self, values: Sequence[Value], symbols: Sequence[str], sizes: Mapping[str, int]) -> None:
@@ -103,16 +103,16 @@ class Format:
         return self._body_at + BODY_BYTES, sum(aligned(value.num_bytes(sizes)) for value in self.values)
 
     def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
-        """Lay a message out in a buffer and give the bytes it takes; tensors go into a buffer apart if one is given.
+        """Write a message to a buffer and return its bytes; tensors go to `apart`, if given.
 
-        That buffer is the same one whenever `buffer` is; `apart_of` has the bytes that they take there. Raises
-        `RunError` for a tensor of another dtype than the program's, which the receiver would read as garbage.
+        `apart` must be the same for the same `buffer`; `apart_of` returns the bytes used there. Raises
+        `RunError` for a tensor of another dtype than the program's, which the receiver would misread.
         """
         for value, tensor in zip(self.values, message.tensors, strict=False):
             if tensor.dtype != value.dtype:
                 raise RunError(
                     f"{value.name} is {tensor.dtype} but was captured as {value.dtype}: a setting of torch, such as "
-                    "the default dtype or autocast, is not that of the capture; make the pipeline under the same"
+                    "the default dtype or autocast, differs from the capture; create the pipeline with the same one"
                 )
         numbers = self._write_numbers(message)
         laid = None if message.body else self._laid.get((buffer.data_ptr(), message.kind, numbers))
@@ -141,7 +141,7 @@ class Format:
         return self._numbers.pack(*numbers)
 
     def _lay_out(self, message: Message, numbers: bytes, buffer: Tensor, apart: Tensor | None) -> "_Laid":
-        """Find the place of everything in this buffer; kept, since a stream sends the same layout again and again."""
+        """Compute the layout of a message in this buffer; cached, since a stream repeats layouts."""
         body_end = aligned(self._body_at + len(message.body))
         self._fits(body_end, buffer)
         paddings = [slice(self._body_at + len(message.body), body_end)]
@@ -173,19 +173,19 @@ class Format:
         return laid
 
     def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
-        """Read a message; its tensors are views of it, or of what `fetch` gives for so many bytes apart.
+        """Read a message; its tensors are views of it, or of the buffer that `fetch` returns for their bytes apart.
 
-        Raises `TransportError` for a damaged one.
+        Raises `TransportError` for a damaged message.
         """
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         magic, kind, num_tensors, index, total, num_body, num_apart, sum_apart, checksum = _HEADER.unpack_from(view, 0)
         known = magic == _MAGIC and kind in _KINDS
         if not known or not self._body_at + num_body <= total <= buffer.numel() or total % ALIGNMENT:
-            raise TransportError("a message is damaged: its header makes no sense; check the network and try again")
+            raise TransportError("a message is damaged: invalid header; check the network and try again")
         _CHECKSUM.pack_into(view, _CHECKSUM_AT, 0)
         if sum_words(buffer[:total]) != checksum:
             raise TransportError(
-                f"{_KINDS[kind]} message {index} is damaged: its checksum does not fit; check the network and try again"
+                f"{_KINDS[kind]} message {index} is damaged: wrong checksum; check the network and try again"
             )
         body = bytes(view[self._body_at : self._body_at + num_body]) if num_body else b""
         message = Message(kind, index, body=body)
@@ -195,18 +195,18 @@ class Format:
                 self._check_apart(index, num_apart)
                 there, begin, end = fetch(num_apart), 0, num_apart
                 if sum_words(there[:num_apart]) != sum_apart:
-                    raise TransportError(f"the tensors of message {index} are damaged: their checksum does not fit")
+                    raise TransportError(f"the tensors of message {index} are damaged: wrong checksum; try again")
             try:
                 self._read_tensors(message, num_tensors, view, there, begin, end)
             except (RuntimeError, ValueError, OverflowError, ZeroDivisionError) as error:
-                raise TransportError(f"message {index} is of another program: {error}; start again") from None
+                raise TransportError(f"message {index} belongs to another program: {error}; start again") from None
         return message
 
     def _read_tensors(
         self, message: Message, num_tensors: int, view: memoryview, buffer: Tensor, offset: int, total: int
     ) -> None:
         if num_tensors != len(self.values):
-            raise TransportError(f"message {message.index} has {num_tensors} tensors, {len(self.values)} were expected")
+            raise TransportError(f"message {message.index} has {num_tensors} tensors; expected {len(self.values)}")
         raw = bytes(view[_LAYOUTS_AT : _LAYOUTS_AT + self._numbers.size])
         message.sizes = self._numbers.unpack(raw)[: len(self.symbols)]
         key = (buffer.data_ptr(), total, raw)
@@ -241,28 +241,28 @@ class Format:
         if end > buffer.numel():
             raise TransportError(
                 f"a microbatch takes {end} bytes but the buffers hold {buffer.numel()}; "
-                "give the pipeline the largest microbatch as its example"
+                "create the pipeline with the largest microbatch as its example"
             )
 
 
 def index_of(buffer: Tensor) -> int:
-    """Return the number of the message that lies in a buffer; of a damaged one, any number."""
+    """Return the index of the message in a buffer; arbitrary if it is damaged."""
     return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_INDEX])  # type: ignore[arg-type]
 
 
 def size_of(buffer: Tensor) -> int:
-    """Return the bytes of the message that lies in a buffer, and apart from it."""
+    """Return the bytes of the message in a buffer, including those apart."""
     header = _HEADER.unpack_from(memoryview(buffer.numpy()))  # type: ignore[arg-type]
     return int(header[_TOTAL]) + int(header[_APART])
 
 
 def apart_of(buffer: Tensor) -> int:
-    """Return the bytes of a message that lie apart from the buffer with its header."""
+    """Return the bytes of a message that are apart from the buffer with its header."""
     return int(_HEADER.unpack_from(memoryview(buffer.numpy()))[_APART])  # type: ignore[arg-type]
 
 
 def _keep(kept: dict[_Key, _T], key: _Key, item: _T) -> None:
-    """Keep an item for the next message like this one, and let go of the oldest."""
+    """Cache an item for the next equal message, and drop the oldest."""
     if len(kept) >= _KEPT_LAYOUTS:
         kept.pop(next(iter(kept)))
     kept[key] = item

@@ -1,4 +1,4 @@
-"""A transport that counts what it sends, and tells whether its owner waits."""
+"""A transport that counts sent bytes, and tracks whether its owner waits."""
 
 import contextlib
 import threading
@@ -10,9 +10,9 @@ from penstock.transport.base import Pending, Transport
 
 
 class MeteredTransport:
-    """Passes everything on to another transport; counts bytes that leave and waits that end.
+    """A wrapper of another transport that counts sent bytes and finished waits.
 
-    `waits` is true while the thread that made this waits for a message, or within `waiting`.
+    `waits` is true while the thread that created it waits for a message, or within `waiting`.
 
     Example:
         transport = MeteredTransport(world.transport)
@@ -31,7 +31,7 @@ class MeteredTransport:
         self._inner = inner
 
     def become(self, inner: Transport) -> None:
-        """Pass everything on to the transport of another group from now on."""
+        """Switch to the transport of another group."""
         self.rank, self.size, self._inner = inner.rank, inner.size, inner
 
     def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
@@ -49,12 +49,12 @@ class MeteredTransport:
         self._inner.abort()
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self._inner.close()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark the owner as waiting, if it is the owner who calls; what is waited for has moved at the end."""
+        """Mark the owner as waiting, if it is the caller; the end counts as one movement."""
         owner = threading.get_ident() == self._owner
         self.waits = self.waits or owner
         try:

@@ -1,11 +1,11 @@
-"""Tensors from device to device over NCCL, where every process that has stages has a GPU of its own.
+"""Device-to-device transport over NCCL, if every process with stages has a separate GPU.
 
     stage 0 ──header──▶ host ──────gloo──────▶ host ──header──▶ stage 1
     stage 0 on a GPU ──copy──▶ buffer ──NCCL──▶ buffer on the GPU of stage 1
 
-NCCL ignores tags: what is sent on one communicator arrives in order, and a send that waits for its receive holds up
-all behind it. So each line between two ranks has a communicator for each direction. Unverified: no machine with two
-GPUs was at hand.
+NCCL ignores tags: messages on one communicator arrive in order, and a send that waits for its receive blocks
+all after it. So each line between two ranks has a communicator for each direction. Unverified: no machine with
+two GPUs was available.
 """
 
 import contextlib
@@ -29,29 +29,29 @@ from penstock.transport.base import Pending, Transport
 SENDER, RECEIVER = 0, 1  # the ranks of a communicator
 _NO_DEADLINE = datetime.timedelta(days=365)  # `health` watches instead
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_ENVIRONMENT = threading.Lock()  # one thread at a time changes what all of them read
+_ENVIRONMENT = threading.Lock()  # guards changes of the process's environment
 
 
 class Communicator(Protocol):
-    """What is used of a process group of two: one that sends, one that receives, in the same order."""
+    """The used interface of a process group of two: a sender and a receiver, in the same order."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Any:
-        """Begin to send; gives torch's `Work`."""
+        """Start a send; returns torch's `Work`."""
 
     def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> Any:
-        """Begin to receive; gives torch's `Work`."""
+        """Start a receive; returns torch's `Work`."""
 
     def abort(self) -> None:
-        """End what is under way."""
+        """Abort operations in flight."""
 
 
-# a store of its own and a place in it, SENDER or RECEIVER, to a communicator
+# creates a communicator from a separate store and a rank in it, SENDER or RECEIVER
 Connect = Callable[[Store, int], Communicator]
 
 
 def connect_nccl(store: Store, place: int) -> Communicator:
-    """Make one end of an NCCL communicator of two."""
-    from torch.distributed import ProcessGroupNCCL  # a torch that was built without NCCL has none
+    """Create one end of an NCCL communicator of two."""
+    from torch.distributed import ProcessGroupNCCL  # missing if torch was built without NCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = _NO_DEADLINE
@@ -63,7 +63,7 @@ def connect_nccl(store: Store, place: int) -> Communicator:
 
 @contextlib.contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """Keep a group made inside from ending the process when its peer is gone: a verdict says what happened."""
+    """Keep a group created in the block from ending the process after a lost peer: the verdict reports the loss."""
     with _ENVIRONMENT:
         before = os.environ.get(_ERRORS)
         os.environ[_ERRORS] = "0"
@@ -77,11 +77,11 @@ def _errors_left_to_us() -> Iterator[None]:
 
 
 class NcclTransport:
-    """A transport whose tags below 0 go from device to device; all others go as `host` has them.
+    """A transport that sends tags below 0 from device to device, and all others through `host`.
 
-    A tag's communicator is made with its first message, which both ends wait for; ends that several processes
-    make in one order never wait in a circle. Receives are begun when their message is on its way. `abort` waits for
-    no communicator that is being made: whoever waits for it is told at once, and its maker aborts it.
+    A tag's communicator is created with its first message, for which both ends wait; if all processes create
+    theirs in one order, no deadlock occurs. A receive is started when its message is in flight. `abort` does not wait
+    for a communicator under construction: its waiters fail immediately, and its creator aborts it.
 
     Example:
         transport = NcclTransport(world.transport, world.store, name="7f3a", connect=connect_nccl)
@@ -94,7 +94,7 @@ class NcclTransport:
         self._store = PrefixStore(f"penstock/{name}", store)
         self._connect = connect
         self._made: dict[tuple[int, int, int], Future[Communicator]] = {}
-        self._lock = threading.Lock()  # never held while something is waited for
+        self._lock = threading.Lock()  # never held during a wait
         self._aborted = False
 
     def send(self, buffer: Tensor, to: int, tag: int) -> Pending:
@@ -105,24 +105,24 @@ class NcclTransport:
         return self._begin(lambda: communicator.send([buffer], RECEIVER, 0), buffer, to)
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
-        """Begin to receive; on a device exactly what was sent."""
+        """Start a receive; on a device its length must match the send."""
         if tag >= 0:
             return self._host.receive(buffer, source, tag)
         communicator = self._communicator(source, self.rank, tag)
         return self._begin(lambda: communicator.recv([buffer], SENDER, 0), buffer, source)
 
     def abort(self) -> None:
-        """End every wait of this process, those for a device too."""
+        """End every wait of this process, including those for a device."""
         self._host.abort()
         self._abort_all()
 
     def close(self) -> None:
-        """Let go of all connections; nothing is under way any more."""
+        """Close all connections; nothing may be in flight."""
         self._abort_all()
         self._host.close()
 
     def check(self, peer: int) -> None:
-        """Raise `ConnectionBroken` once all was given up."""
+        """Raise `ConnectionBroken` after an abort."""
         if self._aborted:
             raise _given_up(peer)
 
@@ -146,7 +146,7 @@ class NcclTransport:
         return self._make(line, peer, made) if found is None else made.result()
 
     def _make(self, line: tuple[int, int, int], peer: int, made: "Future[Communicator]") -> Communicator:
-        """Connect a line, which may take as long as the other end does, and tell those who wait for it."""
+        """Connect a line, which may take as long as the other end does, and notify its waiters."""
         source, to, tag = line
         try:
             store = PrefixStore(f"{source}/{to}/{tag}", self._store)
@@ -154,7 +154,7 @@ class NcclTransport:
         except BaseException as error:
             with self._lock:
                 if not made.done():
-                    del self._made[line]  # whoever wants it next may try again
+                    del self._made[line]  # the next caller may try again
                     made.set_exception(error)
             raise
         with self._lock:
@@ -174,7 +174,7 @@ class NcclTransport:
 
 
 def _given_up(peer: int) -> ConnectionBroken:
-    return ConnectionBroken(f"the connection of devices to rank {peer} was given up")
+    return ConnectionBroken(f"the connection of devices to rank {peer} was aborted")
 
 
 class _DevicePending:
@@ -183,10 +183,10 @@ class _DevicePending:
 
     def wait(self) -> None:
         try:
-            self._work.wait()  # NCCL's makes the stream wait, not this thread
+            self._work.wait()  # NCCL's blocks the stream, not this thread
             synchronize(self._device)
         except RuntimeError as error:
             raise ConnectionBroken(
                 f"the connection of devices to rank {self._peer} broke: {first_line(error)}"
             ) from error
-        self._transport.check(self._peer)  # an aborted transfer ends as if it were done
+        self._transport.check(self._peer)  # an aborted transfer ends like a completed one

@@ -1,4 +1,4 @@
-"""The limit of files that a process may have open, which sockets count against."""
+"""The limit on open files of a process, which includes sockets."""
 
 import contextlib
 import errno
@@ -15,16 +15,16 @@ _WANTED = 4096
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit towards the hard one, as far as this process may; a higher one stays."""
+    """Raise the soft limit towards the hard one, if this process may; a higher one is kept."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # some systems have a lower limit of their own
+        with contextlib.suppress(ValueError, OSError):  # some systems have a lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def too_many_files() -> str:
-    """Return the line for a process that can open no more."""
+    """Return the message for a process that cannot open more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"too many open files: this process may have {soft} (at most {hard}), and connections between processes need "
@@ -33,7 +33,7 @@ def too_many_files() -> str:
 
 
 def check_room(number: int) -> None:
-    """Check that this process may open so many more files, since libzmq ends one that may not; raises `RunError`."""
+    """Raise `RunError` unless this process can open `number` more files: libzmq would abort it otherwise."""
     opened: list[int] = []
     try:
         for _ in range(number):
@@ -49,7 +49,7 @@ def check_room(number: int) -> None:
 
 @contextlib.contextmanager
 def naming_limit() -> Iterator[None]:
-    """Turn libzmq's errors of making sockets into one line; raises `RunError`."""
+    """Convert libzmq's errors of creating sockets to `RunError`."""
     try:
         yield
     except zmq.ZMQError as error:

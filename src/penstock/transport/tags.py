@@ -1,16 +1,16 @@
-"""Every tag that a message between two ranks may have: which messages are kept in order, and apart from others.
+"""Message tags between two ranks: messages of one tag are ordered, and separate from other tags.
 
-    0                     jobs, words and tensors that both sides expect next
-    [1, 2**30]            links between stages: sets of 4,096, one set for each time that channels are opened
-    [2**30 + 1, 2**31)    what processes that train say to each other, and gradients, by bucket
+    0                     jobs, signals and tensors that both sides expect next
+    [1, 2**30]            links between stages: sets of 4,096, one set for each opening of channels
+    [2**30 + 1, 2**31)    documents of a training, and gradients, by bucket
 
-A tag below 0 is that of the tensors whose headers have it above 0; they go from device to device.
+A tag below 0 carries the tensors, from device to device, whose headers have its positive value.
 """
 
 CONTROL = 0
 _LINKS_PER_SET, _NUM_SETS = 2**12, 2**18
 _TRAINING_SETS = _NUM_SETS // 2
-# beside links
+# in addition to links
 DOCUMENTS = 2**30 + 1
 BUFFERS = 2**30 + 2
 OUTPUTS = 2**30 + 3
@@ -30,9 +30,9 @@ def link_tag(number: int, link: int) -> int:
 
 
 def training_set(generation: int, *, evaluates: bool = False) -> int:
-    """Return the number of the set that a training opens for its steps, or for its evaluations.
+    """Return the number of a training's set of channels, for its steps or for its evaluations.
 
-    Streams take their jobs' numbers, which count from 0.
+    Streams use their jobs' numbers, which count from 0.
     """
     return _TRAINING_SETS + (2 * generation + evaluates) % _TRAINING_SETS
 
@@ -43,7 +43,7 @@ def bucket_tag(bucket: int) -> int:
 
 
 def device_tag(tag: int) -> int:
-    """Return the tag of the tensors whose headers have this one.
+    """Return the device tag of the tensors whose headers have this tag.
 
     >>> device_tag(7)
     -7

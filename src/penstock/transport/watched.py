@@ -1,4 +1,4 @@
-"""Calls that may block for good, each with a deadline and somebody who knows a better reason."""
+"""Blocking calls with a deadline and a watch function that may report a better reason."""
 
 import queue
 import threading
@@ -7,23 +7,23 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 _POLL_S = 0.1
-# after something failed: the time in which whoever watches learns why
+# after a failure: timeout for the watch function to raise the reason
 _REASON_S = 6.0
 
 T = TypeVar("T")
 
 
-class StoreSilent(RuntimeError):  # noqa: N818 -- what happened is that it is silent
+class StoreSilent(RuntimeError):  # noqa: N818 -- named after the state
     """A store has not answered in time."""
 
 
 def run_watched(
     function: Callable[[], T], watch: Callable[[], None], deadline_s: float, *, poll_s: float = _POLL_S
 ) -> T:
-    """Call a function that may wait for long on a thread of its own, and `watch` meanwhile, which may raise sooner.
+    """Call a blocking function on a separate thread, and poll `watch`, which may raise sooner.
 
-    Raises what the function raises, unless `watch` knows a better reason, and `StoreSilent` where it has not ended by
-    the deadline; then the thread is left to its end.
+    Raises the function's error, unless `watch` raises a better reason, and `StoreSilent` if it has not returned by
+    the deadline; the thread is then abandoned.
     """
     ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
     ends_s = time.monotonic() + deadline_s

@@ -1,7 +1,7 @@
-"""The transport over ZeroMQ's connections: behind a key, or in a folder of this account's.
+"""A transport over ZeroMQ connections: with a key, or in a private folder.
 
-Each process listens once and connects to every other. A message waits at its sender until the receiver has a buffer
-for it, of which it says so by a credit: what is under way is bounded, and a send is done when a receive is posted.
+Each process listens once and connects to every other. A message waits at its sender until the receiver has posted a
+buffer and sent a credit for it: messages in flight are bounded, and a send is done when a receive is posted.
 
     receiver   receive(buffer, source, tag) ── credit, tag ──▶ sender
     sender     send(buffer, to, tag)        ── data, tag, parts ──▶ receiver, into the buffer
@@ -27,27 +27,27 @@ _HEADER = struct.Struct("<Bq")
 _CREDIT, _DATA = 1, 2
 _POLL_MS = 100
 _LOOK_S = 0.2
-_NAME = struct.Struct(">cI16s")  # what a connection calls itself: its rank, and of which group
+_NAME = struct.Struct(">cI16s")  # identity of a connection: its rank and group
 
 
 class Addresses(Protocol):
-    """Where the ranks say where they listen: a store."""
+    """A store through which the ranks exchange their addresses."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
 
     def get(self, key: str) -> bytes:
-        """Read a value that is there."""
+        """Read the value of a key that is set."""
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all of these are there."""
+        """Return whether all of these keys are set."""
 
 
 class ZmqTransport:
-    """Point-to-point messages to those alone that prove what the connections ask for.
+    """Point-to-point messages between authenticated processes.
 
-    Messages of another `group`, of which each has a name of its own, are not taken. Connecting takes at most `join_s`
-    seconds; `watch` is called meanwhile and may raise something sooner. Raises `RunError` where the ranks do not reach
+    Messages of another `group`, a unique name, are ignored. Connecting takes at most `join_s`
+    seconds, during which `watch` is called and may raise sooner. Raises `RunError` if the ranks cannot reach
     each other.
 
     Example:
@@ -86,7 +86,7 @@ class ZmqTransport:
                 watch()
                 if time.monotonic() > deadline:
                     raise RunError(
-                        f"rank {peer} has not said where it listens; check that every host reaches the first"
+                        f"rank {peer} has not published its address; check that every host reaches the first"
                     )
                 time.sleep(0.02)
             host, port = store.get(f"data/{peer}").decode().split()
@@ -97,7 +97,7 @@ class ZmqTransport:
             except RuntimeError as error:
                 watch()
                 raise RunError(
-                    f"the {self.size} processes have met but rank {self.rank} cannot connect to rank {peer}: {error}; "
+                    f"the {self.size} processes met but rank {self.rank} cannot connect to rank {peer}: {error}; "
                     "check that every host reaches every other"
                 ) from None
 
@@ -124,11 +124,11 @@ class ZmqTransport:
 
     def abort(self) -> None:
         """End every wait of this process with `ConnectionBroken`."""
-        self._fail("was given up")
+        self._fail("was aborted")
 
     def close(self) -> None:
-        """Let go of all connections."""
-        self._fail("was given up")
+        """Close all connections."""
+        self._fail("was aborted")
         self._closing.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -142,14 +142,14 @@ class ZmqTransport:
             raise ConnectionBroken(f"the connection to rank {peer} {self._failure or 'broke'}")
 
     def _fail(self, reason: str) -> None:
-        """End what is under way to and from everybody, and all that would begin."""
+        """Fail all operations in flight with any rank, and later ones."""
         with self._lock:
             self._failure = self._failure or reason
         for peer in range(self.size):
             self._break(peer, reason)
 
     def _break(self, peer: int, reason: str = "broke") -> None:
-        """End what is under way to and from one rank, and all that would begin."""
+        """Fail all operations in flight with one rank, and later ones."""
         with self._lock:
             self._broken.add(peer)
             failed = [pending for pending in self._open if pending.peer == peer]
@@ -168,7 +168,7 @@ class ZmqTransport:
                     self._break(peer)
 
     def _send_what_may_go(self, to: int, tag: int, queued: "deque[_Pending]") -> None:
-        """Send, under the lock, as many messages as there are credits for."""
+        """Send, under the lock, as many messages as credits allow."""
         while queued and self._credits[to, tag]:
             self._credits[to, tag] -= 1
             pending = queued.popleft()
@@ -180,7 +180,7 @@ class ZmqTransport:
             pending.finish()
 
     def _put(self, to: int, parts: "list[bytes | memoryview]") -> bool:
-        """Hand a message to libzmq, under the lock; where the connection is gone, end what is under way there."""
+        """Pass a message to libzmq, under the lock; if the connection is lost, fail its operations in flight."""
         try:
             self._others[to].socket.send_multipart(parts, copy=True)
         except (zmq.ZMQError, KeyError):
@@ -189,7 +189,7 @@ class ZmqTransport:
         return True
 
     def _take_in(self) -> None:
-        """Take in what others send, in a thread of its own."""
+        """Receive messages, on a separate thread."""
         try:
             poller = zmq.Poller()
             poller.register(self._inbox, zmq.POLLIN)
@@ -210,11 +210,11 @@ class ZmqTransport:
 
     def _take(self, name: bytes, header: bytes, parts: "list[zmq.Frame]") -> None:
         kind, source, group = _NAME.unpack(name)
-        if group != self._group:  # of an earlier group, or of another run with the same key: none of its ranks is ours
+        if group != self._group:  # from an earlier group, or another run with the same key: its ranks are not ours
             return
         action, tag = _HEADER.unpack(header)
         if kind != b"r" or not 0 <= source < self.size or source == self.rank:
-            raise TransportError(f"a process that calls itself {name!r} is none of this run's {self.size}")
+            raise TransportError(f"a process named {name!r} does not belong to this run of {self.size}")
         if action == _CREDIT:
             with self._lock:
                 self._credits[source, tag] += 1
@@ -225,14 +225,14 @@ class ZmqTransport:
             if action != _DATA or not waiting:
                 if self._failure is not None:
                     return
-                raise TransportError(f"rank {source} has sent what nobody waits for")
+                raise TransportError(f"rank {source} sent a message without a posted receive")
             pending = waiting.popleft()
             self._open.discard(pending)
         num_bytes = sum(len(part.buffer) for part in parts)
         if num_bytes > pending.buffer.numel():
             pending.finish(
                 TransportError(
-                    f"a message of {num_bytes} bytes does not fit the {pending.buffer.numel()} that were posted"
+                    f"a message of {num_bytes} bytes does not fit the posted buffer of {pending.buffer.numel()}"
                 )
             )
             return
@@ -245,7 +245,7 @@ class ZmqTransport:
 
 
 class _Pending:
-    """A send or receive under way."""
+    """A send or receive in flight."""
 
     def __init__(self, buffer: Tensor, peer: int) -> None:
         self.buffer, self.peer = buffer, peer
@@ -254,7 +254,7 @@ class _Pending:
         self._error: TransportError | None = None
 
     def finish(self, error: TransportError | None = None) -> None:
-        """It is done, or will never be."""
+        """Mark it as done, or as failed with an error."""
         self._error = error
         self._done.release()
 

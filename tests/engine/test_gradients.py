@@ -98,7 +98,7 @@ def test_threads_that_are_gone_are_not_waited_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Synchronizer, "_work", lambda _self: None)
     synchronizer = _one_bucket()
     synchronizer.flush()
-    with pytest.raises(RunError, match="no thread is left to add gradients up"):
+    with pytest.raises(RunError, match="no thread is left"):
         synchronizer.finish()
     synchronizer.close()
 

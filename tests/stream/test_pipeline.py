@@ -115,7 +115,7 @@ def test_streams_that_end_early_or_badly_leave_the_pipe_ready(world: World) -> N
         check()
         first = pipe.stream(inputs)
         next(first)
-        with pytest.raises(UsageError, match="another stream is under way"):
+        with pytest.raises(UsageError, match="another stream is running"):
             list(pipe.stream(inputs))
         first.close()  # type: ignore[attr-defined]
         check()

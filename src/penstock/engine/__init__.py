@@ -1,1 +1,1 @@
-"""Run a schedule on this process's stages over channels, and count what was done."""
+"""Execution of schedules on a process's stages over channels, with counters and traces."""

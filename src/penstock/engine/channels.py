@@ -1,11 +1,12 @@
-"""Both ends of a link: a receiver with receives posted ahead, a sender with sends under way.
+"""Both ends of a link: a receiver with receives posted ahead, a sender with sends in flight.
 
 Both have a fixed number of buffers, the depth, so a stage that is too fast waits: for a free send
-buffer, which is free when the next stage has posted a receive for it. Buffers lie on the host; those
-beside a GPU are pinned, which is what it copies from and to at full speed.
+buffer, which is free when the next stage has posted a receive for it. Buffers are on the host; with
+a GPU they are pinned, so that it copies at full speed.
 
-Where a link lies between two devices the tensors have buffers there, and a tag of their own. They are received
-when the header has come, so a device never waits for what is not on its way; the sender has the buffers of both sides.
+On a link between two devices the tensors have device buffers and a separate tag. They are received
+after their header, so a device never waits for a message that is not in flight; the sender has the buffers of both
+sides.
 """
 
 import queue
@@ -30,7 +31,7 @@ _POLL_S = 0.1
 
 
 class Formats:
-    """How messages lie in memory on a link whose cut rotates: each as its microbatch's cut set has it."""
+    """Message formats of a link whose cut rotates: each message uses the format of its microbatch's cut set."""
 
     def __init__(self, formats: RoundRobin[Format]) -> None:
         self._formats = formats
@@ -45,60 +46,60 @@ class Formats:
         return max(host for host, _ in rooms), max(apart for _, apart in rooms)
 
     def write(self, message: Message, buffer: Tensor, apart: Tensor | None = None) -> int:
-        """Lay a message out in a buffer, or in two, and give the bytes it takes in the first."""
+        """Write a message to one or two buffers, and return its bytes in the first."""
         return self._formats[message.index].write(message, buffer, apart)
 
     def read(self, buffer: Tensor, fetch: Callable[[int], Tensor] | None = None) -> Message:
         """Read a message as `Format.read` does."""
-        # a damaged index leads to some other format, whose checksum then does not fit
+        # a damaged index selects another format, whose checksum does not match
         return self._formats[index_of(buffer)].read(buffer, fetch)
 
 
 class Receiver(Protocol):
-    """Where messages come in, in order."""
+    """An ordered source of messages."""
 
     @property
     def width(self) -> int:
-        """Return the number of END messages that close one stream, one per rank at the other end."""
+        """Number of END messages that close one stream, one per rank at the other end."""
 
     def take(self) -> Message:
-        """Wait for the next message; its tensors are good until `release`."""
+        """Wait for the next message; its tensors are valid until `release`."""
 
     def release(self) -> None:
         """Release the buffer of the oldest message taken."""
 
     def trace_taking(self, track: Track | None) -> None:
-        """Record on a track what comes in; on none, nothing."""
+        """Record received messages on a track; None stops recording."""
 
 
 class Sender(Protocol):
-    """Where messages go out, in order."""
+    """An ordered sink of messages."""
 
     @property
     def width(self) -> int:
-        """Return the number of END messages that close one stream, one per rank at the other end."""
+        """Number of END messages that close one stream, one per rank at the other end."""
 
     def put(self, message: Message) -> int:
-        """Send a message and return the bytes that go over a link; the tensors are copied before this returns."""
+        """Send a message and return the bytes sent over a link; the tensors are copied before this returns."""
 
     def trace_sending(self, track: Track | None) -> None:
-        """Record on a track what goes out; on none, nothing."""
+        """Record sent messages on a track; None stops recording."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Where the tensors of a link between two devices have their buffers, and how large those are."""
+    """The device and size of the tensor buffers of a link between two devices."""
 
     device: torch.device
     num_bytes: int
 
     def make(self) -> Tensor:
-        """Make a buffer, of at least the one byte that connects."""
+        """Allocate a buffer, of at least the one byte that connects."""
         return torch.zeros(max(self.num_bytes, 1), dtype=torch.uint8, device=self.device)
 
 
 class RemoteReceiver:
-    """Receives from another rank, with `depth` receives posted ahead."""
+    """A receiver from another rank, with `depth` receives posted ahead."""
 
     width = 1
 
@@ -137,11 +138,11 @@ class RemoteReceiver:
         return message
 
     def release(self) -> None:
-        """Post the oldest message's buffer again."""
+        """Repost the oldest message's buffer."""
         self._post(self._taken.popleft())
 
     def _receive_apart(self, there: Tensor, num_bytes: int) -> Tensor:
-        """Receive the tensors of a message whose header has come; those of the one before have been released."""
+        """Receive the tensors of a message after its header; those of the previous one have been released."""
         tensors = there[:num_bytes]
         self._transport.receive(tensors, self._source, device_tag(self._tag)).wait()
         return tensors
@@ -150,17 +151,17 @@ class RemoteReceiver:
         self._posted.append((self._transport.receive(buffer, self._source, self._tag), buffer))
 
     def trace_taking(self, track: Track | None) -> None:
-        """Record on a track what comes in; on none, nothing."""
+        """Record received messages on a track; None stops recording."""
         self._track = track
 
     def _drain(self) -> None:
-        """Nothing may stay posted on a tag that is done: the sender sends CLOSE once for each buffer."""
+        """Wait for all posted receives, as none may stay posted on a closed tag: each buffer gets one CLOSE."""
         while self._posted:
             self._posted.popleft()[0].wait()
 
 
 class RemoteSender:
-    """Sends to another rank, with up to `depth` sends under way."""
+    """A sender to another rank, with up to `depth` sends in flight."""
 
     width = 1
 
@@ -172,7 +173,7 @@ class RemoteSender:
         self._to = to
         self._tag = tag
         self._format = formats
-        # a receiver between devices posts nothing ahead, so the sender has as many buffers as both
+        # a receiver between devices posts nothing ahead, so the sender has the buffers of both ends
         self._free = deque(
             (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned), apart.make() if apart is not None else None)
             for _ in range(depth if apart is None else 2 * depth)
@@ -184,7 +185,7 @@ class RemoteSender:
         self._track: Track | None = None
 
     def put(self, message: Message) -> int:
-        """Wait for a free buffer, lay the message out in it and send it; returns its bytes."""
+        """Wait for a free buffer, write the message to it and send it; returns its bytes."""
         num_bytes = sum(self._send(message) for _ in range(self._depth if message.kind == CLOSE else 1))
         if message.kind == CLOSE:
             while self._sending:
@@ -192,7 +193,7 @@ class RemoteSender:
         return num_bytes
 
     def trace_sending(self, track: Track | None) -> None:
-        """Record on a track what goes out; on none, nothing."""
+        """Record sent messages on a track; None stops recording."""
         self._track = track
 
     def _send(self, message: Message) -> int:
@@ -214,7 +215,7 @@ class RemoteSender:
         return num_bytes + num_apart
 
     def _wait_for_room(self) -> tuple[Tensor, Tensor | None]:
-        """Wait until the oldest message under way has gone; gives its buffers."""
+        """Wait until the oldest message in flight is sent; returns its buffers."""
         sends, buffers = self._sending.popleft()
         for pending in sends:
             pending.wait()
@@ -222,12 +223,12 @@ class RemoteSender:
 
 
 class LocalChannel:
-    """Both ends within one process; as a sender it copies, as a remote one does. Without a depth it never waits."""
+    """Both ends of a link within one process; it copies like a remote sender. Without a depth sends never block."""
 
     width = 1
 
     def __init__(self, depth: int | None) -> None:
-        # SimpleQueue needs no Python while it waits or hands over; places are counted by tokens
+        # SimpleQueue runs no Python code while waiting or passing items; places are counted by tokens
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._bounded = depth is not None
@@ -238,11 +239,11 @@ class LocalChannel:
         self._sending_track: Track | None = None
 
     def trace_taking(self, track: Track | None) -> None:
-        """Record on a track what comes in; on none, nothing."""
+        """Record received messages on a track; None stops recording."""
         self._taking = track
 
     def trace_sending(self, track: Track | None) -> None:
-        """Record on a track what goes out; on none, nothing."""
+        """Record sent messages on a track; None stops recording."""
         self._sending_track = track
 
     def take(self) -> Message:
@@ -261,16 +262,16 @@ class LocalChannel:
             return message
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Release nothing, as none is held."""
 
     def put(self, message: Message) -> int:
-        """Hand over a copy, once there is room; no link is used."""
+        """Queue a copy, waiting for room; uses no link."""
         while not self.offer(message, _POLL_S):
             self._check()
         return 0
 
     def offer(self, message: Message, timeout_s: float) -> bool:
-        """Hand over a copy if there is room within some seconds; tells whether there was."""
+        """Queue a copy if room is available within the timeout; returns whether it was."""
         begin_s = self._sending_track.now() if self._sending_track else 0.0
         try:
             if self._bounded:
@@ -278,7 +279,7 @@ class LocalChannel:
         except queue.Empty:
             return False
         room_s = self._sending_track.now() if self._sending_track else 0.0
-        # whoever handed it over may change it as soon as this returns
+        # the caller may change the tensors as soon as this returns
         copies = [copy_exactly(tensor.detach()) for tensor in message.tensors]
         self._messages.put(Message(message.kind, message.index, message.sizes, copies, message.body))
         if self._sending_track:
@@ -291,4 +292,4 @@ class LocalChannel:
 
     def _check(self) -> None:
         if self._aborted:
-            raise ConnectionBroken("the stream was given up")
+            raise ConnectionBroken("the stream was aborted")

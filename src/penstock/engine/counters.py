@@ -1,8 +1,8 @@
-"""What every stage has sent, taken and done so far: one set of counts for heartbeats, stall watch, live view, reports.
+"""Counters of each stage's messages and actions, shared by heartbeats, stall watch, live view and reports.
 
-A process says them with every heartbeat. Where more was sent than taken, messages are on their way, or lost:
+A process sends them with every heartbeat. If more was sent than taken, messages are in flight, or lost:
 
-    feeder sent 3 ──▶ stage 0 took 3, sent 3 ──▶ stage 1 took 2, sent 2 ──▶ feeder took 2
+    driver sent 3 ──▶ stage 0 took 3, sent 3 ──▶ stage 1 took 2, sent 2 ──▶ driver took 2
                                               ^ here
 """
 
@@ -23,9 +23,9 @@ def _none() -> dict[str, int]:
 
 
 class Counters(msgspec.Struct, forbid_unknown_fields=True):
-    """One stage's messages by kind, their bytes, and its actions so far on one device, streams' ends included.
+    """One stage's counts on one device: messages by kind, their bytes, and actions, including the ends of streams.
 
-    `doing` is the kind of message that it waits for, `COMPUTING`, or nothing.
+    `doing` is the kind of message that it waits for, `COMPUTING`, or empty.
     """
 
     sent: dict[str, _Count] = msgspec.field(default_factory=_none)
@@ -33,45 +33,45 @@ class Counters(msgspec.Struct, forbid_unknown_fields=True):
     num_run: _Count = 0
     sent_bytes: _Count = 0  # over a link
     busy_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of computing
-    # and of that without a pause: beneath a CPU quota whoever rests computes faster than it could for long
+    # of sustained computing: under a CPU quota, a rested process computes faster than it can sustain
     needed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     doing: str = ""
 
     def __post_init__(self) -> None:
         if not self.sent.keys() == self.taken.keys() == _none().keys():
-            raise ValueError(f"messages are counted by kind, {ACTIVATIONS} and {GRADIENTS}")
+            raise ValueError(f"counts must be by kind, {ACTIVATIONS} and {GRADIENTS}")
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="stages", forbid_unknown_fields=True):
-    """What one process says of itself: whether it is busy, what its transport has moved, its stages' counts."""
+    """A process's progress report: busy flag, finished transport waits, and its stages' counts."""
 
     job: _Count
     rank: _Count
     busy: bool
     num_moved: _Count
     stages: dict[_Count, Counters]
-    call: Annotated[str, msgspec.Meta(max_length=80)] = ""  # what a process that trains calls, with its number
+    call: Annotated[str, msgspec.Meta(max_length=80)] = ""  # current call of a training, with its number
 
 
 def write_counters(
     job: int, rank: int, stages: Mapping[int, Counters], *, busy: bool = False, num_moved: int = 0,
     call: str = "",
 ) -> str:  # fmt: skip
-    """Write what the stages of one process have counted."""
+    """Encode the counts of one process's stages as a heartbeat."""
     busy = busy or any(counters.doing == COMPUTING for counters in stages.values())
     beat = Heartbeat(job=job, rank=rank, busy=busy, num_moved=num_moved, stages=dict(stages), call=call)
     return msgspec.json.encode(beat).decode()
 
 
 def read_counters(job: int, texts: Iterable[str]) -> list[Heartbeat]:
-    """Read what processes said of a job's stages; raises `TransportError` for anything else."""
+    """Decode the heartbeats of a job; raises `TransportError` for anything else."""
     try:
         beats = [msgspec.json.decode(text, type=Heartbeat) for text in texts if text]
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise TransportError(f"a heartbeat does not say how far stages are: {error}; start again") from None
+        raise TransportError(f"a heartbeat cannot be decoded: {error}; start again") from None
     return [beat for beat in beats if beat.job == job]
 
 
 def by_stage(beats: Iterable[Heartbeat]) -> dict[tuple[int, int], Counters]:
-    """Return what was counted, by stage and rank."""
+    """Return the counts by stage and rank."""
     return {(index, beat.rank): counters for beat in beats for index, counters in beat.stages.items()}

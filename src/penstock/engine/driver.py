@@ -1,4 +1,4 @@
-"""The process that feeds: microbatches into one pipeline or several, results out of them, every wait interruptible."""
+"""The driver: feeds microbatches to one or several pipelines and takes their results; every wait is interruptible."""
 
 import json
 import queue
@@ -20,12 +20,12 @@ from penstock.transport.messages import CLOSE, DATA, END, Message
 
 Microbatch = tuple[Sequence[Tensor], Mapping[str, int]]
 _POLL_S = 0.1
-# how long a thread that nothing holds up any more may take to end
+# timeout for a thread to end once nothing blocks it
 JOIN_S = 5.0
 
 
 class Driver:
-    """Feeds one pipeline during one stream: a thread for each of its ends may block, so that the caller never does."""
+    """The driver of one pipeline during one stream; a thread for each end may block, so that the caller never does."""
 
     def __init__(self, place: Place) -> None:
         self.num_fed = self.num_taken = 0
@@ -37,7 +37,7 @@ class Driver:
         self._heard: Callable[[], object] | None = None
         targets = {"results": self._receive}
         if isinstance(self._sender, LocalChannel):
-            self._entry = self._sender  # the first stage is in this process: nothing blocks for good
+            self._entry = self._sender  # the first stage is in this process: nothing blocks permanently
         else:
             self._entry = LocalChannel(1)
             targets["feed"] = self._send
@@ -49,12 +49,12 @@ class Driver:
 
     @property
     def has_room(self) -> bool:
-        """Return whether another microbatch may go in before a result comes out."""
+        """True if the pipeline has room for another microbatch."""
         return self.num_fed - self.num_taken < self._place.window
 
     @property
     def has_result(self) -> bool:
-        """Return whether a result waits to be taken."""
+        """True if a result is available."""
         return not self._results.empty()
 
     def listen(self, heard: Callable[[], object]) -> None:
@@ -67,7 +67,7 @@ class Driver:
         self._check_stall()
 
     def feed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """Hand over a microbatch, waiting while the first stage has enough."""
+        """Send a microbatch, waiting while the first stage has enough."""
         self._hand_over(Message(DATA, self.num_fed, tuple(sizes), list(tensors)))
         self.num_fed += 1
 
@@ -76,35 +76,35 @@ class Driver:
         message = self._result()
         if message.kind != DATA or message.index != self.num_taken:
             raise TransportError(
-                f"the feeding process expected result {self.num_taken} of the last stage, got {message}: a message "
+                f"the driver expected result {self.num_taken} of the last stage, got {message}: a message "
                 f"was lost or repeated; {self.num_taken} results are complete, start again after them"
             )
         self.num_taken += 1
         return message.tensors
 
     def end(self) -> None:
-        """Send the end of the stream at once: a stage that has missed a microbatch then knows."""
+        """Send the end of the stream immediately, so that a stage detects a missed microbatch."""
         if not self._ended:
             self._hand_over(Message(END, self.num_fed))
             self._ended = True
 
     def finish(self) -> list[StageReport]:
-        """End the stream: results on their way are thrown away, the stages' reports come back with the end."""
+        """End the stream, discard results in flight, and return the stages' reports, which arrive with the end."""
         if self._finished:
             return []
         if self._place.world.health.failure is not None or not self._place.errors.empty():
             self.abandon()
             return []
         message = self._last(END)
-        # a stage that devices share has one of each, in the order of its devices
+        # a shared stage has a report from each of its devices, in their order
         return sorted((StageReport(**report) for report in json.loads(message.body)), key=lambda report: report.stage)
 
     def stop(self) -> None:
-        """Close the stages, and wait until all of them have heard it."""
+        """Close the stages, and wait until all of them have received it."""
         self._last(CLOSE)
 
     def abandon(self) -> None:
-        """After a failure both threads end by themselves, once nothing waits for other processes any more."""
+        """Abort all waits after a failure, and wait for both threads to end."""
         self._finished = True
         self._place.give_up()
         self._entry.abort()
@@ -154,7 +154,7 @@ class Driver:
 
     def _check(self) -> None:
         if self._finished:
-            raise UsageError("the pipeline was closed while this stream was under way; make a new one")
+            raise UsageError("the pipeline was closed during this stream; create a new one")
         if not self._place.errors.empty():
             raise self._place.errors.get()
         try:
@@ -170,13 +170,13 @@ class Driver:
             raise error
 
     def _named(self, error: PenstockError) -> PenstockError:
-        """Name the stages that ran where it happened, and what to do."""
+        """Add the failed rank's stages and the next step to an error."""
         failure = self._place.world.health.failure
         if failure is None or failure.message != str(error):
             return error
         stages = [str(index) for index in self._place.job.stages_of(failure.rank)]
         held = f" (stage {', '.join(stages)})" if stages else ""
-        return type(error)(f"{failure.message}{held}; the results until now are complete, start again after them")
+        return type(error)(f"{failure.message}{held}; the results so far are complete, start again after them")
 
     def _send(self) -> None:
         try:
@@ -213,19 +213,19 @@ class Driver:
         except ConnectionBroken:
             raise
         except TransportError as error:
-            raise TransportError(f"from the last stage to the feeding process: {error}") from error
+            raise TransportError(f"from the last stage to the driver: {error}") from error
 
 
 def open_stream(place: Place) -> Driver:
-    """Begin a stream; raises `UsageError` while another one is under way."""
+    """Start a stream; raises `UsageError` while another one is running."""
     if place.driver is not None:
-        raise UsageError("another stream is under way; take all of its results or close() it first")
+        raise UsageError("another stream is running; take all of its results or close() it first")
     driver = place.driver = Driver(place)
     return driver
 
 
 def finish_stream(place: Place) -> list[StageReport]:
-    """End the stream under way: what is on its way is thrown away. Returns the stages' reports."""
+    """End the running stream and discard results in flight; returns the stages' reports."""
     driver, place.driver = place.driver, None
     reports = driver.finish() if driver is not None else []
     if reports and place.tracer is not None:
@@ -239,10 +239,10 @@ def finish_stream(place: Place) -> list[StageReport]:
 def stream_through(
     places: RoundRobin[Place], microbatches: Iterable[Microbatch]
 ) -> Generator[list[Tensor], None, None]:
-    """Feed microbatches round-robin to pipelines side by side, and yield their results in order.
+    """Feed microbatches round-robin to parallel pipelines, and yield their results in order.
 
-    Whatever happens, each pipeline has ended its stream afterwards. An exception of `microbatches` itself comes out
-    once what is under way has been drained.
+    In any case, each pipeline has ended its stream afterwards. An exception of `microbatches` itself is raised
+    after microbatches in flight have been drained.
     """
     first = places.items[0]
     drivers = places.map(open_stream)
@@ -253,7 +253,7 @@ def stream_through(
         source = iter(microbatches)
         yield from _drive(drivers, first.symbols, first.tracer.loading(source) if first.tracer else source, report)
     except (TransportError, KeyboardInterrupt) as error:
-        # the stages are out of step, or may be: an interrupt can fall between any two steps of a hand-over
+        # the stages may be out of step: an interrupt can occur between any two steps of a send
         first.world.health.report(error)
         raise
     finally:
@@ -267,7 +267,7 @@ def stream_through(
 def _drive(
     drivers: RoundRobin[Driver], symbols: Sequence[str], source: Iterator[Microbatch], report: StreamReport
 ) -> Generator[list[Tensor], None, None]:
-    """Feed and take by turns, writing the report on the way."""
+    """Feed and take alternately, and update the report."""
     begin = time.perf_counter()
     exhausted = False
     fed = taken = 0
@@ -285,7 +285,7 @@ def _drive(
             report.num_rows += sizes.get("batch", 1)
             report.fed_s = time.perf_counter() - begin
             if drivers[taken].has_result:
-                break  # it is yielded before the next microbatch goes in: none waits for the pipeline to be full
+                break  # yield it before feeding the next microbatch: results never wait for a full pipeline
         if taken < fed:
             result = drivers[taken].take()
             taken += 1

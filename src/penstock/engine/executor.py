@@ -1,4 +1,4 @@
-"""The one executor: takes a schedule's actions in order, and their messages, and has stages run them."""
+"""The executor: runs a schedule's actions in order on stages, and takes and sends their messages."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,32 +24,32 @@ from penstock.tracing.record import FEEDER_STAGE, Recorder
 from penstock.transport.base import FEEDER
 from penstock.transport.messages import CLOSE, DATA, END, Message
 
-# what an action takes from one neighbour and sends to the other; those not here do neither
+# the message kind that an action takes from one neighbour and sends to the other; other actions have none
 CARRIES = {"F": ACTIVATIONS, "B": GRADIENTS, "I": GRADIENTS}
 
 
 class Stage(Protocol):
-    """What the executor runs: it only computes; messages are taken and sent around it."""
+    """A stage as run by the executor: it only computes; the executor takes and sends its messages."""
 
-    # whether it still needs an action's inputs when the action is done, so that they may not stay in a buffer
+    # True if it needs an action's inputs after the action, so that they must be copied from the buffer
     keeps_inputs: ClassVar[bool]
 
     @property
     def device(self) -> torch.device:
-        """Return where it computes."""
+        """Device on which the stage computes."""
 
     def run(self, action: Action, message: Message | None) -> Message | None:
         """Run an action on its incoming message, if it has one; return the message to send, if any.
 
-        Raises `RunError` where an operation fails.
+        Raises `RunError` if an operation fails.
         """
 
 
 @dataclass(slots=True)
 class ForwardStage:
-    """A stage of a stream: its programs, one for each cut set, which the microbatches meet round-robin.
+    """A stage of a stream with its programs, one for each cut set, which run microbatches round-robin.
 
-    With a recorder that wants units every operation is recorded.
+    With a recorder of units every operation is recorded.
     """
 
     keeps_inputs: ClassVar[bool] = False
@@ -59,13 +59,13 @@ class ForwardStage:
 
     @property
     def device(self) -> torch.device:
-        """Return where it computes."""
+        """Device on which the stage computes."""
         return self.runtimes.items[0].device
 
     def run(self, action: Action, message: Message | None) -> Message | None:
         """Compute one microbatch."""
         if message is None:
-            raise RunError(f"{action} needs a microbatch, and none came; give the stage a link that brings it")
+            raise RunError(f"{action} needs a microbatch, but received none; add a link to the stage that carries it")
         runtime = self.runtimes[action.microbatch]
         sizes = dict(zip(runtime.program.symbols, message.sizes, strict=True))
         message.tensors = [moved(tensor, runtime.device) for tensor in message.tensors]
@@ -87,12 +87,12 @@ def run_schedule(
 ) -> int | None:
     """Run actions in order; return the kind of message that ended all stages, END or CLOSE, or None.
 
-    Each action takes its message, its stage runs it, and what the stage returns is sent:
+    Each action takes its message, its stage runs it, and the result is sent:
 
         receiver ──▶ take ──▶ check ──▶ stage.run ──▶ send ──▶ sender
 
-    The end of a stream passes from stage to stage after the last microbatch. Raises `RunError` naming stage and
-    microbatch where an operation fails, `TransportError` for a message that was lost, repeated or damaged.
+    The end of a stream follows the last microbatch from stage to stage. Raises `RunError` naming stage and
+    microbatch if an operation fails, `TransportError` for a message that was lost, repeated or damaged.
     """
     ended: dict[int, int] = {}
     for action in actions:
@@ -124,7 +124,7 @@ def serve_stream(actions: Iterable[Action], stages: Mapping[int, Stage], channel
     with torch.inference_mode():
         kind = run_schedule(actions, stages, channels, observer)
     if kind is None:
-        raise RunError("the schedule ended before the stream did; give it as many microbatches as the stream has")
+        raise RunError("the schedule ended before the stream; it must have as many microbatches as the stream")
     return kind
 
 
@@ -143,7 +143,7 @@ def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer:
     """Take an action's message, END or CLOSE; raise `TransportError` if another one was due."""
     with _naming(action):
         message = receiver.take()
-    # the end says how many there were: round-robin, the next one of this device may lie further on
+    # END carries the number of microbatches: with round-robin, this device's next one may be later
     expected = message.kind == CLOSE or (
         message.index <= action.microbatch if message.kind == END else message.index == action.microbatch
     )
@@ -152,7 +152,7 @@ def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer:
             f"stage {action.stage} expected microbatch {action.microbatch}, got {message}: a message was lost or "
             "repeated; start again"
         )
-    if message.kind == DATA and stage.keeps_inputs:  # a stage that keeps them must not hold up the next message
+    if message.kind == DATA and stage.keeps_inputs:  # inputs that a stage keeps must not block the next message
         message.tensors = [copy_exactly(tensor, stage.device) for tensor in message.tensors]
         receiver.release()
     observer.took(action, kind, message, receiver.width)
@@ -162,7 +162,7 @@ def _take(receiver: Receiver, action: Action, kind: str, stage: Stage, observer:
 def _run(
     action: Action, kind: str, message: Message | None, stage: Stage, channels: Channels, observer: Observer
 ) -> None:
-    """Have a stage run an action, and send what it returns as a message of a kind."""
+    """Run an action on a stage, and send the result as a message of a kind."""
     if action.kind in STAGE_KINDS:
         stage.run(action, None)
         return
@@ -192,7 +192,7 @@ def _pass_on(action: Action, message: Message, channels: Channels, observer: Obs
 class OwnStages:
     """The stages of one process in a job, with their channels and counters.
 
-    `feeds` are the feeder's links, in the feeding process only. From here on heartbeats report the stages' progress.
+    `feeds` are the driver's links, on the driver only. From here on heartbeats report the stages' progress.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class OwnStages:
         return serve_stream(self.job.schedule(self.world.rank), self.stages, self.channels, self.observer)
 
     def serve(self, ended: Callable[[], None] = lambda: None) -> None:
-        """Run stream after stream until a CLOSE message comes; `ended` is called after each."""
+        """Run stream after stream until a CLOSE message; `ended` is called after each."""
         torch.set_num_threads(self.job.threads)
         while self.serve_stream() != CLOSE:
             ended()

@@ -1,4 +1,4 @@
-"""Gradients added up over the replicas of a stage, and over the stages that share a weight, while backwards go on."""
+"""Gradient sums over the replicas of a stage, and over stages that share a weight, overlapped with backwards."""
 
 import queue
 import threading
@@ -20,9 +20,9 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter that is trained here: its name, the stages here that have it and their leaves.
+    """A parameter trained on this process: its name, the stages here that use it, and their leaves.
 
-    `ranks` and `holders` are all ranks and all stages of the model that have it, here or elsewhere.
+    `ranks` and `holders` are all ranks and all stages of the model that use it, on any process.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Weight:
     holders: tuple[int, ...]
 
     def take_gradient(self) -> Tensor | None:
-        """Add up what this process's stages found, in their order, and leave nothing behind; None where none did."""
+        """Sum the gradients of this process's stages, in their order, and clear them; None if there are none."""
         found = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
         for leaf in self.leaves:
             leaf.grad = None
@@ -46,7 +46,7 @@ class Weight:
 
 @dataclass(slots=True)
 class Bucket:
-    """Weights whose gradients travel as one; `number` is the same on all of their ranks."""
+    """Weights whose gradients are reduced together; `number` is the same on all of their ranks."""
 
     number: int
     weights: list[Weight]
@@ -54,16 +54,16 @@ class Bucket:
 
     @property
     def leaves(self) -> set[tuple[int, str]]:
-        """Every leaf of the bucket, by stage and name."""
+        """Leaves of the bucket, by stage and name."""
         return {(stage, weight.name) for weight in self.weights for stage in weight.stages}
 
 
 def make_buckets(weights: Sequence[Weight], order: Sequence[str], limit_bytes: int | None = None) -> list[Bucket]:
-    """Fill buckets with weights that several ranks hold.
+    """Group weights that several ranks hold into buckets.
 
     `order` names all weights of the model, in the same order on every rank: a bucket is numbered by
-    its first weight, and every rank works through its buckets by their numbers, so that no two ranks
-    wait for each other. Late weights come first, since their gradients are ready first.
+    its first weight, and every rank processes its buckets by their numbers, which avoids deadlocks.
+    Late weights are first, since their gradients are ready first.
     """
     place = {name: len(order) - 1 - index for index, name in enumerate(order)}
     alike: dict[object, list[Weight]] = {}
@@ -84,16 +84,16 @@ def make_buckets(weights: Sequence[Weight], order: Sequence[str], limit_bytes: i
 
 
 class Synchronizer:
-    """Adds gradients up in threads of its own, two buckets at a time, as soon as all of a bucket's are final.
+    """All-reduces of gradients on separate threads, two buckets at a time, as soon as a bucket is final.
 
-    Whoever says that a bucket's last gradient is final lays the bucket out: so that its memory comes from where the
-    gradients' goes back to. Allocators keep apart what threads hold, and gradients let go of by one thread would be
-    no room for another's.
+    The thread that reports a bucket's last final gradient also flattens the bucket, so that it reuses the memory of
+    the gradients. Allocators separate the memory of threads, so that gradients freed by one thread are
+    not available to another.
 
     Example:
         synchronizer.begin()
-        ...                                  # backwards; `leaf_done` and `stage_done` say what is final
-        synchronizer.flush()                 # everything is; `unused` have no part in the loss here
+        ...                                  # backwards; `leaf_done` and `stage_done` report final gradients
+        synchronizer.flush()                 # all are final; `unused` do not contribute to the loss here
         gradients = synchronizer.finish()    # by name, sums over all ranks
     """
 
@@ -103,25 +103,25 @@ class Synchronizer:
         self._buckets = make_buckets(weights, order)
         self.recorder: Recorder | None = None
         self.unused: list[str] = []
-        self._late: set[str] = set()  # weights whose gradients are final at the end of the step only
+        self._late: set[str] = set()  # weights whose gradients become final only at the end of the step
         self._next = 0
-        self._alone: dict[str, Tensor] = {}  # gradients that nobody else has a part in
+        self._alone: dict[str, Tensor] = {}  # gradients that no other rank contributes to
         self._tasks: queue.SimpleQueue[tuple[Bucket, Tensor] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Mapping[str, Tensor] | BaseException] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     @property
     def num_buckets(self) -> int:
-        """Return the number of all-reduces of one step."""
+        """Number of all-reduces in one step."""
         return len(self._buckets)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the gradients that are added up with those of other ranks in one step."""
+        """Bytes of the gradients that are reduced with other ranks in one step."""
         return sum(weight.leaves[0].nbytes for bucket in self._buckets for weight in bucket.weights)
 
     def begin(self) -> None:
-        """Start another step: no gradient is there yet."""
+        """Start another step, without gradients."""
         self._next = 0
         self._late.clear()
         self.unused = []
@@ -132,11 +132,11 @@ class Synchronizer:
                 leaf.grad = None
 
     def hold_back(self, names: Iterable[str]) -> None:
-        """Wait for `flush` with the gradients of these weights, which more is added to."""
+        """Delay the gradients of these weights until `flush`, as more is added to them."""
         self._late.update(names)
 
     def leaf_done(self, stage: int, name: str) -> None:
-        """Note that a leaf's gradient is final."""
+        """Record that a leaf's gradient is final."""
         if name in self._late:
             return
         for bucket in self._buckets:
@@ -144,13 +144,13 @@ class Synchronizer:
         self._start()
 
     def stage_done(self, stage: int) -> None:
-        """Note that all gradients of a stage are final."""
+        """Record that all gradients of a stage are final."""
         for bucket in self._buckets:
             bucket.waiting = {leaf for leaf in bucket.waiting if leaf[0] != stage or leaf[1] in self._late}
         self._start()
 
     def flush(self) -> None:
-        """Note that all gradients are final; what is not on its way yet starts, and nothing is waited for."""
+        """Record that all gradients are final, and start the remaining reduces without waiting."""
         for bucket in self._buckets:
             bucket.waiting = set()
         self._start()
@@ -158,9 +158,9 @@ class Synchronizer:
         self._alone = {weight.name: self._take(weight) for weight in self._weights if weight.name not in shared}
 
     def finish(self, divisor: float = 1.0) -> dict[str, Tensor]:
-        """Wait for the sums, and divide each while others are on their way.
+        """Wait for the sums, and divide each while others are in flight.
 
-        Raises `ConnectionBroken` when another process is gone, and whatever else ended a thread.
+        Raises `ConnectionBroken` if another process is lost, and any other error that ended a thread.
         """
         gradients = {name: gradient.div_(divisor) for name, gradient in self._alone.items()}
         self._alone = {}
@@ -168,23 +168,21 @@ class Synchronizer:
             result = self._await_sum()
             if isinstance(result, BaseException):
                 raise result
-            # in their own memory: nobody else has it
+            # in place: the memory is not shared
             gradients.update({name: total.div_(divisor) for name, total in result.items()})
         return gradients
 
     def _await_sum(self) -> Mapping[str, Tensor] | BaseException:
-        """Wait for a thread; each ends with a sum or with what went wrong, also where a verdict breaks its connection.
+        """Wait for the next sum of a thread, or its error, including a connection broken by a verdict.
 
-        Raises `RunError` where no thread is left that could.
+        Raises `RunError` if no thread is left.
         """
         while True:
             try:
                 return self._done.get(timeout=_POLL_S)
             except queue.Empty:
                 if not any(thread.is_alive() for thread in self._threads) and self._done.empty():
-                    raise RunError(
-                        "no thread is left to add gradients up; start training again from a checkpoint"
-                    ) from None
+                    raise RunError("no thread is left to sum gradients; restart training from a checkpoint") from None
 
     def _take(self, weight: Weight) -> Tensor:
         gradient = weight.take_gradient()
@@ -194,7 +192,7 @@ class Synchronizer:
         return gradient
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         for _ in self._threads:
             self._tasks.put(None)
         while self._threads:
@@ -222,13 +220,13 @@ class Synchronizer:
                         "synchronize", FEEDER_STAGE, bucket.number, begin_s, self.recorder.clock(), "sum", num_bytes
                     )
                 self._done.put(sums)
-            # whatever it is, `finish` waits to be told of it
+            # any error, since `finish` waits for a result
             except BaseException as error:
                 self._done.put(error)
                 return
 
     def _reduce(self, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
-        flat = flat.cpu()  # what travels lies on the host
+        flat = flat.cpu()  # messages are sent from the host
         ranks = bucket.weights[0].ranks
         at_once = adds_up_at_once(len(ranks), flat.nbytes)
         all_reduce(self._transport, flat, ranks, bucket_tag(bucket.number), at_once=at_once)

@@ -1,4 +1,4 @@
-"""What is seen of the stages of a process while they run: counts, seconds, spans, a microbatch to run again alone."""
+"""Observation of a process's running stages: counters, times, spans, and microbatches for a baseline run."""
 
 import contextlib
 import json
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from penstock.engine.executor import ForwardStage
 
 
-_QUOTA_S = 1.0  # after which a quota is read again
+_QUOTA_S = 1.0  # interval between reads of a quota
 
 
 @dataclass(slots=True)
 class Seconds:
-    """Where the time of one stage went, since the last `Observer.begin`."""
+    """Time breakdown of one stage since the last `Observer.begin`."""
 
     num_microbatches: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
     compute_cpu_s: float = 0.0  # of the thread that computes
-    wait_s: float = 0.0  # for messages to come, but for the first one: the pipeline fills
-    fill_s: float = 0.0  # for that one
+    wait_s: float = 0.0  # for messages, except the first one, while the pipeline fills
+    fill_s: float = 0.0  # for the first message
     send_s: float = 0.0
 
 
 class Observer:
-    """Counts and times what the stages of one process do, and records it where `recorder` is set.
+    """Counters and times of one process's stages, recorded as spans if `recorder` is set.
 
-    The executor says each thing as it happens. `between` also records the CPU time from one computation to the next.
+    The executor reports each event as it occurs. `between` also records the CPU time between computations.
 
     Example:
         observer = Observer([0, 1])
@@ -57,27 +57,27 @@ class Observer:
         self.seconds = {index: Seconds() for index in self.counters}
         self.recorder: Recorder | None = None
         self.profile: ProfileWindow | None = None
-        self._since = self._since_cpu_s = 0.0  # when what is under way began
-        self._quota, self._quota_s = 1.0, -math.inf  # and when it was read
+        self._since = self._since_cpu_s = 0.0  # begin of the current phase
+        self._quota, self._quota_s = 1.0, -math.inf  # and the time of its last read
         self._computed: dict[int, tuple[float, float]] = {}  # the end of a stage's last computation, and in CPU seconds
 
     def _cores(self, now_s: float) -> float:
-        """Return the part of a core that this process may use, which can change; no more than one computes."""
+        """Return the current CPU quota of this process, at most one core, as one thread computes."""
         if now_s - self._quota_s > _QUOTA_S:
             self._quota, self._quota_s = min(1.0, cpu_quota() or 1.0), now_s
         return self._quota
 
     def begin(self) -> None:
-        """Begin to time another stream or step."""
+        """Reset the times for another stream or step."""
         self.seconds = {index: Seconds() for index in self.counters}
 
     def starts(self, action: Action, awaits: str | None) -> None:
-        """An action is next, and waits for a message of a kind, or for none."""
+        """Record the start of an action, which waits for a message of a kind, or for none."""
         self.counters[action.stage].doing = awaits or COMPUTING
         self._since, self._since_cpu_s = self.clock(), time.thread_time()
 
     def took(self, action: Action, kind: str, message: Message, width: int = 1) -> None:
-        """Its message is there."""
+        """Record the arrival of an action's message."""
         counters, seconds, now_s = self.counters[action.stage], self.seconds[action.stage], self.clock()
         counters.taken[kind] += width if message.kind != DATA else 1
         counters.doing = COMPUTING
@@ -88,13 +88,13 @@ class Observer:
         self._since, self._since_cpu_s = now_s, time.thread_time()
 
     def profiled(self, action: Action) -> contextlib.AbstractContextManager[None]:
-        """Return a context that profiles a computation, where that was asked for."""
+        """Return a context that profiles a computation, if enabled."""
         if self.profile is None or self.recorder is None:
             return contextlib.nullcontext()
         return self.profile.around(action.stage, action.microbatch)
 
     def computed(self, action: Action) -> None:
-        """The computation has ended."""
+        """Record the end of an action's computation."""
         counters, seconds = self.counters[action.stage], self.seconds[action.stage]
         now_s, now_cpu_s = self.clock(), time.thread_time()
         took_s, cpu_s = now_s - self._since, now_cpu_s - self._since_cpu_s
@@ -123,7 +123,7 @@ class Observer:
         recorder.sample(now_s)
 
     def sent(self, action: Action, kind: str, width: int = 1, *, num_bytes: int = 0) -> None:
-        """What it made has gone, as one message or as the end of a stream for each rank that takes it."""
+        """Record that an action's output was sent, as one message or as the end of a stream to `width` ranks."""
         self.counters[action.stage].sent[kind] += width
         self.counters[action.stage].sent_bytes += num_bytes
         now_s = self.clock()
@@ -131,7 +131,7 @@ class Observer:
         self._since = now_s
 
     def ended(self, action: Action, message: Message, width: int) -> bytes:
-        """A stream has ended at a stage; returns what goes on with its end."""
+        """Record the end of a stream at a stage; returns the body to forward with it."""
         self.counters[action.stage].num_run += width
         self.counters[action.stage].doing = ""
         return message.body
@@ -139,11 +139,11 @@ class Observer:
 
 @dataclass(slots=True)
 class StageReport:
-    """What one stage did during one stream, in seconds.
+    """One stage's report on one stream, in seconds.
 
-    `compute_cpu_s` is CPU time of the thread that computes while it computes; where it falls behind `compute_s`
-    something else had the core. `cpu_s` is CPU time of the whole process during the stream, `memory_bytes` what the
-    process held, on a GPU there, when the stage had done its last microbatch (see `held_bytes`).
+    `compute_cpu_s` is CPU time of the computing thread during `compute_s`; if it is lower, something else
+    used the core. `cpu_s` is CPU time of the whole process during the stream, `memory_bytes` the memory that the
+    process held, on its GPU if any, after the stage's last microbatch (see `held_bytes`).
     """
 
     stage: int
@@ -159,24 +159,24 @@ class StageReport:
 
 @dataclass(slots=True)
 class StreamReport:
-    """Times of one stream, in seconds since its first microbatch was fed, and what each stage did."""
+    """Times of one stream, in seconds since its first microbatch was fed, and the stages' reports."""
 
     num_microbatches: int = 0
     num_rows: int = 0
     fill_s: float = 0.0  # until the first result
-    fed_s: float = 0.0  # until the last microbatch had been taken in
+    fed_s: float = 0.0  # until the last microbatch was accepted
     total_s: float = 0.0  # until the last result
     results_s: list[float] = field(default_factory=list)
     stages: list[StageReport] = field(default_factory=list)
 
     @property
     def rows_per_s(self) -> float:
-        """Rows over the whole stream, fill and drain included."""
+        """Rows per second over the whole stream, including fill and drain."""
         return self.num_rows / self.total_s if self.total_s else 0.0
 
     @property
     def steady_rows_per_s(self) -> float:
-        """Rows per second from the first result until the last input was taken in; of all of it where that is short."""
+        """Rows per second from the first result to the last accepted input; of the whole stream if that is short."""
         steady = [moment for moment in self.results_s if self.fill_s < moment <= self.fed_s]
         if len(steady) < 2:
             return self.rows_per_s
@@ -184,9 +184,9 @@ class StreamReport:
 
 
 class StreamObserver(Observer):
-    """Observes the stages of a stream: each adds its report to the end of the stream, and runs once more alone.
+    """An observer of a stream's stages: each adds its report to the stream's end, and measures a baseline.
 
-    `others` is the number of stages of the model beside one of these.
+    `others` is the number of other stages of the model.
     """
 
     between = True
@@ -201,7 +201,7 @@ class StreamObserver(Observer):
         self.alone: dict[int, Alone] = {}
 
     def took(self, action: Action, kind: str, message: Message, width: int = 1) -> None:
-        """Its message is there; keep it where it is the first of its program."""
+        """Record the arrival of an action's message; keep the first one of each program."""
         super().took(action, kind, message, width)
         if message.kind == DATA:
             if not self.seconds[action.stage].num_microbatches:
@@ -210,7 +210,7 @@ class StreamObserver(Observer):
                 self.keep(action.stage, message)
 
     def keep(self, stage: int, message: Message) -> None:
-        """Keep a microbatch of each program, to be run again alone, as long as all of them together stay small."""
+        """Keep a microbatch of each program for the baseline, within a memory limit for all of them."""
         runtimes, kept = self._stages[stage].runtimes, self.kept[stage]
         program = runtimes.order[message.index % len(runtimes.order)]
         if program in kept:
@@ -222,7 +222,7 @@ class StreamObserver(Observer):
             kept[program] = Message(DATA, message.index, message.sizes, tensors)
 
     def ended(self, action: Action, message: Message, width: int) -> bytes:
-        """A stream has ended at a stage: add its report."""
+        """Record the end of a stream at a stage, and add its report."""
         index, stage = action.stage, self._stages[action.stage]
         body = message.body
         if message.kind == END:
@@ -245,6 +245,6 @@ class StreamObserver(Observer):
         return report
 
     def forget(self) -> None:
-        """Let go of what was kept and measured, for another stream."""
+        """Drop kept microbatches and measurements, for another stream."""
         self.kept = {index: {} for index in self._stages}
         self.alone = {}

@@ -1,4 +1,4 @@
-"""A pipeline in place, as the process that feeds it sees it."""
+"""A deployed pipeline, as seen by the driver."""
 
 import queue
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from penstock.tracing.trace import StreamTrace
 
 
 class Stream(Protocol):
-    """What drives a stream."""
+    """The driver of a stream."""
 
     def abandon(self) -> None:
-        """End at once, whatever is under way."""
+        """Stop immediately, without waiting for work in flight."""
 
     def finish(self) -> list[StageReport]:
         """End the stream; returns the stages' reports."""
@@ -27,9 +27,9 @@ class Stream(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """Who holds a pipeline, the feeder's ends of it, what is counted there, and the last stream's report.
+    """A pipeline's ranks, the driver's ends of it with their counters, and the last stream's report.
 
-    `window` bounds the microbatches that may be in it; `counters` count what the feeder sent and took.
+    `window` bounds the microbatches in flight; `counters` count the driver's sent and taken messages.
     """
 
     world: World
@@ -40,12 +40,12 @@ class Place:
     counters: Counters
     window: int
     tracer: FeederTracer | None = None
-    errors: "queue.Queue[BaseException]" = field(default_factory=queue.Queue)  # of this process's own stages
-    driver: Stream | None = None  # of the stream under way
+    errors: "queue.Queue[BaseException]" = field(default_factory=queue.Queue)  # of this process's stages
+    driver: Stream | None = None  # of the running stream
     report: StreamReport = field(default_factory=StreamReport)  # of the last stream
-    traces: Sequence[StreamTrace] = field(default_factory=list)  # of its processes, where it was recorded
+    traces: Sequence[StreamTrace] = field(default_factory=list)  # of its processes, if recorded
 
     def give_up(self) -> None:
-        """After a failure: end every wait of this process, so that its threads end by themselves."""
+        """Abort every wait of this process after a failure, so that its threads end."""
         self.world.transport.abort()
         self.channels.abort()

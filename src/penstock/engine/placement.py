@@ -1,4 +1,4 @@
-"""Which rank holds which stage: placements as data."""
+"""Placements as data: the rank of each stage."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,15 +9,15 @@ from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.runtime.registry import EAGER, RuntimeChoice
 from penstock.runtime.torch_settings import Settings
 
-LOST = -1  # in the place of a rank: whoever had it is not in the group any more
+LOST = -1  # replaces the rank of a process that has left the group
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
     """One whole pipeline: its ranks in the order of devices, the rank of every stage, and its part of each batch.
 
-    `num_microbatches` is what a plan gives it of each step; all have the same where there is none. A device that
-    a plan leaves idle is the first replica's, and holds no stage.
+    `num_microbatches` is its number per step in a plan; without a plan all replicas have the same. A device that
+    a plan leaves idle belongs to the first replica, without a stage.
     """
 
     devices: tuple[int, ...]
@@ -27,7 +27,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Replicas times stages, over the ranks of a world.
+    """A grid of replicas and stages over the ranks of a world.
 
     replica 0   rank 0: stage 0   rank 1: stage 1
     replica 1   rank 2: stage 0   rank 3: stage 1
@@ -46,15 +46,15 @@ class Grid:
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks of all devices, with a stage or idle."""
+        """Ranks of all devices, with a stage or idle."""
         return {rank for replica in self.replicas for rank in replica.devices}
 
     def holders(self, stage: int) -> list[int]:
-        """Return the rank of a stage in every replica where it has one."""
+        """Return the ranks of a stage in all replicas that still have one."""
         return [replica.stages[stage] for replica in self.replicas if replica.stages[stage] != LOST]
 
     def renumbered(self, ranks: Mapping[int, int]) -> "Grid":
-        """Return the same grid in a group where processes have other ranks; who is not among them is lost.
+        """Return the same grid with the ranks of another group; ranks without a new one are lost.
 
         >>> Grid((Replica((0, 1), (0, 1)),)).renumbered({0: 0}).replicas[0].stages
         (0, -1)
@@ -68,7 +68,7 @@ class Grid:
         ))  # fmt: skip
 
     def with_idle(self, ranks: Iterable[int]) -> "Grid":
-        """Return the same grid with devices that hold no stage: those of some ranks that are not in it yet.
+        """Return the same grid with idle devices added for those of some ranks that it lacks.
 
         >>> Grid((Replica((0, 1), (0, 1)),)).with_idle([0, 2]).replicas[0].devices
         (0, 1, 2)
@@ -79,10 +79,9 @@ class Grid:
         return Grid((replace(first, devices=(*first.devices, *idle)), *others))
 
     def rows(self, num_rows: int) -> list[range]:
-        """Divide the rows of a batch among the replicas: evenly, or as their microbatches divide them.
+        """Divide the rows of a batch among the replicas: evenly, or along their microbatches.
 
-        Where all replicas' numbers of microbatches are given, a row's microbatch does not depend on how many replicas
-        share them.
+        If all replicas have a number of microbatches, a row's microbatch does not depend on the number of replicas.
         """
         counts = [replica.num_microbatches for replica in self.replicas]
         if None in counts:
@@ -93,7 +92,7 @@ class Grid:
 
 
 def shares(num_rows: int, num_parts: int) -> list[range]:
-    """Divide rows into parts that follow each other and differ by one row at most; some are empty if there are few.
+    """Divide rows into consecutive parts that differ by one row at most; with few rows some parts are empty.
 
     >>> shares(7, 3)
     [range(0, 3), range(3, 5), range(5, 7)]
@@ -105,10 +104,10 @@ def shares(num_rows: int, num_parts: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesJob:
-    """Serve some stages of a pipeline until told to stop.
+    """A job to serve some stages of a pipeline until CLOSE.
 
-    `ranks` has for every stage the ranks that take turns on it, mostly one; `computes_on` is the name of what each
-    of them finds on its own machine (see `find_device`).
+    `ranks` has for every stage the ranks that alternate on it, mostly one; `computes_on` is the device name that
+    each of them resolves on its machine (see `find_device`).
     """
 
     number: int
@@ -118,16 +117,16 @@ class StagesJob:
     threads: int
     device_names: tuple[str, ...]
     computes_on: str = "cpu"
-    runtimes: tuple[RuntimeChoice, ...] = ()  # of every stage, eager where none are given
-    direct: bool = False  # tensors between stages go from device to device
+    runtimes: tuple[RuntimeChoice, ...] = ()  # of every stage; empty: eager
+    direct: bool = False  # tensors between stages are sent from device to device
     trace: bool = False
     trace_units: bool = False
     trace_profile: bool = False
-    torch_settings: Settings = field(default_factory=dict)  # of the process that feeds
+    torch_settings: Settings = field(default_factory=dict)  # of the driver
 
     @property
     def holders(self) -> frozenset[int]:
-        """Return all ranks that hold a stage."""
+        """Ranks that hold a stage."""
         return frozenset(rank for ranks in self.ranks for rank in ranks.items)
 
     def stages_of(self, rank: int) -> list[int]:
@@ -135,11 +134,11 @@ class StagesJob:
         return [index for index, ranks in enumerate(self.ranks) if rank in ranks.items]
 
     def runtime_of(self, stage: int) -> RuntimeChoice:
-        """Return what computes a stage."""
+        """Return the runtime of a stage."""
         return self.runtimes[stage] if self.runtimes else EAGER
 
     def schedule(self, rank: int) -> Iterator[Action]:
-        """Forwards without end: on every microbatch that has its turn on this rank, all of its stages."""
+        """Yield endless forwards of this rank's stages, on each microbatch that is assigned to it."""
         for action in forward_only(self.stages_of(rank)):
             if self.ranks[action.stage][action.microbatch] == rank:
                 yield action

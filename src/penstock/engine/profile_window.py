@@ -1,4 +1,4 @@
-"""torch.profiler's operations in the timeline of a recorder: names, shapes and memory of a few computations."""
+"""torch.profiler operations in a recorder's timeline: names, shapes and memory of a few computations."""
 
 import contextlib
 import threading
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.tracing.record import Recorder
 
-# behind the first ones, which make buffers; few enough that the stream is slowed for a moment only
+# after the first ones, which allocate buffers; few enough to slow the stream only briefly
 FIRST, COUNT = 2, 4
 MAX_OPERATIONS = 20_000
 _MARK = "penstock: the recorder's clock"
@@ -17,9 +17,9 @@ _BUSY = threading.Lock()
 
 
 class ProfileWindow:
-    """Profiles what lies inside `around`, for a window of microbatches, into a recorder.
+    """A profiler of the blocks inside `around`, for a window of microbatches, into a recorder.
 
-    The profiler has a clock of its own: a mark, made when the recorder's clock is read, brings its operations there.
+    The profiler has a separate clock: a mark, created when the recorder's clock is read, aligns them.
 
     Example:
         window = ProfileWindow(recorder)
@@ -35,7 +35,7 @@ class ProfileWindow:
 
     @contextlib.contextmanager
     def around(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Profile what is inside where the microbatch, or the step where steps count, is in the window."""
+        """Profile the block if its microbatch is in the window, or its step with `by_step`."""
         inside = (self._recorder.step if self._by_step else microbatch) in self._window and self._room > 0
         if not inside or not _BUSY.acquire(blocking=False):
             yield

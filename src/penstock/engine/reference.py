@@ -1,4 +1,4 @@
-"""What a device and its stages can do by themselves, against which a run is held."""
+"""Baseline measurements of a device and its stages alone, for comparison with a run."""
 
 import socket
 import threading
@@ -18,10 +18,10 @@ from penstock.tracing.record import SCRATCH_BYTES
 from penstock.tracing.trace import Alone, Machine
 from penstock.transport.messages import Message
 
-# long enough for CPU quotas, which come in slices of some milliseconds, to even out
+# long enough to average CPU quotas, which are granted in slices of some milliseconds
 _ALONE_S = 0.6
 _LEAST_ROUNDS = 3
-# of reference work: 19 MB, which is in what recording may take
+# of reference work: 19 MB, part of the memory allowance of recording
 _BLOCKS = 4
 _BYTES = 2**20
 _BYTE_ROUNDS = 8
@@ -30,10 +30,10 @@ _BYTE_ROUNDS = 8
 def measure_baseline(
     stage: int, runtimes: RoundRobin[StageRuntime], kept: Sequence[Message], *, others: int = 0
 ) -> Alone:
-    """Run a stage again on microbatches that it had, one for each of its programs, with no messages in between.
+    """Rerun a stage on kept microbatches, one for each of its programs, without messages in between.
 
-    Each program counts as often as its turn comes. Programs are measured one after the other, so what that takes of
-    memory does not grow with their number: at most `SCRATCH_BYTES`.
+    Each program is weighted by its share of microbatches. Programs are measured sequentially, so the memory
+    for it does not grow with their number: at most `SCRATCH_BYTES`.
     """
     number = {id(runtime): position for position, runtime in enumerate(runtimes.items)}
     weights = [runtimes.order.count(number[id(runtimes[message.index])]) for message in kept]
@@ -46,21 +46,21 @@ def measure_baseline(
 
 
 def _measure(runtime: StageRuntime, message: Message, others: int, least_s: float) -> tuple[float, float]:
-    """Return the seconds and the CPU seconds of one run, as it is when the `others` have filled the caches.
+    """Return the seconds and the CPU seconds of one run after the `others` have filled the caches.
 
-    A device that runs the whole model comes back to a stage after all others. Copies of the stage stand in for them,
-    where there is room, and memory that is read for the rest: the same stage over and over would be quicker than any
-    model is.
+    A device that runs the whole model returns to a stage after all others. Copies of the stage replace them, if they
+    fit into memory, and reads of memory replace the rest: repeating the same stage would be faster than any
+    real model.
     """
     alike, rest = _with_copies(runtime, others)
     for copy in alike[1:]:
-        _run(copy, message)  # the first run of each decides what depends on sizes
+        _run(copy, message)  # the first run of each sets size-dependent state
     count, took_s, took_cpu_s = 0, 0.0, 0.0
     begin_s = time.perf_counter()
     while count < _LEAST_ROUNDS or time.perf_counter() - begin_s < least_s:
         if rest is not None:
             rest.sum()
-        # of the thread that computes, as in a stream: this process's other threads may still be taking results
+        # of the computing thread, as in a stream: other threads of this process may still take results
         at_s, at_cpu_s = time.perf_counter(), time.thread_time()
         _run(alike[count % len(alike)], message)
         took_s += time.perf_counter() - at_s
@@ -78,7 +78,7 @@ def _with_copies(runtime: StageRuntime, others: int) -> tuple[list[StageRuntime]
     size = max(1, runtime.weight_bytes)
     num_copies = min(others, SCRATCH_BYTES // size)
     copies = [copy for _ in range(num_copies) if (copy := runtime.copied()) is not None]
-    if not others or len(copies) < num_copies:  # the user's own module may not be copied
+    if not others or len(copies) < num_copies:  # a user's module may not be copied
         return [runtime], None
     rest_bytes = min((others - num_copies) * size, SCRATCH_BYTES - num_copies * size)
     rest = torch.zeros(rest_bytes // 8, dtype=torch.int64) if rest_bytes >= 8 and num_copies < others else None
@@ -86,7 +86,7 @@ def _with_copies(runtime: StageRuntime, others: int) -> tuple[list[StageRuntime]
 
 
 def measure_machine() -> Machine:
-    """Measure how fast this device is, how many CPUs it may use, and what a byte costs it to send."""
+    """Measure this device's speed, usable CPUs, and CPU seconds per sent byte."""
     threads = torch.get_num_threads()
     try:
         seconds = calibrate(0.0, by_cpu=True, rounds=6, blocks=_BLOCKS)
@@ -96,7 +96,7 @@ def measure_machine() -> Machine:
 
 
 def byte_seconds() -> float:
-    """Return the CPU seconds that one side of a message takes per byte: copied, added up, and through a socket."""
+    """Return the CPU seconds per byte on one side of a message: copy, checksum, and socket."""
     source, target = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(_BYTES, dtype=torch.uint8)
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
@@ -112,7 +112,7 @@ def byte_seconds() -> float:
             near.sendall(memoryview(target.numpy()))  # type: ignore[arg-type]
         near.shutdown(socket.SHUT_WR)
         reader.join()
-        # both sides were this process: a copy, two sums, the system's sending and receiving
+        # both sides are this process: a copy, two sums, the system's send and receive
         return (time.process_time() - begin_s) / (2 * _BYTES * _BYTE_ROUNDS)
 
 
@@ -128,11 +128,11 @@ BLOCKS, _ROWS, _WIDTH = 12, 197, 384
 def calibrate(
     seconds: float = 1.0, *, threads: int = 1, by_cpu: bool = False, rounds: int = 3, blocks: int = BLOCKS
 ) -> float:
-    """Return the seconds that one round of a small transformer's matrix products takes here.
+    """Return the seconds per round of a small transformer's matrix products on this device.
 
-    The weights, 4.7 MB for each of its `blocks`, do not fit in most caches, as a model's do not. Rounds are repeated
-    for at least `seconds`, so a CPU quota that comes in short slices evens out, and at least `rounds` times, after a
-    quarter of that to warm up; `by_cpu` counts this thread's own CPU seconds.
+    The weights, 4.7 MB for each of its `blocks`, exceed most caches, like those of a model. Rounds are repeated
+    for at least `seconds`, to average a CPU quota that is granted in short slices, and at least `rounds` times, after
+    a quarter of that as warm-up; `by_cpu` counts this thread's CPU seconds.
 
     Example:
         speed = profile.calibration_s / calibrate()
@@ -146,14 +146,14 @@ def calibrate(
     rows = torch.randn(_ROWS, _WIDTH, generator=generator)
     clock = time.thread_time if by_cpu else time.perf_counter
     with torch.inference_mode():
-        _rounds(rows, weights, seconds / 4, 1)  # a process that has just begun is some percent slower
+        _rounds(rows, weights, seconds / 4, 1)  # a new process is some percent slower
         begin = clock()
         done = _rounds(rows, weights, seconds, rounds)
         return (clock() - begin) / done
 
 
 def _rounds(rows: torch.Tensor, weights: list[tuple[torch.Tensor, torch.Tensor]], seconds: float, least: int) -> int:
-    """Do rounds for so long, and at least so many; tells how many."""
+    """Run rounds for at least `seconds`, and at least `least` of them; returns their number."""
     begin, done = time.perf_counter(), 0
     while done < least or time.perf_counter() - begin < seconds:
         _round(rows, weights)

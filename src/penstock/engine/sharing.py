@@ -1,4 +1,4 @@
-"""Channels of stages that several devices share: microbatches go round-robin, the end of a stream goes to all.
+"""Channels of stages that several devices share: microbatches are sent round-robin, the end of a stream to all.
 
                     ┌─ 0, 2, 4 ─▶ stage 1 on b ─ 0, 2, 4 ─┐
 stage 0 on a ─ all ─┤                                     ├─ all ─▶ stage 2 on d
@@ -18,9 +18,9 @@ from penstock.transport.messages import DATA, END, Message
 
 
 class RoundRobinReceiver:
-    """Takes each message from the device whose turn it was, and the end of a stream from all of them as one.
+    """A receiver that takes messages from devices round-robin, and the end of a stream from all of them as one.
 
-    `sources` has the place in `receivers` of every microbatch that comes here, in order and again and again; see
+    `sources` has the index in `receivers` of every microbatch received here, in order and repeating; see
     `sources_of`.
     """
 
@@ -32,7 +32,7 @@ class RoundRobinReceiver:
 
     @property
     def width(self) -> int:
-        """Return the number of END messages that close one stream, one per rank at the other end."""
+        """Number of END messages that close one stream, one per rank at the other end."""
         return len(self._receivers)
 
     def take(self) -> Message:
@@ -42,7 +42,7 @@ class RoundRobinReceiver:
         if message.kind == DATA:
             self._taken.append((source,))
             return message
-        # whatever was fed before it has gone through: the others' next message is the end as well
+        # all earlier microbatches have passed: the others' next message is the end as well
         ends = [message if receiver is source else receiver.take() for receiver in self._receivers]
         self._taken.append(self._receivers)
         self._turn = cycle(self._sources)
@@ -54,40 +54,40 @@ class RoundRobinReceiver:
             receiver.release()
 
     def trace_taking(self, track: Track | None) -> None:
-        """Record on a track what comes in; on none, nothing."""
+        """Record received messages on a track; None stops recording."""
         for receiver in self._receivers:
             receiver.trace_taking(track)
 
 
 class RoundRobinSender:
-    """Sends each message to the device whose turn it is, and the end of a stream to all of them."""
+    """A sender that sends messages to devices round-robin, and the end of a stream to all of them."""
 
     def __init__(self, senders: RoundRobin[Sender]) -> None:
         self._senders = senders
 
     @property
     def width(self) -> int:
-        """Return the number of END messages that close one stream, one per rank at the other end."""
+        """Number of END messages that close one stream, one per rank at the other end."""
         return len(self._senders.items)
 
     def put(self, message: Message) -> int:
-        """Send a message and return the bytes that go over a link; the tensors are copied before this returns."""
+        """Send a message and return the bytes sent over a link; the tensors are copied before this returns."""
         if message.kind == DATA:
             return self._senders[message.index].put(message)
-        # what the end collects on its way goes one way only
+        # the reports collected by the end are sent along one path only
         return sum(
             sender.put(message if not place else Message(message.kind, message.index))
             for place, sender in enumerate(self._senders.items)
         )
 
     def trace_sending(self, track: Track | None) -> None:
-        """Record on a track what goes out; on none, nothing."""
+        """Record sent messages on a track; None stops recording."""
         for sender in self._senders.items:
             sender.trace_sending(track)
 
 
 def sources_of(before: RoundRobin[int], here: RoundRobin[int], rank: int) -> list[int]:
-    """Return where a rank's microbatches come from: places in `before`, one round of both orders.
+    """Return the sources of a rank's microbatches: indices in `before`, for one round of both orders.
 
     >>> sources_of(RoundRobin([5, 6], (0, 1)), RoundRobin([7, 8], (0, 0, 1)), rank=7)
     [0, 1, 1, 0]

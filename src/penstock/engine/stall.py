@@ -1,4 +1,4 @@
-"""Tell slow work from a message that was lost although every process lives: nobody computes, and nothing moves."""
+"""Stall detection: a lost message between living processes, while no stage computes and no message moves."""
 
 import threading
 import time
@@ -22,16 +22,16 @@ _LOOK_S = 0.5
 Counted = Mapping[tuple[int, int], Counters]
 
 
-# the ranks that have each stage of one pipeline, with their names; the feeder's too where links end there
+# the ranks of each stage of one pipeline, with their names; including the driver's if links end there
 Holders = Mapping[int, Mapping[int, str]]
 
 
 class StallWatch:
-    """Watches, from one process, whether anything moves.
+    """A watch on the progress of all pipelines, from one process.
 
-    `pipelines` are those whose stages are watched, `links` what each of them has between its stages; `listen` gives
-    what all processes said last. `own` is what this process counts as the feeder. Until `everyone`, a number of
-    processes, has said something, nothing is concluded.
+    `pipelines` are those whose stages are watched, `links` the links between the stages of each; `listen` returns
+    the last heartbeats of all processes. `own` are this process's counters as the driver. Until `everyone`, a number
+    of processes, has sent a heartbeat, no stall is reported.
 
     Example:
         watch.begin()
@@ -51,7 +51,7 @@ class StallWatch:
         self._since = time.monotonic()
 
     def begin(self) -> None:
-        """Start to wait: time that the user's own code took does not count."""
+        """Restart the timer, so that time in the user's code does not count."""
         self._since = time.monotonic()
 
     def check(self) -> Verdict | None:
@@ -67,7 +67,7 @@ class StallWatch:
         return self._explain(self._counted(heard))
 
     def states(self, depth: int) -> list[StageState]:
-        """Return how far each stage is, as of the last heartbeats; `depth` bounds what may wait for one."""
+        """Return the progress of each stage at the last heartbeat; `depth` bounds the messages waiting for one."""
         counted, states = self._counted(read_counters(self._job, self._listen())), []
         for holders in self._pipelines:
             if self._own is not None and self._own.sent_bytes:
@@ -91,7 +91,7 @@ class StallWatch:
         return counted
 
     def _explain(self, counted: Counted) -> Verdict:
-        """Find a stage that waits for what was sent to it; where none says so, one that has not taken it."""
+        """Find a stage that waits for a sent message; if none does, one that left a sent message untaken."""
         found: list[tuple[bool, Verdict]] = []
         for holders in self._pipelines:
             for stage, ranks in holders.items():
@@ -107,7 +107,7 @@ class StallWatch:
         if found:
             return min(found, key=lambda pair: pair[0])[1]
         held = "; ".join(_name(stage, holders) for holders in self._pipelines for stage in holders)
-        return self._verdict(FEEDER, held, "what others add up or say")
+        return self._verdict(FEEDER, held, "sums or documents of other ranks")
 
     def _verdict(self, rank: int, name: str, what: str) -> Verdict:
         message = (
@@ -122,19 +122,19 @@ def _name(stage: int, holders: Holders) -> str:
 
 
 def _total(counts: str, link: Link, holders: Holders, counted: Counted) -> int:
-    """Return what the ranks at one end of a link have sent, or taken, of its kind."""
+    """Return the number of messages that the ranks at one end of a link have sent or taken."""
     stage = link.source if counts == "sent" else link.target
     own = [counted[stage, rank] for rank in holders[stage] if (stage, rank) in counted]
     return sum(getattr(each, counts)[link.kind] for each in own)
 
 
 def _backlog(link: Link, holders: Holders, counted: Counted) -> int:
-    """Return the messages of a link that were sent and not taken."""
+    """Return the number of a link's messages that were sent and not taken."""
     return _total("sent", link, holders, counted) - _total("taken", link, holders, counted)
 
 
 class TrainingWatch:
-    """Reports progress with every heartbeat; on the first process a thread looks whether all processes stand still.
+    """Progress reports with every heartbeat, and on the first process a thread that detects stalls.
 
     Example:
         watch = TrainingWatch(world, transport, training_links(parts), grid.replicas, observer)
@@ -152,7 +152,7 @@ class TrainingWatch:
         ]
         self._watch = StallWatch(
             0, links, pipelines, world.health.statuses, stall_s, everyone=transport.size,
-            advice="go on from a checkpoint",
+            advice="continue from a checkpoint",
         )  # fmt: skip
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -165,11 +165,11 @@ class TrainingWatch:
             self._thread.start()
 
     def stage_states(self) -> list[StageState]:
-        """Return how far each stage is, as of the last heartbeats; for `LiveView`."""
+        """Return the progress of each stage at the last heartbeat, for `LiveView`."""
         return self._watch.states(NUM_BUFFERS)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop watching."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

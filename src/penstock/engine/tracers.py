@@ -1,11 +1,11 @@
-"""Record what the stages of a world do, and bring it to the process that feeds, on one clock.
+"""Tracing of a world's stages, gathered on the driver and aligned to its clock.
 
-a worker                                        the feeding process
-stages in place, the device measured
-answers ◀───────── clock questions ───────────  asks every rank
+a worker                                        the driver
+stages deployed, the device measured
+answers ◀───────── clock requests ────────────  reads every rank's clock
 streams, recording ...
-answers ◀───────── clock questions ───────────  asks again: offset and drift
-sends what it recorded ──────────────────────▶  writes one file for each process
+answers ◀───────── clock requests ────────────  reads again: offset and drift
+sends its trace ─────────────────────────────▶  writes one file for each process
 """
 
 import datetime
@@ -36,7 +36,7 @@ MAX_TRACE_BYTES = 64 * 2**20
 
 
 class StageTracer:
-    """Records the stages that one process holds, stream after stream, and sends that to the one that feeds."""
+    """A recording of one process's stages, stream after stream, sent to the driver."""
 
     def __init__(self, own: OwnStages) -> None:
         self.own = own
@@ -47,7 +47,7 @@ class StageTracer:
         self._machine = measure_machine()
 
     def record(self, on: bool) -> None:
-        """Record from here on; or nothing, to see what recording costs. What has gaps is no whole trace."""
+        """Turn recording on or off, to measure its overhead. A trace with gaps is incomplete."""
         own, recorder = self.own, self.recorder if on else None
         own.observer.recorder = recorder
         for stage in own.stages.values():
@@ -56,19 +56,19 @@ class StageTracer:
         own.channels.trace(recorder, list(own.stages))
 
     def trace(self) -> ProcessTrace:
-        """Return what was recorded since the last time, on this process's own clock."""
+        """Return the recording since the last call, on this process's clock."""
         trace = make_trace(self.own.world, self.recorder, self._machine)
         alone = tuple(self.own.observer.alone.values())
         self.own.observer.forget()
         return msgspec.structs.replace(trace, alone=alone)
 
     def give(self) -> None:
-        """At the end of a stream: answer the clock again, then send what was recorded."""
+        """Answer the clock requests at the end of a stream, then send the recording."""
         give_trace(self.own.world, self.trace())
 
 
 class FeederTracer:
-    """Records the process that feeds, and gathers what the others have recorded."""
+    """A recording of the driver, which gathers those of the other ranks."""
 
     def __init__(self, world: World, *, units: bool = False, profile: bool = False) -> None:
         self._world = world
@@ -79,14 +79,14 @@ class FeederTracer:
         self._own: StageTracer | None = None
 
     def follow(self, own: OwnStages, pipeline: int = 0) -> None:
-        """Begin with the feeder's ends of a pipeline, its own stages, and the clocks of the other ranks."""
+        """Start recording the driver's ends of a pipeline and its stages, and read the clocks of the other ranks."""
         own.channels.trace(self.recorder, [FEEDER_STAGE], feeder=feeder_stage(pipeline))
         if own.stages:
             self._own = StageTracer(own)
         self._clocks.begin(_others(own.job.holders))
 
     def loading(self, source: Iterator[T]) -> Iterator[T]:
-        """Yield what a source does, and record how long each item takes it."""
+        """Yield the items of a source, and record the time of each."""
         for number in count():
             begin_s, cpu_s = self.recorder.clock(), time.thread_time()
             following = next(source, None)
@@ -97,11 +97,11 @@ class FeederTracer:
             yield following
 
     def gather(self, ranks: Collection[int]) -> list[PackedTrace]:
-        """At the end of a stream: take what the ranks of a pipeline have recorded."""
+        """Receive the recordings of a pipeline's ranks at the end of a stream."""
         return self._clocks.take(_others(ranks))
 
     def own(self) -> ProcessTrace:
-        """Return what this process recorded: feeding, and the stages that it holds."""
+        """Return the recording of this process: the driver's, and that of its stages."""
         mine = make_trace(self._world, self.recorder, Machine())
         if self._own is None:
             return mine
@@ -110,16 +110,16 @@ class FeederTracer:
 
 
 def follow_stages(own: OwnStages) -> Callable[[], None]:
-    """Record the stages of a process that does not feed, if the job says so; returns what to call after each stream."""
+    """Record the stages of a worker if the job enables it; returns the function to call after each stream."""
     if not own.job.trace:
         return lambda: None
-    tracer = StageTracer(own)  # which measures the machine, before anything streams
+    tracer = StageTracer(own)  # measures the machine, before any stream
     answer_clock(own.world.transport, own.world.clock)
     return tracer.give
 
 
 class ClockReadings:
-    """What the feeding process has read of other clocks, and the traces that it brings to its own."""
+    """The driver's readings of other clocks, and traces aligned to its clock."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -131,16 +131,16 @@ class ClockReadings:
             self._readings[rank] = [self._read(rank)]
 
     def take(self, ranks: Sequence[int]) -> list[PackedTrace]:
-        """Take the traces of ranks that call `give_trace`."""
+        """Receive the traces of ranks that call `give_trace`."""
         traces = []
         for rank in ranks:
-            # from stream to stage to stream: the line goes through the latest two readings
+            # the line is fitted through the latest two readings
             self._readings[rank] = [*self._readings[rank][-1:], self._read(rank)]
             data = receive_bytes(self._world.transport, rank, CLOCK, limit=MAX_TRACE_BYTES)
             try:
                 trace = msgspec.json.decode(data, type=PackedTrace)
             except msgspec.MsgspecError as error:
-                raise TransportError(f"{self._world.names[rank]} sent no trace: {error}; start again") from None
+                raise TransportError(f"{self._world.names[rank]} sent an invalid trace: {error}; start again") from None
             readings = tuple(self._readings[rank])
             traces.append(msgspec.structs.replace(trace, readings=readings, alignment=fit_clock(readings)))
         return traces
@@ -150,13 +150,13 @@ class ClockReadings:
 
 
 def give_trace(world: World, trace: ProcessTrace) -> None:
-    """Answer the feeding process's clock again, then send it what was recorded here."""
+    """Answer the driver's clock requests again, then send it this process's recording."""
     answer_clock(world.transport, world.clock)
     send_bytes(world.transport, msgspec.json.encode(trace), FEEDER, CLOCK)
 
 
 def make_trace(world: World, recorder: Recorder, machine: Machine) -> ProcessTrace:
-    """Return what a recorder holds, and let it begin anew."""
+    """Return the content of a recorder, and clear it."""
     trace = ProcessTrace(
         rank=world.rank, device=world.names[world.rank], machine=machine, num_dropped=recorder.num_dropped,
         spans=tuple(Span(*span) for span in recorder.spans),
@@ -180,7 +180,7 @@ def ask_clock(transport: Transport, rank: int, clock: Clock) -> Reading:
 
 
 def answer_clock(transport: Transport, clock: Clock) -> None:
-    """Answer the feeding process's questions with this process's time."""
+    """Answer the driver's clock requests with this process's time."""
     question = torch.zeros(8, dtype=torch.uint8)
     answer = torch.zeros(2, dtype=torch.float64)
     for _ in range(_NUM_EXCHANGES):
@@ -195,7 +195,7 @@ def _others(ranks: Collection[int]) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """Return what a run was made on: versions, machine, time."""
+    """Return the environment of a run: versions, machine, time."""
     return {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -1,4 +1,4 @@
-"""A stage that is trained: it runs a schedule's actions, and keeps each microbatch until its backward."""
+"""A trained stage: it runs a schedule's actions, and keeps each microbatch until its backward."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,15 @@ from penstock.tensors import synchronize
 from penstock.transport.messages import DATA, Message
 
 Sizes = Mapping[str, int]
-# the last stage's outputs to the sum that is minimized, of this microbatch
+# maps a microbatch's last-stage outputs to the sum to minimize
 Head = Callable[[int, Sequence[Tensor], Sizes], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One microbatch as a process sees it: its sizes, and the inputs of the model that were loaded here.
+    """A process's view of one microbatch: its sizes, and the model inputs that were loaded here.
 
-    `rng_key` names what is drawn in it: seed, step and microbatch.
+    `rng_key` identifies its random numbers: seed, step and microbatch.
     """
 
     sizes: Sizes
@@ -34,7 +34,7 @@ class StepInput:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a microbatch leaves until its backward."""
+    """State of a microbatch kept until its backward."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -44,12 +44,12 @@ class _Kept:
 
 @dataclass
 class TrainingStage:
-    """Runs one stage's actions: forward, backward whole or split, synchronization.
+    """A stage that runs training actions: forward, whole or split backward, synchronization.
 
-    `leaves` are the parameters that are trained, by name; their `grad` gathers what backwards give. `head` computes
-    the loss on the last stage; `saw_leaves` gets the leaves that a loss depends on directly, as one that penalizes
-    parameters, before they have gradients. With `recompute`, whose buffers nobody reads, a stage keeps its inputs
-    alone, and computes its forward once more before its backward (Chen et al. 2016, sublinear memory cost).
+    `leaves` are the trained parameters, by name; backwards accumulate in their `grad`. `head` computes
+    the loss on the last stage; `saw_leaves` receives the leaves that a loss depends on directly, such as penalized
+    parameters, before they have gradients. With `recompute`, whose buffers are never read, a stage keeps only its
+    inputs, and repeats its forward before its backward (Chen et al. 2016, sublinear memory cost).
     """
 
     keeps_inputs: ClassVar[bool] = True
@@ -66,18 +66,18 @@ class TrainingStage:
     trains: bool = True
     step: Mapping[int, StepInput] = field(default_factory=dict)
     final: int = -1  # the microbatch whose backward is the step's last
-    last_backward: bool = False  # while that one is under way: gradients are final as they come
-    direct: Sequence[Tensor] | None = None  # leaves that the loss of a step depends on, but not by its outputs
+    last_backward: bool = False  # during that one: gradients are final as they arrive
+    direct: Sequence[Tensor] | None = None  # leaves that a step's loss depends on, but not through the outputs
     first_nonfinite: int | None = None  # the first microbatch of a step with an output that is not finite
     _kept: dict[int, _Kept] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
-        """Return where it computes."""
+        """Device on which the stage computes."""
         return self.runtime.device
 
     def begin(self, step: Mapping[int, StepInput], final: int = -1) -> None:
-        """Take the microbatches of another step; `final` is the one that goes back last."""
+        """Start another step with its microbatches; `final` is the one whose backward is last."""
         self.step = step
         self.final = final
         self.first_nonfinite = None
@@ -86,7 +86,7 @@ class TrainingStage:
         self._kept.clear()
 
     def run(self, action: Action, message: Message | None) -> Message | None:
-        """Run one action; raises `RunError` where an operation fails."""
+        """Run one action; raises `RunError` if an operation fails."""
         if action.kind == "S":
             self.synchronize(self.index)
             return None
@@ -136,9 +136,9 @@ class TrainingStage:
         return _Kept(inputs, outputs, loss)
 
     def _check_finite(self, microbatch: int, kept: _Kept) -> None:
-        """Remember where numbers went wrong first; said only where the loss is not finite either."""
+        """Record the first microbatch with non-finite numbers; reported only if the loss is not finite either."""
         if self.first_nonfinite is not None or (kept.loss is not None and bool(torch.isfinite(kept.loss.detach()))):
-            return  # a finite loss spares the last stage another look at all its outputs: a language model's are large
+            return  # a finite loss saves the last stage a check of all its outputs: a language model's are large
         for position in self.part.backward_outputs:
             if not bool(torch.isfinite(kept.outputs[position].detach().sum())):
                 self.first_nonfinite = microbatch
@@ -148,7 +148,7 @@ class TrainingStage:
             self._kept[microbatch] = self._compute(self.recompute, microbatch, self._kept[microbatch].inputs, grad=True)
 
     def _roots(self, kept: _Kept, crossing: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return what a backward starts from, and its gradients, which cross from the next stage."""
+        """Return the roots of a backward, and their gradients from the next stage."""
         if self.head is not None:
             needed = kept.loss is not None and kept.loss.requires_grad
             if needed and kept.loss is not None and self.direct is None:
@@ -189,7 +189,7 @@ class TrainingStage:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
     def _gradients(self, microbatch: int, kept: _Kept, gradients: Sequence[Tensor | None]) -> Message | None:
-        """Return the gradients of what crossed, for the stage before."""
+        """Return the gradients of the crossing inputs, for the previous stage."""
         inputs = [kept.inputs[position] for position in self.part.backward_inputs]
         if not inputs:
             return None
@@ -198,7 +198,7 @@ class TrainingStage:
 
 
 def leaves_beside(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves that a loss depends on in another way than by the model's outputs.
+    """Return the leaves that a loss depends on other than through the model's outputs.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> output = weight * 2
@@ -206,7 +206,7 @@ def leaves_beside(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
     [tensor([1., 1.], requires_grad=True)]
     """
     seen = {output.grad_fn for output in outputs}
-    given = {id(output) for output in outputs}  # one that came from an earlier stage as it is has no function
+    given = {id(output) for output in outputs}  # an output passed through from an earlier stage has no function
     waiting = [loss.grad_fn]
     found: list[Tensor] = []
     while waiting:

@@ -1,6 +1,6 @@
 """Links between stages as data, and the one function that opens channels for them.
 
-stream     feeder ──0──▶ stage 0 ──2──▶ stage 1 ──4──▶ feeder
+stream     driver ──0──▶ stage 0 ──2──▶ stage 1 ──4──▶ driver
 training                 stage 0 ──2──▶ stage 1
                                  ◀──3──
 """
@@ -33,7 +33,7 @@ from penstock.transport.base import Transport
 from penstock.transport.messages import Format
 from penstock.transport.tags import link_tag, training_set
 
-# Two buffers at each end: one message is being worked on while the next one arrives.
+# Two buffers at each end: one message is processed while the next one arrives.
 DEPTH = 2
 _Remote = TypeVar("_Remote", RemoteReceiver, RemoteSender)
 
@@ -42,7 +42,7 @@ _Remote = TypeVar("_Remote", RemoteReceiver, RemoteSender)
 class Link:
     """Messages of one kind from one stage to another: the values in each, for every cut set, and their symbols.
 
-    The feeder is `FEEDER_STAGE`. A link may go from the last stage back to the first.
+    The driver is `FEEDER_STAGE`. A link may lead from the last stage back to the first.
     """
 
     source: int
@@ -53,12 +53,12 @@ class Link:
 
     @property
     def number(self) -> int:
-        """Its place among the links of a pipeline: by cut, activations first; all ranks open channels in this order."""
+        """Index among the links of a pipeline: by cut, activations first; all ranks open channels in this order."""
         return 2 * (self.target + 1) + 1 if self.kind == GRADIENTS else 2 * (self.source + 1)
 
 
 def stream_links(programs: Mapping[int, RoundRobin[StageProgram]], num_stages: int) -> list[Link]:
-    """Return the links of a stream that these stages have."""
+    """Return the links of these stages in a stream."""
     links: dict[int, Link] = {}
     for index, own in programs.items():
         after = index + 1 if index + 1 < num_stages else FEEDER_STAGE
@@ -71,7 +71,7 @@ def stream_links(programs: Mapping[int, RoundRobin[StageProgram]], num_stages: i
 
 
 def feeder_links(programs: Sequence[RoundRobin[StageProgram]]) -> list[Link]:
-    """Return the feeder's two links: to the first stage and from the last one."""
+    """Return the driver's two links: to the first stage and from the last one."""
     first, last = programs[0], programs[-1]
     return [
         _forward(FEEDER_STAGE, 0, first.map(lambda program: program.inputs), first),
@@ -97,19 +97,19 @@ def training_links(parts: Sequence[TrainingPart], *, evaluates: bool = False) ->
 
 @dataclass(slots=True)
 class Channels:
-    """Where the stages of one process take their messages and send them, by stage and kind."""
+    """Receivers and senders of one process's stages, by stage and kind."""
 
     receivers: dict[tuple[int, str], Receiver] = field(default_factory=dict)
     senders: dict[tuple[int, str], Sender] = field(default_factory=dict)
     local: dict[int, LocalChannel] = field(default_factory=dict)
 
     def abort(self) -> None:
-        """End every wait within this process."""
+        """Abort every wait within this process."""
         for channel in self.local.values():
             channel.abort()
 
     def trace(self, recorder: Recorder | None, stages: Sequence[int], *, feeder: int = FEEDER_STAGE) -> None:
-        """Record what these stages take and send, the feeder as a stage of this number; on no recorder, nothing."""
+        """Record the messages of these stages, the driver's under the number `feeder`; without a recorder, stop."""
         for (stage, kind), receiver in self.receivers.items():
             if stage in stages:
                 receiver.trace_taking(_track(recorder, feeder if stage == FEEDER_STAGE else stage, kind))
@@ -124,10 +124,10 @@ def _track(recorder: Recorder | None, stage: int, kind: str) -> Track | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """How channels are opened: `ranks` has each stage's, the feeder's too, `own` the stages of this process.
+    """Options for opening channels: `ranks` has each stage's and the driver's, `own` the stages of this process.
 
-    Both ends have buffers for `depth` messages of microbatches up to `sizes`; with `direct` tensors between stages go
-    from `device` to device. `number` tells this set of channels from every other one.
+    Both ends have buffers for `depth` messages of microbatches up to `sizes`; with `direct` tensors between stages are
+    sent from `device` to device. `number` is unique to this set of channels.
     """
 
     ranks: Mapping[int, RoundRobin[int]]
@@ -140,7 +140,7 @@ class Opening:
 
 
 def open_channels(transport: Transport, links: Sequence[Link], opening: Opening) -> Channels:
-    """Open this process's ends of links, in one order on all ranks, so that none waits for another in a circle."""
+    """Open this process's ends of links, in one order on all ranks, which avoids deadlocks."""
     channels = Channels()
     for link in sorted(links, key=lambda link: link.number):
         if link.source in opening.own:
@@ -163,15 +163,15 @@ def open_channels(transport: Transport, links: Sequence[Link], opening: Opening)
 def _open(
     remote: Callable[..., _Remote], transport: Transport, link: Link, rank: int, opening: Opening, channels: Channels
 ) -> _Remote | LocalChannel:
-    """Open this process's end of a link whose other end a rank has, perhaps this one."""
+    """Open this process's end of a link to a rank, possibly itself."""
     with_feeder = FEEDER_STAGE in (link.source, link.target)
     if rank == transport.rank:
-        # between stages of one process one thread does both, so it may never wait for room
+        # between stages of one process one thread runs both ends, so it must never wait for room
         return channels.local.setdefault(link.number, LocalChannel(opening.depth if with_feeder else None))
     sizes = opening.sizes
     formats = Formats(link.values.map(lambda values: Format(values, link.symbols, sizes)))
     tag = link_tag(opening.number, link.number)
-    if opening.direct and not with_feeder:  # the feeder's ends lie on its host
+    if opening.direct and not with_feeder:  # the driver's ends are on its host
         num_bytes, num_apart = formats.largest_apart(sizes)
         apart = Apart(opening.device, num_apart)
         return remote(transport, rank, tag, formats, num_bytes, opening.depth, apart=apart)
@@ -180,11 +180,11 @@ def _open(
 
 
 class GrowingChannels:
-    """Channels of one replica in training, opened again when microbatches outgrow their buffers.
+    """Channels of one replica in training, reopened when microbatches outgrow their buffers.
 
     All processes know the sizes of a step, so all open new ones at the same step. With `direct`, this process's device,
-    tensors go from device to device. Channels of arrangements one after the other have numbers apart, by
-    `first_generation`: receives that were posted for earlier ones are met by nothing.
+    tensors are sent from device to device. Successive placements have separate channel numbers, by
+    `first_generation`: receives posted for earlier ones never match a send.
     """
 
     def __init__(

@@ -69,6 +69,18 @@ def test_prompts_of_a_file_are_answered_in_order_and_continued(penstock: Run, fo
     assert output.read_text() == whole
 
 
+def test_weights_in_8_bits(penstock: Run, folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    words = ("generate", f"hf:{folder}", "-p", PROMPTS[0], "-o", output, "--max-new-tokens", 5)
+    assert penstock(*words, "--runtime", "eager:int8")[0] == 0
+    assert json.loads(output.read_text())["num_tokens"] == 5
+    status, _, err = penstock(*words)  # in float32 the rows may be others
+    assert (status, "runtime" in err) == (2, True)
+    status, _, err = penstock("generate", f"hf:{folder}", "-p", "w9", "--runtime", "eager:int3")
+    assert (status, "int3" in err) == (2, True)
+    assert penstock("generate", f"hf:{folder}", "-p", "w9", "--runtime", "onnxruntime")[0] in {1, 2}
+
+
 def test_answers_as_a_table(penstock: Run, folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.csv"
     assert penstock("generate", f"hf:{folder}", "-p", PROMPTS[0], "-o", output, "--max-new-tokens", 5)[0] == 0

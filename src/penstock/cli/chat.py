@@ -27,6 +27,7 @@ def chat(
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
+    runtime: given.Runtime = "eager",
     on_loss: given.OnLoss = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,
@@ -40,7 +41,7 @@ def chat(
 
     settings = TextSettings(
         model=model, stages=stages, policy=policy, cuts=cut or None, slots=1, max_length=max_length,
-        threads=threads or 1, weights=weights, pretrained=pretrained, on_loss=on_loss,
+        threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, on_loss=on_loss,
     )  # fmt: skip
     sampling = given.sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens, "seed": seed}
     with open_generator(settings, world) as generator:

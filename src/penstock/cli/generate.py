@@ -22,6 +22,7 @@ Temperature = Annotated[
 ]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest of this probability.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Choose among so many likeliest.")]
+Runtime = Annotated[str, typer.Option(metavar="NAME", help="eager, eager:bfloat16 or eager:int8 (8-bit weights).")]
 OnLoss = Annotated[
     str | None,
     typer.Option(metavar="stop|continue", help="When a device is lost: stop, or go on with the others, the default."),
@@ -52,6 +53,7 @@ def generate(
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
+    runtime: Runtime = "eager",
     on_loss: OnLoss = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,
@@ -70,7 +72,7 @@ def generate(
 
     settings = TextSettings(
         model=model, stages=stages, policy=policy, cuts=cut or None, slots=slots, max_length=max_length,
-        threads=threads or 1, weights=weights, pretrained=pretrained, seed=seed, on_loss=on_loss,
+        threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, seed=seed, on_loss=on_loss,
         sampling=sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens},
     )  # fmt: skip
     prompts = list(prompt) if prompt else read_prompts(file) if file is not None else []

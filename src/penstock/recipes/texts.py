@@ -39,6 +39,7 @@ class TextSettings:
     slots: int = 4
     max_length: int = 512
     threads: int = 1
+    runtime: str = "eager"
     weights: Path | None = None
     pretrained: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +66,7 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
     return Generator(
         zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, policy=settings.policy, cuts=settings.cuts,
         slots=settings.slots, max_length=settings.max_length, threads=settings.threads, world=world,
-        on_loss=settings.on_loss,
+        runtime=settings.runtime, on_loss=settings.on_loss,
     )  # fmt: skip
 
 
@@ -118,6 +119,7 @@ class AnswerRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     format: Literal["penstock-answers"] = "penstock-answers"
     model: str
     weights: str
+    runtime: str = "eager"
     sampling: dict[str, Any]
     seed: int | None
 
@@ -131,7 +133,8 @@ def open_answers(
         yield None
         return
     about = AnswerRun(
-        model=settings.model, weights=fingerprint_of(generator.weights), sampling=dict(settings.sampling),
+        model=settings.model, weights=fingerprint_of(generator.weights), runtime=settings.runtime,
+        sampling=dict(settings.sampling),
         seed=settings.seed,
     )  # fmt: skip
     anew = "choose another --output"

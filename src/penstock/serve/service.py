@@ -144,11 +144,9 @@ def _opened(settings: ServeSettings, name: str, metrics: Metrics, world: World |
 
 @contextlib.contextmanager
 def _texts(settings: ServeSettings, name: str, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
-    if settings.runtime != "eager":
-        raise UsageError(f"a language model's stages run on eager, not {settings.runtime}; leave --runtime out")
     asked = TextSettings(
         model=settings.model, stages=settings.stages, policy=settings.policy, cuts=settings.cuts, slots=settings.slots,
-        max_length=settings.max_length, threads=settings.threads, weights=settings.weights,
+        max_length=settings.max_length, threads=settings.threads, runtime=settings.runtime, weights=settings.weights,
         pretrained=settings.pretrained, on_loss=settings.on_loss,
     )  # fmt: skip
     with working("putting the stages in place"):

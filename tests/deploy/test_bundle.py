@@ -98,7 +98,7 @@ def test_devices_that_share_a_stage_have_a_part_each(tmp_path: Path) -> None:
 
 def test_a_part_of_another_plan_is_refused(bundle: tuple[nn.Module, Plan, Path]) -> None:
     _, _, folder = bundle
-    with pytest.raises(ProgramError, match=r"part of the plan [0-9a-f]{16}, but this run is of the plan other"):
+    with pytest.raises(ProgramError, match=r"part of the plan [0-9a-f]{16}\b.* the plan other\b"):
         read_part(folder / "a", "other")
 
 
@@ -108,11 +108,11 @@ def test_a_changed_file_is_refused(bundle: tuple[nn.Module, Plan, Path], name: s
     data = bytearray((folder / "b" / name).read_bytes())
     data[len(data) // 2] ^= 1
     (folder / "b" / name).write_bytes(data)
-    with pytest.raises(ProgramError, match=f"{name} is not as it was bundled"):
+    with pytest.raises(ProgramError, match=name):
         read_part(folder / "b", fingerprint(plan))
     # and a run says so, from the worker that found it
     with (
-        pytest.raises(PenstockError, match="is not as it was bundled"),
+        pytest.raises(PenstockError, match=name),
         penstock.BundledPipeline(folder, threads=1) as pipe,
     ):
         list(pipe.stream([torch.randn(1, 3, 32, 32)]))
@@ -128,7 +128,7 @@ def test_files_outside_and_missing_files_are_refused(bundle: tuple[nn.Module, Pl
     with pytest.raises(ProgramError, match="does not list all"):
         read_part(folder / "a", fingerprint(plan))
     shutil.rmtree(folder / "a")
-    with pytest.raises(ProgramError, match="part must be readable"):
+    with pytest.raises(ProgramError, match="a part cannot be read from"):
         read_part(folder / "a", fingerprint(plan))
 
 

@@ -89,7 +89,7 @@ def test_the_feeding_process_may_share_a_stage(thirds: Divided) -> None:
 
 def test_a_device_that_shares_a_stage_holds_no_other(thirds: Divided, five: MemoryWorld) -> None:
     places = [RoundRobin([1, 2], (0, 1)), RoundRobin([3]), RoundRobin([2])]
-    with pytest.raises(UsageError, match="shares a stage holds no other, but rank 2 would hold the stages 0, 2"):
+    with pytest.raises(UsageError, match=r"rank 2 .* 0, 2;"):
         thirds.deploy(five.feeder, ranks=places)  # type: ignore[arg-type]
 
 

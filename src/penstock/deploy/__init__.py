@@ -1,1 +1,1 @@
-"""Put stages onto ranks and take them down: choose cuts, send programs and weights, run workers, feed a stream."""
+"""Deployment of stages onto ranks: cuts, programs and weights, workers, streams."""

@@ -1,4 +1,4 @@
-"""The whole model on one device by itself: what pipelines are compared with."""
+"""The whole model on a single device: the baseline for pipelines."""
 
 import json
 import time
@@ -30,7 +30,7 @@ def ask_baseline(
     transport: Transport, rank: int, program: StageProgram, load: LoadState, *, inputs: Sequence[Sequence[Tensor]],
     sizes: Mapping[str, int], num_microbatches: int, threads: int, computes_on: str = "cpu",
 ) -> None:  # fmt: skip
-    """Ask a rank to run the whole model by itself; `collect_baseline` gives what came of it."""
+    """Request a run of the whole model on one rank; `collect_baseline` returns its result."""
     document = RunBaseline(
         program=write_program(program), sizes=dict(sizes), threads=threads, num_inputs=len(inputs),
         num_microbatches=num_microbatches, computes_on=computes_on, torch_settings=dict(read_settings()),
@@ -43,7 +43,7 @@ def ask_baseline(
 
 
 def serve_baseline(world: World, document: RunBaseline) -> None:
-    """Run the whole model on this rank, from memory to memory, when everybody is ready."""
+    """Run the whole model on this rank, from memory to memory, once all ranks are ready."""
     transport, device = world.transport, find_device(document.computes_on, world.position)
     program = read_program(document.program)
     sizes = document.sizes
@@ -67,7 +67,7 @@ def run_baseline(
     runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int,
     transport: Transport | None = None,
 ) -> tuple[list[list[Tensor]], float]:  # fmt: skip
-    """Warm up on every input, wait for the word to start, then time so many microbatches; outputs lie on the host."""
+    """Warm up on every input, wait for the start signal, then time n microbatches; outputs are on the host."""
     with torch.inference_mode():
         inputs = [[moved(tensor, runtime.device) for tensor in microbatch] for microbatch in inputs]
         outputs = [[tensor.to("cpu", copy=True) for tensor in runtime(sizes, microbatch)] for microbatch in inputs]
@@ -80,7 +80,7 @@ def run_baseline(
 def time_baseline(
     runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Sequence[Tensor]], num_microbatches: int
 ) -> float:
-    """Return the seconds of so many microbatches, which take the inputs in turn and lie where the runtime computes."""
+    """Time n microbatches, cycling through the inputs, and return the seconds; inputs are on the runtime's device."""
     begin = time.perf_counter()
     for index in range(num_microbatches):
         runtime(sizes, inputs[index % len(inputs)])
@@ -89,7 +89,7 @@ def time_baseline(
 
 
 def release_baselines(transport: Transport, ranks: Sequence[int]) -> None:
-    """Wait until all of these ranks are warm, then let them start at once."""
+    """Wait until all of these ranks are warm, then start them simultaneously."""
     for rank in ranks:
         receive_bytes(transport, rank, limit=WORD_BYTES)
     for rank in ranks:
@@ -99,7 +99,7 @@ def release_baselines(transport: Transport, ranks: Sequence[int]) -> None:
 def collect_baseline(
     transport: Transport, rank: int, program: StageProgram, sizes: Mapping[str, int], num_inputs: int
 ) -> tuple[list[list[Tensor]], float]:
-    """Return what came of `ask_baseline`: the outputs for each input, and the seconds."""
+    """Receive the result of `ask_baseline`: the outputs for each input, and the seconds."""
     seconds = float(json.loads(receive_bytes(transport, rank, limit=WORD_BYTES))["seconds"])
     outputs = []
     for _ in range(num_inputs):

@@ -2,13 +2,13 @@
 
     bundle/
       plan.json
-      interface.json          what goes in and comes out, as a program without operations
+      interface.json          inputs and outputs, as a program without operations
       host0/
-        part.json             which plan and stage this is, and the SHA-256 of every file
+        part.json             plan and stage, and the SHA-256 of every file
         program-0.json        one for each cut set
         weights.safetensors
 
-A machine needs its own folder and nothing else: neither the model's source nor the other parts.
+A machine needs only its own folder: neither the model's source nor the other parts.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ LoadState = Callable[[State], Tensor]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one device's folder holds: its place in a plan, named by the plan's fingerprint, and its files' hashes."""
+    """Contents of one device's folder: its place in a plan, named by the plan's fingerprint, and its files' hashes."""
 
     plan: str
     device: str
@@ -49,12 +49,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def write_bundle(folder: Path, graph: Graph, plan: Plan, load: LoadState) -> list[Path]:
-    """Write a plan's bundle and give the folder of every device; one tensor is in memory at a time.
+    """Write a plan's bundle and return the folder of every device; one tensor is in memory at a time.
 
     Example:
         write_bundle(Path("bundle"), graph, plan, partial(load_state, graph, weights=weights))
 
-    Raises `PlanError` where the plan is of another model, `UsageError` where the folder cannot be written.
+    Raises `PlanError` if the plan is for another model, `UsageError` if the folder cannot be written.
     """
     pipelines = divide_plan(graph, plan)
     _check_folders(plan)
@@ -72,10 +72,10 @@ def write_bundle(folder: Path, graph: Graph, plan: Plan, load: LoadState) -> lis
 
 
 def _check_folders(plan: Plan) -> None:
-    """See that no device's folder takes the place of the bundle's own files."""
+    """Reject device names that collide with the bundle's own files."""
     for name in plan.devices:
         if name in {_PLAN, _INTERFACE}:
-            raise PlanError(f"a device's folder lies beside the bundle's file {name}; rename the device and plan again")
+            raise PlanError(f"a device cannot have the name of the bundle's file {name}; rename the device and replan")
 
 
 def _write_part(folder: Path, part: Part, programs: Sequence[StageProgram], load: LoadState) -> Path:
@@ -90,36 +90,37 @@ def _write_part(folder: Path, part: Part, programs: Sequence[StageProgram], load
 
 
 def read_part(folder: Path, plan: str) -> tuple[list[StageProgram], dict[str, Tensor]]:
-    """Read a device's part of the plan of this fingerprint: its programs and its weights.
+    """Read a device's part of the plan with this fingerprint: its programs and its weights.
 
-    Raises `ProgramError` for a part of another plan and for files that are not as they were written.
+    Raises `ProgramError` for a part of another plan and for modified files.
     """
     part = decode_json(read_bytes(folder / _PART, "a part", ProgramError), Part, "a part", ProgramError)
     if part.plan != plan:
         raise ProgramError(
-            f"{folder} is a part of the plan {part.plan}, but this run is of the plan {plan}; copy this plan's bundle"
+            f"{folder} is a part of the plan {part.plan}, but this run uses the plan {plan}; copy this plan's bundle"
         )
     for name, expected in part.files.items():
-        check_name(f"a file that {folder / _PART} names", name, ProgramError)
+        check_name(f"a file listed in {folder / _PART}", name, ProgramError)
         if hash_file(folder / name) != expected:
-            raise ProgramError(f"{folder / name} is not as it was bundled; copy the bundle again")
+            raise ProgramError(f"{folder / name} differs from the bundle's checksum; copy the bundle again")
     unlisted = set(part.programs) - part.files.keys()
     if unlisted or not part.programs or _WEIGHTS not in part.files:
         raise ProgramError(f"{folder / _PART} does not list all of its files; bundle again")
     programs = [read_program(read_bytes(folder / name, "a program", ProgramError)) for name in part.programs]
     weights = FileWeights(folder / _WEIGHTS)
-    # into memory of torch's own: in a file tensors lie wherever, and some kernels choose their path by it
+    # copied into memory allocated by torch: tensors in a file have any alignment, and some kernels choose their path by
+    # it
     return programs, {state.value.name: weights.load(state.value.name).clone() for state in states_of(programs)}
 
 
 def read_bundle(folder: Path) -> tuple[Plan, StageProgram]:
-    """Read what the process that feeds needs: the plan, and what goes in and comes out."""
+    """Read what the driver needs: the plan, and the program with its inputs and outputs."""
     plan = read_plan(folder / _PLAN)
     return plan, read_interface(read_bytes(folder / _INTERFACE, "an interface", ProgramError))
 
 
 def interfaces(interface: StageProgram, num_stages: int) -> list[RoundRobin[StageProgram]]:
-    """Return programs that have only the outer ends of a pipeline: all that its feeder needs."""
+    """Return programs that have only the outer ends of a pipeline, which is all that its driver needs."""
     first, last = replace(interface, outputs=()), replace(interface, inputs=())
     between = replace(interface, inputs=(), outputs=())
     if num_stages == 1:
@@ -128,7 +129,7 @@ def interfaces(interface: StageProgram, num_stages: int) -> list[RoundRobin[Stag
 
 
 def hash_file(path: Path) -> str:
-    """Return a file's SHA-256; raises `ProgramError` where it cannot be read."""
+    """Return a file's SHA-256; raises `ProgramError` if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:

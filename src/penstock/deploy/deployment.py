@@ -1,4 +1,4 @@
-"""A pipeline in place, seen from the process that feeds it: put microbatches in, take results out."""
+"""A deployed pipeline, as the driver uses it: microbatches in, results out."""
 
 import queue
 import threading
@@ -33,19 +33,18 @@ from penstock.tracing.trace import StreamTrace
 from penstock.transport.base import FEEDER
 from penstock.transport.messages import CLOSE, Message
 
-# stages say how far they are with every heartbeat: what is shorter than a few of these means nothing
+# stages report progress with every heartbeat: a stall shorter than a few of these cannot be detected
 _SHORTEST_STALL_BEATS = 4
 
 
 class Deployment:
-    """Stages placed on the devices of a world, ready for one stream after the other.
+    """Stages placed on the devices of a world, ready for successive streams.
 
-    Each stage is one program, or several, which microbatches meet round-robin where the cuts around it rotate; all
-    stages have the same order. `ranks` has for each stage the rank that holds it, or several that share it.
+    Each stage is one program, or several that microbatches use round-robin if the cuts around it rotate; all stages
+    have the same order. `ranks` has for each stage the rank that holds it, or several that share it.
 
-    Raises what happened to a device as `RunError` or `DeviceLost`; after that nothing more can be
-    streamed. A message that is lost without any device failing shows when nothing has moved and no
-    stage has computed for `stall_s`, while the feeder waits.
+    Raises `RunError` or `DeviceLost` if a device fails; after that nothing more can be streamed. A message lost without
+    a device failing is detected when nothing has moved and no stage has computed for `stall_s` while the driver waits.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Deployment:
         )  # fmt: skip
         _check_shared(self.job)
         check_operators(world, [ranks.items for ranks in places], [each.items for each in programs])
-        self.tracer, self._pipeline = tracer, pipeline  # which of several side by side
+        self.tracer, self._pipeline = tracer, pipeline  # index among parallel pipelines
         self._executor: threading.Thread | None = None
         try:
             send_stages(world.transport, self.job, programs, source, compare=world.membership is not None)
@@ -88,7 +87,7 @@ class Deployment:
         self, programs: Sequence[RoundRobin[StageProgram]], runtimes: Mapping[int, RoundRobin[StageRuntime]],
         stall_s: float,
     ) -> Place:  # fmt: skip
-        """Open the feeder's channels and those of its own stages, and let these serve."""
+        """Open the driver's channels and those of its own stages, and start serving these."""
         world, job = self.world, self.job
         own = OwnStages(world, job, runtimes, feeder_links(programs))
         counters = Counters()
@@ -114,23 +113,23 @@ class Deployment:
         try:
             own.serve()
         except ConnectionBroken:
-            pass  # the feeding thread sees the same broken connection and explains it
+            pass  # the driver's thread sees the same broken connection and explains it
         except Exception as error:
             self.world.health.report(error)
             errors.put(error)
 
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
-        """Feed microbatches and yield their results in order; leaving early cancels and drains.
+        """Stream microbatches and yield their results in order; closing the generator early cancels and drains.
 
-        An exception of `microbatches` itself comes out here once what is under way has been drained;
-        the next stream finds the stages ready. Raises `UsageError` while another stream is under way.
-        A `KeyboardInterrupt` in the middle gives the pipeline up: what was being handed over is not known.
+        An exception of `microbatches` itself is raised here after the microbatches in flight have drained; the stages
+        are then ready for the next stream. Raises `UsageError` while another stream is running. A `KeyboardInterrupt`
+        in the middle abandons the pipeline, because the state of the transfer is unknown.
         """
         return stream_through(RoundRobin([self.place]), microbatches)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The turns of this deployment, for the interface shared with `Replicas`."""
+        """The order of pipelines, for the interface shared with `Replicas`."""
         return (0,)
 
     @property
@@ -140,32 +139,32 @@ class Deployment:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Return the sizes of the largest microbatch."""
+        """Sizes of the largest microbatch."""
         return self.job.sizes
 
     def stage_states(self) -> list[StageState]:
-        """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
+        """Return the progress of each stage at the last heartbeat, one per second; for `LiveView`."""
         return self.place.watch.states(self.job.depth)
 
     @property
     def last_report(self) -> StreamReport:
-        """Return the times of the last stream."""
+        """Times of the last stream."""
         return self.place.report
 
     @property
     def traces(self) -> Sequence[StreamTrace]:
-        """Return what the processes recorded of the last stream, the feeding one first; empty where nothing was."""
+        """Traces of the last stream by process, the driver first; empty if none was recorded."""
         return self.place.traces
 
     def abandon(self) -> None:
-        """End at once, whatever is under way; nothing more can be streamed."""
+        """Stop immediately, even with microbatches in flight; nothing more can be streamed."""
         self.place.give_up()
         if self.place.driver is not None:
             self.place.driver.abandon()
         self._join()
 
     def close(self) -> None:
-        """Close the stages; the world stays. A stream under way is cancelled."""
+        """Close the stages; the world stays. A running stream is cancelled."""
         try:
             finish_stream(self.place)
             if self.world.health.failure is None:
@@ -176,7 +175,7 @@ class Deployment:
             self._join()
 
     def leave(self) -> None:
-        """Close at interpreter exit, without starting a thread, which Python 3.12 and later refuse there."""
+        """Close at interpreter exit without starting a thread, which Python 3.12 and later refuse at that point."""
         self.world.health.call_instead(self.place.give_up)
         finish_stream(self.place)
         if self.world.health.failure is None:
@@ -193,7 +192,7 @@ class Deployment:
 
 
 class Replicas:
-    """Pipelines side by side, each with devices of its own, that share the microbatches of one stream round-robin.
+    """Parallel pipelines on disjoint devices that share the microbatches of one stream round-robin.
 
     Example:
         Replicas([first, second], order=(0, 0, 1)).stream(microbatches)     # the first one is twice as fast
@@ -205,35 +204,35 @@ class Replicas:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Return the sizes of the largest microbatch."""
+        """Sizes of the largest microbatch."""
         return self.deployments[0].sizes
 
     @property
     def traces(self) -> Sequence[StreamTrace]:
-        """Return what the processes recorded of the last stream, the feeding one first; empty where nothing was."""
+        """Traces of the last stream by process, the driver first; empty if none was recorded."""
         return self.deployments[0].traces
 
     @property
     def last_report(self) -> StreamReport:
-        """Return the times of the last stream."""
+        """Times of the last stream."""
         return self.deployments[0].last_report
 
     @property
     def world(self) -> World:
-        """Return the world that all of them run in."""
+        """The world that all of them run in."""
         return self.deployments[0].world
 
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
-        """Feed microbatches and yield their results in order, as `Deployment.stream` does."""
+        """Stream microbatches and yield their results in order, as `Deployment.stream` does."""
         places = [deployment.place for deployment in self.deployments]
         return stream_through(RoundRobin(places, self.order), microbatches)
 
     def stage_states(self) -> list[StageState]:
-        """Return how far each stage of each pipeline is, as `Deployment.stage_states`."""
+        """Return the progress of each stage of each pipeline, as `Deployment.stage_states`."""
         return [state for deployment in self.deployments for state in deployment.stage_states()]
 
     def abandon(self) -> None:
-        """End at once, whatever is under way; nothing more can be streamed."""
+        """Stop immediately, even with microbatches in flight; nothing more can be streamed."""
         for deployment in self.deployments:
             deployment.abandon()
 
@@ -243,7 +242,7 @@ class Replicas:
             deployment.close()
 
     def leave(self) -> None:
-        """Do what `close` does when the program ends, as `Deployment.leave`."""
+        """Close at interpreter exit, as `Deployment.leave`."""
         for deployment in self.deployments:
             deployment.leave()
 
@@ -254,6 +253,6 @@ def _check_shared(job: StagesJob) -> None:
         stages = job.stages_of(rank)
         if len(stages) > 1:
             raise UsageError(
-                f"a device that shares a stage holds no other, but rank {rank} would hold the stages "
-                f"{', '.join(map(str, stages))}; give each of them to a device of its own"
+                f"a device that shares a stage must hold no other; rank {rank} would hold the stages "
+                f"{', '.join(map(str, stages))}; give each of them to a separate device"
             )

@@ -1,6 +1,6 @@
-"""What the process that feeds asks of the others: one document for each kind of job, read strictly.
+"""Documents with which the driver requests jobs of the workers: one for each kind of job, decoded strictly.
 
-Nothing that a document says is taken at its word: names are names, counts have bounds, ranks are those of the run.
+Every field is checked: names are names, counts have bounds, ranks are those of the run.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ Short = Annotated[str, Meta(max_length=256)]
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Ranks that share a stage, and the order in which microbatches meet them."""
+    """Ranks that share a stage, and the order in which microbatches visit them."""
 
     ranks: tuple[Rank, ...]
     order: tuple[Number, ...]
@@ -32,10 +32,10 @@ class Rotation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class ServeStages(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stages", forbid_unknown_fields=True
 ):
-    """Serve stages until they are closed; see `StagesJob`.
+    """A job that serves stages until they are closed; see `StagesJob`.
 
-    `source` says where programs' tensors come from: they follow, they lie in `device`'s part of the bundle of `plan`,
-    or the process has the modules. `programs` are texts by stage, one for each cut set, in the `order` of their turns.
+    `source` is the origin of the programs' tensors: messages that follow, `device`'s part of the bundle of `plan`, or
+    modules of the process. `programs` are texts by stage, one for each cut set; `order` is their round-robin order.
     """
 
     source: Literal["weights", "bundle", "modules"]
@@ -55,11 +55,11 @@ class ServeStages(
     trace_units: bool = False
     trace_profile: bool = False
     torch_settings: dict[Short, bool | Short] = {}
-    compare: bool = False  # say first which tensors are here from before
+    compare: bool = False  # first report which tensors this worker still holds
 
 
 class RunBaseline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="alone", forbid_unknown_fields=True):
-    """Run a whole model by yourself on inputs that follow, and say how long it took."""
+    """A job that runs a whole model on one worker, with inputs that follow, and reports its seconds."""
 
     program: str
     sizes: dict[Short, Count]
@@ -71,7 +71,7 @@ class RunBaseline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
 
 
 class DoMore(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="more", forbid_unknown_fields=True):
-    """Do what this process was started for beside these; `name` says which of it."""
+    """A further job that this process was started with, selected by `name`."""
 
     name: Short
     settings: dict[str, Any]
@@ -81,12 +81,12 @@ Document = Leave | ServeStages | RunBaseline | DoMore
 
 
 def write_document(document: Document) -> bytes:
-    """Write a document for `read_document`."""
+    """Encode a document for `read_document`."""
     return msgspec.json.encode(document)
 
 
 def read_document(data: bytes, num_ranks: int) -> Document:
-    """Read what the process that feeds asks; raises `ProgramError` where that is nothing this one could do.
+    """Decode a job from the driver. Raises `ProgramError` if the job is not valid for this worker.
 
     >>> read_document(write_document(Leave(message="done")), num_ranks=2).message
     'done'
@@ -95,8 +95,8 @@ def read_document(data: bytes, num_ranks: int) -> Document:
         document: Document = msgspec.json.decode(data, type=Document)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ProgramError(
-            f"a worker serves stages and runs programs, but was asked for something else ({error}); start every "
-            "process with the same command"
+            f"a worker serves stages and runs programs; got another request ({error}); start every process with the "
+            "same command"
         ) from None
     if isinstance(document, ServeStages | RunBaseline):
         check_torch_settings(document.torch_settings)
@@ -110,33 +110,36 @@ def _check_stages(document: ServeStages, num_ranks: int) -> None:
         _check_order("the ranks of a stage", rotation.order, len(rotation.ranks))
         if max(rotation.ranks) >= num_ranks:
             raise ProgramError(
-                f"a stage runs on the run's {num_ranks} processes, not on rank {max(rotation.ranks)}; start again"
+                f"a stage's rank must be below {num_ranks}, the number of processes; got {max(rotation.ranks)}; "
+                "start again"
             )
     for index, programs in document.programs.items():
         if not 0 <= index < len(document.ranks):
-            raise ProgramError(f"a job of {len(document.ranks)} stages has no stage {index}; start again")
+            raise ProgramError(f"a stage of this job must be below {len(document.ranks)}; got {index}; start again")
         if document.source != "bundle":
             _check_order(f"the programs of stage {index}", document.order, len(programs))
     if len(document.runtimes) not in (0, len(document.ranks)):
         raise ProgramError(
-            f"a job of {len(document.ranks)} stages has not {len(document.runtimes)} runtimes; start again"
+            f"expected {len(document.ranks)} runtimes, one per stage; got {len(document.runtimes)}; start again"
         )
     if len(document.device_names) != num_ranks:
-        raise ProgramError(f"{num_ranks} processes have {num_ranks} names, not {len(document.device_names)}")
+        raise ProgramError(
+            f"expected {num_ranks} names, one for each of {num_ranks} processes; got {len(document.device_names)}"
+        )
     if document.source == "bundle":
         check_name("the device of a job", document.device, ProgramError)
 
 
 def _check_order(what: str, order: tuple[int, ...], count: int) -> None:
     if not order or not count or max(order) >= count:
-        raise ProgramError(
-            f"{what} take turns among {count}, but an order names {max(order, default='none')}; start again"
-        )
+        raise ProgramError(f"{what} rotate among {count}; an order has {max(order, default='none')}; start again")
 
 
 def check_settings(settings: Mapping[str, Any], wanted: type[Any]) -> Any:
-    """Read the settings of a `DoMore` as a struct; raises `ProgramError`."""
+    """Convert the settings of a `DoMore` to a struct; raises `ProgramError`."""
     try:
         return msgspec.convert(settings, wanted)
     except msgspec.MsgspecError as error:
-        raise ProgramError(f"a job's settings do not fit: {error}; start every process with the same command") from None
+        raise ProgramError(
+            f"a job's settings are not valid: {error}; start every process with the same command"
+        ) from None

@@ -1,4 +1,4 @@
-"""What a process has of a model from the stages that it held before, so that only the rest is sent again."""
+"""Tensors that a process retains from earlier stages, so that only the missing ones are sent again."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,27 +16,28 @@ T = TypeVar("T")
 
 
 class Holdings:
-    """The tensors of a process's last stages, by their names in the model and by what is in them.
+    """The tensors of a process's last stages, by their names in the model and by their contents.
 
     Example:
         holdings = Holdings()
-        holdings.keep(states, tensors)                # of the stages that it serves
-        have = holdings.claim(transport, states)      # of those that it is to serve next; the others are sent
+        holdings.keep(states, tensors)                # of the stages being served
+        have = holdings.claim(transport, states)      # of the next stages; the missing ones are sent
     """
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
 
     def keep(self, states: Iterable[State], tensors: Mapping[str, Tensor]) -> None:
-        """Remember the tensors of stages, beside those that are known."""
+        """Retain the tensors of stages, in addition to those already held."""
         for state in states:
             if tensors[state.value.name].is_cpu:
                 self._tensors[_name(state)] = tensors[state.value.name]
 
     def claim(self, transport: Transport, states: Sequence[State]) -> dict[str, Tensor]:
-        """Tell the first process what is here of these states, and return what it need not send, by values' names.
+        """Report the held tensors of these states to the driver, and return those that it need not send, by values'
+        names.
 
-        All else is forgotten, before anything more takes memory.
+        All other tensors are released first, before new ones are allocated.
         """
         held = {name: self._tensors[name] for state in states if (name := _name(state)) in self._tensors}
         self._tensors = {}
@@ -50,7 +51,7 @@ class Holdings:
 def compare_holdings(
     transport: Transport, rank: int, states: Sequence[State], load: Callable[[State], Tensor]
 ) -> Collection[str]:
-    """Hear what a rank has of these states, tell it what of that is right, and return it, by values' names."""
+    """Receive a rank's digests of these states, reply with the matching ones, and return these by values' names."""
     held = _read(receive_bytes(transport, rank, limit=DOCUMENT_BYTES), dict[str, str])
     right = {
         _name(state): state.value.name
@@ -75,4 +76,6 @@ def _read(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeError):
-        raise ProgramError("what a process holds is told by names; start every process with the same command") from None
+        raise ProgramError(
+            "a process must report its held tensors by name; start every process with the same command"
+        ) from None

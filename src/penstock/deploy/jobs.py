@@ -1,7 +1,7 @@
-"""What the feeding process asks of the others, and how programs and weights reach them.
+"""Jobs of the driver, and the transfer of programs and weights to the workers.
 
 A job is a document (`deploy/documents.py`) followed by tensors, one message each, in the order in which the job's
-programs list their state. Workers know no model: this is all they get.
+programs list their state. Workers have no model: they receive nothing else.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,7 +32,7 @@ from penstock.transport.base import (
     send_bytes,
 )
 
-# makes a stage's runtime in a process that has the stage's module; only its interface travels
+# makes a stage's runtime in a process that has the stage's module; only the interface is sent
 MakeRuntime = Callable[[int, StageProgram], StageRuntime]
 Programs = RoundRobin[StageProgram]
 Runtimes = RoundRobin[StageRuntime]
@@ -40,20 +40,20 @@ Runtimes = RoundRobin[StageRuntime]
 
 @dataclass(frozen=True, slots=True)
 class FromWeights:
-    """Programs and weights of the process that feeds, which reads one tensor at a time."""
+    """Programs and weights of the driver, which reads one tensor at a time."""
 
     kind: ClassVar[Literal["weights"]] = "weights"
 
     load: LoadState
 
     def make(self, _index: int, programs: Programs, runtime: RuntimeChoice, device: torch.device) -> Runtimes:
-        """Make a stage's runtimes in the process that feeds."""
+        """Make a stage's runtimes in the driver."""
         return RoundRobin(load_programs(programs.items, self.load, device, runtime), programs.order)
 
 
 @dataclass(frozen=True, slots=True)
 class FromBundle:
-    """Each rank's part of a bundle, in a folder of its own: of which plan, and which device each rank is."""
+    """Each rank's part of a bundle, in a separate folder, with the plan's fingerprint and each rank's device."""
 
     kind: ClassVar[Literal["bundle"]] = "bundle"
 
@@ -63,20 +63,20 @@ class FromBundle:
     order: tuple[int, ...]
 
     def make(self, _index: int, _programs: Programs, runtime: RuntimeChoice, device: torch.device) -> Runtimes:
-        """Make a stage's runtimes in the process that feeds."""
+        """Make a stage's runtimes in the driver."""
         return load_part(self.folder / self.devices[FEEDER], self.plan, self.order, device, runtime)
 
 
 @dataclass(frozen=True, slots=True)
 class FromModules:
-    """Modules of the caller's, which every process has."""
+    """Modules of the caller, available in every process."""
 
     kind: ClassVar[Literal["modules"]] = "modules"
 
     make_runtime: MakeRuntime
 
     def make(self, index: int, programs: Programs, _runtime: RuntimeChoice, _device: torch.device) -> Runtimes:
-        """Make a stage's runtimes in the process that feeds."""
+        """Make a stage's runtimes in the driver."""
         return programs.map(lambda program: self.make_runtime(index, program))
 
 
@@ -89,7 +89,7 @@ def load_part(
     """Make a stage's runtimes from a device's part of a bundle."""
     programs, tensors = read_part(folder, plan)
     if max(order) >= len(programs):
-        raise ProgramError(f"{folder} has {len(programs)} programs, but a job's order names {max(order)}; bundle again")
+        raise ProgramError(f"{folder} has {len(programs)} programs; a job's order has {max(order)}; bundle again")
     there = {name: moved(tensor, device) for name, tensor in tensors.items()}
     return RoundRobin([runtime.load(program, there, device) for program in programs], order)
 
@@ -97,7 +97,7 @@ def load_part(
 def load_programs(
     programs: Sequence[StageProgram], load: LoadState, device: torch.device = HOST, runtime: RuntimeChoice = EAGER
 ) -> list[StageRuntime]:
-    """Make runtimes in this process that share what they have in common."""
+    """Make runtimes in this process that share their common tensors."""
     tensors = {state.value.name: moved(load(state), device) for state in states_of(programs)}  # without caches
     return [runtime.load(program, tensors, device) for program in programs]
 
@@ -108,7 +108,7 @@ def send_stages(
 ) -> None:  # fmt: skip
     """Send every other rank the stages that it holds, reading one weight at a time.
 
-    With `compare` only what a rank does not have from before.
+    With `compare`, send only tensors that the rank does not already hold.
     """
     others = sorted(job.holders - {transport.rank})
     for rank in others:
@@ -146,7 +146,8 @@ def receive_stages(transport: Transport) -> ServeStages:
     document = receive_job(transport)
     if not isinstance(document, ServeStages):
         raise ProgramError(
-            "a Pipeline's processes serve stages, but this one was asked for something else; run the same script in all"
+            "a Pipeline's process expects a job that serves stages; got another one; run the same script in all "
+            "processes"
         )
     return document
 
@@ -155,11 +156,11 @@ def read_stages(
     world: World, document: ServeStages, make: MakeRuntime | None = None, bundle: Path | None = None,
     holdings: Holdings | None = None,
 ) -> tuple[StagesJob, dict[int, RoundRobin[StageRuntime]]]:  # fmt: skip
-    """Receive the weights of a job's stages, make its stages where they are modules, or read them from a bundle.
+    """Receive the weights of a job's stages, make its stages if they are modules, or read them from a bundle.
 
-    What is among `holdings` need not be sent, and what is received is from then on.
+    Tensors among `holdings` need not be sent; received tensors are added to them.
 
-    Raises `UsageError` for a job of modules or parts in a process that has none, and as `find_device` does.
+    Raises `UsageError` for a job of modules or parts in a process without them, and as `find_device` does.
     """
     job = StagesJob(
         number=document.number, ranks=tuple(RoundRobin(each.ranks, each.order) for each in document.ranks),
@@ -168,7 +169,9 @@ def read_stages(
         trace_units=document.trace_units, trace_profile=document.trace_profile, torch_settings=document.torch_settings,
     )  # fmt: skip
     if set(document.programs) != set(job.stages_of(world.rank)):
-        raise ProgramError(f"a job has a program for each stage of a process, not for {sorted(document.programs)}")
+        raise ProgramError(
+            f"a job must have a program for each stage of a process; got stages {sorted(document.programs)}"
+        )
     device = find_device(job.computes_on, world.position)
     runtimes: dict[int, RoundRobin[StageRuntime]] = {}
     holdings = holdings or Holdings()
@@ -181,7 +184,9 @@ def read_stages(
     for index, texts in document.programs.items():
         if document.source == "bundle":
             if bundle is None:
-                raise UsageError("the stages come from a bundle, which this process has not; give it the folder")
+                raise UsageError(
+                    "the stages are in a bundle, and this process has no bundle folder; give it the folder"
+                )
             folder, runtime = bundle / document.device, job.runtime_of(index)
             runtimes[index] = load_part(folder, document.plan, document.order, device, runtime)
         elif document.source == "weights":

@@ -1,8 +1,8 @@
-"""Stages that are modules of the caller's: the explicit way in for what torch.export does not take.
+"""Stages that are modules of the caller: the explicit route for models that torch.export does not accept.
 
-Such a stage has no program that could travel, only an interface: what goes in and what comes out. So
-every process needs the modules themselves. Under torchrun each has them, since all run the same
-script; alone, the stages run as threads of this process.
+Such a stage has no program that could be sent, only an interface: its inputs and outputs. So every process needs the
+modules themselves. Under torchrun each has them, since all run the same script; otherwise the stages run as threads of
+this process.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ from penstock.transport.base import FEEDER
 def chain(
     modules: Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Graph, list[RoundRobin[StageProgram]]]:
-    """Learn the interfaces of modules that are called one after the other, from two runs of the example.
+    """Infer the interfaces of modules that are called in sequence, from two runs of the example.
 
-    A tuple that a module returns becomes the positional inputs of the next one. A dimension that grows
-    with the batch between the two runs is taken to grow so always.
+    A tuple that a module returns becomes the positional inputs of the next one. A dimension that grows with the batch
+    between the two runs is assumed to always do so.
 
     Example:
         graph, programs = chain([encoder, head], (torch.randn(2, 8),), {})
@@ -81,7 +81,7 @@ def chain(
 
 
 class ModuleRuntime:
-    """Runs a module as a stage, where the module lies; called like `Runtime`.
+    """A module run as a stage, on the module's device; called like `Runtime`.
 
     Raises `RunError` when the module fails or returns tensors that do not fit its interface.
     """
@@ -98,7 +98,7 @@ class ModuleRuntime:
         """Run on one microbatch."""
         try:
             output = self._call(list(inputs))
-        # whatever the caller's module raises, the reader needs to know which one it was
+        # any exception of the caller's module needs that module's name
         except Exception as error:
             raise RunError(f"the module {type(self._module).__name__} failed: {error}") from error
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -106,7 +106,7 @@ class ModuleRuntime:
         expected = [(value.evaluate(sizes), value.dtype) for value in self.program.outputs]
         if shapes != expected:
             raise RunError(
-                f"the module {type(self._module).__name__} gave {shapes} where the example gave {expected}; "
+                f"the module {type(self._module).__name__} returned {shapes}; expected {expected} as in the example; "
                 "a stage's outputs may change with the batch size only"
             )
         return tensors
@@ -114,19 +114,19 @@ class ModuleRuntime:
     def watched(
         self, sizes: Mapping[str, int], inputs: Sequence[Tensor], _clock: Callable[[], float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Run on one microbatch; its operations cannot be told apart."""
+        """Run on one microbatch; its operations cannot be timed separately."""
         return self(sizes, inputs), []
 
     def own(self, outputs: Sequence[Tensor], _sizes: Mapping[str, int]) -> list[Tensor]:
-        """Return copies: what a module returns may be what it keeps."""
+        """Return copies, because a module may return tensors that it retains."""
         return [copy_exactly(output) for output in outputs]
 
     def copied(self) -> None:
-        """Return nothing: a module of the caller's may not be copied."""
+        """Return None: a module of the caller may not be copied."""
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the module's parameters and buffers."""
+        """Bytes of the module's parameters and buffers."""
         return sum(tensor.nbytes for tensor in [*self._module.parameters(), *self._module.buffers()])
 
     def _call(self, inputs: list[Tensor]) -> Any:
@@ -138,14 +138,14 @@ class ModuleRuntime:
 
 
 def runtime_maker(modules: Sequence[nn.Module], graph: Graph | None) -> MakeRuntime:
-    """Return what makes a stage's runtime in a process that has the modules.
+    """Return a factory of stage runtimes for a process that has the modules.
 
-    The first stage, always with the process that feeds, is called as the `graph`'s example was.
+    The first stage, which is always on the driver, is called as the `graph`'s example was.
     """
 
     def make(index: int, program: StageProgram) -> StageRuntime:
         if index >= len(modules):
-            raise UsageError(f"this process has {len(modules)} stage modules but is asked for stage {index}; "
+            raise UsageError(f"this process has {len(modules)} stage modules; got a request for stage {index}; "
                              "give every process the same list")  # fmt: skip
         if index or graph is None:
             return ModuleRuntime(modules[index], program, {}, None)
@@ -156,13 +156,13 @@ def runtime_maker(modules: Sequence[nn.Module], graph: Graph | None) -> MakeRunt
 
 
 def _run_all(modules: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[list[list[Tensor]], Any]:
-    """Run the modules one after the other; gives every stage's tensors and the structure of the last output."""
+    """Run the modules in sequence; return every stage's tensors and the structure of the last output."""
     stages: list[list[Tensor]] = []
     with torch.no_grad():
         for index, module in enumerate(modules):
             try:
                 output = module(*args, **kwargs)
-            # whatever the caller's module raises, the reader needs to know which one it was
+            # any exception of the caller's module needs that module's name
             except Exception as error:
                 raise UsageError(f"stage {index} ({type(module).__name__}) fails on the example: {error}") from error
             args, kwargs = output if isinstance(output, tuple) else (output,), {}
@@ -170,8 +170,8 @@ def _run_all(modules: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[list
             last = index == len(modules) - 1
             if not all(isinstance(leaf, Tensor) for leaf in (leaves if last else args)):
                 raise UsageError(
-                    f"stage {index} ({type(module).__name__}) returns more than tensors; "
-                    "between stages a tensor or a tuple of tensors can pass"
+                    f"stage {index} ({type(module).__name__}) must return a tensor or a tuple of tensors, which is "
+                    "all that can pass between stages"
                 )
             stages.append(leaves)
     return stages, pytree.tree_structure(output)
@@ -192,7 +192,7 @@ def _value(name: str, tensor: Tensor, wider: Tensor, rows: int) -> Value:
 
 
 class ThreadWorkers:
-    """Workers that are threads of this process; ended like `LocalWorkers`."""
+    """Workers that are threads of this process; stopped like `LocalWorkers`."""
 
     def __init__(self, worlds: Sequence[World], make: MakeRuntime) -> None:
         self._worlds = worlds
@@ -205,15 +205,15 @@ class ThreadWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """No process of their own."""
+        """Empty: threads have no process ids."""
         return []
 
     def exits(self) -> list[WorkerExit]:
-        """A thread that fails has told the others why."""
+        """Return an empty list: a thread that fails reports its error itself."""
         return []
 
     def stop(self, grace_s: float) -> None:
-        """Wait for the threads; those that are still waiting for a message give up."""
+        """Wait for the threads; abort those still waiting for a message."""
         for thread in self._threads:
             thread.join(grace_s)
         for world in self._worlds:
@@ -223,12 +223,12 @@ class ThreadWorkers:
             thread.join(grace_s)
 
     def _work(self, world: World, make: MakeRuntime) -> None:
-        with contextlib.suppress(PenstockError):  # the feeding thread has been told
+        with contextlib.suppress(PenstockError):  # already reported to the driver's thread
             follow(world, make=make)
 
 
 def start_threads(num_stages: int, make: MakeRuntime) -> World:
-    """Make a world whose devices are threads of this process, one for each stage."""
+    """Start a world whose devices are threads of this process, one for each stage."""
     worlds = thread_worlds(["the feeding process", *(f"thread {rank}" for rank in range(1, num_stages + 1))])
     worlds[FEEDER].workers = ThreadWorkers(worlds[1:], make)
     worlds[FEEDER].followed = True
@@ -237,7 +237,7 @@ def start_threads(num_stages: int, make: MakeRuntime) -> World:
 
 @contextlib.contextmanager
 def advising(model: nn.Module) -> Iterator[None]:
-    """Name the way to stream a sequence that does not export."""
+    """Add to a `CaptureError` the way to stream an `nn.Sequential` that does not export."""
     try:
         yield
     except CaptureError as error:

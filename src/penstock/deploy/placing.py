@@ -1,4 +1,4 @@
-"""Put a plan in place: its stages, with their cut sets and replicas, on the devices that it names."""
+"""Deployment of a plan: its stages, with their cut sets and replicas, on the devices that it names."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,24 +26,24 @@ def place(
     tracer: FeederTracer | None = None, ranks: Mapping[str, int] | None = None,
     largest: Mapping[str, int] | None = None,
 ) -> Replicas:  # fmt: skip
-    """Send every device its stages and return what streams through them.
+    """Send every device its stages and return the pipelines to stream through.
 
-    `ranks` are those of the devices where they are known, `largest` the sizes of the largest microbatch, but for its
-    rows, which the plan says. Pipelines take jobs from `number` on. Raises `PlanError` where the plan is of another
-    model or names a device that is not there, and where stages that devices share would be recorded.
+    `ranks` are those of the devices if they are known, `largest` the sizes of the largest microbatch except its rows,
+    which the plan has. Pipelines use job numbers from `number` on. Raises `PlanError` if the plan is for another model
+    or names a missing device, and if stages that devices share would be traced.
     """
     shared = [stage for pipeline in plan.pipelines for stage in pipeline.stages if len(stage.devices) > 1]
     if shared and tracer is not None:
         raise PlanError(
-            f"a run is recorded with one device a stage, but {', '.join(shared[0].devices)} share one in this plan; "
-            "plan without --shared, or run it without a trace"
+            f"a trace needs one device per stage; {', '.join(shared[0].devices)} share one in this plan; plan "
+            "without --shared, or run without a trace"
         )
     if graph.keeps_caches and (
         len(plan.pipelines) > 1 or any(len(pipeline.cut_sets) > 1 for pipeline in plan.pipelines)
     ):
         raise PlanError(
-            f"{graph.model} keeps caches on its stages, so every microbatch goes the same way; plan with --no-replicas "
-            "--no-alternate"
+            f"{graph.model} keeps caches on its stages, so all microbatches must take the same route; plan with "
+            "--no-replicas --no-alternate"
         )
     ranks = ranks if ranks is not None else ranks_of(world, plan.devices)
     further = {symbol: size for symbol, size in (largest or {}).items() if symbol != "batch"}
@@ -60,9 +60,9 @@ def place(
 
 
 def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0) -> tuple[Replicas, StageProgram]:
-    """Have every device read its part of a bundle; returns what streams through them, and what goes in and comes out.
+    """Deploy a bundle, of which every device reads its part; return pipelines and interface.
 
-    Raises `ProgramError` for a bundle that is damaged, and `PlanError` as `place` does.
+    Raises `ProgramError` for a damaged bundle, and `PlanError` as `place` does.
     """
     plan, interface = read_bundle(folder)
     ranks = ranks_of(world, plan.devices)
@@ -86,7 +86,7 @@ def _runtimes(pipeline: Pipeline) -> list[RuntimeChoice]:
 
 
 def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[RoundRobin[int]]:
-    """Return the ranks that take turns on each stage, in the order of their shares; none whose turn never comes."""
+    """Return the ranks that alternate on each stage, in the order of their shares, without those that get none."""
     places = []
     for stage in pipeline.stages:
         order = round_robin(stage.shares)
@@ -96,9 +96,9 @@ def _places(pipeline: Pipeline, ranks: Mapping[str, int]) -> list[RoundRobin[int
 
 
 def name_devices(world: World) -> dict[str, int]:
-    """Name every device of a world by its host, and return its rank.
+    """Return the rank of every device of a world by a name made from its host.
 
-    Further processes of the same host are `name:1`, `name:2` and so on.
+    More processes of the same host are `name:1`, `name:2` and so on.
     """
     places: dict[str, int] = {}
     seen: Counter[str] = Counter()
@@ -112,21 +112,21 @@ def name_devices(world: World) -> dict[str, int]:
 def ranks_of(world: World, devices: Sequence[str]) -> dict[str, int]:
     """Find the rank of every device of a plan: the process on the host of that name.
 
-    Further processes of the same host are `name:1`, `name:2` and so on. Workers that this process has started, and
-    processes of no host, stand for the devices in order. Raises `PlanError` for a device that has no process.
+    More processes of the same host are `name:1`, `name:2` and so on. Workers started by this process, and processes
+    without a host, represent the devices in order. Raises `PlanError` for a device without a process.
     """
     if world.workers is not None or not world.hosts:
         if len(devices) > len(world.devices):
             raise PlanError(
-                f"the plan uses {len(devices)} devices, but there are {len(world.devices)} processes; start one for "
-                "each of them"
+                f"the plan needs {len(devices)} processes, one per device; got {len(world.devices)}; start one for "
+                "each device"
             )
         return dict(zip(devices, world.devices, strict=False))
     places = name_devices(world)
     missing = [name for name in devices if name not in places]
     if missing:
         raise PlanError(
-            f"the plan uses {', '.join(missing)}, but the run's hosts are {', '.join(places)}; "
-            "start it on the cluster that it was made for, or plan again"
+            f"the plan uses {', '.join(missing)}, but the run's hosts are {', '.join(places)}; start it on the "
+            "plan's cluster, or replan"
         )
     return {name: places[name] for name in devices}

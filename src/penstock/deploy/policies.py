@@ -1,4 +1,4 @@
-"""Choose where a model is cut: by names, or by a policy from counted work."""
+"""Cuts of a model: found by names, or chosen by a policy from counted work."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,23 +27,23 @@ def choose_cuts(
     sizes: Mapping[str, int] | None = None,
     places: Sequence[int] | None = None,
 ) -> list[Cut]:
-    """Find the cuts of these names or, without names, choose those for a number of stages by a policy.
+    """Find cuts by names or, without names, choose them for a number of stages by a policy.
 
-    - `balanced`: the largest stage does as little as it can, or the busiest device where devices hold several stages;
+    - `balanced`: the least work in the largest stage, or on the busiest device if devices hold several stages;
     - `smallest-crossing`: the fewest bytes cross among cuts that keep the largest stage within 10% of that;
     - `equal-blocks`: the same number of repeated blocks in every stage;
     - `equal-size`: stages filled up to an equal share of the parameters, as PiPPy does.
 
-    `work` is seconds per operation of the graph, counted from shapes where it is not given; `sizes`
-    are the microbatch's, one row where not given; `places` are the devices of the stages, each its own where
-    not given. Raises `CutError` for a name or a policy that is not known or that this model does not allow.
+    `work` is seconds per operation of the graph, counted from shapes by default; `sizes` are those of the microbatch,
+    by default one row; `places` are the devices of the stages, by default one each. Raises `CutError` for an unknown
+    name or policy, or one that this model does not allow.
     """
     if names is not None:
         return cuts.find_all(names)
     sizes = sizes or graph.sizes(graph.fixed_batch or 1)
     work = work if work is not None else count_work(graph, sizes)
     if policy not in POLICIES:
-        raise CutError(f"the policy {policy!r} is not known; use one of {', '.join(POLICIES)}")
+        raise CutError(f"policy must be one of {', '.join(POLICIES)}; got {policy!r}")
     partition.check_stages(len(cuts) + 1, stages)
     if stages == 1:
         return []
@@ -59,9 +59,9 @@ def choose_cuts(
 
 
 def best_blocks(graph: Graph, cuts: Cuts, *, stages: int, sizes: Mapping[str, int]) -> list[Cut]:
-    """Choose the cuts between whole blocks that make the largest stage smallest, by counted work.
+    """Choose cuts between whole blocks that minimize the largest stage, by counted work.
 
-    Raises `CutError` where the model has no repeated blocks, or fewer than stages.
+    Raises `CutError` if the model has no repeated blocks, or fewer than stages.
     """
     work = count_work(graph, sizes)
     starts = {_nearest_cut(cuts, span.start) for span in find_blocks(graph, work)[1:]}
@@ -73,7 +73,7 @@ def _choose_among(
     cuts: Sequence[Cut], choose: Callable[..., list[int]], graph: Graph, work: Sequence[float],
     sizes: Mapping[str, int], stages: int,
 ) -> list[Cut]:  # fmt: skip
-    """Let a function of `plan.partition` choose among cuts; every crossing byte is work on both sides."""
+    """Choose among cuts with a function of `plan.partition`; every crossing byte is work on both sides."""
     bounds = [0, *(cut.position for cut in cuts), len(graph.ops)]
     units = [sum(work[a:b]) for a, b in pairwise(bounds)]
     crossing = [0, *(cut.num_bytes(sizes) for cut in cuts), 0]
@@ -85,8 +85,8 @@ def _equal_blocks(graph: Graph, cuts: Cuts, work: Sequence[float], stages: int) 
     chosen = [_nearest_cut(cuts, position) for position in partition.evenly(starts, stages)]
     if len({cut.position for cut in chosen}) < len(chosen):
         raise CutError(
-            f"{graph.model} allows no cut between some of its blocks, so {stages} stages of whole blocks "
-            "cannot be; use fewer stages or the policy 'balanced'"
+            f"{graph.model} allows no cut between some of its blocks and cannot have {stages} stages of whole "
+            "blocks; use fewer stages or the policy 'balanced'"
         )
     return chosen
 
@@ -101,12 +101,12 @@ def _equal_size(graph: Graph, cuts: Cuts, work: Sequence[float], stages: int) ->
     distinct = sorted({cut.position for cut in chosen})
     if len(distinct) != stages - 1:
         raise CutError(
-            f"the parameters of {graph.model} lie in pieces too large for {stages} equal sizes; "
-            "use fewer stages or the policy 'balanced'"
+            f"the parameters of {graph.model} are in pieces too large for {stages} equal sizes; use fewer stages or "
+            "the policy 'balanced'"
         )
     return [cuts.at(position) for position in distinct]
 
 
 def _nearest_cut(cuts: Cuts, position: int) -> Cut:
-    """Return the cut at a position, or the nearest where that one is not allowed."""
+    """Return the cut at a position, or the nearest allowed one."""
     return min(cuts, key=lambda cut: abs(cut.position - position))

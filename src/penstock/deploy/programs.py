@@ -1,6 +1,6 @@
-"""A graph divided into every stage's programs: by sets of cuts that take turns, or as a plan says.
+"""A graph divided into every stage's programs: by sets of cuts that alternate, or by a plan.
 
-Beside `split` because workers need it, and capturing, which they never do, takes long to import.
+Separate from `split` because workers need it, and capturing, which they never do, takes long to import.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,7 +21,7 @@ from penstock.spec.plan import Pipeline, Plan
 def divide_in_turns(
     graph: Graph, cut_sets: Sequence[Sequence[Cut]], order: Sequence[int] = (0,)
 ) -> list[RoundRobin[StageProgram]]:
-    """Return for every stage its programs, one for each set of cuts, which take turns in this order.
+    """Return for every stage its programs, one for each set of cuts, which alternate in this order.
 
     Example:
         divide_in_turns(graph, [cuts.find_all(["blocks.5:after"])])
@@ -33,24 +33,24 @@ def divide_in_turns(
 def check_operators(
     world: World, holders: Sequence[Collection[int]], programs: Sequence[Collection[StageProgram]]
 ) -> None:
-    """Check that the ranks that hold each stage have its operators as this process has them.
+    """Check that the ranks that hold each stage have the same operators as this process.
 
-    Ranks may have another version of PyTorch. Raises `RunError` naming the operator that one has otherwise, or lacks.
+    Ranks may have another version of PyTorch. Raises `RunError` naming the operator that differs or is missing.
     """
     for ranks, own in zip(holders, programs, strict=True):
         targets = {op.target for program in own for op in (*program.prelude, *program.ops)}
         for rank in ranks:
             if unlike := sorted(targets & world.unlike.get(rank, frozenset())):
                 raise RunError(
-                    f"the PyTorch of {world.names[rank]} has another {unlike[0]} than the one here "
-                    f"({torch.__version__}), or none, and its stage calls it; install the same PyTorch there"
+                    f"{unlike[0]} differs or is missing in the PyTorch of {world.names[rank]}, and its stage calls "
+                    f"it; install the driver's PyTorch ({torch.__version__}) there"
                 )
 
 
 def divide_plan(graph: Graph, plan: Plan) -> list[list[RoundRobin[StageProgram]]]:
     """Return for every pipeline of a plan its stages' programs.
 
-    Raises `PlanError` where the plan is of another model, or contradicts itself.
+    Raises `PlanError` if the plan is for another model, or contradicts itself.
     """
     check_purpose(plan, trains=False)
     cuts = cuts_of_plan(graph, plan)
@@ -61,7 +61,7 @@ def divide_plan(graph: Graph, plan: Plan) -> list[list[RoundRobin[StageProgram]]
 
 
 def cuts_of_plan(graph: Graph, plan: Plan) -> Cuts:
-    """Return the possible cuts of a graph, which the plan's are among; raises `PlanError` as `divide_plan` does."""
+    """Return the possible cuts of a graph, which include the plan's; raises `PlanError` as `divide_plan` does."""
     check_plan(plan)
     if plan.graph != fingerprint(graph):
         raise PlanError(
@@ -74,5 +74,5 @@ def cuts_of_plan(graph: Graph, plan: Plan) -> Cuts:
 
 
 def order_of(pipeline: Pipeline) -> tuple[int, ...]:
-    """Return the order in which a pipeline's cut sets take turns."""
+    """Return the round-robin order of a pipeline's cut sets."""
     return round_robin([cut_set.weight for cut_set in pipeline.cut_sets])

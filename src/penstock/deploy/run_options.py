@@ -1,4 +1,4 @@
-"""What a caller asks of a pipeline: a few values, built once where the options are given and passed on whole."""
+"""Options of a pipeline: a few structs, built once from the caller's options and passed on whole."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,21 +22,21 @@ from penstock.zoo.weights.weights import Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """A model with an example call, which is captured, and where its tensors are read from.
+    """A model with an example call, which is captured, and the source of its tensors.
 
-    `model` is a module, a function that makes one, a list of modules, or None in a process that does not feed.
+    `model` is a module, a function that makes one, a list of modules, or None in a worker.
     """
 
     model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | None
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     dynamic: Mapping[str, Mapping[str | int, int]] | None = None
-    weights: Weights | None = None  # the model's own where not given
+    weights: Weights | None = None  # default: the model's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOptions:
-    """Where a model is cut: by a policy, by names, or as a plan says; None where the model or the world decides."""
+    """Cuts of a model: by a policy, by names, or by a plan; None if the model or the world decides."""
 
     stages: int | None = None
     policy: str = "balanced"
@@ -46,11 +46,11 @@ class CutOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalOptions:
-    """What a run does when a device is lost: it stops, goes on with the others, or waits until another joins.
+    """Policy for a lost device: stop, continue with the others, or wait until another joins.
 
-    `profile` and `cluster` are what its plan was made from; without them the parts' cost is counted from shapes, and
-    devices of which nothing is known are equal. `joins` is the host and port of the training under way that this
-    process comes to. Raises `UsageError` for what does not go together.
+    `profile` and `cluster` are those of its plan; without them the parts' cost is counted from shapes, and unknown
+    devices are equal. `joins` is the host and port of the running training that this process joins. Raises `UsageError`
+    for values that are not allowed.
     """
 
     on_loss: str = "stop"
@@ -61,21 +61,23 @@ class SurvivalOptions:
 
     def __post_init__(self) -> None:
         if self.on_loss not in ON_LOSS:
-            raise UsageError(f"on a loss a run can {', '.join(ON_LOSS)}, not {self.on_loss!r}; give one of these")
+            raise UsageError(f"on_loss must be one of {', '.join(ON_LOSS)}; got {self.on_loss!r}")
         if not 0 < self.wait_s < math.inf:
-            raise UsageError(f"waiting takes some seconds, not {self.wait_s}; write it like wait_s=300")
+            raise UsageError(
+                f"wait_s must be a positive number of seconds; got {self.wait_s}; write it like wait_s=300"
+            )
 
     @property
     def survives(self) -> bool:
-        """Whether the stream outlives the loss of a device."""
+        """True if the run continues after the loss of a device."""
         return self.on_loss != "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How processes compute their stages, and what they record of it.
+    """Options of computing and tracing a pipeline's stages.
 
-    Raises `UsageError` for options that do not go together.
+    Raises `UsageError` for options that exclude each other.
     """
 
     threads: int | None = None
@@ -86,12 +88,12 @@ class RunOptions:
     trace: Path | None = None
     trace_units: bool = False
     trace_profile: bool = False
-    runtime: RuntimeChoice = EAGER  # of every stage, where no plan says more
+    runtime: RuntimeChoice = EAGER  # of every stage, unless a plan has one
     survival: SurvivalOptions = SurvivalOptions()
 
     def __post_init__(self) -> None:
         if self.trace is None and (self.trace_units or self.trace_profile):
-            raise UsageError("what is recorded of each operation goes into the trace; give trace= a folder")
+            raise UsageError("records of each operation are part of the trace; give trace= a folder")
         if self.trace is not None and self.survival.survives:
-            raise UsageError("a stream whose devices may change is not recorded; leave trace or on_loss out")
+            raise UsageError("a stream whose devices may change cannot be traced; leave trace or on_loss out")
         check_way(self.between_gpus, self.device)

@@ -1,4 +1,4 @@
-"""Split a model into stages that run one after the other in this process."""
+"""A model split into stages that run in sequence in this process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ class Stage:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The model's names of the parameters in this stage."""
+        """Names in the model of the parameters of this stage."""
         return tuple(state.source for state in self.program.parameters)
 
     @property
     def parameter_bytes(self) -> int:
-        """The bytes of the parameters in this stage."""
+        """Bytes of the parameters of this stage."""
         return sum(state.value.num_bytes({}) for state in self.program.parameters)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -51,9 +51,9 @@ class Stage:
 
 
 class SplitModel:
-    """A model as stages that are called one after the other in this process.
+    """A model as stages that are called in sequence in this process.
 
-    Called like the model, with any batch size, it returns what the model returns.
+    Called like the model, with any batch size, it returns the model's output.
     """
 
     def __init__(self, graph: Graph, cuts: Sequence[Cut], tensors: Mapping[str, Tensor], work: Sequence[float]) -> None:
@@ -92,16 +92,16 @@ def split(
     dynamic: Mapping[str, Mapping[str | int, int]] | None = None,
     weights: Weights | None = None,
 ) -> SplitModel:
-    """Split a model into stages; called, the result returns what the model returns.
+    """Split a model into stages; the result is called like the model and returns the same.
 
-    `cuts` names the cuts by hand, as in `["blocks.5:after"]`, and then decides the number of stages.
-    `weights` is needed only where the model's parameters lie on the meta device.
+    `cuts` names the cuts by hand, as in `["blocks.5:after"]`, and then decides the number of stages. `weights` is
+    needed only if the model's parameters are on the meta device.
 
     Example:
         halves = penstock.split(model, (images,), stages=2)
         halves.stages[0].parameters, halves(images)
 
-    Raises `CaptureError` for a model that does not export, `CutError` for cuts that cannot be.
+    Raises `CaptureError` for a model that does not export, `CutError` for cuts that are not possible.
     """
     graph = capture(model, args, kwargs, dynamic=dynamic)
     work = count_work(graph, graph.sizes(graph.fixed_batch or 1))

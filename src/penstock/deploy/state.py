@@ -1,4 +1,4 @@
-"""Tensors by name, wherever they are: read from a model, moved between ranks, kept for a training to go on from."""
+"""Tensors by name on any rank: read from a model, moved between ranks, kept so that a training can continue."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,17 +45,17 @@ class Wanted:
 def redistribute(
     have: Held, want: Wanted, transport: Transport, tag: int = CONTROL, *, in_flight: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
-    """Move tensors from the ranks that hold them to those that want them, and yield those that this rank wants.
+    """Move tensors from the ranks that hold them to the ranks that want them, and yield this rank's.
 
-    Every participating rank calls this with the same `ranks` and exhausts the iterator. As many tensors as are
-    `in_flight` are in memory beside what the caller keeps; they come in the order of `want`. With several of them links
-    between different ranks are busy at once. A tensor that a rank holds already does not move; one that several
-    hold comes from the first of them.
+    Every participating rank calls this with the same `ranks` and exhausts the iterator. Up to `in_flight` tensors are
+    in memory in addition to those that the caller keeps; they are yielded in the order of `want`. With several, links
+    between different ranks are busy simultaneously. A tensor that a rank already holds is not moved; one that several
+    hold is sent by the first of them.
 
         have  a: 0     b: 0 1              a: rank 0 ──▶ rank 1
         want  a: 1     b: 1 2     gives    b: rank 0 ──▶ rank 2, and rank 1 has it
 
-    Raises `TransportError` where a tensor does not arrive as it was sent, once the last one has come.
+    Raises `TransportError` after the last tensor if one was damaged on the way.
     """
     checksums: dict[tuple[int, int], int] = {}
     moving: deque[_Moving] = deque()
@@ -70,25 +70,23 @@ def redistribute(
         if transport.rank == source:
             send_bytes(transport, word, target, tag)
         elif receive_bytes(transport, source, tag, limit=WORD_BYTES) != word:
-            raise TransportError(
-                "weights arrived damaged: their checksum does not fit; check the network and try again"
-            )
+            raise TransportError("weights arrived damaged: the checksums differ; check the network and try again")
 
 
 @dataclass(slots=True)
 class _Moving:
-    """A tensor under way, as this rank sees it: the pairs of ranks that it goes between, and what is waited for."""
+    """A tensor in flight, as this rank sees it: the pairs of ranks that exchange it, and the pending operations."""
 
     name: str
     tensor: Tensor | None
     wanted: bool
     pairs: list[tuple[int, int]] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
-    arriving: Tensor | None = None  # on the host, where the tensor itself is not
+    arriving: Tensor | None = None  # the host copy, if the tensor itself is elsewhere
 
 
 def _begin(name: str, have: Held, want: Wanted, transport: Transport, tag: int) -> _Moving:
-    """Post what this rank sends or receives of a tensor."""
+    """Post this rank's sends or its receive of a tensor."""
     holders, targets = have.ranks[name], want.ranks[name]
     source, missing = holders[0], [rank for rank in targets if rank not in holders]
     move = _Moving(name, None, transport.rank in targets)
@@ -106,7 +104,7 @@ def _begin(name: str, have: Held, want: Wanted, transport: Transport, tag: int) 
 
 
 def _finish(move: _Moving, checksums: dict[tuple[int, int], int]) -> Iterator[tuple[str, Tensor]]:
-    """Wait until a tensor has gone or come, add it to its pairs' checksums, and yield it where it is wanted."""
+    """Wait until a tensor was sent or received, add it to its pairs' checksums, and yield it if it is wanted."""
     for pending in move.pending:
         pending.wait()
     tensor = move.tensor
@@ -123,16 +121,16 @@ def _finish(move: _Moving, checksums: dict[tuple[int, int], int]) -> Iterator[tu
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """What a training goes on from, as far as one process has it: all of it by the model's own names."""
+    """The state from which a training continues, as far as one process has it, by the model's own names."""
 
     tensors: dict[str, Tensor]  # parameters and buffers
     slots: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the optimizer, by parameter: mostly tensors
     step: int = 0
-    position: Mapping[str, int] | None = None  # the place in the data, where a loader has one
+    position: Mapping[str, int] | None = None  # position in the data, if a loader has one
     random: Tensor = field(default_factory=torch.get_rng_state)
 
     def named(self) -> dict[str, Tensor]:
-        """Return the tensors under names that tell weights and slots apart: those by which they move and are saved.
+        """Return the tensors under the names used for moving and saving, which distinguish weights from slots.
 
         >>> list(TrainState(tensors={"w": torch.ones(1)}, slots={"w": {"exp_avg": torch.ones(1)}}).named())
         ['model/w', 'optimizer/exp_avg/w']
@@ -144,7 +142,7 @@ class TrainState:
         return {f"model/{name}": tensor for name, tensor in self.tensors.items()} | slots
 
     def scalars(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's values that are no tensors, by parameter."""
+        """Return the optimizer's non-tensor values, by parameter."""
         return {
             name: {slot: value for slot, value in held.items() if not isinstance(value, Tensor)}
             for name, held in self.slots.items()
@@ -184,18 +182,18 @@ def load_state(graph: Graph, state: State, weights: Weights) -> Tensor:
 
 
 def room_for(state: State) -> Tensor:
-    """Make an empty tensor on the host for one of a model's."""
+    """Allocate an empty tensor on the host for one of a model's."""
     return torch.empty(state.value.evaluate({}), dtype=state.value.dtype)
 
 
 def send_state(transport: Transport, states: Iterable[State], load: Callable[[State], Tensor], rank: int) -> None:
-    """Send a program's state from the first process to a rank that calls `receive_state`."""
+    """Send a program's state from the driver to a rank that calls `receive_state`."""
     for _ in _first_weights(transport, states, rank, load):
-        pass  # all of it is the other's
+        pass  # everything belongs to the other rank
 
 
 def receive_state(transport: Transport, states: Iterable[State], device: torch.device = HOST) -> dict[str, Tensor]:
-    """Receive a program's state from the first process, on the host each tensor straight into its place.
+    """Receive a program's state from the driver; on the host each tensor is received in place, without a copy.
 
     Raises `TransportError` as `redistribute` does.
     """

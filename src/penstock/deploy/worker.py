@@ -1,4 +1,4 @@
-"""A worker process: it joins, does one job after the other, and leaves. It knows no model."""
+"""A worker process: it joins, runs jobs in sequence, and leaves. It has no model of its own."""
 
 import argparse
 import contextlib
@@ -24,11 +24,11 @@ from penstock.group.world import Leave, World
 from penstock.runtime.torch_settings import applied
 from penstock.transport.base import FEEDER, send_bytes
 
-# where workers that a process on this machine starts find their parts of a bundle
+# folder of the bundle parts for workers started by a process on this machine
 BUNDLE = "PENSTOCK_BUNDLE"
-# what a process does for a document's settings, and answers as JSON can
+# called with a document's settings; returns an answer that JSON can hold
 Job = Callable[[World, Mapping[str, Any]], Any]
-# adds arguments to a worker's command line, and returns what makes jobs of what was given
+# adds arguments to a worker's command line, and returns a function from parsed arguments to jobs
 Prepare = Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], Mapping[str, Job]]]
 
 
@@ -36,9 +36,9 @@ def work(
     world: World, make: MakeRuntime | None = None, bundle: Path | None = None, more: Mapping[str, Job] | None = None,
     holdings: Holdings | None = None,
 ) -> Leave:  # fmt: skip
-    """Do jobs until told to leave; returns the last word. What goes wrong is reported to the whole world, then raised.
+    """Run jobs until the driver sends `Leave`, and return it. Errors are reported to the whole world, then raised.
 
-    `more` are jobs by name that whoever started this process lets it do beside serving stages.
+    `more` are additional jobs by name that this process was started with.
     """
     with world.explained():
         while not isinstance(document := receive_job(world.transport), Leave):
@@ -47,18 +47,18 @@ def work(
                 send_bytes(world.transport, json.dumps(answer).encode(), FEEDER)
             else:
                 do_job(world, document, make, bundle, holdings)
-        with contextlib.suppress(TransportError):  # the work is done, whatever has become of who asked for it
+        with contextlib.suppress(TransportError):  # the work is done, even if the driver is lost
             send_bytes(world.transport, b"left", FEEDER)
-        world.health.close()  # from here on nobody's end is a failure
+        world.health.close()  # from here on the exit of a process is not a failure
         return document
 
 
 def follow(
     world: World, more: Mapping[str, Job] | None = None, make: MakeRuntime | None = None, bundle: Path | None = None
 ) -> str:
-    """Do jobs until told to leave, in one group after the other; returns the last word.
+    """Run jobs until the driver sends `Leave`, across successive groups; return its message.
 
-    A group that ends with another one's loss may be followed by one without it: see `group/regroup.py`.
+    A group that ends with the loss of a rank may be followed by one without that rank: see `group/regroup.py`.
     """
     holdings = Holdings()
     while True:
@@ -76,8 +76,7 @@ def follow(
 def _find_job(more: Mapping[str, Job], name: str) -> Job:
     if name not in more:
         raise ProgramError(
-            f"a worker does what it was started for, and {name[:40]!r} is not among that; start every process with the "
-            "same command"
+            f"this worker was started without the job {name[:40]!r}; start every process with the same command"
         )
     return more[name]
 
@@ -86,7 +85,7 @@ def do_job(
     world: World, document: ServeStages | RunBaseline, make: MakeRuntime | None = None, bundle: Path | None = None,
     holdings: Holdings | None = None,
 ) -> None:  # fmt: skip
-    """Do one job: run a model alone, or serve stages until they are closed."""
+    """Run one job: a model alone, or stages until they are closed."""
     if isinstance(document, RunBaseline):
         serve_baseline(world, document)
         return
@@ -101,9 +100,9 @@ def _nothing(_parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace],
 
 
 def main(prepare: Prepare = _nothing) -> int:
-    """Run a worker that a process on this machine started.
+    """Run a worker started by a process on this machine.
 
-    `prepare` gives it further jobs, which depend on nothing but this process's own command line.
+    `prepare` adds jobs, which depend only on this process's own command line.
     """
     parser = argparse.ArgumentParser()
     more = prepare(parser)
@@ -111,14 +110,14 @@ def main(prepare: Prepare = _nothing) -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # a clean end comes as a job; give it a moment before taking the closed pipe for a death
+    # a clean end is announced by a job; allow time for it before treating the closed pipe as a failure
     leave_with_parent(grace_s=3.0)
     folder = os.environ.get(BUNDLE)
     try:
         world = join_local(given.port, given.rank, given.size)
         follow(world, more(given), bundle=Path(folder) if folder else None)
     except PenstockError:
-        return 1  # the feeding process has been told and prints it
+        return 1  # already reported to the driver, which prints it
     return 0
 
 

@@ -55,9 +55,9 @@ def test_modules_are_stages_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stages": 2}, "a list of 3 modules is that many stages"),
-        ({"cuts": ["0:after"]}, "a list of 3 modules is that many stages"),
-        ({"device": "cuda"}, "a list of modules computes where they lie"),
+        ({"stages": 2}, r"a list of 3 modules .*leave stages and cuts out"),
+        ({"cuts": ["0:after"]}, r"a list of 3 modules .*leave stages and cuts out"),
+        ({"device": "cuda"}, "leave device out"),
     ],
 )
 def test_wishes_that_modules_cannot_grant(change: dict[str, Any], message: str) -> None:
@@ -66,5 +66,5 @@ def test_wishes_that_modules_cannot_grant(change: dict[str, Any], message: str) 
 
 
 def test_a_model_is_needed() -> None:
-    with pytest.raises(UsageError, match="the process that feeds needs the model"):
+    with pytest.raises(UsageError, match="needs the model"):
         divide(None)

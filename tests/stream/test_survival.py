@@ -86,7 +86,7 @@ def test_devices_that_are_lost_one_after_the_other(
         with pytest.raises(RunError, match="stage 0, microbatch 3"):
             list(pipe.stream([(x, rows)] * 3 + [(x, rows + 1000)]))
         assert pipe.changes == []
-    assert "goes on with worker-1, worker-3" in capfd.readouterr().err
+    assert "worker-1, worker-3 after" in capfd.readouterr().err
 
 
 def test_texts_of_any_length_after_a_loss() -> None:
@@ -171,7 +171,7 @@ def test_a_new_device_is_waited_for() -> None:
         assert resent[2] == "a newcomer on board7"
     out, _ = joining[0].communicate(timeout=20)
     assert joining[0].returncode == 0
-    assert re.match(r"taken in by the run at /\S+:\d+\nthe run is over", out)
+    assert re.match(r".* the run at /\S+:\d+\nthe run is over", out)
 
 
 def test_one_that_is_lost_while_stages_are_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +199,9 @@ def test_one_that_is_lost_while_stages_are_put_in_place(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"on_loss": "hope"}, "stop, continue, wait, not 'hope'"),
-        ({"on_loss": "wait", "wait_s": 0.0}, "not 0.0"),
-        ({"on_loss": "continue", "trace": "somewhere"}, "is not recorded"),
+        ({"on_loss": "hope"}, "stop, continue, wait; got 'hope'"),
+        ({"on_loss": "wait", "wait_s": 0.0}, "got 0.0"),
+        ({"on_loss": "continue", "trace": "somewhere"}, "leave trace or on_loss out"),
     ],
 )
 def test_options_that_do_not_fit(asked: dict[str, object], message: str) -> None:
@@ -210,7 +210,7 @@ def test_options_that_do_not_fit(asked: dict[str, object], message: str) -> None
 
 
 def test_modules_cannot_be_moved() -> None:
-    with pytest.raises(UsageError, match="cannot be moved"):
+    with pytest.raises(UsageError, match="leave on_loss out"):
         Pipeline([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)], torch.ones(1, 8), on_loss="continue")
 
 

@@ -1,1 +1,1 @@
-"""A model in evaluation mode as a pipeline: what users feed and take results from."""
+"""Pipelines of models in evaluation mode, the public streaming interface."""

@@ -1,4 +1,4 @@
-"""Run a model from its bundle: every machine reads its own part, and nobody needs the model's source."""
+"""A model run from its bundle: every machine reads its own part and needs no source of the model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,10 +30,9 @@ class BundledPipeline:
             for (logits,) in pipe.stream(images):
                 ...
 
-    Inputs and outputs are the model's tensors in order, without names. A process that does not feed works until
-    the feeding process leaves, and its `stream` yields nothing. Raises `ProgramError` for a part that is damaged or
-    of another plan, `PlanError` where the run's hosts are not the plan's devices. `device` and
-    `between_gpus` are as for `Pipeline`.
+    Inputs and outputs are the model's tensors in order, without names. A worker process serves until the driver leaves,
+    and its `stream` yields nothing. Raises `ProgramError` for a part that is damaged or of another plan, `PlanError` if
+    the run's hosts are not the plan's devices. `device` and `between_gpus` are as for `Pipeline`.
     """
 
     def __init__(
@@ -80,11 +79,11 @@ class BundledPipeline:
 
     @property
     def last_report(self) -> StreamReport:
-        """The times of the last stream, on the process that feeds."""
+        """Times of the last stream, on the driver."""
         return self._pipelines.last_report
 
     def close(self) -> None:
-        """Stop the stages and let go of the processes."""
+        """Stop the stages and release the processes."""
         with self._world:
             if self._feeds and self._world.health.failure is None:
                 self._pipelines.close()

@@ -1,4 +1,4 @@
-"""A model as it will stream: cut, or given as modules; put in place, or served by a process that does not feed."""
+"""A model divided for streaming: cut, or given as modules; deployed by the driver, or served by a worker."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,16 +40,16 @@ from penstock.stream.survival import SurvivingStages
 from penstock.transport.messages import CLOSE
 from penstock.zoo.weights.weights import ModuleWeights
 
-_STAGES = 4  # where neither the caller nor a world says how many
+_STAGES = 4  # default if neither the caller nor a world has a number
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A model in stages that are not in any process yet.
+    """A model in stages that are not deployed yet.
 
-    `cuts` say where it is cut: none between modules that are stages as they are, in a plan those of its first
-    pipeline's first cut set. `start_world` starts what the stages can run in, where nothing has; `deploy` puts them
-    where they will stream, with so many threads each.
+    `cuts` are the places where it is cut: none between modules that are stages as they are; for a plan, those of its
+    first pipeline's first cut set. `start_world` starts a world for the stages if there is none; `deploy` places them
+    there, with n threads each.
     """
 
     graph: Graph
@@ -59,22 +59,21 @@ class Division:
 
 
 def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World | None) -> Division:
-    """Divide a model as its caller asked, for as many devices as a world has, if there is one.
+    """Divide a model by the caller's options, for as many devices as a world has, if there is one.
 
-    Raises `UsageError` for a model that is missing and for options that do not go together, and what
-    `penstock.split` raises.
+    Raises `UsageError` for a missing model and for options that exclude each other, and as `penstock.split` does.
     """
     if isinstance(call.model, Sequence):
         return _chained(call.model, call, cut, run)
     if not isinstance(call.model, nn.Module):
-        raise UsageError("the process that feeds needs the model; pass it to Pipeline")
+        raise UsageError("the driver needs the model; pass it to Pipeline")
     with advising(call.model):
         graph = capture(call.model, call.args, call.kwargs, dynamic=call.dynamic)
     _, sizes = bind_inputs(graph, call.args, call.kwargs)
     load = partial(load_state, graph, weights=call.weights or ModuleWeights(call.model))
     if (plan := cut.plan) is not None:
         if run.runtime != EAGER:
-            raise UsageError("a plan says what its stages are run by; leave runtime out")
+            raise UsageError("a plan determines the runtime of its stages; leave runtime out")
         cuts = tuple(Cuts(graph).find_all(plan.pipelines[0].cut_sets[0].cuts))
         num_devices, deploy = len(plan.devices), _planned(run, graph, plan, load, sizes)
     else:
@@ -93,7 +92,7 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
 def _planned(
     run: RunOptions, graph: Graph, plan: Plan, load: LoadState, sizes: Mapping[str, int]
 ) -> Callable[[World, int, FeederTracer | None], Deployment | Replicas]:
-    """Return what deploys the stages of a plan."""
+    """Return a function that deploys the stages of a plan."""
 
     def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Replicas:
         return place(world, graph, plan, load, replace(run, threads=threads), tracer=tracer, largest=sizes)
@@ -105,7 +104,7 @@ def _surviving(
     cut: CutOptions, run: RunOptions, graph: Graph, load: LoadState, cuts: Sequence[Cut],
     deploy: Callable[[World, int, FeederTracer | None], Deployment | Replicas], sizes: Mapping[str, int],
 ) -> Callable[[World, int, FeederTracer | None], SurvivingStages]:  # fmt: skip
-    """Return what deploys stages that outlive the loss of devices."""
+    """Return a function that deploys stages that survive the loss of devices."""
     rows, options = sizes.get("batch", 1), run.survival
     found = options.profile
 
@@ -117,7 +116,7 @@ def _surviving(
             one_way=graph.keeps_caches,
         )
         ranks = name_devices(world)
-        if world.workers is not None:  # they stand for a plan's devices, in order
+        if world.workers is not None:  # they represent a plan's devices, in order
             names = cut.plan.devices if cut.plan is not None else [as_name(world.names[rank]) for rank in world.devices]
             ranks = dict(zip(names, world.devices, strict=True))
         if cut.plan is None:
@@ -139,7 +138,7 @@ def _describe(
     replanner: Replanner, run: RunOptions, cuts: Sequence[Cut], places: Sequence[int], ranks: Mapping[str, int],
     rows: int,
 ) -> None:  # fmt: skip
-    """Tell a replanner what is put in place without a plan: of stages that one device holds, only their ends count."""
+    """Describe to a replanner a placement without a plan; of stages that one device holds, only their ends count."""
     by_rank = {rank: name for name, rank in ranks.items()}
     between = [cut.name for cut, before, after in zip(cuts, places, places[1:], strict=False) if before != after]
     devices = [by_rank[rank] for rank in dict.fromkeys(places)]
@@ -149,15 +148,15 @@ def _describe(
 
 
 def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run: RunOptions) -> Division:
-    """Take modules as the stages that they are, each called with what the one before returned."""
+    """Use modules as stages, each called with the output of the one before."""
     if run.runtime != EAGER:
-        raise UsageError("a list of modules is run as it is; leave runtime out")
+        raise UsageError("a list of modules runs as it is; leave runtime out")
     if run.device != "cpu":
-        raise UsageError("a list of modules computes where they lie; move them, and leave device out")
+        raise UsageError("modules of a list compute on their own devices; move them, and leave device out")
     if run.survival.survives:
-        raise UsageError("a list of modules lies where it is, so a lost stage cannot be moved; leave on_loss out")
+        raise UsageError("modules of a list cannot migrate, so a lost stage cannot be replaced; leave on_loss out")
     if cut.cuts is not None or cut.stages not in {None, len(modules)}:
-        raise UsageError(f"a list of {len(modules)} modules is that many stages; leave stages and cuts out")
+        raise UsageError(f"a list of {len(modules)} modules is one stage per module; leave stages and cuts out")
     graph, programs = chain(modules, call.args, call.kwargs)
     _, sizes = bind_inputs(graph, call.args, call.kwargs)
     make = runtime_maker(modules, graph)
@@ -168,7 +167,7 @@ def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run
 def _line(
     run: RunOptions, programs: Sequence[RoundRobin[StageProgram]], source: Source, sizes: Mapping[str, int]
 ) -> Callable[[World, int, FeederTracer | None], Deployment | Replicas]:
-    """Return what deploys stages one after the other, for microbatches up to the example's size."""
+    """Return a function that deploys successive stages, for microbatches up to the example's size."""
 
     def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Deployment:
         return Deployment(world, programs, source, replace(run, threads=threads), sizes=sizes, tracer=tracer)
@@ -177,9 +176,9 @@ def _line(
 
 
 class ServedStages:
-    """Stages and weights from the process that feeds, or modules that this process has; `make` then makes runtimes.
+    """Stages and weights from the driver, or modules of this process; `make` then makes runtimes.
 
-    Raises the reason why they cannot be had, once the other processes have been told of it.
+    Raises the error that prevents this, after reporting it to the other processes.
     """
 
     def __init__(self, world: World, make: MakeRuntime | None) -> None:
@@ -188,7 +187,7 @@ class ServedStages:
         self._take()
 
     def _take(self) -> None:
-        """Take the stages that this process is to serve: at first, and in each further group."""
+        """Receive the stages that this process serves: at first, and in each further group."""
         while True:
             try:
                 with self._world.explained():
@@ -203,7 +202,7 @@ class ServedStages:
                     raise
 
     def serve(self) -> None:
-        """Work until a stream has ended, or the stages are closed; where one is lost, in a further group."""
+        """Serve until a stream has ended or the stages are closed; if a rank is lost, continue in a further group."""
         while True:
             try:
                 with self._world.explained():
@@ -218,7 +217,7 @@ class ServedStages:
                 self._take()
 
     def _go_on(self) -> bool:
-        """Join the run's next group; returns whether there is one."""
+        """Join the run's next group; return False if there is none."""
         if self._world.membership is None:
             return False
         release(self._world.transport, self._world.health)

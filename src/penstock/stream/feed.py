@@ -1,4 +1,4 @@
-"""What is fed into a stream, and may have to be fed again."""
+"""Microbatches of a stream, with those that may have to be sent again."""
 
 import time
 from collections import deque
@@ -9,9 +9,9 @@ from penstock.tensors import copy_exactly
 
 
 class Feed:
-    """The microbatches of a stream: those that have no result yet once more, then the others.
+    """The microbatches of a stream: after a loss, first those without a result, then the others.
 
-    The caller's tensors are the caller's again once a microbatch was fed, so what may be fed again is copied.
+    The caller may reuse tensors after a microbatch was sent, so those that may be sent again are copied.
     """
 
     def __init__(self, source: Iterator[Microbatch]) -> None:
@@ -22,11 +22,11 @@ class Feed:
 
     @property
     def num_pending(self) -> int:
-        """Return how many were fed and have no result."""
+        """Number of microbatches that were sent and have no result."""
         return len(self._pending)
 
     def done(self) -> Mapping[str, int]:
-        """Take note of a result; returns the sizes of its microbatch."""
+        """Record a result; return the sizes of its microbatch."""
         return self._pending.popleft()[1]
 
     def __iter__(self) -> Iterator[Microbatch]:

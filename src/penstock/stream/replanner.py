@@ -1,4 +1,4 @@
-"""Which plan a stream has on the devices that there are now."""
+"""Planning of a stream for the devices currently present."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -18,10 +18,9 @@ WORTH = 0.1
 
 
 class Replanner:
-    """Plans a stream again whenever its devices change; what is not known of them is taken for equal.
-
-    Without a plan that it began with, `begin` describes what was put in place. `profile` is measured, or counted from
-    shapes (`measure/counted.py`) and made when it is first needed.
+    """A planner that replans a stream whenever its devices change; unknown devices are assumed equal. Without an
+    initial plan, `begin` records the placement. `profile` is measured, or counted from shapes (`measure/counted.py`)
+    and made when it is first needed.
 
     Example:
         replanner = Replanner(plan, lambda: profile, cluster)
@@ -35,17 +34,17 @@ class Replanner:
         self._profile: Profile | None = None
         self._cluster = cluster
         self._replicas = not one_way and (cluster is not None or (plan is not None and len(plan.pipelines) > 1))
-        self._one_way = one_way  # every microbatch takes the same cuts, for what the stages keep
+        self._one_way = one_way  # every microbatch takes the same cuts, because of the stages' caches
 
     @property
     def profile(self) -> Profile:
-        """Return what the model costs."""
+        """Profile of the model."""
         if self._profile is None:
             self._profile = self._make_profile()
         return self._profile
 
     def begin(self, cuts: Sequence[str], devices: Sequence[str], rows: int, depth: int, stage: Stage) -> None:
-        """Take note of stages that were put in place without a plan, one on each device, computed as `stage` is."""
+        """Record stages that were placed without a plan, one on each device, computed as `stage` is."""
         stages = tuple(msgspec.structs.replace(stage, devices=(name,)) for name in devices)
         self._plan = Plan(
             model=self.profile.model, graph=self.profile.graph, profile=fingerprint(self.profile), cluster="",
@@ -60,13 +59,13 @@ class Replanner:
     def current(self) -> Plan:
         """Return the plan that is in place."""
         if self._plan is None:
-            raise PlanError("nothing is in place yet; begin with a plan, or with what was put in place")
+            raise PlanError("no stages are placed yet; begin with a plan, or with their placement")
         return self._plan
 
     def plan(self, names: Sequence[str], speeds: Mapping[str, float]) -> Plan:
-        """Return the plan for devices of these names, at speeds as observed: the one in place if none is much better.
+        """Return the plan for these devices at the observed speeds; the current plan if none is much better.
 
-        Raises `PlanError` where nothing fits any more.
+        Raises `PlanError` if no plan fits.
         """
         old = self.current
         cluster = self._cluster_of(names, [name for name in old.devices if name not in names], speeds)
@@ -84,15 +83,15 @@ class Replanner:
         )
         if columns_of(old, self.profile) is not None:
             return fresh
-        # of what it computes on the profile says nothing: that stays as it is
+        # the profile has no times of this runtime, so runtimes stay as they are
         return msgspec.structs.replace(fresh, pipelines=computed_like(fresh.pipelines, old.pipelines[0].stages[0]))
 
     def take(self, plan: Plan) -> None:
-        """Take note of a plan that is in place."""
+        """Record the plan that is in place."""
         self._plan = plan
 
     def seconds(self) -> dict[str, float]:
-        """Return what a device of speed 1 needs for each microbatch that it gets, for every device of the plan."""
+        """Return the seconds per microbatch of a device of speed 1, for every device of the plan."""
         plan, profile = self.current, self.profile
         place = profile.rows.index(plan.microbatch_rows) if plan.microbatch_rows in profile.rows else 0
         taken = [unit.forward_s[place] for unit in profile.units]
@@ -113,7 +112,7 @@ class Replanner:
         return found
 
     def _cluster_of(self, present: Sequence[str], gone: Sequence[str], speeds: Mapping[str, float]) -> Cluster:
-        """Return what is known of devices; the first one that is there feeds where the cluster's feeder is gone."""
+        """Return the cluster of these devices; the first one present is the driver if the cluster's driver is gone."""
         names, first = [*present, *gone], present[0]
         usual = sorted(speeds.values())[len(speeds) // 2] if speeds else 1.0
         feeder = self._cluster.feeding.name if self._cluster is not None else first

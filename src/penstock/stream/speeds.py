@@ -1,4 +1,4 @@
-"""How fast each device of a stream computes, from what its heartbeats count."""
+"""Observed speed of each device of a stream, from the counters in its heartbeats."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -6,31 +6,29 @@ from dataclasses import dataclass
 
 from penstock.errors import TransportError
 
-# how long a device is watched before its speed is known, and how many microbatches it must have done meanwhile
+# observation window of a device's speed, and the fewest microbatches that it must have run within it
 WINDOW_S = 5.0
 MIN_MICROBATCHES = 4
-# what has changed by less is as it was: on shared cores speeds differ that much from one moment to the next
+# smaller changes are ignored: on shared cores speeds vary that much from one moment to the next
 CHANGE = 0.2
-# what a part of the model takes is known no better than by this factor, where it is counted from shapes: a device is
-# only then slower or faster than it was planned for
+# uncertainty factor of a part's cost counted from shapes: a device is slower or faster than planned only beyond it
 FAR = 1.6
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What a device has computed so far, and the seconds that it needs for that."""
+    """Number of microbatches that a device has run, and the seconds that it computed."""
 
     busy_s: float
     num_run: int
 
 
 class ObservedSpeeds:
-    """Watches the devices of stages in place, window by window.
+    """Observed speeds of the devices of deployed stages, window by window.
 
-    `count` returns what each has counted, by name, `expected_s` what a device of speed 1 takes for each microbatch.
-    The usual speed of a device is the first one that is seen, unless that is far from the one in `planned`, which the
-    stages in place were planned for. With `at_first` the first speeds count as a change: all devices were taken for
-    equal.
+    `count` returns each device's counters, by name, `expected_s` the seconds per microbatch at speed 1. The usual speed
+    of a device is the first observed one, unless that is far from the one in `planned`, which the deployed stages were
+    planned for. With `at_first` the first speeds count as a change, because all devices were assumed equal.
 
     Example:
         speeds = ObservedSpeeds(count, lambda: {"board0": 0.02, "board1": 0.02})
@@ -48,18 +46,18 @@ class ObservedSpeeds:
         self._since_s: float | None = None
         self._before: Mapping[str, Count] = {}
         self._planned = dict(planned or {})
-        self._usual: dict[str, float] = {}  # speeds when they were last found good
+        self._usual: dict[str, float] = {}  # speeds last accepted
         self._speeds: dict[str, float] = {}  # of the last window
         self._at_first = at_first
 
     def changed(self) -> bool:
-        """Look, and tell whether a device has become slower or faster since its speed was last accepted."""
+        """Update the speeds; return True if a device became slower or faster since its speed was last accepted."""
         now_s = self._clock()
         if self._since_s is not None and now_s - self._since_s < self._window_s:
             return False
         try:
             counted = dict(self._count())
-        except TransportError:  # a heartbeat of before
+        except TransportError:  # an outdated heartbeat
             return False
         before, self._before, self._since_s = self._before, counted, now_s
         expected_s = self._expected_s() if before else {}
@@ -78,15 +76,15 @@ class ObservedSpeeds:
         return any(abs(factor - 1) > CHANGE for factor in self._factors().values())
 
     def now(self) -> dict[str, float]:
-        """Return the speed of each device in the last window; of those that were not seen at work, none."""
+        """Return the speed of each device in the last window; devices that were not observed are left out."""
         return dict(self._speeds)
 
     def accept(self) -> None:
-        """Take these speeds for the usual ones from now on."""
+        """Accept the current speeds as the usual ones."""
         self._usual = dict(self._speeds)
 
     def most_changed(self) -> tuple[str, float]:
-        """Return the device whose speed has changed most, and what part of its usual speed it has."""
+        """Return the device whose speed has changed most, and the ratio to its usual speed."""
         factors = self._factors()
         name = max(factors, key=lambda each: max(factors[each], 1 / factors[each]))
         return name, factors[name]

@@ -1,10 +1,10 @@
-"""A stream that goes on without a device that was lost, and with one that comes: plan again, then migrate.
+"""A stream that continues without a lost device and with a joining one: it replans, then migrates.
 
-    a device is lost ──▶ the others form a group ──▶ plan for them ──▶ stages in place ──▶ feed again what has no result
-    one has become slower, or comes ──▶ let what is under way end ──▶ plan ──▶ ...         ──▶ feed what comes next
+    a device is lost ──▶ the others form a group ──▶ plan for them ──▶ deploy ──▶ send microbatches without result again
+    one has become slower, or joins ──▶ drain microbatches in flight ──▶ plan ──▶ ... ──▶ send the next microbatches
 
-Forward stages keep nothing between microbatches, so a result has the same bits wherever it is computed. Results come
-once and in order, since the first process alone gives them, and only the next one.
+Forward stages keep no state between microbatches, so a result has the same bits on any device. Results are yielded once
+and in order, since only the driver yields them, and always the next one.
 """
 
 import time
@@ -41,9 +41,9 @@ Place = Callable[[World, Plan, Mapping[str, int], int], Replicas]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChange:
-    """What changed while a stream was under way: when, why, how long it took, what was fed again, and what goes on.
+    """A change during a stream: its time, reason and duration, the microbatches sent again, the devices that continue.
 
-    `at_s` counts from the stream's beginning until the stages were in place again, `took_s` from when it was noticed.
+    `at_s` counts from the stream's beginning until the stages were in place again, `took_s` from the detection.
     """
 
     at_s: float
@@ -54,10 +54,10 @@ class StreamChange:
 
 
 class SurvivingStages:
-    """Stages in place that outlive the loss of devices; used like a `Deployment`.
+    """Deployed stages that survive the loss of devices; used like a `Deployment`.
 
-    `ranks` are those of the devices by name. The world becomes another group where one forms. A stream that `adapts`
-    is planned again as soon as devices have been seen at work, since nobody has said where it is to be cut.
+    `ranks` are those of the devices by name. The world is switched to a new group after a regroup. A stream that
+    `adapts` is replanned as soon as the devices' speeds were observed, since it was cut without a plan.
 
     Example:
         stages = SurvivingStages(world, deploy, {"board0": 0, "board1": 1}, replanner, place, options)
@@ -74,8 +74,8 @@ class SurvivingStages:
         self._replanner, self._put, self._options = replanner, place, options
         self._report, self._begin_s = StreamReport(), time.perf_counter()
         members = _members(world)
-        self._names = {members[rank]: name for name, rank in ranks.items()}  # also of those that were lost
-        self._next: tuple[str, Plan | None] = ("", None)  # why the stages change, and to what
+        self._names = {members[rank]: name for name, rank in ranks.items()}  # also of lost devices
+        self._next: tuple[str, Plan | None] = ("", None)  # reason of the next change, and its plan
         self._number = 0
         self.deployment: Deployment | Replicas = Replicas(())
         self._adapts = adapts
@@ -103,20 +103,20 @@ class SurvivingStages:
 
     @property
     def traces(self) -> Sequence[StreamTrace]:
-        """Nothing is recorded of a stream whose devices may change."""
+        """Empty: a stream whose devices may change cannot be traced."""
         return ()
 
     @property
     def last_report(self) -> StreamReport:
-        """Return the times of the last stream, those of changes among them."""
+        """Times of the last stream, including those of changes."""
         return self._report
 
     def stage_states(self) -> list[StageState]:
-        """Return how far each stage is, as `Deployment.stage_states`."""
+        """Return the progress of each stage, as `Deployment.stage_states`."""
         return self.deployment.stage_states()
 
     def abandon(self) -> None:
-        """End at once, whatever is under way; nothing more can be streamed."""
+        """Stop immediately, even with microbatches in flight; nothing more can be streamed."""
         self.deployment.abandon()
 
     def close(self) -> None:
@@ -124,13 +124,13 @@ class SurvivingStages:
         self.deployment.close()
 
     def leave(self) -> None:
-        """Do what `close` does when the program ends, as `Deployment.leave`."""
+        """Close at interpreter exit, as `Deployment.leave`."""
         self.deployment.leave()
 
     def stream(self, microbatches: Iterable[Microbatch]) -> Generator[list[Tensor], None, None]:
-        """Feed microbatches and yield their results in order, as `Deployment.stream` does, whatever is lost.
+        """Stream microbatches and yield their results in order, as `Deployment.stream` does, across losses of devices.
 
-        Raises the loss itself where the stream cannot go on.
+        Raises the loss itself if the stream cannot continue.
         """
         feed = Feed(iter(microbatches))
         report = self._report = StreamReport()
@@ -162,7 +162,7 @@ class SurvivingStages:
         report.fill_s = report.results_s[0]
 
     def _worth_changing(self) -> bool:
-        """Look whether a device waits to be taken in, or another is so much slower or faster that it should do less."""
+        """Return True if a device waits to be admitted, or speeds changed enough for another plan."""
         if not self.world.followed:
             return False
         if wait_for_newcomers(self.world, 1):
@@ -172,7 +172,7 @@ class SurvivingStages:
             return False
         try:
             plan = self._replanner.plan(list(self._ranks()), self._speeds.now())
-        except PlanError:  # as where another plan needs memory that is not there: it goes on as it is
+        except PlanError:  # for example, no memory for another plan: keep the current one
             plan = self._replanner.current
         if plan.pipelines == self._replanner.current.pipelines:
             self._speeds.accept()
@@ -183,7 +183,7 @@ class SurvivingStages:
         return True
 
     def _change(self) -> None:
-        """Go over to other devices or another plan, while nothing is under way."""
+        """Switch to other devices or another plan while nothing is in flight."""
         began_s, (why, plan) = time.perf_counter(), self._next
         speeds = self._speeds.now()
         try:
@@ -198,7 +198,9 @@ class SurvivingStages:
         self._tell(why, began_s, 0)
 
     def recover(self, error: PenstockError, num_again: int) -> None:
-        """Go on without what was lost, `num_again` microbatches of which are fed again; raises the loss otherwise."""
+        """Continue without the lost rank, with `num_again` microbatches to send again; raises the loss if this is
+        impossible.
+        """
         began_s, first = time.perf_counter(), error
         speeds = self._speeds.now()
         for _ in range(_ATTEMPTS):
@@ -211,7 +213,9 @@ class SurvivingStages:
             try:
                 self._place(self._replanner.plan(list(self._ranks()), speeds), speeds)
             except PlanError as problem:
-                raise DeviceLost(f"{_sentence(first)}, and the others cannot do without it: {problem}") from problem
+                raise DeviceLost(
+                    f"{_sentence(first)}, and the survivors cannot continue without it: {problem}"
+                ) from problem
             except (DeviceLost, OutOfMemory, TransportError):
                 continue
             self._tell(_sentence(first), began_s, num_again)
@@ -219,22 +223,24 @@ class SurvivingStages:
         raise first
 
     def _lost(self) -> set[int]:
-        """Return the ranks without which the stream goes on; none where it cannot."""
+        """Return the lost ranks if the stream can continue without them, otherwise an empty set."""
         failure = self.world.health.failure
         if failure is None or failure.rank == FEEDER or not (failure.lost or failure.memory):
             return set()
         return {failure.rank}
 
     def _wait_for_others(self, num_lost: int, error: PenstockError) -> None:
-        """Where that was asked for, wait until as many devices have come as were lost."""
+        """With `on_loss="wait"`, wait until as many devices have joined as were lost."""
         if self._options.on_loss != "wait":
             return
         note(f"{_sentence(error)}; waiting up to {self._options.wait_s:g} s for another device to join")
         if not wait_for_newcomers(self.world, num_lost, self._options.wait_s):
-            raise DeviceLost(f"{_sentence(error)}; no other joined within {self._options.wait_s:g} s; start again")
+            raise DeviceLost(
+                f"{_sentence(error)}; no other device joined within {self._options.wait_s:g} s; start again"
+            )
 
     def _regroup(self, lost: set[int]) -> None:
-        """Form another group, in which devices that go on keep their names."""
+        """Form another group, in which surviving devices keep their names."""
         regroup(self.world, lost)
         members = _members(self.world)
         taken = {self._names[members[rank]] for rank in self.world.devices if members[rank] in self._names}
@@ -249,14 +255,14 @@ class SurvivingStages:
         return {self._names[members[rank]]: rank for rank in self.world.devices}
 
     def _place(self, plan: Plan, speeds: Mapping[str, float]) -> None:
-        """Put the stages of a plan in place, which was made for devices of these speeds."""
+        """Deploy the stages of a plan that was made for devices of these speeds."""
         self.deployment = self._put(self.world, plan, self._ranks(), self._number)
         self._number += len(plan.pipelines)
         self._replanner.take(plan)
         self._speeds = self._watch_speeds(speeds)
 
     def _watch_speeds(self, planned: Mapping[str, float]) -> ObservedSpeeds:
-        """Watch the devices of stages in place: against what they were planned for, not what they first do there."""
+        """Watch the deployed devices, compared with their planned speeds rather than the first observed ones."""
         by_rank = {rank: name for name, rank in self._ranks().items()}
         known = {name: planned[name] for name in by_rank.values() if name in planned}
 
@@ -268,7 +274,7 @@ class SurvivingStages:
                     found[by_rank[rank]] = Count(counters.needed_s, counters.num_run)
             return found
 
-        # also after a loss before anything was seen: devices are taken for equal then
+        # also after a loss before any observation: devices are then assumed equal
         at_first = self._adapts and len(known) < len(by_rank)
         return ObservedSpeeds(count, self._replanner.seconds, planned=known, at_first=at_first)
 
@@ -279,15 +285,15 @@ class SurvivingStages:
             at_s=now_s - self._begin_s, why=why, took_s=now_s - began_s, num_again=num_again, devices=devices
         )
         self.changes.append(change)
-        note(f"{why}; goes on with {', '.join(devices)} after {change.took_s:.1f} s")
+        note(f"{why}; continuing on {', '.join(devices)} after {change.took_s:.1f} s")
 
 
 def _members(world: World) -> tuple[str, ...]:
     if world.membership is None:
-        raise RunError("a stream that goes on after a loss needs a run that was begun with again=True; begin it so")
+        raise RunError("a stream that continues after a loss needs a run started with again=True; start it so")
     return world.membership.members
 
 
 def _sentence(error: PenstockError) -> str:
-    """Return what happened, without what to do about it."""
+    """Return the message of an error without its advice."""
     return str(error).partition(";")[0]

@@ -73,7 +73,7 @@ def test_a_disk_that_is_full_on_one_process(
     (said,) = notes(capfd)
     assert "rank 1: the cache needs" in said
     assert "No space left on device" in said
-    assert "the training goes on without a deeper cache" in said
+    assert "without a deeper cache" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -114,7 +114,7 @@ def _too_small(_folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("prepare", "said"),
-    [(_file_in_its_place, "must be writable"), (_too_small, "more than the 4 kB that it may have")],
+    [(_file_in_its_place, "must be writable"), (_too_small, "its limit of 4 kB")],
 )
 def test_a_folder_that_cannot_be_used(
     prepare: Callable[[Path], dict[str, Any]], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -159,7 +159,7 @@ def test_a_limit_is_for_a_machine_and_both_caches_of_a_change(
             vit(), 2, images(), freeze, epochs=5, folder=tmp_path, hosts=hosts, cache_limit=limit
         )  # fmt: skip
         assert cached in found.changes[-1].why
-    assert all("more than the" in said for said in notes(capfd) if "deeper cache" in said)
+    assert all("its limit of" in said for said in notes(capfd) if "deeper cache" in said)
 
 
 def test_a_neighbour_whose_folder_is_not_seen(
@@ -175,7 +175,7 @@ def test_a_neighbour_whose_folder_is_not_seen(
 
     monkeypatch.setattr(Shard, "open_existing", elsewhere)
     assert_same(expected(), run(tmp_path, hosts=["a", "a"]))
-    assert any("shard-0 holds no cache; the training goes on without" in said for said in notes(capfd))
+    assert any("shard-0 holds no cache" in said and "without a deeper cache" in said for said in notes(capfd))
     assert not list(tmp_path.iterdir())
 
 
@@ -276,7 +276,7 @@ def test_samples_that_change_are_not_cached(tmp_path: Path, capfd: pytest.Captur
     found = train_elastically(vit(), 2, Noisy(), FREEZE, epochs=EPOCHS, folder=tmp_path)
     assert not any(change.cached for change in found.changes)
     (said,) = notes(capfd)
-    assert "drawn anew each time" in said
+    assert "are not cached" in said
     assert "cache_views=3" in said
 
 
@@ -301,4 +301,4 @@ def test_rows_that_a_cast_crosses_are_not_cached(tmp_path: Path, capfd: pytest.C
         arranged={"autocast": torch.bfloat16},
     )  # fmt: skip
     assert not any(change.cached for change in found.changes)
-    assert "are cast, so what frozen layers put out is not cached" in notes(capfd)[0]
+    assert "are cast" in notes(capfd)[0]

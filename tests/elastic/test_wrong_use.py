@@ -1,6 +1,7 @@
 """What an elastic training cannot do is one line, on every process, that says what to do instead."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -105,9 +106,9 @@ def test_layers_that_share_a_weight_with_the_head() -> None:
 
 def test_a_cluster_of_other_processes() -> None:
     said = refused(PlanError, lambda: small([0], 3, cluster=cluster_of(2)))
-    assert "the cluster has 2 devices, but 3 processes train; give all of them" in said
+    assert re.search(r"3 devices.* got 2; give all of them", said)
     said = refused(PlanError, lambda: small([0], 2, cluster=cluster_of(3)))
-    assert "uses 3 devices, but there are 2 processes" in said
+    assert re.search(r"needs 3 processes.* got 2;", said)
     said = refused(PlanError, lambda: small([0], 2, cluster=cluster_of(2), hosts=["a", "b"]))
     assert "uses d0, d1, but the run's hosts are a, b" in said
 
@@ -146,24 +147,24 @@ def test_optimizers_that_differ_between_processes() -> None:
 
 def test_a_trace_is_of_one_plan(tmp_path: Path) -> None:
     said = refused(UsageError, lambda: small([0], arranged={"trace": tmp_path / "trace"}))
-    assert "a trace is of one plan, and an elastic training changes its plan; leave the trace out" in said
+    assert "leave the trace out" in said
 
 
 def test_a_schedule_of_the_users_own() -> None:
     own = "F0 F1 F2 F3 B0 B1 B2 B3"
     said = refused(UsageError, lambda: small([0], 1, arranged={"schedule": own}))
-    assert "cannot of your own; name one" in said
+    assert "needs a named schedule" in said
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"freeze": "gradient-normz"}, "is no freezing policy"),
-        ({"freeze": []}, "one number from 0 for each epoch"),
-        ({"freeze": [0, -1]}, "one number from 0 for each epoch"),
-        ({"cache_dtype": "float16"}, "the cache holds float32 or bfloat16, not float16"),
-        ({"cache_views": 0}, "cache_views is at least 1, not 0"),
-        ({"epochs": 0}, "epochs is at least 1, not 0"),
+        ({"freeze": "gradient-normz"}, "'gradient-normz'"),
+        ({"freeze": []}, "got []"),
+        ({"freeze": [0, -1]}, "got [0, -1]"),
+        ({"cache_dtype": "float16"}, "float32 or bfloat16; got float16"),
+        ({"cache_views": 0}, "cache_views must be at least 1; got 0"),
+        ({"epochs": 0}, "epochs must be at least 1; got 0"),
         ({"cache_limit": "much"}, "much"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Freeze layers that have converged, and give what that frees to more replicas."""
+"""Elastic training: freezes converged layers and uses the freed devices for more replicas."""

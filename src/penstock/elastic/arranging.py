@@ -22,10 +22,10 @@ from penstock.train.trainer import Trainer
 
 
 def plan_of(placed: Arrangement, costs: Costs, captured: Captured, *, rows: int, state_factor: float) -> Plan:
-    """Return an arrangement as a plan, with nothing predicted; stages that do not run are left out.
+    """Convert a placement to a plan without a prediction; stages that do not run are left out.
 
-    `rows` are those of a microbatch, `state_factor` the bytes of optimizer state for each byte of weights. Cuts that
-    the profile does not know are taken as the nearest that it knows.
+    `rows` are those of a microbatch, `state_factor` the bytes of optimizer state for each byte of weights. Cuts missing
+    in the profile are replaced by the nearest ones in it.
     """
     names = {rank: name for name, rank in costs.ranks.items()}
     cuts = _known(placed, costs, captured)
@@ -59,12 +59,13 @@ def _known(placed: Arrangement, costs: Costs, captured: Captured) -> list[str]:
     found: list[str] = []
     for cut in placed.cuts[placed.skipped :]:
         free = [name for name in positions if not found or positions[name] > positions[found[-1]]]
-        if cut.name in free:  # also where positions are those of a frozen model
+        if cut.name in free:  # also if positions are those of a frozen model
             found.append(cut.name)
             continue
         if not free:
             raise PlanError(
-                f"{placed.num_stages} stages are more than the planner knows cuts for, {len(positions)}; use fewer"
+                f"{placed.num_stages} stages need more cuts than the {len(positions)} that the planner knows; use "
+                "fewer stages"
             )
         found.append(min(free, key=lambda name: abs(positions[name] - cut.position)))
     return found
@@ -73,9 +74,9 @@ def _known(placed: Arrangement, costs: Costs, captured: Captured) -> list[str]:
 def arrangement_of(
     placed: Arrangement, captured: Captured, plan: Plan, ranks: Mapping[str, int], *, cached_layers: int = 0
 ) -> Arrangement:
-    """Return the arrangement that a plan says, of a model whose first `cached_layers` layers do not run.
+    """Return a plan's placement, for a model whose first `cached_layers` layers do not run.
 
-    Those are held by the device with the stage after them, for evaluation. Devices that the plan leaves out are idle.
+    The device with the stage after them holds them, for evaluation. Devices that the plan leaves out are idle.
     """
     grid, found = grid_of_plan(captured.graph, plan, ranks)
     if cached_layers:
@@ -85,9 +86,9 @@ def arrangement_of(
 
 
 def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
-    """Return the arrangement as it is for a model with other layers frozen, all of which run.
+    """Return the current placement for a model with other layers frozen, all of which run.
 
-    Cuts that the model does not have any more are taken where they were, in parts of the whole.
+    Cuts that the model no longer has are replaced by those nearest to the same fraction of the operations.
     """
     placed, cuts = trainer.placed, Cuts(captured.graph)
     old = len(trainer.captured.graph.ops)
@@ -106,9 +107,9 @@ def same_places(trainer: Trainer, captured: Captured) -> Arrangement:
 def near(
     trainer: Trainer, captured: Captured, plan: Plan, costs: Costs, *, cached_layers: int, state_factor: float
 ) -> dict[str, int]:
-    """Return the rank of each device such that little has to move: devices that are alike may change parts.
+    """Return the rank of each device that minimizes migrated bytes; identical devices may swap parts.
 
-    What a rank lacks counts with the optimizer's state, `state_factor` times the weights that are trained.
+    Missing tensors count with the optimizer's state, `state_factor` times the trained weights.
     """
     placed = arrangement_of(trainer.placed, captured, plan, costs.ranks, cached_layers=cached_layers)
     names = sorted(costs.ranks, key=lambda name: costs.ranks[name])

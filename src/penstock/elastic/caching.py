@@ -1,4 +1,4 @@
-"""What an elastic training caches: whether it can, what that takes, and the cache that there is now."""
+"""Caching in an elastic training: its preconditions, its costs, and the current cache."""
 
 from pathlib import Path
 
@@ -25,9 +25,10 @@ from penstock.transport.base import FEEDER
 
 
 class Caching:
-    """The cache of a training's frozen layers, as it is filled, deepened and let go of.
+    """The cache of a training's frozen layers: filled, deepened and released.
 
-    What cannot be cached is said once, and the training goes on without. Every process makes one and calls the same.
+    If layers cannot be cached, the reason is printed once and the training continues without. Every process makes one
+    and makes the same calls.
 
     Example:
         caching = Caching(trainer, whole, loader, options)
@@ -43,24 +44,26 @@ class Caching:
 
     @property
     def layers(self) -> int:
-        """How many leading layers are cached now."""
+        """Number of leading layers cached now."""
         return self._cache.layers if self._cache is not None else 0
 
     def look(self) -> None:
-        """Find out whether samples stay as they are from one reading to the next, and are all of one size."""
+        """Check that samples do not change between two reads and are all of one size."""
         if self._possible and self._options.cache_views == 1 and changes(self._loader, self._trainer.world.transport):
             self._give_up(
-                "samples are drawn anew each time, as by random augmentation, so what frozen layers put out is not "
+                "samples are drawn again each time, as by random augmentation, so outputs of frozen layers are not "
                 "cached; cache_views=3 (--cache-views 3) keeps three variants of each"
             )
         if self._possible and not any(self._bytes_per_row()):
-            self._give_up("rows differ in length or are cast, so what frozen layers put out is not cached")
+            self._give_up("rows differ in length or are cast, so outputs of frozen layers are not cached")
 
     def _bytes_per_row(self) -> list[int | None]:
         return sizes_of_layers(self._whole, self._options.stored(), self._trainer.now.how.autocast)
 
     def costs(self, profile: Profile) -> CacheCosts | None:
-        """Return what caching takes; None where it cannot be, or not yet: a step shows what the model is given."""
+        """Return the costs of caching; None if it is impossible, or before the first step, which shows the model's
+        inputs.
+        """
         if not self._possible or self._trainer.input_places is None:
             return None
         size = self._trainer.world.transport.size
@@ -71,12 +74,12 @@ class Caching:
         )  # fmt: skip
 
     def fill(self, captured: Captured) -> bool:
-        """Fill the cache of a model's frozen layers, all processes at once; returns whether it is there."""
+        """Fill the cache of a model's frozen layers on all processes in parallel; return True on success."""
         options = self._options
         if self.layers == captured.frozen_layers:
             return True
         if self.layers > captured.frozen_layers:
-            self.drop()  # freezing was taken back: there is nothing to go on from
+            self.drop()  # freezing was taken back, so the old cache cannot be deepened
         place = CachePlace(
             folder=Path(options.cache_dir) if options.cache_dir is not None else default_folder(),
             limit_bytes=options.limit_bytes(), stored=options.stored(), num_views=options.cache_views,
@@ -84,25 +87,25 @@ class Caching:
         try:
             cache = Filling(self._trainer, captured, self._loader, place, before=self._cache).run()
         except CacheError as error:
-            self._give_up(f"{error}; the training goes on without a deeper cache")
+            self._give_up(f"{error}; training continues without a deeper cache")
             return False
         self.drop()
         self._cache = cache
         return True
 
     def features(self, placed: Arrangement) -> Features | None:
-        """Return what an arrangement that skips the cached layers takes its inputs from."""
+        """Return the source of inputs for a placement that skips the cached layers."""
         if self._cache is None or not placed.skipped:
             return None
         return self._cache.features(self._trainer, placed, self._loader.epoch)
 
     def begin_epoch(self) -> None:
-        """Take the view of each sample that the epoch has."""
+        """Select the view of each sample for the epoch."""
         if self._cache is not None and self._trainer.now.features is not None:
             self._cache.show(self._trainer.now.features, self._loader.epoch)
 
     def drop(self, *, keep: bool = False) -> None:
-        """Let go of the cache; steps no longer read it after the next migration."""
+        """Release the cache; steps no longer read it after the next migration."""
         if self._cache is None:
             return
         if self._trainer.now.features is not None:

@@ -1,4 +1,4 @@
-"""What an elastic training costs, for the planner: measured where nobody has said it."""
+"""Costs of an elastic training for the planner: measured unless given."""
 
 from dataclasses import dataclass
 
@@ -27,13 +27,13 @@ from penstock.transport.base import FEEDER
 from penstock.transport.collectives import all_gather
 
 _CALIBRATION_S = 0.5
-_MESSAGES = 20  # that are timed to know what they cost
+_MESSAGES = 20  # timed to measure their cost
 _REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What is known on the first process: the model's profile, the cluster, and the rank of each of its devices."""
+    """Planning inputs on the driver: the model's profile, the cluster, and the rank of each of its devices."""
 
     profile: Profile
     cluster: Cluster
@@ -41,11 +41,11 @@ class Costs:
 
 
 def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, rows: int) -> Costs | None:
-    """Measure on all processes what is not given; returns it on the first one, elsewhere None.
+    """Measure missing inputs on all processes; return all of them on the driver, elsewhere None.
 
-    `captured` is the model with nothing frozen, `rows` are those of a microbatch. Devices are calibrated all at once,
-    so that what they take from each other shows.
-    Raises `PlanError` for a profile of another model, or without backwards, and a cluster that is not this run's.
+    `captured` is the model with nothing frozen, `rows` are those of a microbatch. Devices are calibrated
+    simultaneously, so that contention between them shows. Raises `PlanError` for a profile of another model, or without
+    backwards, and a cluster that is not this run's.
     """
     world = trainer.world
     given, cluster = options.profile, options.cluster
@@ -56,14 +56,15 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
         ranks = ranks_of(world, [device.name for device in cluster.devices])
         if len(ranks) < len(world.devices):
             raise PlanError(
-                f"the cluster has {len(ranks)} devices, but {len(world.devices)} processes train; give all of them"
+                f"the cluster must have {len(world.devices)} devices, one per process; got {len(ranks)}; give all of "
+                "them"
             )
     round_s = calibrate(_CALIBRATION_S) if cluster is None else 0.0
     told = all_gather(world.transport, {"round_s": round_s, "memory": allowed_bytes()})
     if world.rank != FEEDER:
         return None
     if given is None:
-        note(f"measuring what {captured.graph.model} takes; give a profile to spare it")
+        note(f"measuring {captured.graph.model}; give a profile to skip this")
     profile = given or measure_profile(captured, trainer.placed, rows, told[FEEDER]["round_s"])
     reference_s = profile.calibration_s or told[FEEDER]["round_s"]
     if cluster is None:
@@ -79,9 +80,9 @@ def find_costs(trainer: Trainer, captured: Captured, options: ElasticOptions, ro
 
 
 def measure_profile(captured: Captured, placed: Arrangement, rows: int, calibration_s: float) -> Profile:
-    """Measure the model by its layers, for microbatches of some rows, and what messages cost on this machine.
+    """Measure the model's layers for microbatches of n rows, and the cost of messages on this machine.
 
-    Where it is cut now is measured too.
+    The current cuts are measured too.
     """
     at = {name: cut for cut in Cuts(captured.graph) for name in names_of(cut)}
     placed_at = [at[name] for cut in placed.cuts for name in names_of(cut) if name in at]  # may be of a frozen model

@@ -1,4 +1,4 @@
-"""Decide how a training goes on with some layers frozen: its plan, and how much of the frozen part is cached."""
+"""Decision on how a training continues with frozen layers: its plan, and how much of the frozen part is cached."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile, interpolate
 from penstock.units import format_seconds
 
-_NEVER = 1e9  # as much must a plan be faster by where plans may not change
-# and where they may: by more than predictions of two plans are off against each other (benchmarks/training, elastic)
+_NEVER = 1e9  # required gain of a new plan if plans may not change
+# and if they may: more than the error between predictions of two plans (benchmarks/training, elastic)
 _WORTH = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCosts:
-    """What a cache takes: seconds to read a row's bytes back and to write them, and the samples that it is of.
+    """Costs of a cache: seconds per byte to read and to write a row, and its number of samples.
 
-    `bytes_per_row` are those of each layer's output, None where it cannot be cached.
+    `bytes_per_row` are those of each layer's output, None if it cannot be cached.
     """
 
     bytes_per_row: Sequence[int | None]
@@ -30,12 +30,12 @@ class CacheCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """How a training stands between two epochs; layers count from the first.
+    """State of a training between two epochs; layers count from the first.
 
-    `plan` has the plan so far, `cached_layers` are read from a cache now. `layers` are the boundaries after each layer.
-    `remaining_rows` are still to be trained on. `migrate_s` is what moving takes. Without `pack` the plan stays,
-    without `replicate` its number of pipelines. Without `caching` nothing more is cached. `beside_s` are the seconds of
-    a row beyond the prediction, such as loading and the loop's own code.
+    `plan` is the plan so far, `cached_layers` are read from a cache now. `layers` are the boundaries after each layer.
+    `remaining_rows` are still to be trained on. `migrate_s` are the seconds of a migration. Without `pack` the plan
+    stays, without `replicate` its number of pipelines. Without `caching` nothing more is cached. `beside_s` are the
+    seconds of a row beyond the prediction, such as loading and the caller's own code.
     """
 
     profile: Profile
@@ -52,13 +52,13 @@ class Situation:
     beside_s: float = 0.0
 
     def rows_per_s(self, plan: Plan) -> float:
-        """Return what a plan will reach here."""
+        """Return the expected rows per second of a plan."""
         return 1.0 / (1.0 / plan.prediction.rows_per_s + self.beside_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The plan to go on with, whether it is another one, the layers cached, the seconds foreseen, and why."""
+    """The plan to continue with, True if it is a new one, the layers cached, the predicted seconds, and the reason."""
 
     plan: Plan
     moves: bool
@@ -68,12 +68,12 @@ class Decision:
 
 
 def decide(now: Situation) -> Decision:
-    """Choose the plan and the cache with which the remaining rows take least time, moving and filling included.
+    """Choose the plan and the cache that minimize the time of the remaining rows, including migration and filling.
 
     Example:
         decide(Situation(profile=profile, cluster=cluster, plan=plan, layers=layers, frozen_layers=4, ...)).plan
 
-    A pure function. Raises `PlanError` where nothing fits the devices.
+    A pure function. Raises `PlanError` if nothing fits the devices.
     """
     stays = now.cached_layers if now.cached_layers <= now.frozen_layers else 0
     choices = [_with_cache(now, stays, 0.0)]
@@ -115,7 +115,7 @@ def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool)
 
 
 def _fill_s(now: Situation, costs: CacheCosts, start: int) -> float:
-    """Return the seconds to fill the cache, all devices at once, from the layers that are cached already."""
+    """Return the seconds to fill the cache on all devices in parallel, from the layers already cached."""
     bytes_per_row = costs.bytes_per_row[now.frozen_layers - 1] or 0
     row_s = forward_s(now.profile, now.layers, start, now.frozen_layers) + bytes_per_row * costs.write_s_per_byte
     return costs.num_samples * row_s / sum(device.speed for device in now.cluster.devices)

@@ -1,4 +1,4 @@
-"""Follow a training from epoch to epoch: freeze, plan again, migrate, cache."""
+"""Elastic training: freezing, replanning, migration and caching between epochs."""
 
 import dataclasses
 import math
@@ -36,7 +36,9 @@ from penstock.transport.collectives import all_gather
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
-    """How the training goes on from an epoch: what is frozen and cached, on what, and what it took to get there."""
+    """Placement of a training from an epoch on: frozen and cached layers, stages and replicas, and the cost of the
+    change.
+    """
 
     step: int
     epoch: int
@@ -52,16 +54,16 @@ class PlanChange:
 
 
 class ElasticTraining:
-    """Changes how a training is arranged between its epochs, and never what is learned but by freezing.
+    """Replanning of a training between its epochs; only freezing changes what is learned.
 
-    At the beginning of each epoch the policy says how many leading layers are frozen. The planner chooses stages,
-    replicas and what is cached for the epochs that are left; what is needed elsewhere moves. Made by
-    `TrainingPipeline.elastic`; every process makes one.
+    At the beginning of each epoch the policy returns the number of leading layers to freeze. The planner chooses
+    stages, replicas and the cache for the remaining epochs; tensors then migrate. Made by `TrainingPipeline.elastic`;
+    every process makes one.
 
         epoch ends ─▶ policy ─▶ decide ─▶ fill the cache ─▶ migrate ─▶ next epoch
 
-    Raises `UsageError` for a training that cannot change: traced, or with a schedule of the user's own; and for numbers
-    of layers given by hand that cannot be frozen.
+    Raises `UsageError` for a training that cannot change: traced, or with a custom schedule; and for numbers of layers
+    given by hand that cannot be frozen.
     """
 
     def __init__(
@@ -69,12 +71,15 @@ class ElasticTraining:
         told: Callable[[PlanChange], None] | None = None,
     ) -> None:  # fmt: skip
         if trainer.tracer is not None:
-            raise UsageError("a trace is of one plan, and an elastic training changes its plan; leave the trace out")
+            raise UsageError(
+                "a trace needs a single plan, and an elastic training changes its plan; leave the trace out"
+            )
         if trainer.survivors is not None:
-            raise UsageError("an elastic training does not go on after a loss yet; leave on_loss or elastic out")
+            raise UsageError("an elastic training cannot continue after a loss yet; leave on_loss or elastic out")
         if trainer.placed.schedule_name not in SCHEDULES:
             raise UsageError(
-                "an elastic training makes schedules for other numbers of stages, which it cannot of your own; name one"
+                "an elastic training needs a named schedule, because it cannot adapt a custom one to other numbers "
+                "of stages; name one"
             )
         self._trainer, self._loader, self._options = trainer, loader, options
         self._policy, self._told = options.policy(), told
@@ -92,28 +97,28 @@ class ElasticTraining:
         self._begun: int | None = None  # the epoch that has begun and is not in the history
         self._migrate_s = 0.0
         self._moves_measured = False
-        self._running: tuple[float, int] | None = None  # since when, and the rows that were done then
-        self._beside_s = 0.0  # seconds of a row of the last epoch beyond the prediction
+        self._running: tuple[float, int] | None = None  # its start, and the rows done by then
+        self._beside_s = 0.0  # seconds per row of the last epoch beyond the prediction
         trainer.follower = loader.follower = self
 
     @property
     def frozen_layers(self) -> int:
-        """How many leading layers are frozen now."""
+        """Number of leading layers frozen now."""
         return self._trainer.captured.frozen_layers
 
     def _count_layers(self) -> int:
-        """Return how many layers can be frozen, so that something still trains.
+        """Count the layers that can be frozen such that something still trains.
 
-        Raises `UsageError` where none can, or a list by hand has more.
+        Raises `UsageError` if none can, or a list by hand has more.
         """
         count = len(self._whole.layers)
         policy = _innermost(self._policy)
         if isinstance(policy, ByHand):
-            for layers in set(policy.layers):  # rather than after some epochs
+            for layers in set(policy.layers):  # fail now rather than after some epochs
                 self._frozen(layers)
         if isinstance(policy, ByHand | Never):
             return count
-        self._frozen(1)  # refuses what shares weights
+        self._frozen(1)  # raises for shared weights
         while count > 1 and not self._trains(count):
             count -= 1
         return count
@@ -126,9 +131,9 @@ class ElasticTraining:
         return True
 
     def validated(self, *, loss: float | None = None, accuracy: float | None = None) -> None:
-        """Say what a validation after the last epoch gave, for policies that look at it.
+        """Record the result of a validation after the last epoch, for policies that use it.
 
-        Every process calls this. What is said within an epoch is of none.
+        Every process calls this. Calls within an epoch are ignored.
         """
         if self._loader.position:
             return
@@ -138,12 +143,12 @@ class ElasticTraining:
 
     def saw_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Add the squares of a step's gradients to those of the epoch."""
-        if self._trainer.placed.replica_index == 0:  # they are the same in all
+        if self._trainer.placed.replica_index == 0:  # replicas have the same gradients
             counted = self._trainer.tensors.counted_here
             self._norms.add({name: gradient for name, gradient in gradients.items() if name in counted})
 
     def end_epoch(self, loader: Loader) -> None:
-        """Write down what the epoch's gradients were."""
+        """Record the epoch's gradient norms."""
         if self._begun is None:
             return
         self._look_at_time()
@@ -159,7 +164,7 @@ class ElasticTraining:
         )
 
     def _end_begun(self) -> None:
-        """Write down an epoch whose loop, or whose checkpoint, ended at its last batch."""
+        """Record an epoch whose loop, or whose checkpoint, ended at its last batch."""
         if self._begun is not None and self._begun < self._loader.epoch:
             self.end_epoch(self._loader)
 
@@ -169,7 +174,7 @@ class ElasticTraining:
         return [math.fsum(document["squares"][layer] for document in gathered) for layer in range(self._num_layers)]
 
     def begin_epoch(self, loader: Loader) -> None:
-        """Decide how to go on, and go over to that."""
+        """Decide on the plan for the epoch, and migrate to it."""
         if self._decided == loader.epoch:
             return
         self._decided = loader.epoch
@@ -187,7 +192,7 @@ class ElasticTraining:
         self._running = time.monotonic(), loader.position * loader.batch_size
 
     def _look_at_time(self) -> None:
-        """Compare what the epoch took with what was predicted for its plan."""
+        """Compare the epoch's time with the prediction of its plan."""
         if self._plan is not None and self._running is not None:
             since_s, done = self._running
             rows = max(1, self._loader.num_samples - done)
@@ -195,7 +200,7 @@ class ElasticTraining:
         self._running = None
 
     def _start(self) -> None:
-        """Measure what the training takes, and fix its microbatches."""
+        """Measure the costs of the training, and fix its microbatches."""
         trainer = self._trainer
         self._started = True
         fix_microbatches(trainer)
@@ -207,9 +212,9 @@ class ElasticTraining:
         return max(1, self._loader.batch_size // self._trainer.placed.all_microbatches)
 
     def _go_on(self, frozen: int, *, first: bool) -> None:
-        """Take the training to where it is best with so many layers frozen, and say so."""
+        """Migrate the training to its best placement with n layers frozen, and report it."""
         before, before_cached = self.frozen_layers, self._caching.layers
-        captured = self._frozen(frozen)  # what cannot be frozen is said on every process, before anything is decided
+        captured = self._frozen(frozen)  # raises on every process if layers cannot be frozen, before any decision
         document = self._decision(frozen, first=first)
         cached = document["cached_layers"]
         fill_s = 0.0
@@ -240,7 +245,7 @@ class ElasticTraining:
         return self._captured[layers]
 
     def _decision(self, frozen: int, *, first: bool) -> dict[str, Any]:
-        """Have the first process decide, and return on every process what it has decided."""
+        """Decide on the driver, and return the decision on every process."""
         trainer, costs = self._trainer, self._costs
         mine: dict[str, Any] = {}
         state_factor = self._state_factor()
@@ -265,7 +270,7 @@ class ElasticTraining:
         epochs = (options.epochs or self._loader.epoch + 1) - self._loader.epoch
         done = self._loader.position * self._loader.batch_size
         remaining = max(1.0, float(epochs * self._loader.num_samples - done))
-        # what the caller has arranged stays until something is frozen
+        # the caller's placement stays until something is frozen
         pack = options.pack and not (first and trainer.is_arranged and not frozen)
         return decide(Situation(
             profile=costs.profile, cluster=costs.cluster, plan=plan,
@@ -276,7 +281,9 @@ class ElasticTraining:
         ))  # fmt: skip
 
     def _cost_of_moving(self, costs: Costs, plan: Plan) -> float:
-        """Return what moving took last, or before the first time what the whole state takes on the slowest link."""
+        """Return the seconds of the last migration, or before the first one those of the whole state on the slowest
+        link.
+        """
         if self._moves_measured:
             return self._migrate_s
         rates = [d.bandwidth_bytes_per_s for d in costs.cluster.devices if d.bandwidth_bytes_per_s]
@@ -310,7 +317,7 @@ class ElasticTraining:
             self._told(change)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the same on every process."""
+        """Return the state for a checkpoint, which is the same on every process."""
         return {
             "frozen_layers": self.frozen_layers, "squares": self._squares(),
             "history": [msgspec.to_builtins(record) for record in self.history],
@@ -318,7 +325,7 @@ class ElasticTraining:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Freeze what a checkpoint had frozen, where it is; the next epoch's beginning finds the plan for it."""
+        """Freeze a checkpoint's frozen layers in the current placement; the next epoch's beginning replans for them."""
         self._begun, self._decided, self._plan, self._running = state["begun"], None, None, None
         self.history = msgspec.convert(state["history"], list[EpochRecord])
         captured = self._frozen(int(state["frozen_layers"]))
@@ -329,11 +336,11 @@ class ElasticTraining:
         fix_microbatches(trainer)
         if captured.frozen_layers != self.frozen_layers or trainer.placed.skipped:
             migrate(trainer, same_places(trainer, captured), captured)
-        self._caching.drop()  # of a training that had gone on already
+        self._caching.drop()  # of a training that had advanced further
         trainer.known_groups[:] = [dict(groups) for groups in state["groups"]]
 
     def close(self, *, finished: bool = True) -> None:
-        """Let go of the cache; it goes with the run, unless it is to be kept or the run can be gone on with."""
+        """Release the cache; it is deleted unless it is to be kept or the run can be continued."""
         if self._over:
             return
         self._over = True
@@ -341,7 +348,7 @@ class ElasticTraining:
 
 
 def _innermost(policy: FreezePolicy) -> FreezePolicy:
-    """Return the policy behind delays and guards."""
+    """Return the policy inside delays and guards."""
     while isinstance(policy, Guarded | Delayed):
         policy = policy.policy
     return policy

@@ -1,4 +1,4 @@
-"""How large the gradients of each layer have been since an epoch began."""
+"""Gradient norms of each layer since the beginning of an epoch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from penstock.graph.graph import Graph
 
 
 class LayerNorms:
-    """Adds up the squares of gradients by layer, over the steps of an epoch, as far as one process has them.
+    """Sums of squared gradients by layer, over the steps of an epoch, for the layers of one process.
 
     Example:
         norms = LayerNorms(layer_of(graph, layers))
@@ -24,19 +24,19 @@ class LayerNorms:
         self._squares = [0.0] * num_layers
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add a step's gradients, by the names of their parameters; those of no layer do not count."""
+        """Add a step's gradients, by the names of their parameters; parameters outside all layers are ignored."""
         for name, gradient in gradients.items():
             layer = self._layers.get(name)
             if layer is not None:
                 self._squares[layer] += float(torch.linalg.vector_norm(gradient)) ** 2
 
     def take(self) -> list[float]:
-        """Return the sums of squares, and begin anew."""
+        """Return the sums of squares, and reset them."""
         squares, self._squares = self._squares, [0.0] * len(self._squares)
         return squares
 
     def put(self, squares: Sequence[float]) -> None:
-        """Go on from these sums."""
+        """Continue from these sums."""
         self._squares = list(squares)
 
     def squares(self) -> list[float]:
@@ -45,7 +45,7 @@ class LayerNorms:
 
 
 def layer_of(graph: Graph, layers: Sequence[Cut]) -> dict[str, int]:
-    """Return the layer of each parameter, by its name: the first that uses it; those behind all layers have none."""
+    """Return the layer of each parameter, by its name: the first that uses it; those after all layers have none."""
     found: dict[str, int] = {}
     for number, cut in reversed(list(enumerate(layers))):
         found |= dict.fromkeys(sources_before(graph, cut.position), number)

@@ -1,4 +1,4 @@
-"""What is asked of an elastic training, as one value."""
+"""Options of an elastic training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ Stored = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticOptions:
-    """How a training freezes layers, and what it makes of that.
+    """Options of freezing layers, replanning and caching.
 
-    - `freeze`: a policy, its name as `read_policy` takes it, or the frozen layers of each epoch;
-    - `epochs`: how many there will be, which a move has to pay in; one more each time where not given;
-    - `pack`: plan again, for as few devices as are fastest; `replicate`: also with other numbers of replicas;
-    - `cache`: keep what frozen layers put out on disk; `cache_dir` is the folder on each machine, `cache_limit` what it
-      may take there, `cache_dtype` how floats are kept, `cache_views` how many variants of a sample that is
-      drawn anew each time; `keep_cache` leaves it there after the run;
-    - `profile`, `cluster`: what `penstock profile --training` and `hosts measure` say; measured where not given.
+    - `freeze`: a policy, its name for `read_policy`, or the frozen layers of each epoch;
+    - `epochs`: their total number, within which a migration must pay off; default: one more each time;
+    - `pack`: replan, for as few devices as are fastest; `replicate`: also with other numbers of replicas;
+    - `cache`: keep outputs of frozen layers on disk; `cache_dir` is the folder on each machine, `cache_limit` its size
+      limit there, `cache_dtype` the dtype of stored floats, `cache_views` the number of variants of a sample that is
+      drawn again each time; `keep_cache` keeps it after the run;
+    - `profile`, `cluster`: written by `penstock profile --training` and `hosts measure`; measured if not given.
 
     Example:
         ElasticOptions(freeze="schedule:1/3", epochs=10, cache_limit="2 GiB")
 
-    Raises `UsageError` for values that cannot be.
+    Raises `UsageError` for invalid values.
     """
 
     freeze: FreezePolicy | str | Sequence[int] = "gradient-norms"
@@ -52,11 +52,11 @@ class ElasticOptions:
 
     def __post_init__(self) -> None:
         if self.cache_dtype not in get_args(Stored):
-            raise UsageError(f"the cache holds float32 or bfloat16, not {self.cache_dtype}; use one of them")
+            raise UsageError(f"cache_dtype must be float32 or bfloat16; got {self.cache_dtype}")
         if self.cache_views < 1:
-            raise UsageError(f"cache_views is at least 1, not {self.cache_views}; use 1 for data that stays as it is")
+            raise UsageError(f"cache_views must be at least 1; got {self.cache_views}; use 1 for constant data")
         if self.epochs is not None and self.epochs < 1:
-            raise UsageError(f"epochs is at least 1, not {self.epochs}")
+            raise UsageError(f"epochs must be at least 1; got {self.epochs}")
         self.policy()
         self.limit_bytes()
 
@@ -68,11 +68,11 @@ class ElasticOptions:
         return freeze if hasattr(freeze, "frozen_layers") else ByHand(freeze)
 
     def limit_bytes(self) -> int | None:
-        """Return what the cache may take on each machine; None where only the disk limits it."""
+        """Return the limit of the cache on each machine in bytes; None if only the disk limits it."""
         return parse_bytes(self.cache_limit) if isinstance(self.cache_limit, str) else self.cache_limit
 
     def stored(self) -> "torch.dtype":
-        """Return the dtype of what is cached."""
+        """Return the dtype of cached floats."""
         import torch  # imported late: reading options needs no torch
 
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.cache_dtype]

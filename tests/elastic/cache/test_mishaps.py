@@ -50,7 +50,7 @@ def test_owners_do_not_meet(tmp_path: Path) -> None:
         shard.delete()
     with open_shard(tmp_path) as shard:
         check_rows(shard, 5)
-    with pytest.raises(CacheError, match="zero or more, not -1"):
+    with pytest.raises(CacheError, match=r"at least 0; got -1;"):
         open_shard(tmp_path, owner=-1)
 
 
@@ -63,9 +63,7 @@ def test_deletion_leaves_what_it_did_not_make(tmp_path: Path) -> None:
     with open_shard(tmp_path) as shard:
         shard.delete()
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(kept)
-    with pytest.raises(
-        CacheError, match=r"99\.rows is in the way: no manifest\.json says that a cache made it; move it"
-    ):
+    with pytest.raises(CacheError, match=r"99\.rows is in the way: .*manifest\.json"):
         open_shard(tmp_path)
 
 
@@ -73,7 +71,7 @@ def test_deletion_of_a_folder_that_is_not_its_own_any_more(tmp_path: Path) -> No
     with open_shard(tmp_path) as shard:
         manifest = tmp_path / "shard-1" / "manifest.json"
         manifest.write_text(manifest.read_text().replace('"k"', '"other"'))
-        with pytest.raises(CacheError, match="is another cache's by now, so nothing in it was removed"):
+        with pytest.raises(CacheError, match=r"shard-1 .*remove it by hand"):
             shard.delete()
     assert (tmp_path / "shard-1" / "0.rows").exists()
 
@@ -94,15 +92,15 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "is JSON, but this one is not"),
-        ("{}", "does not hold what it should"),
-        ('{"format": "another"}', "does not hold what it should"),
-        (None, "must be readable"),
+        ("", "must be JSON"),
+        ("{}", "is not valid"),
+        ('{"format": "another"}', "is not valid"),
+        (None, "cannot be read from"),
         ({"done": 9}, "9 of 8 rows are done"),
-        ({"version": 2}, "does not hold what it should at version"),
-        ({"rows_per_file": 0}, "does not hold what it should at rows_per_file"),
+        ({"version": 2}, "is not valid at version"),
+        ({"rows_per_file": 0}, "is not valid at rows_per_file"),
         ({"values": [{"shape": [], "dtype": "x\n", "stored": "int64"}]}, r"it has the dtype 'x\\n'"),
-        ({"values": [{"shape": [-1], "dtype": "int64", "stored": "int64"}]}, "does not hold what it should"),
+        ({"values": [{"shape": [-1], "dtype": "int64", "stored": "int64"}]}, "is not valid"),
     ],
 )
 def test_a_damaged_manifest(tmp_path: Path, text: str | dict[str, object] | None, reason: str) -> None:
@@ -129,7 +127,7 @@ def test_a_damaged_file(tmp_path: Path, change: str) -> None:
         os.truncate(path, 100)
     else:
         path.unlink()
-    reason = "it has 100 bytes of 152" if change == "short" else "No such file or directory"
+    reason = "expected 152 bytes, got 100" if change == "short" else "No such file or directory"
     acts: list[Callable[[], Shard]] = [lambda: open_shard(tmp_path), lambda: Shard.open_existing(tmp_path, "k", 1)]
     for act in acts:
         with pytest.raises(

@@ -1,6 +1,7 @@
 """Rows come back as they were written, in any order, by whoever may read them."""
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -121,7 +122,7 @@ def test_rows_that_are_not_there_yet(tmp_path: Path, places: list[int]) -> None:
 )
 def test_rows_of_another_kind_are_refused(tmp_path: Path, batch: list[torch.Tensor]) -> None:
     with open_shard(tmp_path) as shard:
-        with pytest.raises(CacheError, match=r"rows of this cache are tensors of .*, not .*; give one of each"):
+        with pytest.raises(CacheError, match=r"rows of this cache must be tensors of .*; got .*; give one of each"):
             shard.append(batch)
         check_rows(shard, 0)
 
@@ -129,15 +130,13 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path, batch: list[torch.Tens
 def test_more_rows_than_are_missing_are_refused(tmp_path: Path) -> None:
     with open_shard(tmp_path) as shard:
         shard.append(rows(0, 7))
-        with pytest.raises(CacheError, match="has 1 rows left to fill, not 2"):
+        with pytest.raises(CacheError, match=r"\b1 rows .* got 2;"):
             shard.append(rows(7, 2))
         check_rows(shard, 7)
 
 
 def test_a_limit_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(
-        CacheError, match="needs 384 B, more than the 383 B that it may have; give a larger limit, or s"
-    ):
+    with pytest.raises(CacheError, match=r"needs 384 B, .* 383 B; give a larger limit, or s"):
         open_shard(tmp_path, limit_bytes=383)
     assert list(tmp_path.iterdir()) == []
     open_shard(tmp_path, limit_bytes=384).close()
@@ -211,7 +210,7 @@ def test_a_reader_neither_writes_nor_deletes(tmp_path: Path) -> None:
 
 
 def test_what_a_reader_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match=r"holds no cache: it has no manifest\.json"):
+    with pytest.raises(CacheError, match=r"holds no cache: .*manifest\.json"):
         Shard.open_existing(tmp_path, "k", 1)
     with open_shard(tmp_path) as shard:
         shard.append(rows(0, 4))
@@ -236,7 +235,7 @@ with open_shard(Path(sys.argv[1])):
 def test_two_processes_do_not_fill_one_shard(tmp_path: Path) -> None:
     with Running([sys.executable, "-c", _OPEN, str(tmp_path)], deadline_s=60, stdin="\n") as other:
         assert other.line() == "open"
-        with pytest.raises(CacheError, match=r"one process fills a cache's shard, and another one has .* open"):
+        with pytest.raises(CacheError, match=re.escape(str(tmp_path))):
             open_shard(tmp_path, replace=True)
         open_shard(tmp_path, owner=2).close()
         assert other.wait().status == 0

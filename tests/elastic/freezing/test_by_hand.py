@@ -36,7 +36,8 @@ def test_what_are_no_layers(layers: list[Any]) -> None:
     with pytest.raises(UsageError) as error:
         ByHand(layers)
     assert str(error.value) == (
-        f"the layers frozen by hand are one number from 0 for each epoch, not {layers}; write them like 0,4,7"
+        f"the layers frozen by hand must be one number of at least 0 for each epoch; got {layers}; "
+        "write them like 0,4,7"
     )
 
 

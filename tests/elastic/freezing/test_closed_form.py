@@ -52,5 +52,5 @@ def test_it_is_the_recurrence_in_exact_numbers(alpha: float | Fraction, num_laye
 
 
 def test_a_share_is_between_0_and_1() -> None:
-    with pytest.raises(UsageError, match=r"between 0 and 1, not 1\.0; use 1/3"):
+    with pytest.raises(UsageError, match=r"between 0 and 1; got 1\.0; use 1/3"):
         ClosedForm(1.0)

@@ -32,4 +32,4 @@ def test_only_the_epochs_after_the_delay_count(training: tuple[list[list[float]]
 def test_no_delay_is_none(num_epochs: int) -> None:
     with pytest.raises(UsageError) as error:
         Delayed(ClosedForm(), num_epochs)
-    assert str(error.value) == f"freezing begins at least 1 epoch later, not {num_epochs}; leave the delay out"
+    assert str(error.value) == f"the delay of freezing must be at least 1 epoch; got {num_epochs}; leave the delay out"

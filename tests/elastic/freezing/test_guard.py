@@ -104,7 +104,9 @@ def test_once_it_has_spoken_it_keeps_its_word(rows: list[Any], then: Then) -> No
 def test_drops_out_of_range(drop: float) -> None:
     with pytest.raises(UsageError) as error:
         Guarded(INNER, max_drop=drop)
-    assert str(error.value) == f"max_drop is how much accuracy may be lost, from 0 to below 1, not {drop}; use 0.01"
+    assert (
+        str(error.value) == f"max_drop, the accuracy that may be lost, must be from 0 to below 1; got {drop}; use 0.01"
+    )
 
 
 def test_what_else_a_guard_cannot_do() -> None:

@@ -40,7 +40,7 @@ def test_what_is_no_number_of_layers_is_refused(answer: object) -> None:
     with pytest.raises(UsageError) as error:
         next_frozen(Own(answer), [], 12)
     assert str(error.value) == (
-        f"the policy Own must return how many of 12 layers to freeze, as an int, not {answer!r}"
+        f"the policy Own must return the number of layers to freeze, an int up to 12; got {answer!r}"
     )
 
 
@@ -55,7 +55,7 @@ def test_norms_are_one_for_each_layer() -> None:
     with pytest.raises(UsageError) as error:
         norms_of(record, 3)
     assert str(error.value) == (
-        "epoch 0 has gradient norms of 2 layers, but the model has 3; record one for each layer, 0.0 for frozen ones"
+        "epoch 0 must have 3 gradient norms, one for each layer; got 2; record one for each layer, 0.0 for frozen ones"
     )
 
 

@@ -57,12 +57,13 @@ def test_it_never_unfreezes_and_never_exceeds_the_bound(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"patience": 0}, "patience is a number of epochs, at least 1, not 0; use 2"),
-        ({"threshold": 0.0}, "threshold is a relative change of gradient norms, between 0 and 1, not 0.0; use 0.05"),
+        ({"patience": 0}, "patience must be at least 1 epoch; got 0; use 2"),
+        ({"threshold": 0.0},
+         "threshold, a relative change of gradient norms, must be between 0 and 1; got 0.0; use 0.05"),
         ({"threshold": float("nan")},
-         "threshold is a relative change of gradient norms, between 0 and 1, not nan; use 0.05"),
+         "threshold, a relative change of gradient norms, must be between 0 and 1; got nan; use 0.05"),
         ({"alpha": 2.0},
-         "alpha is the share of the trained layers that one epoch may freeze, between 0 and 1, not 2.0; use 1/3"),
+         "alpha, the share of trained layers that one epoch may freeze, must be between 0 and 1; got 2.0; use 1/3"),
     ],
 )  # fmt: skip
 def test_arguments_out_of_range(arguments: dict[str, float], message: str) -> None:

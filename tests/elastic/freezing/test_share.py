@@ -48,5 +48,5 @@ def test_what_is_no_share_is_refused(alpha: float) -> None:
     with pytest.raises(UsageError) as error:
         check_share(alpha)
     assert str(error.value) == (
-        f"alpha is the share of the trained layers that one epoch may freeze, between 0 and 1, not {alpha}; use 1/3"
+        f"alpha, the share of trained layers that one epoch may freeze, must be between 0 and 1; got {alpha}; use 1/3"
     )

@@ -1,1 +1,1 @@
-"""Keep on disk what frozen layers output for each sample, so that later epochs need not compute it."""
+"""On-disk cache of frozen layers' outputs for each sample, so that later epochs need not compute them."""

@@ -1,7 +1,7 @@
-"""Reserve, lock and write a shard's files, with errors that say what to do.
+"""Reserving, locking and writing of a shard's files, with actionable errors.
 
-Rows are read from mapped memory, but written with `pwrite`: a store into mapped memory that the disk has no room for
-kills the process, where `pwrite` returns an error. So does reserving the room, before the first row is computed.
+Rows are read from mapped memory, but written with `pwrite`: on a full disk a store into mapped memory kills the
+process, whereas `pwrite` returns an error. So does reserving the space, before the first row is computed.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ def explained(place: Path) -> Iterator[None]:
     except OSError as error:
         raise CacheError(
             f"the cache {place} must be writable, but {error.filename or 'a file in it'} is not "
-            f"({error.strerror or error}); make room or give another folder, or train without a cache"
+            f"({error.strerror or error}); free space or give another folder, or train without a cache"
         ) from error
 
 
 def lock(place: Path) -> int:
-    """Make a folder and take it for this process until `unlock` is given the returned descriptor.
+    """Make a folder and lock it for this process until `unlock` of the returned descriptor.
 
-    Raises `CacheError` where another process has it, and `OSError` where the folder cannot be made.
+    Raises `CacheError` if another process has it locked, and `OSError` if the folder cannot be made.
     """
     while True:
         place.mkdir(parents=True, exist_ok=True)
@@ -53,11 +53,11 @@ def lock(place: Path) -> int:
         except BaseException:
             unlock(descriptor)
             raise
-        unlock(descriptor)  # whoever had it has removed it meanwhile
+        unlock(descriptor)  # the previous owner has removed it concurrently
 
 
 def unlock(descriptor: int) -> None:
-    """Let another process take a folder."""
+    """Release a folder for other processes."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked processes may have the descriptor too
     os.close(descriptor)
@@ -68,8 +68,8 @@ def _lock(place: Path, descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise CacheError(
-            f"one process fills a cache's shard, and another one has {place} open; wait for its end, or give another "
-            "folder"
+            f"another process has {place} open, and only one can fill a cache's shard; wait for its exit, or give "
+            "another folder"
         ) from None
 
 
@@ -81,7 +81,7 @@ def _is_at(place: Path, descriptor: int) -> bool:
 
 
 def check_files(place: Path, layout: Layout, done: int) -> None:
-    """Check that the files of valid rows are there at their full length; raises `CacheError` where one is not."""
+    """Check that the files of valid rows exist at full length; raises `CacheError` if one does not."""
     for file, _, _ in layout.spans(0, done):
         _check_size(rows_path(place, file), layout.file_bytes(file))
 
@@ -92,7 +92,7 @@ def _check_size(path: Path, num_bytes: int) -> None:
     except OSError as error:
         raise _damaged(path, error.strerror or str(error)) from None
     if found < num_bytes:
-        raise _damaged(path, f"it has {found} bytes of {num_bytes}")
+        raise _damaged(path, f"expected {num_bytes} bytes, got {found}")
 
 
 def _damaged(path: Path, reason: str) -> CacheError:
@@ -100,15 +100,15 @@ def _damaged(path: Path, reason: str) -> CacheError:
 
 
 def reserve(place: Path, layout: Layout) -> None:
-    """Make a shard's files, those that are not there yet, and reserve their room.
+    """Create a shard's missing files and reserve their space.
 
-    Raises `CacheError` where the disk has no room, before it takes what there is, and `OSError` for other reasons.
+    Raises `CacheError` if the disk has not enough space, before using any, and `OSError` for other reasons.
     """
     sizes = [(rows_path(place, file), layout.file_bytes(file)) for file in range(layout.num_files)]
     missing = sum(max(0, size - _allocated_bytes(path)) for path, size in sizes)
     disk = shutil.disk_usage(place)
     try:
-        if missing > disk.free and disk.total:  # some file systems do not say
+        if missing > disk.free and disk.total:  # some file systems report zero
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for path, size in sizes:
             _reserve(path, size)
@@ -117,7 +117,7 @@ def reserve(place: Path, layout: Layout) -> None:
             raise
         raise CacheError(
             f"the cache needs {format_bytes(missing)}, but the disk of {place} has {format_bytes(disk.free)} left "
-            f"({error.strerror}); make room, or give another folder{bfloat16_helps(layout)}"
+            f"({error.strerror}); free space, or give another folder{bfloat16_helps(layout)}"
         ) from error
 
 
@@ -129,12 +129,12 @@ def _allocated_bytes(path: Path) -> int:
 
 
 def _reserve(path: Path, num_bytes: int) -> None:
-    # no link: who could write to the folder could otherwise have another file written to
+    # no links: otherwise a user with write access to the folder could redirect the writes to another file
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
-        except (OSError, AttributeError) as error:  # macOS has no such call, some file systems refuse it
+        except (OSError, AttributeError) as error:  # missing on macOS, refused by some file systems
             if isinstance(error, OSError) and error.errno not in _CANNOT_RESERVE:
                 error.filename = str(path)
                 raise
@@ -145,7 +145,7 @@ def _reserve(path: Path, num_bytes: int) -> None:
 
 
 def write_rows(path: Path, layout: Layout, file: int, row: int, columns: list[Tensor]) -> None:
-    """Write consecutive rows of each value, already as they are stored; raises `OSError` where they cannot be."""
+    """Write consecutive rows of each value, already in stored form; raises `OSError` if this fails."""
     descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
     try:
         for column, start, tensor in zip(layout.columns, layout.starts(file), columns, strict=True):
@@ -159,14 +159,14 @@ def write_rows(path: Path, layout: Layout, file: int, row: int, columns: list[Te
 
 
 def map_file(path: Path, layout: Layout, file: int, *, shared: bool) -> list[Tensor]:
-    """Map a file into memory, and view each value's rows there, as they are stored.
+    """Map a file into memory, and return views of each value's rows in stored form.
 
-    Not `shared`, it need not be writable, but what is written later may not be seen. Raises `CacheError`.
+    Without `shared` it need not be writable, but later writes may not be visible. Raises `CacheError`.
     """
     num_bytes = layout.file_bytes(file)
-    _check_size(path, num_bytes)  # torch would make what is missing, full of zeros
+    _check_size(path, num_bytes)  # torch would extend a short file with zeros
     try:
-        # keeps no descriptor, of which a process may have fewer than a shard has files
+        # keeps no descriptor open, since a shard may have more files than a process may have descriptors
         memory = torch.from_file(str(path), shared=shared, size=num_bytes, dtype=torch.uint8, device=HOST)
     except RuntimeError as error:
         raise _damaged(path, str(error).splitlines()[0]) from None

@@ -1,4 +1,4 @@
-"""Bring cached rows from the processes that own them to those that need them, a batch ahead of the training.
+"""Exchange of cached rows between the processes that own them and those that need them, a batch ahead of training.
 
 batch      3  8  5  2        sample s belongs to process s modulo their number
 replica 0  3  8              process 3 sends row 3, process 0 has row 8 itself
@@ -28,7 +28,7 @@ def owner_of(sample: int, size: int) -> int:
 
 
 def place_of(sample: int, size: int) -> int:
-    """Return the place of a sample among those of its owner."""
+    """Return the index of a sample among those of its owner."""
     return sample // size
 
 
@@ -41,18 +41,18 @@ class _Fetched:
 
 
 class CachedFeatures:
-    """The outputs of frozen layers for this process's rows of each batch: from its own files, or from their owners.
+    """Outputs of frozen layers for this process's rows of each batch, from its own files or from their owners.
 
     `shards` are those that this process can read: its own, and those of the same machine. `consumers` are the ranks
-    that need rows, one of each replica. Of a row's values the first `num_outputs` are given, or all. With several views
-    of each sample, `view` says which one this epoch takes.
+    that need rows, one of each replica. Of a row's values the first `num_outputs` are returned, by default all. With
+    several views of each sample, `view` selects the one for this epoch.
 
     Example:
         features = CachedFeatures(transport, grid, skipped=1, shards={0: shard}, hosts=world.hosts, num_views=1)
         x, = features.outputs([3, 8, 5, 2], [7, 1])
 
-    Raises `ConnectionBroken` where a process is gone, `TransportError` for rows that arrive damaged, `CacheError`
-    where the disk fails.
+    Raises `ConnectionBroken` if a process has failed, `TransportError` for rows damaged on the way, `CacheError` if the
+    disk fails.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class CachedFeatures:
         self._next: _Fetched | None = None
 
     def outputs(self, batch: Sequence[int], following: Sequence[int] | None) -> list[Tensor]:
-        """Return what crosses into the first stage that runs, for this process's rows of a batch.
+        """Return the inputs of the first stage that runs, for this process's rows of a batch.
 
-        The `following` batch is fetched meanwhile.
+        The `following` batch is fetched concurrently.
         """
         fetched, self._next = self._next, None
         found = fetched.rows.result() if fetched is not None else None
@@ -79,7 +79,7 @@ class CachedFeatures:
         return found
 
     def close(self) -> None:
-        """Wait for what is on its way, and let it go."""
+        """Wait for the fetch in flight and discard it."""
         if self._next is not None:
             self._next.rows.exception()
             self._next = None
@@ -107,7 +107,7 @@ class CachedFeatures:
         return own
 
     def _gather(self, samples: Sequence[int], by_owner: Mapping[int, Sequence[int]]) -> list[Tensor]:
-        """Read what lies on this machine, receive the rest, and put the rows in the batch's order."""
+        """Read rows on this machine, receive the rest, and put them in the batch's order."""
         shard = self._shards[self._transport.rank]
         columns = [torch.empty((len(samples), *shape), dtype=dtype) for shape, dtype in shard.values]
         coming: list[tuple[int, Sequence[int], Tensor, Pending]] = []
@@ -125,7 +125,7 @@ class CachedFeatures:
         return columns[: self._num_outputs]
 
     def _alike(self, rank: int, other: int) -> bool:
-        """Return whether two ranks are on one machine, so that one reads what the other has written."""
+        """Return True if two ranks are on one machine, so that one can read the other's files."""
         return rank == other or (bool(self._hosts) and self._hosts[rank] == self._hosts[other])
 
 
@@ -143,11 +143,11 @@ def _pack(columns: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(packed: Tensor, shard: Shard, num_rows: int, owner: int) -> list[Tensor]:
-    """Read what `_pack` has laid out; raises `TransportError` where it is damaged."""
+    """Unpack the rows of `_pack`; raises `TransportError` if they are damaged."""
     flat = packed[_CHECKSUM_BYTES:]
     checksum = int.from_bytes(packed[:_CHECKSUM_BYTES].numpy().tobytes(), "little")
     if sum_words(flat) % 2**64 != checksum:
-        raise TransportError(f"cached rows from rank {owner} are damaged; check the network and go on with --resume")
+        raise TransportError(f"cached rows from rank {owner} are damaged; check the network and continue with --resume")
     columns, begin = [], 0
     for shape, dtype in shard.stored_values:
         end = begin + num_rows * dtype.itemsize * torch.Size(shape).numel()

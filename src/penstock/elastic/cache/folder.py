@@ -23,10 +23,10 @@ def place_of(folder: Path, owner: int) -> Path:
 
 
 def prepare(place: Path, wanted: Manifest, replace: bool) -> Manifest:
-    """Make a locked folder hold the wanted rows, with those that are done, and return its manifest.
+    """Prepare a locked folder for the wanted rows, keeping valid ones, and return its manifest.
 
     Raises `CacheError` for a folder that is damaged or holds other rows, which `replace` removes, and for a full disk;
-    `OSError` where the folder cannot be written.
+    `OSError` if the folder cannot be written.
     """
     drop_leftovers(place)
     found = read_manifest(place)
@@ -37,12 +37,16 @@ def prepare(place: Path, wanted: Manifest, replace: bool) -> Manifest:
         found = None
     if found is None:
         for path in row_files(place):
-            raise CacheError(f"{path} is in the way: no {MANIFEST} says that a cache made it; move it elsewhere")
+            raise CacheError(
+                f"{path} is in the way: without a {MANIFEST} it may not belong to a cache; move it elsewhere"
+            )
         found = wanted
     check_files(place, found.layout(), found.done)
     try:
         if not found.done:
-            write_manifest(place, found)  # before the files: by it they are known, whenever the process dies
+            write_manifest(
+                place, found
+            )  # before the files: it identifies them even if the process is killed at any moment
         reserve(place, found.layout())
         flush(place)
     except (OSError, CacheError):
@@ -54,14 +58,14 @@ def prepare(place: Path, wanted: Manifest, replace: bool) -> Manifest:
 
 
 def remove_shard(place: Path, manifest: Manifest) -> None:
-    """Remove a shard's files, and its folder where nothing else is in it; raises `OSError` where it cannot."""
+    """Remove a shard's files, and its folder if that is then empty; raises `OSError` if this fails."""
     remove(place, manifest)
     with contextlib.suppress(OSError):  # other files are in it
         place.rmdir()
 
 
 def other_cache(place: Path, found: Manifest, asked: str) -> CacheError:
-    """Return the error for a folder that holds other rows than those asked for."""
+    """Make the error for a folder that holds other rows than requested."""
     return CacheError(f"{place} holds a cache of another model or data: {_describe(found)}, {asked}")
 
 

@@ -1,4 +1,4 @@
-"""The cache of what a model's frozen layers put out for every sample of a data set: made, advanced, let go of."""
+"""Cache of the outputs of a model's frozen layers for every sample of a data set: filling, deepening, release."""
 
 import contextlib
 import hashlib
@@ -38,16 +38,16 @@ from penstock.transport.base import Transport
 from penstock.transport.collectives import all_gather
 from penstock.transport.tags import STATE
 
-_BATCH = 32  # rows that are computed at once
+_BATCH = 32  # rows computed together
 _FLUSH_S = 10.0
-_LOOKED_AT = 64  # samples, to know a data set by
+_LOOKED_AT = 64  # samples that identify a data set
 _DIGEST_BYTES = 16
 _DIGEST = ((_DIGEST_BYTES,), torch.uint8)  # of the model's inputs for a sample: the last value of its row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlace:
-    """Where a cache lies on each machine, and how: see `ElasticOptions`."""
+    """Folder and format of a cache on each machine: see `ElasticOptions`."""
 
     folder: Path
     limit_bytes: int | None
@@ -63,10 +63,10 @@ class FrozenCache:
     shard: Shard
     place: CachePlace
     key: str
-    others: dict[int, Shard]  # those of the same machine
+    others: dict[int, Shard]  # shards of the same machine
 
     def features(self, trainer: Trainer, placed: Arrangement, epoch: int) -> CachedFeatures:
-        """Return what an arrangement that starts after these layers takes its inputs from."""
+        """Return the source of inputs for a placement that starts after these layers."""
         return CachedFeatures(
             trainer.world.transport, placed.grid, {trainer.world.rank: self.shard, **self.others},
             skipped=placed.skipped, hosts=trainer.world.hosts, num_views=self.place.num_views,
@@ -74,12 +74,12 @@ class FrozenCache:
         )  # fmt: skip
 
     def show(self, features: Features, epoch: int) -> None:
-        """Take the view of each sample that an epoch has."""
+        """Select the view of each sample for an epoch."""
         if isinstance(features, CachedFeatures):
             features.view = epoch % self.place.num_views
 
     def close(self, *, keep: bool) -> None:
-        """Let go of it; what this process has written goes too, unless it is kept."""
+        """Close the cache; delete this process's shard unless `keep`."""
         for shard in self.others.values():
             shard.close()
         if keep:
@@ -90,7 +90,7 @@ class FrozenCache:
 
 
 def _delete(shard: Shard) -> None:
-    """Remove what this process has written; where that cannot be, say so and let go of it."""
+    """Delete this process's shard; if this fails, print the reason and close it."""
     try:
         shard.delete()
     except CacheError as error:
@@ -105,13 +105,13 @@ def _remove_empty(folder: Path) -> None:
 
 
 def default_folder() -> Path:
-    """Return the folder of caches where none is given: the user's own for what can be made again."""
+    """Return the default folder of caches, within the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "penstock" / "features"
 
 
 def values_after(captured: Captured, cut: Cut) -> Values | None:
-    """Return what a sample has to be kept of at a cut; None where something there is not of one sample alone."""
+    """Return the values to store of a sample at a cut; None if a value there is not of a single sample."""
     given = {value.name for value in captured.graph.tensor_inputs()}
     values = []
     for value in cut.crossing:
@@ -125,9 +125,9 @@ def values_after(captured: Captured, cut: Cut) -> Values | None:
 
 
 def sizes_of_layers(captured: Captured, stored: torch.dtype, autocast: torch.dtype | None) -> list[int | None]:
-    """Return the bytes that a sample's outputs of each layer take on disk, None where they cannot be cached.
+    """Return the bytes on disk of a sample's outputs of each layer, None if they cannot be cached.
 
-    Where lengths vary beside the batch, or what crosses is cast, none can.
+    If other lengths than the batch vary, or crossing values are cast, no layer can be cached.
     """
     if set(captured.graph.symbols) != {"batch"} or autocast is not None:
         return [None] * len(captured.layers)
@@ -136,7 +136,7 @@ def sizes_of_layers(captured: Captured, stored: torch.dtype, autocast: torch.dty
 
 
 def changes(loader: Loader, transport: Transport) -> bool:
-    """Return whether any process sees a sample change from one reading to the next, as random augmentation does."""
+    """Return True if a sample changes between two reads on any process, as with random augmentation."""
     count = loader.num_samples
     found = any(
         _digest(loader.load([sample])) != _digest(loader.load([sample]))
@@ -168,12 +168,12 @@ def _digests(tensors: Sequence[Tensor], num_rows: int) -> Tensor:
 
 
 class Filling:
-    """The making of a cache for a model with frozen layers: every process fills its own shard, all at once.
+    """Filling of a cache for a model with frozen layers: every process fills its own shard, in parallel.
 
-    Rows that an earlier run has left are used again if their samples are what they were: each row has a digest of
-    the inputs that it was computed from.
+    Rows of an earlier run are reused if their samples are unchanged: each row has a digest of the inputs that it was
+    computed from.
 
-    `before` is the cache of fewer layers, from which it goes on. Every process makes one and calls `run`.
+    `before` is the cache of fewer layers, from which it continues. Every process makes one and calls `run`.
 
     Example:
         cache = Filling(trainer, captured, loader, place, before=None).run()
@@ -196,7 +196,7 @@ class Filling:
         self._rows = [row for row in rows if owner_of(row, size) == rank]
 
     def run(self) -> FrozenCache:
-        """Fill it; raises `CacheError` on every process where one cannot, and leaves nothing behind then."""
+        """Fill the cache; if one process fails, removes it and raises `CacheError` on every process."""
         key, weights = self._key(), dict(self._weights())
         folder = _folder(self._place, key)
         made: list[Shard] = []  # at most one
@@ -212,7 +212,7 @@ class Filling:
         return FrozenCache(layers=self._layers, shard=made[0], place=self._place, key=key, others=others)
 
     def _agree(self, work: Callable[[], None]) -> None:
-        """Do one part of it; raises `CacheError` on every process where it fails on one."""
+        """Run one part of the work; raises `CacheError` on every process if it fails on one."""
         world, problem = self._trainer.world, ""
         try:
             work()
@@ -232,11 +232,15 @@ class Filling:
 
     def _fill(self, folder: Path, key: str, weights: Mapping[str, Tensor]) -> Shard:
         limit = self._place.limit_bytes
-        if limit is not None:  # this process's part of what its machine may give, less what is there meanwhile
+        if (
+            limit is not None
+        ):  # this process's part of its machine's limit, less the old shard that exists during filling
             limit = limit // self._neighbours() - (self._before.shard.num_bytes if self._before is not None else 0)
         values = values_after(self._captured, self._end)
         if values is None:
-            raise CacheError(f"what crosses {self._end.name} is not of single samples; train without the cache")
+            raise CacheError(
+                f"the values that cross {self._end.name} are not of single samples; train without the cache"
+            )
         opened = partial(
             Shard.create_or_resume, folder, key=key, owner=self._trainer.world.rank, num_rows=len(self._rows),
             values=[*values, _DIGEST], stored=self._place.stored, limit_bytes=limit,
@@ -270,9 +274,9 @@ class Filling:
         return shard
 
     def _count_changed(self, shard: Shard) -> int:
-        """Count the samples whose inputs are not those that their rows were computed from.
+        """Count the samples whose inputs differ from those that their rows were computed from.
 
-        With several views of a sample its inputs are drawn anew each time, and the key tells one drawing from another.
+        With several views of a sample its inputs are drawn again each time, and the key distinguishes the drawings.
         """
         changed = 0
         for places in _batches(0, shard.num_done if self._place.num_views == 1 else 0):
@@ -287,13 +291,13 @@ class Filling:
         return [self._rows[place] // self._place.num_views for place in places]
 
     def _neighbours(self) -> int:
-        """Return how many processes share this one's machine, itself included."""
+        """Return the number of processes on this machine, including this one."""
         world = self._trainer.world
         return max(1, list(world.hosts).count(world.hosts[world.rank])) if world.hosts else 1
 
     @torch.no_grad()
     def _computed(self, first: int, weights: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
-        """Compute the outputs of this process's samples from the first one on, some rows at once."""
+        """Compute the outputs of this process's samples from the first one on, in batches of rows."""
         how = self._trainer.now.how
         runtime = EAGER.load_training(self._part, weights, how.device)
         own = {value.name for value in self._part.own}
@@ -308,7 +312,7 @@ class Filling:
     def _inputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
         places, graph = self._trainer.input_places, self._captured.graph
         if places is None:
-            raise CacheError("the loop does not give train_step what the loader gave; train without the cache")
+            raise CacheError("train_step must be called with the loader's tensors; train without the cache")
         loaded = self._loader.load(samples)
         tensors, _ = bind_inputs(graph, *as_call(places.inputs_of(loaded)))
         return {value.name: tensor for value, tensor in zip(graph.tensor_inputs(), tensors, strict=True)}

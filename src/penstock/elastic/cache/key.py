@@ -21,25 +21,25 @@ def cache_key(
     num_views: int,
     stored: torch.dtype | None,
 ) -> str:
-    """Return the hash of what determines a cache's values, in hexadecimal: another one where anything differs.
+    """Hash everything that determines a cache's values; returns hexadecimal digits.
 
     Example:
         cache_key(program=write_program(part), weights=module.state_dict().items(), data="cifar10 train",
                   preprocessing="resize 224", num_samples=50_000, num_views=1, stored=torch.bfloat16)
 
     `program` is the frozen part as JSON. Weights are hashed by their names, dtypes, shapes and bytes, one tensor after
-    the other, so give them in one order always; those on another device are copied to the host one at a time. Where
-    samples can be divided among processes in several ways, say in `data` which one it is.
+    the other, so pass them always in the same order; those on another device are copied to the host one at a time. If
+    samples can be divided among processes in several ways, `data` must identify the way.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def add(content: bytes) -> None:
-        # its length in front: no two sequences of fields are the same bytes
+        # prefixed by its length, so that no two sequences of fields give the same bytes
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
 
     for field in (program, data, preprocessing, str(num_samples), str(num_views), str(stored)):
-        # names of files may hold bytes that are no text
+        # file names may contain bytes that are not text
         add(field.encode(errors="surrogateescape"))
     for name, tensor in weights:
         add(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

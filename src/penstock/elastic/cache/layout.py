@@ -1,9 +1,9 @@
-"""Where the values of a shard lie in its files, and how much room they take.
+"""Layout of a shard's values in its files, and their size.
 
     0.rows   | value 0 of rows 0 to 99   | value 1 of rows 0 to 99   |
     1.rows   | value 0 of rows 100 to 149 | value 1 of rows 100 to 149 |
 
-A row lies in one file. Each value begins at a multiple of 64 bytes.
+A row is in one file. Each value begins at a multiple of 64 bytes.
 """
 
 import math
@@ -24,7 +24,7 @@ Values = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One value of every row: its shape, the dtype that reading gives, and the one on disk."""
+    """One value of every row: its shape, its dtype when read, and the one on disk."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,21 +32,21 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one row."""
+        """Bytes of one row."""
         return math.prod(self.shape) * self.stored.itemsize
 
 
 def make_columns(values: Values, stored: torch.dtype | None) -> tuple[Column, ...]:
-    """Return how each value of a row is stored, given its shape and dtype.
+    """Choose the stored dtype of each value of a row, given its shape and dtype.
 
     Example:
         make_columns([((197, 384), torch.float32), ((), torch.int64)], torch.bfloat16)
 
-    Floats are stored as `stored` where that takes less room than their own dtype, everything else as it is. Raises
-    `CacheError` for a dtype that floats are not stored as.
+    Floats are stored as `stored` if that is smaller than their own dtype, everything else as it is. Raises `CacheError`
+    for a dtype that floats cannot be stored as.
     """
     if stored is not None and stored not in STORED:
-        raise CacheError(f"a cache stores floats as float32 or bfloat16, not as {stored}; give one of these, or None")
+        raise CacheError(f"a cache must store floats as float32 or bfloat16; got {stored}; give one of these, or None")
     return tuple(
         Column(shape=tuple(shape), dtype=dtype, stored=_narrower(dtype, stored) if dtype.is_floating_point else dtype)
         for shape, dtype in values
@@ -99,13 +99,13 @@ class Layout:
         return starts
 
     def file_bytes(self, file: int) -> int:
-        """Return the bytes of a file; a file without values has one, since nothing cannot be mapped."""
+        """Return the bytes of a file; a file without values has one, since an empty file cannot be mapped."""
         if not self.columns:
             return 1
         return max(1, self.starts(file)[-1] + self.rows_in(file) * self.columns[-1].row_bytes)
 
     def spans(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Divide consecutive rows among the files: the file, the first row within it, and how many lie there."""
+        """Divide consecutive rows among the files: yield the file, the first row within it, and the number of rows."""
         while count:
             file, row = divmod(first, self.rows_per_file)
             here = min(count, self.rows_per_file - row)
@@ -114,18 +114,20 @@ class Layout:
 
 
 def bfloat16_helps(layout: Layout) -> str:
-    """Write that bfloat16 would take less room, as the end of an error; nothing where it would not."""
+    """Return the end of an error that suggests bfloat16, empty if that would not be smaller."""
     wide = any(c.stored.is_floating_point and c.stored.itemsize > torch.bfloat16.itemsize for c in layout.columns)
     return ", or store floats as bfloat16" if wide else ""
 
 
 def make_layout(values: Values, stored: torch.dtype | None, num_rows: int) -> Layout:
-    """Divide rows among files of at most about 256 MiB; a row that is larger has a file of its own.
+    """Divide rows among files of at most about 256 MiB; a larger row has a separate file.
 
-    Raises `CacheError` for a number of rows below zero and for a dtype that floats are not stored as.
+    Raises `CacheError` for a number of rows below zero and for a dtype that floats cannot be stored as.
     """
     if num_rows < 0:
-        raise CacheError(f"a cache has zero rows or more, not {num_rows}; give the number of this process's samples")
+        raise CacheError(
+            f"a cache's number of rows must be at least 0; got {num_rows}; give the number of this process's samples"
+        )
     columns = make_columns(values, stored)
     row_bytes = sum(column.row_bytes for column in columns)
     return Layout(columns=columns, num_rows=num_rows, rows_per_file=max(1, FILE_BYTES // max(1, row_bytes)))

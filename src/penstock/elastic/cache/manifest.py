@@ -1,4 +1,4 @@
-"""What a shard's folder says that it holds: written whole, read strictly."""
+"""Manifest of a shard's folder: written atomically, read strictly."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ Count = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class StoredValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One value of every row: its shape, the dtype that reading gives, and the one on disk."""
+    """One value of every row: its shape, its dtype when read, and the one on disk."""
 
     shape: list[Count]
     dtype: str
@@ -31,7 +31,7 @@ class StoredValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `manifest.json` holds: whose the rows are, how they lie in the files, and how many of them are valid."""
+    """Contents of `manifest.json`: the rows' owner, their layout in the files, and the number of valid ones."""
 
     format: Literal["penstock-cache"] = "penstock-cache"
     version: Literal[1] = 1
@@ -43,7 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     done: Count
 
     def layout(self) -> Layout:
-        """Return where the rows lie."""
+        """Return the layout of the rows."""
         columns = tuple(
             Column(shape=tuple(value.shape), dtype=DTYPES[value.dtype], stored=DTYPES[value.stored])
             for value in self.values
@@ -51,17 +51,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Layout(columns=columns, num_rows=self.num_rows, rows_per_file=self.rows_per_file)
 
     def holds_same(self, other: "Manifest") -> bool:
-        """Return whether both describe the same rows, however far they have come."""
+        """Return True if both describe the same rows, with any number of valid ones."""
         return msgspec.structs.replace(other, rows_per_file=self.rows_per_file, done=self.done) == self
 
 
 def make_manifest(key: str, owner: int, layout: Layout) -> Manifest:
-    """Describe a shard that has no rows yet; raises `CacheError` for a dtype or an owner that cannot be."""
+    """Describe an empty shard; raises `CacheError` for an invalid dtype or owner."""
     if owner < 0:
-        raise CacheError(f"the owner of a cache's shard is a rank, zero or more, not {owner}; give this process's")
+        raise CacheError(
+            f"the owner of a cache's shard must be a rank, at least 0; got {owner}; give this process's rank"
+        )
     for column in layout.columns:
         if str(column.dtype).removeprefix("torch.") not in DTYPES:
-            raise CacheError(f"a cache stores no {column.dtype}; convert it, or train without a cache")
+            raise CacheError(f"a cache cannot store {column.dtype}; convert it, or train without a cache")
     return Manifest(
         key=key,
         owner=owner,
@@ -80,13 +82,13 @@ def make_manifest(key: str, owner: int, layout: Layout) -> Manifest:
 
 
 def write_manifest(place: Path, manifest: Manifest) -> None:
-    """Put a manifest in the place of an earlier one, whole or not at all; raises `OSError` where it cannot be."""
+    """Replace a manifest atomically; raises `OSError` if this fails."""
     with written_whole(place / MANIFEST) as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
 def read_manifest(place: Path) -> Manifest | None:
-    """Read the manifest of a shard's folder, None where it has none; raises `CacheError` for one that is damaged."""
+    """Read the manifest of a shard's folder, None if it has none; raises `CacheError` for a damaged one."""
     path = place / MANIFEST
     if not os.path.lexists(path):
         return None
@@ -108,24 +110,24 @@ def rows_path(place: Path, file: int) -> Path:
 
 
 def row_files(place: Path, num_files: int | None = None) -> list[Path]:
-    """Return the files in a folder that are named as a shard's are, only the first `num_files` where that is given."""
+    """Return the files in a folder with names of a shard's files, only the first `num_files` if given."""
     matches = [match for path in place.iterdir() if (match := _ROWS.fullmatch(path.name))]
     return [place / match[0] for match in matches if num_files is None or int(match[1]) < num_files]
 
 
 def drop_leftovers(place: Path) -> None:
-    """Remove what a process that died while it wrote a manifest has left."""
+    """Remove temporary files left by a process that failed while writing a manifest."""
     for path in place.iterdir():
         if _LEFTOVER.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
 def remove(place: Path, manifest: Manifest) -> None:
-    """Remove the files of a shard and nothing else, so that a process that dies meanwhile leaves an empty shard.
+    """Remove only the files of a shard, such that a process that fails meanwhile leaves an empty shard.
 
-    Raises `OSError` where a file cannot be removed.
+    Raises `OSError` if a file cannot be removed.
     """
-    # a full disk may refuse it, and needs the room
+    # a full disk may refuse it, and needs the space
     with contextlib.suppress(OSError):
         write_manifest(place, msgspec.structs.replace(manifest, done=0))
     for path in row_files(place, manifest.layout().num_files):

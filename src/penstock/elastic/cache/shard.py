@@ -1,13 +1,13 @@
-"""What one process keeps on disk of the samples that it owns.
+"""On-disk rows of the samples that one process owns.
 
     folder/
-        shard-0/                    the shard of owner 0, which this process alone writes to
-            manifest.json           whose it is, and how many rows are valid
+        shard-0/                    the shard of owner 0, which only this process writes
+            manifest.json           its owner, and the number of valid rows
             0.rows  1.rows          their values
-        shard-1/                    another process's, which may be read
+        shard-1/                    another process's, which can be read
 
-The manifest takes its place in one instant, after the rows that it counts are on the disk. So after a process dies at
-any moment its shard goes on at the last flush, and rows beyond are written again.
+The manifest is replaced atomically, after the rows that it counts are on the disk. So after a process fails at any
+moment its shard continues from the last flush, and later rows are written again.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Shard:
                 shard.flush()
             (values,) = shard.read([7, 3])
 
-    Every error of a cache is a `CacheError` in one line, so that a caller can go on without one.
+    Every error of a cache is a `CacheError` in one line, so that a caller can continue without one.
     """
 
     def __init__(self, place: Path, manifest: Manifest, descriptor: int | None) -> None:
@@ -63,19 +63,19 @@ class Shard:
         limit_bytes: int | None,
         replace: bool = False,
     ) -> "Shard":
-        """Open the shard of an owner to fill it, from where it was flushed last; its room is reserved.
+        """Open the shard of an owner for filling, continuing from its last flush; its space is reserved.
 
         `values` are the shape, without the batch, and the dtype of each tensor that a row has. Floats are stored as
-        `stored` (float32 or bfloat16) where that takes less room, everything else exactly. `key` comes of `cache_key`.
+        `stored` (float32 or bfloat16) if that is smaller, everything else exactly. `key` is from `cache_key`.
 
-        Raises `CacheError` where the folder cannot be written or has no room, for more than `limit_bytes`, where
-        another process has the shard open, and for one that is damaged or holds other rows; `replace` removes those.
+        Raises `CacheError` if the folder cannot be written or has no space, for more than `limit_bytes`, if another
+        process has the shard open, and for one that is damaged or holds other rows; `replace` removes those.
         """
         layout = make_layout(values, stored, num_rows)
         if limit_bytes is not None and layout.num_bytes > limit_bytes:
             raise CacheError(
-                f"the cache needs {format_bytes(layout.num_bytes)}, more than the {format_bytes(limit_bytes)} that it "
-                f"may have; give a larger limit{bfloat16_helps(layout)}"
+                f"the cache needs {format_bytes(layout.num_bytes)}, more than its limit of "
+                f"{format_bytes(limit_bytes)}; give a larger limit{bfloat16_helps(layout)}"
             )
         place, wanted = place_of(folder, owner), make_manifest(key, owner, layout)
         with explained(place):
@@ -88,15 +88,15 @@ class Shard:
 
     @classmethod
     def open_existing(cls, folder: Path, key: str, owner: int) -> "Shard":
-        """Open a complete shard to be read, also one of another process of this machine.
+        """Open a complete shard for reading, also one of another process of this machine.
 
-        It stays readable when its owner deletes it. Raises `CacheError` where it is not there, not complete, damaged
-        or of another key.
+        It stays readable when its owner deletes it. Raises `CacheError` if it is missing, incomplete, damaged or of
+        another key.
         """
         place = place_of(folder, owner)
         found = read_manifest(place)
         if found is None:
-            raise CacheError(f"{place} holds no cache: it has no {MANIFEST}; check the folder, or fill it first")
+            raise CacheError(f"{place} holds no cache: {MANIFEST} not found; check the folder, or fill it first")
         if (found.key, found.owner) != (key, owner):
             raise other_cache(place, found, f"not of owner {owner} with the key {key[:40]}; check the folder")
         if found.done < found.num_rows:
@@ -109,17 +109,17 @@ class Shard:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows that it has when it is complete."""
+        """Number of rows when complete."""
         return self._layout.num_rows
 
     @property
     def num_done(self) -> int:
-        """Return the number of rows that can be read; those since the last flush do not outlast the process."""
+        """Number of rows that can be read; those since the last flush are lost with the process."""
         return self._num_done
 
     @property
     def complete(self) -> bool:
-        """Return whether all rows can be read."""
+        """True if all rows can be read."""
         return self._num_done == self.num_rows
 
     @property
@@ -130,8 +130,8 @@ class Shard:
     def append(self, tensors: Sequence[Tensor]) -> None:
         """Write the next rows, one tensor for each value with rows as its first dimension, from any device.
 
-        Raises `CacheError` for tensors that are not as `values` said, for more rows than are missing, and where the
-        disk fails; no row counts as written then.
+        Raises `CacheError` for tensors that do not match `values`, for more rows than are missing, and if the disk
+        fails; no row then counts as written.
         """
         self._check_open(to_write=True)
         count = self._check_rows(tensors)
@@ -148,21 +148,23 @@ class Shard:
         self._num_done += count
 
     def _check_rows(self, tensors: Sequence[Tensor]) -> int:
-        """Return the number of rows of a batch; raises `CacheError` where they cannot be the next ones."""
+        """Return the number of rows of a batch; raises `CacheError` if they cannot be the next ones."""
         expected = [(column.shape, column.dtype) for column in self._layout.columns]
         found = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
         counts = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors}
         if found != expected or len(counts) != 1 or -1 in counts:
             shown = [(list(tensor.shape), tensor.dtype) for tensor in tensors]
-            raise CacheError(f"rows of this cache are tensors of {expected}, not {shown}; give one of each, rows first")
+            raise CacheError(
+                f"rows of this cache must be tensors of {expected}; got {shown}; give one of each, rows first"
+            )
         (count,) = counts
         if count > self.num_rows - self._num_done:
             missing = self.num_rows - self._num_done
-            raise CacheError(f"{self._place} has {missing} rows left to fill, not {count}; give its own samples alone")
+            raise CacheError(f"{self._place} has {missing} rows left to fill; got {count}; give only its own samples")
         return count
 
     def flush(self) -> None:
-        """Wait until the rows written so far are on the disk and count as done; raises `CacheError` where it fails."""
+        """Flush the rows written so far to the disk and count them as done; raises `CacheError` if this fails."""
         self._check_open(to_write=True)
         if self._num_done == self._manifest.done:
             return
@@ -175,7 +177,7 @@ class Shard:
 
     @property
     def values(self) -> Values:
-        """Return the shape and dtype of each value of a row, as `read` gives it."""
+        """Shape and dtype of each value of a row, as `read` returns it."""
         return [(column.shape, column.dtype) for column in self._layout.columns]
 
     @property
@@ -189,9 +191,9 @@ class Shard:
         return sum(column.row_bytes for column in self._layout.columns)
 
     def read(self, rows: Tensor | Sequence[int]) -> list[Tensor]:
-        """Return copies of rows, given by their places in the shard, one tensor for each value, in any order.
+        """Return copies of rows, given by their indices in the shard in any order, one tensor for each value.
 
-        Raises `CacheError` for rows that are not there yet.
+        Raises `CacheError` for rows that are not written yet.
         """
         read = self.read_stored(rows)
         return [tensor.to(column.dtype) for column, tensor in zip(self._layout.columns, read, strict=True)]
@@ -221,7 +223,7 @@ class Shard:
         return self._mapped[file]
 
     def close(self) -> None:
-        """Let go of the files; rows since the last flush are lost."""
+        """Release the files; rows since the last flush are lost."""
         self._open = False
         self._mapped.clear()
         if self._lock is not None:
@@ -229,15 +231,15 @@ class Shard:
             self._lock = None
 
     def delete(self) -> None:
-        """Remove the shard's files, and its own folder where nothing else is in it, and close it.
+        """Remove the shard's files, and its own folder if that is then empty, and close it.
 
-        Raises `CacheError`, and removes nothing, where the folder is not this shard's any more.
+        Raises `CacheError`, and removes nothing, if the folder no longer belongs to this shard.
         """
         self._check_open(to_write=True)
         found = read_manifest(self._place)
         if found is None or not found.holds_same(self._manifest):
             raise CacheError(
-                f"{self._place} is another cache's by now, so nothing in it was removed; remove it by hand"
+                f"{self._place} now belongs to another cache, and nothing in it was removed; remove it by hand"
             )
         self._mapped.clear()
         with explained(self._place):
@@ -258,12 +260,12 @@ class Shard:
 
 
 def room_needed(old: Shard | None, values: Values, stored: torch.dtype | None, num_rows: int) -> int:
-    """Return the bytes on disk while a new shard is filled from an old one, which is deleted only then.
+    """Return the bytes on disk while a new shard is filled from an old one, which is deleted only afterwards.
 
     Example:
         if room_needed(old, values, stored, old.num_rows) <= limit_bytes:
             new = Shard.create_or_resume(deeper, ..., limit_bytes=limit_bytes - old.num_bytes)
 
-    Give the new one another folder: a folder holds one shard for each owner.
+    The new one needs another folder: a folder holds one shard for each owner.
     """
     return make_layout(values, stored, num_rows).num_bytes + (0 if old is None else old.num_bytes)

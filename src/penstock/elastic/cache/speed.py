@@ -1,4 +1,4 @@
-"""How fast cached rows are read on this machine."""
+"""Read speed of cached rows on this machine."""
 
 import statistics
 import time
@@ -13,9 +13,9 @@ _ROUNDS = 3
 
 @cache
 def copy_s_per_byte() -> float:
-    """Return the CPU seconds per byte of copying rows that lie apart, as out of a mapped file that is in memory.
+    """Measure the CPU seconds per byte of copying scattered rows, as from a mapped file in memory.
 
-    Rows that a disk has to bring take longer where it is slower than this; a cache is read ahead of the training.
+    Rows read from a slower disk take longer; a cache is read ahead of the training.
     """
     rows = torch.zeros(_BYTES // _ROW_BYTES, _ROW_BYTES, dtype=torch.uint8)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))

@@ -1,1 +1,1 @@
-"""Policies that decide after each epoch how many leading layers are frozen: pure functions of what the epochs were."""
+"""Policies for the number of frozen leading layers after each epoch: pure functions of the epochs' records."""

@@ -1,4 +1,4 @@
-"""Freeze up to the layer whose gradient norm changes least, as PipeTransformer does."""
+"""Freezing up to the layer whose gradient norm changes least, as in PipeTransformer."""
 
 import math
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ class GradientNorms:
 
         L_t = min(L_{t-1} + alpha (L - L_{t-1}),  argmin over l = L_{t-1} .. L-1 of measure(l))
 
-    The measure is that of its authors' code: the relative change of a layer's gradient norm against the epoch before.
-    After the first epoch, which has none before it, it is the norm itself. Layers up to and including the argmin are
-    frozen: were it left out, a first layer that converges first would never be. The bound is rounded up, so that the
-    last layers are reached. Where a norm is not finite, nothing more is frozen.
+    The measure is that of its authors' code: the relative change of a layer's gradient norm since the epoch before.
+    After the first epoch, it is the norm itself. Layers up to and including the argmin are frozen: without it, a first
+    layer that converges first would never be frozen. The bound is rounded up, so that the last layers are reached. If a
+    norm is not finite, nothing more is frozen.
 
     Example:
         GradientNorms(alpha=1 / 4).frozen_layers(history, num_layers=12)
@@ -32,7 +32,7 @@ class GradientNorms:
         check_share(self.alpha)
 
     def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:
-        """Return how many leading layers are frozen in the next epoch."""
+        """Return the number of leading layers frozen in the next epoch."""
         if not history:
             return 0
         frozen = history[-1].frozen_layers

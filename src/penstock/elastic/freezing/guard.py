@@ -1,4 +1,4 @@
-"""A guard around any policy: where validation gets worse, freezing ends."""
+"""A guard around any policy: if validation gets worse, freezing ends."""
 
 import math
 from collections.abc import Sequence
@@ -35,13 +35,13 @@ class Guarded:
     def __post_init__(self) -> None:
         if not 0 <= self.max_drop < 1:
             raise UsageError(
-                f"max_drop is how much accuracy may be lost, from 0 to below 1, not {self.max_drop}; use 0.01"
+                f"max_drop, the accuracy that may be lost, must be from 0 to below 1; got {self.max_drop}; use 0.01"
             )
         if self.then not in get_args(Then):
             raise UsageError(f"a guard can {' or '.join(map(repr, get_args(Then)))}, not {self.then!r}")
 
     def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:
-        """Return how many leading layers are frozen in the next epoch."""
+        """Return the number of leading layers frozen in the next epoch."""
         found = self._first_drop(history)
         if found is None:
             return self.policy.frozen_layers(history, num_layers)
@@ -49,7 +49,7 @@ class Guarded:
         return (worse if self.then == "stop" else best).frozen_layers
 
     def _first_drop(self, history: Sequence[EpochRecord]) -> tuple[EpochRecord, EpochRecord] | None:
-        """Return the first epoch that got worse and the best one before it; None where none did."""
+        """Return the first epoch that got worse and the best one before it, or None."""
         best: dict[str, EpochRecord] = {}
         for record in history:
             kind = "accuracy" if record.accuracy is not None else "loss"

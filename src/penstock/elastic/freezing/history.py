@@ -1,4 +1,4 @@
-"""What a freezing policy is given, what it answers, and the check of its answer."""
+"""Interface of freezing policies: the history, the protocol, and the check of a returned number."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One finished epoch.
 
     `frozen_layers` leading layers were frozen during it. `gradient_norms` has for each layer the root of the sum of
-    squares of its gradients over all steps, 0.0 for frozen ones. `loss` and `accuracy` are of a validation, where
-    there was one.
+    squares of its gradients over all steps, 0.0 for frozen ones. `loss` and `accuracy` are of a validation, if there
+    was one.
     """
 
     epoch: int
@@ -25,7 +25,7 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class FreezePolicy(Protocol):
-    """Decides which layers are frozen; a class of your own needs this one method.
+    """A policy that decides which layers are frozen; a custom class needs only this method.
 
     Example:
         class HalfAfterThree:
@@ -34,22 +34,23 @@ class FreezePolicy(Protocol):
     """
 
     def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:
-        """Return how many leading layers are frozen in the next epoch, given all epochs so far; none before the first.
+        """Return the number of leading layers to freeze in the next epoch, given all epochs so far, none before the
+        first.
 
-        The same arguments give the same answer, since each process and each resumed run asks for itself.
+        Must be deterministic, since each process and each resumed run calls it independently.
         """
 
 
 def next_frozen(policy: FreezePolicy, history: Sequence[EpochRecord], num_layers: int) -> int:
-    """Ask a policy how many leading layers are frozen in the next epoch.
+    """Return a policy's number of leading layers to freeze in the next epoch.
 
-    Raises `UsageError` for an answer that is not a number of layers of this model.
+    Raises `UsageError` for a value that is not a number of layers of this model.
     """
     answer = policy.frozen_layers(history, num_layers)
     name = type(policy).__name__
     if isinstance(answer, bool) or not isinstance(answer, int):
         raise UsageError(
-            f"the policy {name} must return how many of {num_layers} layers to freeze, as an int, not {answer!r}"
+            f"the policy {name} must return the number of layers to freeze, an int up to {num_layers}; got {answer!r}"
         )
     if not 0 <= answer <= num_layers:
         raise UsageError(
@@ -59,11 +60,11 @@ def next_frozen(policy: FreezePolicy, history: Sequence[EpochRecord], num_layers
 
 
 def norms_of(record: EpochRecord, num_layers: int) -> tuple[float, ...]:
-    """Return an epoch's gradient norms; raises `UsageError` where there is not one for each layer."""
+    """Return an epoch's gradient norms; raises `UsageError` unless there is one for each layer."""
     if len(record.gradient_norms) != num_layers:
         raise UsageError(
-            f"epoch {record.epoch} has gradient norms of {len(record.gradient_norms)} layers, but the model has "
-            f"{num_layers}; record one for each layer, 0.0 for frozen ones"
+            f"epoch {record.epoch} must have {num_layers} gradient norms, one for each layer; got "
+            f"{len(record.gradient_norms)}; record one for each layer, 0.0 for frozen ones"
         )
     return record.gradient_norms
 

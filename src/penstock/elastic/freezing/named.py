@@ -1,4 +1,4 @@
-"""Policies by the names that the command line has for them."""
+"""Freezing policies by their command-line names."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from penstock.errors import UsageError
 
 _POSSIBLE = (
     "none, gradient-norms[:ALPHA], schedule[:ALPHA], plateau[:EPOCHS] or layers by epoch like 0,4,7, "
-    "and behind it +after[:EPOCHS], and +guard[:DROP] or +take-back[:DROP]"
+    "optionally followed by +after[:EPOCHS] and +guard[:DROP] or +take-back[:DROP]"
 )
 _BY_HAND = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 _COUNT = re.compile(r"\d{1,9}", re.ASCII)
@@ -30,7 +30,7 @@ def read_policy(text: str) -> FreezePolicy:
     Example:
         read_policy("gradient-norms:1/4+after:2+take-back:0.02")
 
-    Raises `UsageError` for any other text, and what the policies raise for their arguments.
+    Raises `UsageError` for any other text, and as the policies do for their arguments.
     """
     name, *more = text.strip().split("+")
     policy = _read_policy(name, text)
@@ -78,4 +78,4 @@ def _number(word: str, text: str) -> Fraction:
 
 
 def _unknown(text: str) -> UsageError:
-    return UsageError(f"{text!r} is no freezing policy; use {_POSSIBLE}")
+    return UsageError(f"{text!r} is not a freezing policy; use {_POSSIBLE}")

@@ -1,4 +1,4 @@
-"""Freeze the leading layers whose gradient norms have stood still for some epochs."""
+"""Freezing of leading layers whose gradient norms have been stable for some epochs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from penstock.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Plateau:
-    """The leading run of trained layers that all stand still, of which one epoch may freeze the share alpha.
+    """The leading run of trained layers that are all stable, of which one epoch may freeze the share alpha.
 
-    A layer stands still when its gradient norm changed by at most `threshold`, relative to the epoch before, in each
-    of the last `patience` epochs; it was trained in all of them and in the one before. A layer that still changes
-    keeps those after it from being frozen. Never unfreezes.
+    A layer is stable if its gradient norm changed by at most `threshold`, relative to the epoch before, in each of the
+    last `patience` epochs; it was trained in all of them and in the one before. A layer that still changes prevents
+    freezing of those after it. Never unfreezes.
 
     Raises `UsageError` for arguments out of range, and for epochs without a norm for each layer.
     """
@@ -28,14 +28,15 @@ class Plateau:
     def __post_init__(self) -> None:
         check_share(self.alpha)
         if self.patience < 1:
-            raise UsageError(f"patience is a number of epochs, at least 1, not {self.patience}; use 2")
+            raise UsageError(f"patience must be at least 1 epoch; got {self.patience}; use 2")
         if not 0 < self.threshold < 1:
             raise UsageError(
-                f"threshold is a relative change of gradient norms, between 0 and 1, not {self.threshold}; use 0.05"
+                f"threshold, a relative change of gradient norms, must be between 0 and 1; got {self.threshold}; use "
+                "0.05"
             )
 
     def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:
-        """Return how many leading layers are frozen in the next epoch."""
+        """Return the number of leading layers frozen in the next epoch."""
         if not history:
             return 0
         frozen = history[-1].frozen_layers

@@ -13,18 +13,19 @@ def check_share(alpha: float | Fraction) -> None:
     """Raise `UsageError` for an alpha that is not between 0 and 1."""
     if not 0 < alpha < 1:
         raise UsageError(
-            f"alpha is the share of the trained layers that one epoch may freeze, between 0 and 1, not {alpha}; use 1/3"
+            f"alpha, the share of trained layers that one epoch may freeze, must be between 0 and 1; got {alpha}; "
+            "use 1/3"
         )
 
 
 def exact_share(alpha: float | Fraction) -> Fraction:
-    """Return the fraction that was meant, so that rounding up 12 * (1 - 2/3) gives 4 and not 5."""
+    """Return the intended fraction, so that rounding up 12 * (1 - 2/3) gives 4 and not 5."""
     near = Fraction(alpha).limit_denominator(_MAX_DENOMINATOR)
     return near if 0 < near < 1 else Fraction(alpha)
 
 
 def most_frozen(frozen_layers: int, alpha: float | Fraction, num_layers: int) -> int:
-    """Return how many layers may be frozen next: those frozen now, and a share of the others, rounded up.
+    """Return the largest number of layers to freeze next: those frozen now, and a share of the others, rounded up.
 
     >>> most_frozen(4, 1 / 3, 12)
     7

@@ -52,11 +52,11 @@ def test_results_get_their_structure_back(graph: Graph) -> None:
         ((torch.ones(5, 4),), {"mask": torch.ones(5)},
          "Model was captured with mask=None and called with float32 [5]; "
          "capture it again with the value that you want"),
-        ((torch.ones(5, 4),), {"ids": torch.arange(4)}, "the input 'ids' must be int64 [batch], not int64 [4]"),
-        ((torch.ones(5, 7),), {}, "the input 'x' must be float32 [batch, 4], not float32 [5, 7]"),
-        ((torch.ones(5, 4).double(),), {}, "the input 'x' must be float32 [batch, 4], not float64 [5, 4]"),
-        ((torch.ones(5),), {}, "the input 'x' must be float32 [batch, 4], not float32 [5]"),
-        ((7,), {}, "the input 'x' must be float32 [batch, 4], not 7"),
+        ((torch.ones(5, 4),), {"ids": torch.arange(4)}, "the input 'ids' must be int64 [batch]; got int64 [4]"),
+        ((torch.ones(5, 7),), {}, "the input 'x' must be float32 [batch, 4]; got float32 [5, 7]"),
+        ((torch.ones(5, 4).double(),), {}, "the input 'x' must be float32 [batch, 4]; got float64 [5, 4]"),
+        ((torch.ones(5),), {}, "the input 'x' must be float32 [batch, 4]; got float32 [5]"),
+        ((7,), {}, "the input 'x' must be float32 [batch, 4]; got 7"),
         ((), {}, "Model was captured with 1 positional inputs and ids, scale, mask and called with "
                  "0 positional inputs and ids, scale, mask; call it as in the example"),
     ],
@@ -81,9 +81,9 @@ def test_sizes_are_read_from_shapes() -> None:
 
 def test_tensors_that_do_not_fit_a_stage() -> None:
     value = Value("a", torch.float32, (Size(("*", 197, "batch")), 4))
-    with pytest.raises(UsageError, match=r"^the input 'a' must be float32 \[197\*batch, 4\], not float32 \[198, 4\]$"):
+    with pytest.raises(UsageError, match=r"^the input 'a' must be float32 \[197\*batch, 4\]; got float32 \[198, 4\]$"):
         read_sizes(("batch",), [value], [torch.ones(198, 4)])
-    with pytest.raises(UsageError, match=r"^1 input tensors are expected, not 2$"):
+    with pytest.raises(UsageError, match=r"^expected 1 input tensors, got 2$"):
         read_sizes(("batch",), [value], [torch.ones(197, 4)] * 2)
 
 
@@ -92,7 +92,7 @@ def test_tokens_of_another_length_are_told_of_dynamic() -> None:
     with pytest.raises(UsageError) as caught:
         read_sizes(("batch",), [ids], [torch.zeros(2, 20, dtype=torch.long)])
     assert str(caught.value) == (
-        "the input 'input_ids' must be int64 [batch, 32], not int64 [2, 20]; where that varies, capture it with "
+        "the input 'input_ids' must be int64 [batch, 32]; got int64 [2, 20]; if that varies, capture it with "
         'dynamic={"length": {"input_ids": 1}}'
     )
 

@@ -302,7 +302,7 @@ def test_a_model_that_fixes_its_batch() -> None:
     with pytest.raises(UsageError) as caught:
         split(torch.randn(3, 4))
     assert str(caught.value) == (
-        "the input 'x' must be float32 [2, 4], not float32 [3, 4]; Fixed fixes its batch size at 2"
+        "the input 'x' must be float32 [2, 4]; got float32 [3, 4]; Fixed fixes its batch size at 2"
     )
 
 
@@ -438,7 +438,7 @@ WAY_OUT = "; use torch.where in place of an if, or give Pipeline a list of modul
         (Item(), "Item cannot be captured: it takes a size from the values of a tensor "
                  f"(test_capture.py:LINE: count = int(self.first(x).abs().sum().item())){WAY_OUT}"),
         (NonZero(), "NonZero makes index with a size that depends on data (u0); "
-                    "a stage can only know sizes that follow from its inputs' sizes"),
+                    "sizes in a stage must follow from its inputs' sizes"),
         (Odd(), "Odd cannot be captured: ValueError (test_capture.py:LINE: raise ValueError)"),
     ],
 )  # fmt: skip

@@ -93,15 +93,15 @@ def test_every_name_of_every_cut_finds_it(deit_small: Graph) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("blocks.2.atn.proj:after", "there is no cut 'blocks.2.atn.proj:after' in VisionTransformer; "
+        ("blocks.2.atn.proj:after", "cut 'blocks.2.atn.proj:after' not found in VisionTransformer; "
                                     "the nearest names are blocks.2.attn.proj:after, "),
-        ("blocks.12:after", "there is no cut 'blocks.12:after' in VisionTransformer; "
+        ("blocks.12:after", "cut 'blocks.12:after' not found in VisionTransformer; "
                             "the nearest names are blocks.2:after, blocks.1:after, "),
-        ("blocks.2", "there is no cut 'blocks.2' in VisionTransformer; "
+        ("blocks.2", "cut 'blocks.2' not found in VisionTransformer; "
                      "a cut is a module path and a side, as in blocks.2:after or blocks.2:before"),
-        ("", "there is no cut '' in VisionTransformer; "
+        ("", "cut '' not found in VisionTransformer; "
              "a cut is a module path and a side, as in blocks.3:after or blocks.3:before"),
-        ("§§§§§§§§§§§§§§§§:after", "there is no cut '§§§§§§§§§§§§§§§§:after' in VisionTransformer; "
+        ("§§§§§§§§§§§§§§§§:after", "cut '§§§§§§§§§§§§§§§§:after' not found in VisionTransformer; "
                                     "see `penstock split` for the names"),
         ("patch_embed:before", "the cut 'patch_embed:before' leaves an empty stage; cut inside the model"),
         ("head:after", "the cut 'head:after' leaves an empty stage; cut inside the model"),
@@ -126,7 +126,7 @@ def test_unknown_policy(deit_small: Graph, stages: int) -> None:
     with pytest.raises(CutError) as caught:
         names(deit_small, "fastest", stages)
     assert str(caught.value) == (
-        "the policy 'fastest' is not known; use one of balanced, equal-blocks, equal-size, smallest-crossing"
+        "policy must be one of balanced, equal-blocks, equal-size, smallest-crossing; got 'fastest'"
     )
 
 
@@ -143,14 +143,14 @@ def test_more_stages_than_cuts(deit_small: Graph) -> None:
 
 def test_more_stages_than_blocks(deit_small: Graph) -> None:
     assert len(names(deit_small, "equal-blocks", 12)) == 11
-    with pytest.raises(CutError, match=r"^13 stages of whole blocks need as many blocks, but there are 12"):
+    with pytest.raises(CutError, match=r"^13 stages of whole blocks need as many blocks; got 12"):
         names(deit_small, "equal-blocks", 13)
-    with pytest.raises(CutError, match=r"^the parameters of VisionTransformer lie in pieces too large for 60 equal"):
+    with pytest.raises(CutError, match=r"^the parameters of VisionTransformer are in pieces too large for 60 equal"):
         names(deit_small, "equal-size", 60)
 
 
 def test_no_stages(deit_small: Graph) -> None:
-    with pytest.raises(CutError, match=r"^the number of stages must be at least 1, not 0$"):
+    with pytest.raises(CutError, match=r"^the number of stages must be at least 1; got 0$"):
         names(deit_small, "balanced", 0)
 
 

@@ -127,14 +127,14 @@ def test_operators_that_are_not_on_the_list(target: object) -> None:
 def test_an_operator_can_be_allowed_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     document = changed("ops", 0, to=["linear", "aten.nonzero.default", [{"value": "x"}], {}])
     assert refused(document) == (
-        "the operator 'aten.nonzero.default' is not allowed in a stage program; if you know what it does and where "
-        "the program is from, start the process that runs it with PENSTOCK_ALLOW_OPERATORS=aten.nonzero.default"
+        "the operator 'aten.nonzero.default' is not allowed in a stage program; if you trust it and the program's "
+        "origin, start the process that runs it with PENSTOCK_ALLOW_OPERATORS=aten.nonzero.default"
     )
     monkeypatch.setenv("PENSTOCK_ALLOW_OPERATORS", "aten.bincount.default, aten.nonzero.default,")
     assert read_program(json.dumps(document)).ops[0].target == "aten.nonzero.default"
     refused(changed("ops", 0, 1, to=""))
     monkeypatch.setenv("PENSTOCK_ALLOW_OPERATORS", "aten.nonzero")
-    with pytest.raises(UsageError, match=r"names operators such as aten.nonzero.default, not 'aten.nonzero'"):
+    with pytest.raises(UsageError, match=r"aten.nonzero.default; got 'aten.nonzero'"):
         read_program(json.dumps(document))
 
 
@@ -173,7 +173,7 @@ def test_an_operator_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PENSTOCK_ALLOW_OPERATORS", "aten.no_such_thing.default")
     message = refused(changed("ops", 0, 1, to="aten.no_such_thing.default"))
     assert message == (
-        "this PyTorch has no operator 'aten.no_such_thing.default'; capture and run with the same version"
+        "operator 'aten.no_such_thing.default' not found in this PyTorch; capture and run with the same version"
     )
 
 
@@ -192,7 +192,7 @@ def test_an_operator_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> N
         (("outputs", 0, "name"), "nothing", "the output 'nothing' is never made"),
         (("prelude", 0, 2), [{"value": "x"}], "arange uses 'x' before it is made"),
         (("states", 0, "dtype"), "quint8", "'quint8' is not a dtype"),
-        (("states", 0, "kind"), "secret", "a state's kind is parameter, buffer, constant or cache, not 'secret'"),
+        (("states", 0, "kind"), "secret", "a state's kind must be parameter, buffer, constant or cache; got 'secret'"),
         (("states", 0, "name"), "", "is not a name"),
         (("states", 0, "name"), "two\nlines", "is not a name"),
         (("states", 0, "name"), "n" * 513, "is not a name"),
@@ -201,15 +201,19 @@ def test_an_operator_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> N
         (("ops", 0, 2, 0), {"dtype": "object"}, "is not an argument"),
         (("ops", 0, 2, 0), {"device": "cuda:7"}, "is not an argument"),
         (("ops", 0, 2, 0), [[[[[[[1]]]]]]], "an argument is nested too deeply"),
-        (("prelude", 0, 3, "dtype"), 7, "arange: dtype of aten.arange.default is a dtype, not 7"),
-        (("prelude", 0, 3, "dtype"), 2**31, "arange: dtype of aten.arange.default is a dtype, not 2147483648"),
-        (("prelude", 0, 3, "layout"), 4, "arange: layout of aten.arange.default is a layout, not 4"),
-        (("prelude", 0, 3, "device"), "cuda:7", "arange: device of aten.arange.default is a StageDevice, not 'cuda:7'"),
-        (("prelude", 0, 3, "device"), 1, "arange: device of aten.arange.default is a StageDevice, not 1"),
+        (("prelude", 0, 3, "dtype"), 7, "arange: dtype of aten.arange.default must be a dtype; got 7"),
+        (("prelude", 0, 3, "dtype"), 2**31, "arange: dtype of aten.arange.default must be a dtype; got 2147483648"),
+        (("prelude", 0, 3, "layout"), 4, "arange: layout of aten.arange.default must be a layout; got 4"),
+        (
+            ("prelude", 0, 3, "device"),
+            "cuda:7",
+            "arange: device of aten.arange.default must be a StageDevice; got 'cuda:7'",
+        ),
+        (("prelude", 0, 3, "device"), 1, "arange: device of aten.arange.default must be a StageDevice; got 1"),
         (
             ("ops", 0),
             ["linear", "aten.clone.default", [{"value": "x"}], {"memory_format": 4}],
-            "linear: memory_format of aten.clone.default is a memory_format, not 4",
+            "linear: memory_format of aten.clone.default must be a memory_format; got 4",
         ),
         (("ops",), {}, "is not a list"),
         (("symbols",), "batch", "is not a list"),
@@ -268,7 +272,7 @@ def test_sizes_known_only_when_a_microbatch_comes(op: list[Any]) -> None:
     except ProgramError:
         return
     runtime = Runtime(program, {"head.weight": torch.randn(4, 8), "scale": torch.tensor(0.5)})
-    with pytest.raises(ProgramError, match=r"beyond the limit|more than the limit"):
+    with pytest.raises(ProgramError, match=r"the limit of \d+"):
         runtime({"batch": 3}, [torch.randn(3, 8)])
 
 

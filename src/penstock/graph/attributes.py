@@ -1,7 +1,7 @@
-"""What a forward pass leaves in attributes of its modules: capture undoes it, and says where it would be missed.
+"""Attributes of modules assigned in a forward pass: capture restores them, and later reads raise an error.
 
 A capture runs the forward once, with tensors that have no values. So an attribute such as `self.kl = ...`, which a loss
-outside would add, or `self.calls += 1`, is as it was before; who reads it later gets an error, not the value of before.
+outside would add, or `self.calls += 1`, is restored; a later read raises an error instead of returning the old value.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ _OF_MODULES = frozenset({*vars(nn.Module()), "_call_impl"})
 
 @contextlib.contextmanager
 def left_attributes(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Bring attributes to what they were before; yields a dict that has then, by their paths, what they got.
+    """Restore attributes on exit; yield a dict that is then filled with their assigned values, by path.
 
-    Tensors, also in lists and dicts, are given as None.
+    Tensors, also in lists and dicts, are represented by None.
 
     Example:
         with left_attributes(model) as left:
@@ -57,7 +57,7 @@ _MISSING = object()
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return the attributes that a module's own code has made, those with items also with a copy of them."""
+    """Return the attributes made by a module's own code, lists and dicts together with a copy."""
     return {
         name: (value, value.copy() if isinstance(value, (list, dict)) else None)
         for name, value in vars(module).items()
@@ -76,7 +76,7 @@ def _alike(items: Any, others: Any) -> bool:
 class HiddenAttributes:
     """Attributes that a forward pass assigns: while a pipeline trains, reading one from outside raises `UsageError`.
 
-    Those that were None or not there before stay so, which an error tells as well.
+    Attributes that were None or missing before stay so, so that their use also fails.
     """
 
     def __init__(self, model: nn.Module, left: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class HiddenAttributes:
         self._values: list[tuple[nn.Module, str, Any]] = []
 
     def hide(self) -> None:
-        """Put what raises in the place of their values."""
+        """Replace their values by objects that raise."""
         for module, name in self._owners:
             value = vars(module).get(name)
             if value is not None and not isinstance(value, _Hidden):
@@ -92,7 +92,7 @@ class HiddenAttributes:
                 vars(module)[name] = _Hidden(name)
 
     def show(self) -> None:
-        """Put their values back."""
+        """Restore their values."""
         while self._values:
             module, name, value = self._values.pop()
             vars(module)[name] = value
@@ -100,7 +100,7 @@ class HiddenAttributes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Hidden:
-    """Raises `UsageError` wherever it is used as a value."""
+    """A placeholder that raises `UsageError` on any use as a value."""
 
     name: str
 
@@ -112,7 +112,7 @@ class _Hidden:
 
     @classmethod
     def __torch_function__(cls, _func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Refuse to be an argument of torch's."""
+        """Raise `UsageError` as an argument of a torch function."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         given[0]._refuse()
 

@@ -7,10 +7,10 @@ _MARK = "penstock_caches"
 
 
 def add_cache(module: nn.Module, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
-    """Give a module a buffer that each stage makes for itself, zero at first, and that is never sent.
+    """Add a buffer to a module that each stage allocates itself, initially zero, and that is never sent.
 
-    The module's `forward` reads it and writes into it in place. Here it is never written, so that the system gives it
-    no memory.
+    The module's `forward` reads it and writes into it in place. In this process it is never written, so the system
+    allocates no memory for it.
 
     Example:
         add_cache(self, "keys", slots, length, heads, width)
@@ -20,6 +20,6 @@ def add_cache(module: nn.Module, name: str, *shape: int, dtype: torch.dtype = to
 
 
 def is_cache(model: nn.Module, source: str) -> bool:
-    """Return whether a model's buffer of that name is a cache."""
+    """Return True if a model's buffer of that name is a cache."""
     owner, _, name = source.rpartition(".")
     return name in getattr(model.get_submodule(owner), _MARK, ())

@@ -51,10 +51,10 @@ def read_sizes(symbols: Sequence[str], values: Sequence[Value], tensors: Sequenc
     """Learn every symbol's value from the tensors' shapes and check all shapes and dtypes against it."""
     sizes: dict[str, int] = {}
     if len(values) != len(tensors):
-        raise UsageError(f"{len(values)} input tensors are expected, not {len(tensors)}")
+        raise UsageError(f"expected {len(values)} input tensors, got {len(tensors)}")
     for value, tensor in zip(values, tensors, strict=True):
         if not isinstance(tensor, Tensor) or tensor.dtype != value.dtype or tensor.dim() != len(value.shape):
-            raise UsageError(f"the input {value.name!r} must be {_shape(value)}, not {_given(tensor)}")
+            raise UsageError(f"the input {value.name!r} must be {_shape(value)}; got {_given(tensor)}")
         for dimension, length in zip(value.shape, tensor.shape, strict=True):
             if isinstance(dimension, Size) and isinstance(dimension.expression, str):
                 sizes.setdefault(dimension.expression, int(length))
@@ -69,13 +69,13 @@ def read_sizes(symbols: Sequence[str], values: Sequence[Value], tensors: Sequenc
             advice = ""
             if other and isinstance(value.shape[other], int) and not value.dtype.is_floating_point:  # of tokens
                 alike = _varying(values, tensors, wanted[other], given[other])
-                advice = f'; where that varies, capture it with dynamic={{"length": {json.dumps(alike)}}}'
-            raise UsageError(f"the input {value.name!r} must be {_shape(value)}, not {_given(tensor)}{advice}")
+                advice = f'; if that varies, capture it with dynamic={{"length": {json.dumps(alike)}}}'
+            raise UsageError(f"the input {value.name!r} must be {_shape(value)}; got {_given(tensor)}{advice}")
     return sizes
 
 
 def _varying(values: Sequence[Value], tensors: Sequence[Tensor], was: int, now: int) -> dict[str, int]:
-    """Return the dimension of each input that had one size in the capture and has another one now."""
+    """Return the dimension of each input whose size differs from the capture."""
     return {
         value.name: dim
         for value, tensor in zip(values, tensors, strict=True)
@@ -96,7 +96,7 @@ def _solve(symbol: str, values: Sequence[Value], tensors: Sequence[Tensor], know
 
 
 def build_output(graph: Graph, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:
-    """Put the last stage's tensors back into the structure that the model returns."""
+    """Rebuild the model's output structure from the last stage's tensors."""
     by_name = {value.name: tensor for value, tensor in zip(output_values(graph), tensors, strict=True)}
     leaves = [_leaf(output, by_name, sizes) for output in graph.outputs]
     return pytree.tree_unflatten(leaves, graph.output_spec)

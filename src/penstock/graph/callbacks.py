@@ -1,7 +1,7 @@
-"""Python that autograd calls: kept in a captured graph as calls of the caller's own objects.
+"""Python code called by autograd: kept in a captured graph as calls of the caller's own objects.
 
-torch.export records what an operator computes forward. A custom `autograd.Function`, a tensor's hook and a module's
-backward hook say what happens backward, in Python, so a graph of operators alone would drop them. Capture of a model in
+torch.export records the forward computation of operators. A custom `autograd.Function`, a tensor's hook and a module's
+backward hook define the backward in Python, so a graph of operators alone would drop them. Capture of a model in
 training mode records each as one operation, `penstock.callback`, with the number of a `Callback`; the training runtime
 calls it again with real tensors, and autograd does the rest:
 
@@ -41,7 +41,7 @@ Run = Callable[[list[Tensor], list[int]], list[Tensor]]
 class Callback:
     """One call of the caller's Python: `run` takes tensors and sizes, and returns tensors.
 
-    It `keeps` values if it returns what it was given. `with_producer` is set if it must run in the stage that makes its
+    It `keeps` values if it returns its arguments. `with_producer` is set if it must run in the stage that makes its
     tensors, and `since` is the number of an earlier callback that must run in the same stage.
     """
 
@@ -76,17 +76,17 @@ torch.fx.node.has_side_effect(torch.ops.penstock.callback.default)
 
 @dataclass
 class Recorder:
-    """The callbacks of one capture, in the order of their calls, and what the caller should be told of it."""
+    """The callbacks of one capture, in the order of their calls, and its notes for the caller."""
 
     trains: bool
     callbacks: list[Callback] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
-    left: dict[str, Any] = field(default_factory=dict)  # in attributes of modules, as `left_attributes` has it
-    is_inside: bool = False  # a callback: what it calls belongs to it
+    left: dict[str, Any] = field(default_factory=dict)  # attributes of modules, as from `left_attributes`
+    is_inside: bool = False  # within a callback, whose calls belong to it
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Leave what is called inside to PyTorch."""
+        """Leave calls inside to PyTorch."""
         was, self.is_inside = self.is_inside, True
         try:
             yield
@@ -94,7 +94,7 @@ class Recorder:
             self.is_inside = was
 
     def call(self, callback: Callback, tensors: Sequence[Tensor], sizes: Sequence[Any] = ()) -> list[Tensor]:
-        """Record a callback and return what it makes of fake tensors."""
+        """Record a callback and return its results for fake tensors."""
         self.callbacks.append(callback)
         made: list[Tensor] = torch.ops.penstock.callback(list(tensors), list(sizes), len(self.callbacks) - 1)
         return made
@@ -160,9 +160,9 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         return _record_function(recorder, cls.__name__, plain, args, kwargs)
 
     def enter_saved(hooks: saved_tensors_hooks) -> None:
-        if type(hooks) is saved_tensors_hooks:  # others, as `save_on_cpu`, change where a tensor is kept alone
+        if type(hooks) is saved_tensors_hooks:  # others, such as `save_on_cpu`, change only the place of a tensor
             raise CaptureError(
-                "the forward pass uses saved_tensors_hooks; change what a backward sees in an autograd.Function instead"
+                "the forward pass uses saved_tensors_hooks; change saved tensors in an autograd.Function instead"
             )
         change_saved(hooks)
 
@@ -194,7 +194,7 @@ def _leave_no_grad(mode: Any, *_: object) -> None:
 
 
 def _without_checkpointing(recorder: Recorder, run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-    """Call a function that the model checkpoints by itself: recomputing changes memory, not numbers."""
+    """Call a function that the model checkpoints itself, without recomputing, which changes memory, not numbers."""
     recorder.notes[
         "the model's own activation checkpointing has no effect in a pipeline; to recompute activations, use "
         "checkpointing=True"
@@ -205,7 +205,7 @@ def _without_checkpointing(recorder: Recorder, run: Callable[..., Any], _preserv
 def _record_function(
     recorder: Recorder, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Record a call with any arguments, and return what it returns, of tensors of the graph."""
+    """Record a call with any arguments, and return its result with tensors of the graph."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
@@ -229,9 +229,9 @@ def _record_function(
 
 
 class _RecordedHook:
-    """What `torch.utils.hooks.BackwardHook` is while a model is captured: its two calls become two callbacks.
+    """Replacement of `torch.utils.hooks.BackwardHook` during a capture: its two calls become two callbacks.
 
-    The hooks that a module has when a microbatch comes are those that run.
+    The hooks that run are those that a module has when a microbatch arrives.
     """
 
     def __init__(self, recorder: Recorder, module: nn.Module, *_hooks: object) -> None:
@@ -240,7 +240,7 @@ class _RecordedHook:
         self._now = threading.local()  # the real hook of the microbatch that passes through the module
 
     def setup_input_hook(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Record what the hook does before the module's forward."""
+        """Record the hook's call before the module's forward."""
 
         def run(*given: Any) -> Any:
             full, _ = self._module._get_backward_hooks()
@@ -253,9 +253,9 @@ class _RecordedHook:
         return made
 
     def setup_output_hook(self, result: Any) -> Any:
-        """Record what the hook does after the module's forward."""
+        """Record the hook's call after the module's forward."""
         if not isinstance(result, (Tensor, tuple)):
-            return result  # PyTorch leaves out all others, with a warning
+            return result  # PyTorch ignores all others, with a warning
 
         def run(given: Any) -> Any:
             return self._now.hook.setup_output_hook(given)
@@ -266,7 +266,7 @@ class _RecordedHook:
 
 
 class _Intercept(TorchFunctionMode):
-    """Sees the model's calls of what a graph of operators cannot hold."""
+    """An interceptor of the model's calls that a graph of operators cannot represent."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -314,10 +314,10 @@ class _Intercept(TorchFunctionMode):
 
 
 class _Handle(RemovableHandle):
-    """The handle of a hook that is registered anew in every forward pass."""
+    """The handle of a hook that is registered again in every forward pass."""
 
     def remove(self) -> None:
-        """Raise `CaptureError`: a graph has the hook in every pass."""
+        """Raise `CaptureError`, since a graph has the hook in every pass."""
         raise CaptureError("the forward pass removes a hook that it registered; decide inside the hook instead")
 
 
@@ -329,7 +329,7 @@ _REFUSED: dict[Any, str] = {
     torch.autograd.grad: "torch.autograd.grad; compute that derivative in an autograd.Function, or in loss_fn",
     torch.autograd.backward: "torch.autograd.backward; return the loss instead, and train_step goes back from it",
     Tensor.backward: "Tensor.backward; return the loss instead, and train_step goes back from it",
-    Tensor.retain_grad: "retain_grad, and nobody could read that gradient; use register_hook, which is given it",
+    Tensor.retain_grad: "retain_grad, whose gradient could not be read; use register_hook, which receives it",
     _property("grad_fn").__get__: "grad_fn; use register_hook of the tensor",
     _property("data").__set__: "an assignment to .data; use copy_ under torch.no_grad",
     Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook; call it once, outside",

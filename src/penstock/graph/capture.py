@@ -33,7 +33,7 @@ _LONGEST = 240
 _TORCH = str(Path(torch.__file__).parent)
 _EXPERTS = "batched_mm"
 _WITHOUT = "; use torch.where in place of an if, or give Pipeline a list of modules, one a stage, which streams only"
-# What torch says at length, and what a reader of the model needs to know instead
+# torch's long messages, and short ones for a reader of the model
 _KNOWN = (
     (r"Could not guard on data-dependent expression", "it decides by the values of a tensor"),
     (r"Could not extract specialized \w+ from data-dependent", "it takes a size from the values of a tensor"),
@@ -49,14 +49,14 @@ def capture(
 ) -> Graph:
     """Capture a model's forward pass as a graph that runs at any batch size.
 
-    The first dimension of every tensor input that has the batch's size becomes the symbol `batch`.
-    Parameters may lie on the meta device: they are never read. A model that fixes its batch size is
-    captured at the size of the example, and `Graph.fixed_batch` says so.
+    The first dimension of every tensor input that has the batch's size becomes the symbol `batch`. Parameters may be on
+    the meta device: they are never read. A model that fixes its batch size is captured at the size of the example,
+    which is then `Graph.fixed_batch`.
 
-    A model in training mode is captured for training: with its dropout, its updates of statistics, what it computes
-    without gradients, and its custom autograd functions and hooks (see `callbacks.py`). One of Hugging Face's that
-    would return the cache of its keys and values (`config.use_cache`) is captured without, and a mixture of experts
-    with `batched_mm`.
+    A model in training mode is captured for training: with its dropout, its updates of statistics, its parts without
+    gradients, and its custom autograd functions and hooks (see `callbacks.py`). A Hugging Face model that would return
+    the cache of its keys and values (`config.use_cache`) is captured without it, and a mixture of experts with
+    `batched_mm`.
 
     `dynamic` declares further symbolic dimensions: a name, then input names or positions and their
     dimension, as in `{"sequence": {"input_ids": 1, "attention_mask": 1}}`.
@@ -69,8 +69,8 @@ def capture(
     """
     if fast := fast_layers(model):
         note(
-            f"{type(model).__name__} is captured without PyTorch's fast path of {', '.join(fast)}, which gives padded "
-            "rows other values; to compare outputs, call torch.backends.mha.set_fastpath_enabled(False)"
+            f"{type(model).__name__} is captured without PyTorch's fast path of {', '.join(fast)}, which computes "
+            "other values for padded rows; to compare outputs, call torch.backends.mha.set_fastpath_enabled(False)"
         )
     arguments, keywords = tuple(args), dict(kwargs or {})
     rows = _batch_rows(arguments, keywords)
@@ -89,8 +89,8 @@ def capture(
         if limits:
             shapes = _dynamic_shapes(model, labels, dynamic or {}, limits)
             return _export(model, wide_arguments, wide_keywords, shapes, labels, fixed_batch=None)
-        # at the example's own batch size, which is right only where the model demands it; the example's
-        # own error says more than that of rows which nobody gave
+        # at the example's own batch size, which is right only if the model demands it; its error is more useful than
+        # one for rows that the caller did not pass
         return _export(model, arguments, keywords, None, fixed_batch=rows)
 
 
@@ -99,7 +99,7 @@ def _export(
     labels: tuple[tuple[Any, ...], dict[str, Any]] | None = None, *, fixed_batch: int | None,
 ) -> Graph:  # fmt: skip
     try:
-        # torch prints the graph of an export that fails; the error says it in one line
+        # torch prints the graph of a failed export; the error has one line
         with (
             warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), recorded_callbacks(model) as recorder
         ):  # fmt: skip
@@ -107,7 +107,7 @@ def _export(
             exported: ExportedProgram = torch.export.export(
                 model, arguments, keywords, dynamic_shapes=shapes, strict=False
             )
-    # torch.export lets any exception of the model's own code through, so any can mean "does not export"
+    # torch.export passes through any exception of the model's own code, so any can mean "does not export"
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be captured: {_export_reason(error)}") from error
     for text in recorder.notes:
@@ -131,15 +131,15 @@ def _in_order(
 
 @contextlib.contextmanager
 def _as_one_pass(model: nn.Module) -> Iterator[None]:
-    """Have a model of Hugging Face's compute one pass in operators of PyTorch's, and nothing beside it.
+    """Configure a Hugging Face model to compute a single pass in PyTorch's operators only.
 
-    It returns no cache for generating text, which is no tensor. Experts of a mixture are computed by products of
-    batches of matrices: the other ways are an operator of the library's own, or decide by values.
+    It returns no cache for generating text, which is not a tensor. Experts of a mixture are computed by batched matrix
+    products: the alternatives use an operator of the library, or decide by values.
     """
     # the model itself, or one inside of a caller's module
     mixture: Any = next((each for each in model.modules() if hasattr(each, "_can_set_experts_implementation")), model)
     experts = getattr(getattr(mixture, "config", None), "_experts_implementation", None)
-    # an encoder and a decoder have configurations of their own
+    # encoder and decoder have separate configurations
     configs = {id(each): each for each in (getattr(module, "config", None) for module in model.modules())}
     caching: list[Any] = [each for each in configs.values() if getattr(each, "use_cache", None)]
     has_experts: Callable[[], bool] = getattr(mixture, "_can_set_experts_implementation", bool)
@@ -150,8 +150,8 @@ def _as_one_pass(model: nn.Module) -> Iterator[None]:
         if changes:
             mixture.set_experts_implementation(_EXPERTS)
             note(
-                f"{type(mixture).__name__} is captured with its experts computed by {_EXPERTS}, not {experts}; to "
-                f"compare outputs, call set_experts_implementation({_EXPERTS!r})"
+                f"{type(mixture).__name__} is captured with its experts computed by {_EXPERTS} instead of {experts}; "
+                f"to compare outputs, call set_experts_implementation({_EXPERTS!r})"
             )
         yield
     finally:
@@ -163,7 +163,7 @@ def _as_one_pass(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_parameters(model: nn.Module) -> Iterator[None]:
-    """Stand in for parameters on the meta device with fake ones that claim to be on the CPU."""
+    """Replace parameters on the meta device by fake ones on the CPU within the context."""
     owners = [
         (module, name, parameter)
         for module in model.modules()
@@ -186,7 +186,7 @@ def fake_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def _batch_rows(arguments: object, keywords: object) -> int | None:
-    """Find the batch size: the first dimension of the first tensor input that has one."""
+    """Return the batch size: the first dimension of the first tensor input with dimensions."""
     for leaf in pytree.tree_leaves((arguments, keywords)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
@@ -198,7 +198,7 @@ def _has_batch(leaf: object, rows: int) -> bool:
 
 
 def _widen(tree: Any, rows: int) -> Any:
-    """Repeat the example's rows until the batch can be told from a constant."""
+    """Repeat the example's rows until the batch size cannot be mistaken for a constant."""
 
     def widen(leaf: Any) -> Any:
         if not _has_batch(leaf, rows):
@@ -220,7 +220,7 @@ def _label(
     model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any],
     dynamic: Mapping[str, Mapping[str | int, int]],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """Return for every input which of its dimensions carry a symbol; the result has the structure of the call."""
+    """Return the symbols of each input's dimensions; the result has the structure of the call."""
     rows = _batch_rows(arguments, keywords)
     names = _parameter_names(model, len(arguments))
     _check_dynamic(dynamic, names, keywords)
@@ -260,7 +260,7 @@ def _dynamic_shapes(
     model: nn.Module, labels: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Mapping[str, object],
     limits: Mapping[str, int] | None = None,
 ) -> object:  # fmt: skip
-    """Turn labels into what torch.export wants."""
+    """Convert labels to the dynamic shapes of torch.export."""
     dims = {name: Dim(name, max=(limits or {}).get(name)) for name in (BATCH, *dynamic)}
 
     def of(label: _Labels) -> Any:
@@ -270,7 +270,7 @@ def _dynamic_shapes(
 
 
 def _limits(error: CaptureError) -> dict[str, int]:
-    """Find the largest sizes that torch.export would accept, as of a model with a table of positions."""
+    """Extract the largest sizes that torch.export would accept, for example with a table of positions."""
     found = re.findall(r"(\w+) = Dim\('\w+',(?: min=\d+,)? max=(\d+)\)", str(error.__cause__))
     return {name: int(limit) for name, limit in found}
 
@@ -300,7 +300,7 @@ def _merge(model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any
 
 
 def _export_reason(error: BaseException) -> str:
-    """Return in one line why a model does not export, with the line of the model's code where that is known.
+    """Return in one line why a model does not export, with the line of the model's code if known.
 
     Example:
         "it decides by the values of a tensor (gate.py:12: if score.item() > 0.5:); use torch.where in place of ..."
@@ -316,7 +316,7 @@ def _first_words(error: BaseException) -> str:
         if re.search(pattern, text):
             return words
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if lines and lines[0].startswith("Constraints violated"):  # what is violated stands in the lines below
+    if lines and lines[0].startswith("Constraints violated"):  # the violations are in the lines below
         lines = [line.removeprefix("- ") for line in lines if line.startswith("- ")] or lines
     if not lines:
         return type(error).__name__
@@ -325,7 +325,7 @@ def _first_words(error: BaseException) -> str:
 
 
 def _shorten(text: str) -> str:
-    """End at the end of a sentence where there is one, so that a long text stays one line."""
+    """Truncate a long text to one line, at the end of a sentence if there is one."""
     if len(text) <= _LONGEST:
         return text
     sentence = text.rfind(". ", 0, _LONGEST)

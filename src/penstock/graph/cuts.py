@@ -1,4 +1,4 @@
-"""Cuts by name: where a graph may be divided, what crosses there, what people call it, and which blocks repeat."""
+"""Cuts of a graph: their positions, crossing values and names, and the repeated blocks."""
 
 import difflib
 import re
@@ -69,10 +69,10 @@ class Cuts(Sequence[Cut]):
         return self._by_position[position]
 
     def find(self, name: str) -> Cut:
-        """Return the cut of a name; raises `CutError` with the nearest names where there is none."""
+        """Return the cut of a name; raises `CutError` with the nearest names if not found."""
         position = self._positions.get(name)
         if position is None:
-            raise CutError(f"there is no cut {name!r} in {self.graph.model}; {self._nearest(name)}")
+            raise CutError(f"cut {name!r} not found in {self.graph.model}; {self._nearest(name)}")
         if position in self._by_position:
             return self._by_position[position]
         if position <= 0 or position >= len(self.graph.ops):
@@ -86,7 +86,7 @@ class Cuts(Sequence[Cut]):
         found = sorted((self.find(name) for name in names), key=lambda cut: cut.position)
         for first, second in pairwise(found):
             if first.position == second.position:
-                raise CutError(f"two cuts lie in the same place, {first.name}; give each place once")
+                raise CutError(f"two cuts are in the same place, {first.name}; give each place once")
         return found
 
     def _nearest(self, name: str) -> str:
@@ -161,10 +161,10 @@ def crossing_values(graph: Graph) -> list[tuple[Value, ...]]:
 
 
 def find_blocks(graph: Graph, work: Sequence[float]) -> list[Span]:
-    """Return the repeated blocks in order: the most numerous class of numbered modules that does half the work.
+    """Return the repeated blocks in order: the most numerous class of numbered modules with half of the work.
 
-    For DeiT the twelve of `blocks.0` to `blocks.11`, for T5 those of encoder and decoder, for Swin the
-    24 of all four levels. Raises `CutError` where a model has no such class.
+    For DeiT the twelve of `blocks.0` to `blocks.11`, for T5 those of encoder and decoder, for Swin the 24 of all four
+    levels. Raises `CutError` if a model has no such class.
     """
     spans = module_spans(graph)
     kinds: dict[str, list[Span]] = defaultdict(list)
@@ -179,12 +179,12 @@ def find_blocks(graph: Graph, work: Sequence[float]) -> list[Span]:
         if len(group) > 1 and sum(sum(work[span.start : span.stop]) for span in group) >= total / 2
     ]
     if not candidates:
-        raise CutError(f"{graph.model} has no repeated blocks that do half of its work; use the policy 'balanced'")
+        raise CutError(f"{graph.model} has no repeated blocks with half of its work; use the policy 'balanced'")
     return max(candidates, key=lambda group: (len(group), -min(span.depth for span in group)))
 
 
 def _outermost(group: list[Span]) -> list[Span]:
-    """Leave out spans inside other spans of the same class."""
+    """Remove spans inside other spans of the same class."""
     kept: list[Span] = []
     for span in sorted(group, key=lambda span: (span.start, -span.stop, span.depth)):
         if not kept or span.start >= kept[-1].stop:
@@ -195,8 +195,8 @@ def _outermost(group: list[Span]) -> list[Span]:
 def parameter_pieces(graph: Graph, blocks: Sequence[Span]) -> tuple[list[int], list[int]]:
     """Return the pieces that hold parameters, as start positions and bytes, in order.
 
-    A piece is a child of a repeated block (norm, attention, MLP), or any other operation with
-    parameters. A parameter counts where it is first used.
+    A piece is a child of a repeated block (norm, attention, MLP), or any other operation with parameters. A parameter
+    counts at its first use.
     """
     spans = module_spans(graph)
     pieces: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Arguments of operations as JSON and back, refusing whatever is not on the list."""
+"""Encoding of operations' arguments as JSON and back, limited to a list of types."""
 
 import math
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ _FLOATS: Mapping[str, float] = {"inf": math.inf, "-inf": -math.inf, "nan": math.
 
 
 class StageDevice:
-    """Stands for the device that a stage runs on, wherever the capture happened."""
+    """Placeholder of the device that a stage runs on, independent of the device of the capture."""
 
 
 STAGE_DEVICE = StageDevice()
 
 
 def encode(argument: Argument) -> Any:
-    """Turn an operation's argument into JSON values; raises `ProgramError` for what JSON cannot hold."""
+    """Convert an operation's argument to JSON values; raises `ProgramError` for other types."""
     if argument is None or isinstance(argument, (bool, str)):
         return argument
     if isinstance(argument, int):

@@ -1,4 +1,4 @@
-"""One export at a time: torch.export changes settings of the whole process while it runs, and is not for threads."""
+"""Lock of exports: torch.export changes settings of the whole process while it runs, and is not thread-safe."""
 
 import threading
 

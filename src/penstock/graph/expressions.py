@@ -1,7 +1,7 @@
 """Sizes as small expressions over the symbols of a capture, such as `197*batch`.
 
-A size never crosses a cut: every stage knows the symbols' values for its microbatch and works the
-rest out. The JSON form is an integer, a symbol's name, or a list `[operator, operand, ...]`.
+A size never crosses a cut: every stage has the symbols' values for its microbatch and computes the rest. The JSON form
+is an integer, a symbol's name, or a list `[operator, operand, ...]`.
 """
 
 import math
@@ -24,7 +24,7 @@ _MOST_OPERANDS = 64
 
 def _power(base: Number, exponent: Number) -> Number:
     if not 0 <= exponent <= 8:
-        raise ProgramError(f"a size may raise to a power from 0 to 8, not {exponent}; capture the model again")
+        raise ProgramError(f"the exponent in a size must be from 0 to 8; got {exponent}; capture the model again")
     if base < 0 and exponent != int(exponent):
         raise ProgramError(f"a size may not be a root of {base}; capture the model again")
     return base**exponent
@@ -38,7 +38,7 @@ _OPERATORS: dict[str, Callable[..., Number]] = {
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number that depends on the sizes of the microbatch, evaluated where it is used.
+    """A number that depends on the sizes of the microbatch, evaluated when used.
 
     >>> Size(("*", 197, "batch")).evaluate({"batch": 2})
     394
@@ -51,7 +51,7 @@ class Size:
         return _evaluate(self.expression, sizes)
 
     def mentions(self, symbol: str) -> bool:
-        """Return whether the number depends on a symbol."""
+        """Return True if the number depends on a symbol."""
 
         def found(expression: Expression) -> bool:
             return any(map(found, expression[1:])) if isinstance(expression, tuple) else expression == symbol
@@ -107,7 +107,7 @@ def _evaluate(expression: Expression, sizes: Mapping[str, int]) -> Number:
 
 
 def _within_limit(number: Number) -> Number:
-    """Check every number on the way: a power of a power would take the machine before the end is seen."""
-    if not abs(number) <= LARGEST_SIZE:  # so that nan does not pass
+    """Check every intermediate number: a power of a power would exhaust the machine before the result."""
+    if not abs(number) <= LARGEST_SIZE:  # negated so that nan fails
         raise ProgramError(f"a size is beyond the limit of {LARGEST_SIZE}; the program file is damaged or forged")
     return number

@@ -1,13 +1,13 @@
-"""PyTorch's fast paths of attention, which a model takes in evaluation and a capture does not."""
+"""PyTorch's fast paths of attention, which a model uses in evaluation and a capture does not."""
 
 import torch
 from torch import nn
 
 
 def fast_layers(model: nn.Module) -> list[str]:
-    """Return the modules that take PyTorch's fast path where no gradients are computed, by their classes' names.
+    """Return the class names of modules that use PyTorch's fast path when no gradients are computed.
 
-    Their conditions are those of `torch.nn.modules.transformer` and `activation`, as far as the modules decide them.
+    The conditions are those of `torch.nn.modules.transformer` and `activation` that depend on the modules alone.
 
     >>> fast_layers(nn.TransformerEncoderLayer(8, 2, batch_first=True).eval())
     ['TransformerEncoderLayer']

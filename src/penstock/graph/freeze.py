@@ -1,4 +1,4 @@
-"""A graph whose leading layers are frozen: they compute as in evaluation, and write nothing; the rest still trains.
+"""A graph with frozen leading layers, which compute as in evaluation and write nothing; the rest still trains.
 
 training     |  layers 0 .. k-1        | layers k ..  |
 evaluation   |  layers 0 .. k-1  |  layers k ..    |
@@ -15,13 +15,13 @@ from penstock.graph.graph import Graph
 from penstock.graph.ops import Op, Ref, State, Value, substitute
 from penstock.graph.work import count_work
 
-_FROZEN = "frozen_"  # before the names of what only evaluation has, so that none is met twice
+_FROZEN = "frozen_"  # prefix of names that only evaluation has, so that names stay unique
 
 
 def find_layers(graph: Graph) -> list[Cut]:
-    """Return the cut after each of a model's layers: its repeated blocks, or its pieces with parameters without such.
+    """Return the cut after each of a model's layers: its repeated blocks, or without these its pieces with parameters.
 
-    What stands before the first block, such as an embedding, belongs to the first layer. Raises `CutError` for a model
+    Operations before the first block, such as an embedding, belong to the first layer. Raises `CutError` for a model
     that allows no cut.
     """
     cuts = Cuts(graph)
@@ -29,7 +29,7 @@ def find_layers(graph: Graph) -> list[Cut]:
         raise CutError(f"{graph.model} allows no cut, so no part of it can be frozen; train it as a whole")
     try:
         ends = [span.stop for span in find_blocks(graph, count_work(graph, graph.sizes(graph.fixed_batch or 1)))]
-    except CutError:  # without blocks every piece with parameters is a layer, but the last, which has no end of its own
+    except CutError:  # without blocks every piece with parameters is a layer except the last, which has no end
         ends = parameter_pieces(graph, [])[0][1:]
     nearest = {min(cuts, key=lambda cut: abs(cut.position - end)).position for end in ends}
     return [cuts.at(position) for position in sorted(nearest)]
@@ -47,7 +47,7 @@ def sources_before(graph: Graph, position: int) -> set[str]:
 
 
 def check_apart(graph: Graph, position: int, trainable: set[str], layers: int) -> None:
-    """Check that what is to be frozen shares no trained weight with the rest; raises `UsageError` naming one."""
+    """Check that frozen layers share no trained weight with the rest; raises `UsageError` naming one."""
     after = sources_in(graph, position, len(graph.ops))
     if shared := sorted(after & sources_before(graph, position) & trainable):
         raise UsageError(
@@ -57,10 +57,10 @@ def check_apart(graph: Graph, position: int, trainable: set[str], layers: int) -
 
 
 def freeze_prefix(training: Graph, evaluation: Graph, cut: Cut, evaluated: Cut) -> Graph:
-    """Return the training graph with everything before a cut as evaluation has it; `evaluated` is the cut there.
+    """Return the training graph with everything before a cut replaced by evaluation's, whose cut is `evaluated`.
 
     The cut is at `evaluated.position` of the result. Operations after it keep their names, and so draw the same
-    dropout. Raises `CutError` where something else crosses the cut in evaluation than in training.
+    dropout. Raises `CutError` if the crossing values differ between evaluation and training.
     """
     renamed = _matched(training, cut, crossing_values(training)[cut.position], crossing_values(evaluation)[
         evaluated.position
@@ -102,18 +102,18 @@ def freeze_prefix(training: Graph, evaluation: Graph, cut: Cut, evaluated: Cut) 
 
 
 def _matched(training: Graph, cut: Cut, crossing: Sequence[Value], evaluated: Sequence[Value]) -> dict[str, str]:
-    """Map the names of what crosses in evaluation to those that training has for it."""
+    """Map the names of crossing values in evaluation to those in training."""
     alike = [(value.dtype, value.shape) for value in crossing] == [(value.dtype, value.shape) for value in evaluated]
     if not alike:
         raise CutError(
-            f"what crosses {cut.name} of {training.model} differs between training and evaluation, so layers before it "
-            "cannot be frozen; freeze another number of layers"
+            f"the values crossing {cut.name} of {training.model} differ between training and evaluation, so layers "
+            "before it cannot be frozen; freeze another number of layers"
         )
     return {was.name: value.name for was, value in zip(evaluated, crossing, strict=True)}
 
 
 def _states(training: Graph, evaluation: Graph) -> tuple[list[State], dict[str, str]]:
-    """Return the state that only evaluation has, under names of its own, and the names of all of it."""
+    """Return the state that only evaluation has, under new names, and the names of all of evaluation's state."""
     known = {state.source: state.value.name for state in training.states if state.kind != "constant"}
     added, names = [], {}
     for state in evaluation.states:

@@ -1,4 +1,4 @@
-"""The Graph: one forward pass as an ordered list of operations, and where it may be cut."""
+"""The Graph: one forward pass as an ordered list of operations, with its possible cuts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.graph.callbacks import Callback
 from penstock.graph.ops import Op, State, Value
 
-# What a model returns, flat: a Ref to a tensor, a Size, or a plain constant
+# Flat output of a model: a Ref to a tensor, a Size, or a plain constant
 Output: TypeAlias = Any
 
 
@@ -23,10 +23,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The modules in whose calls an operation stands, outermost first.
+    """The module calls that contain an operation, outermost first.
 
-    `op` is None for an operation that was left out, such as dropout in evaluation; `position` is
-    where it stood, so that its module can still be named as a cut.
+    `op` is None for an operation that was left out, such as dropout in evaluation; `position` is its former place, so
+    that its module can still be named as a cut.
     """
 
     calls: tuple[Call, ...]
@@ -36,7 +36,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """An input that is no tensor: its name and the value it was captured with."""
+    """An input that is not a tensor: its name and its value at the capture."""
 
     name: str
     value: Any
@@ -46,10 +46,10 @@ class Plain:
 class Graph:
     """One captured forward pass: state, inputs, operations in order, and outputs.
 
-    `prelude` holds the operations that depend on sizes and constants alone (masks, position tables):
-    every stage that needs such a value computes it itself, once per microbatch size. `ops` are the
-    others; a cut may lie between any two of them but where `forbidden` says why not. `plain_inputs`
-    are the inputs that are no tensors, by their position in the call: part of what was captured.
+    `prelude` holds the operations that depend on sizes and constants alone (masks, position tables): every stage that
+    needs such a value computes it itself, once per microbatch size. `ops` are the others; a cut may be between any two
+    of them except at positions in `forbidden`, which has the reasons. `plain_inputs` are the inputs that are not
+    tensors, by their position in the call; their values are part of the graph.
 
         position   0     1     2           N
                    | op0 | op1 | op2 … opN-1 |
@@ -71,17 +71,17 @@ class Graph:
     constants: Mapping[str, Tensor] = field(repr=False)
     forbidden: Mapping[int, str] = field(repr=False)
     callbacks: Sequence[Callback] = field(default=(), repr=False)
-    left: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what the forward leaves in attributes
+    left: Mapping[str, Any] = field(default_factory=dict, repr=False)  # attributes assigned by the forward
     verdicts: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)  # of `graph/rows.py`
 
     @property
     def allowed(self) -> tuple[int, ...]:
-        """The positions where the graph may be cut."""
+        """Positions of possible cuts."""
         return tuple(position for position in range(1, len(self.ops)) if position not in self.forbidden)
 
     @property
     def keeps_caches(self) -> bool:
-        """Return whether stages keep something between microbatches, which then all take the same way."""
+        """True if stages keep caches between microbatches, which then all take the same way."""
         return any(state.kind == "cache" for state in self.states)
 
     def tensor_inputs(self) -> tuple[Value, ...]:

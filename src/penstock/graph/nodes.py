@@ -1,6 +1,6 @@
-"""What torch.export's nodes say: the modules they were called in, whether they do anything, and sizes.
+"""Properties of torch.export's nodes: the modules that called them, no-op detection, and sizes.
 
-Sizes are sympy's, which only a capture loads: workers need not know it.
+Sizes are sympy's, which only a capture imports; workers do not need it.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _FUNCTIONS = {
 
 
 def is_idle(target: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-    """Return whether a call hands back its input: dropout in evaluation."""
+    """Return True if a call returns its input: dropout in evaluation."""
     if target.split(".")[1] not in {"dropout", "feature_dropout", "alpha_dropout"}:
         return False
     given = [*arguments, *keywords.values()]
@@ -41,7 +41,7 @@ def module_calls(node: fx.Node) -> tuple[Call, ...]:
 
 
 def from_sympy(expression: sympy.Basic, symbols: Mapping[str, str]) -> Expression | None:
-    """Turn a symbolic size into an expression over named symbols, or None where it depends on data.
+    """Convert a symbolic size to an expression over named symbols, or None if it depends on data.
 
     `symbols` maps torch's names, such as `s77`, to ours, such as `batch`.
     """

@@ -1,12 +1,12 @@
-"""The operators that a stage program may call: a list of overloads, since a program may come from a stranger.
+"""The operators that a stage program may call: a list of overloads, since a program may be untrusted.
 
 `operators.txt` has PyTorch's core ATen operators, what capture emits over the covered architectures, and their
-neighbours; `scripts/list_operators.py` makes it and has the reasons. What is not on it is refused by name. Where an
-operator that is missing can be trusted, whoever starts a process allows it there, and nowhere else:
+neighbours; `scripts/list_operators.py` makes it and has the reasons. Other operators are refused by name. A missing
+operator that can be trusted is allowed only in the environment of a process:
 
     PENSTOCK_ALLOW_OPERATORS=aten.nonzero.default,aten.bincount.default penstock infer ...
 
-Neither a file nor a message can do so. What such an operator makes is not bounded (see `runtime/results.py`).
+Neither a file nor a message can do so. The results of such an operator are not bounded (see `runtime/results.py`).
 """
 
 import os
@@ -35,14 +35,14 @@ def listed_operators() -> frozenset[str]:
 def check_operator(target: object) -> None:
     """Refuse an operator that is neither on the list nor allowed to this process.
 
-    Raises `ProgramError`, and `UsageError` where the process was told to allow what is no operator's name.
+    Raises `ProgramError`, and `UsageError` if the environment allows a name that is not an operator's.
     """
     if isinstance(target, str) and (target in listed_operators() or is_allowed_here(target)):
         return
     if isinstance(target, str) and _TARGET.fullmatch(target):
         raise ProgramError(
-            f"the operator {target[:80]!r} is not allowed in a stage program; if you know what it does and where the "
-            f"program is from, start the process that runs it with {ALLOW}={target[:80]}"
+            f"the operator {target[:80]!r} is not allowed in a stage program; if you trust it and the program's "
+            f"origin, start the process that runs it with {ALLOW}={target[:80]}"
         )
     raise ProgramError(
         f"the operator {repr(target)[:80]} is not allowed in a stage program; "
@@ -51,9 +51,11 @@ def check_operator(target: object) -> None:
 
 
 def is_allowed_here(target: str) -> bool:
-    """Return whether this process was started with an operator beyond the list, whose results are not bounded."""
+    """Return True if this process's environment allows an operator beyond the list; its results are not bounded."""
     names = [name.strip() for name in os.environ.get(ALLOW, "").split(",")]
     for name in filter(None, names):
         if not _TARGET.fullmatch(name):
-            raise UsageError(f"{ALLOW} names operators such as aten.nonzero.default, not {name[:80]!r}; correct it")
+            raise UsageError(
+                f"{ALLOW} must have names of operators such as aten.nonzero.default; got {name[:80]!r}; correct it"
+            )
     return target in filter(None, names)

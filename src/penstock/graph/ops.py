@@ -1,4 +1,4 @@
-"""Values and operations: what a captured graph and a stage program are made of."""
+"""Values and operations, the parts of a captured graph and a stage program."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ import torch
 from penstock.graph.expressions import Size
 
 GETITEM = "operator.getitem"
-CALLBACK = "penstock.callback.default"  # of `callbacks.py`; only in what is trained
+CALLBACK = "penstock.callback.default"  # of `callbacks.py`; only in training
 BATCH_NORM = "aten.batch_norm.default"
 Dimension: TypeAlias = int | Size
 # None, bool, int, float, str, Ref, Size, torch.dtype/device/layout/memory_format, or lists of these
@@ -45,20 +45,20 @@ class Value:
 class State:
     """A tensor that a stage holds between microbatches, by its name in the model.
 
-    A cache is zero where the stage is made, belongs to it alone, and is never sent.
+    A cache is initially zero, belongs to a single stage, and is never sent.
     """
 
     value: Value
     source: str
     kind: Literal["parameter", "buffer", "constant", "cache"]
-    requires_grad: bool = False  # of a parameter; torch.matmul takes another kernel then, with other last bits
+    requires_grad: bool = False  # of a parameter; torch.matmul then uses another kernel, with other last bits
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """One call of an operator; its result has the operation's name.
 
-    With `no_grad` it runs without gradients where a model is trained.
+    With `no_grad` it runs without gradients in training.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Op:
     no_grad: bool = False
 
     def uses(self) -> Iterator[str]:
-        """Return the name of every value that this operation reads or writes."""
+        """Yield the name of every value that this operation reads or writes."""
         yield from references(self.arguments)
         yield from references(tuple(self.keywords.values()))
 
@@ -83,7 +83,7 @@ def references(argument: Argument) -> Iterator[str]:
 
 
 def substitute(argument: Argument, renamed: Mapping[str, Argument]) -> Argument:
-    """Replace references by what `renamed` says, however nested."""
+    """Replace references by their entries in `renamed`, at any depth."""
     if isinstance(argument, Ref):
         return renamed.get(argument.name, argument)
     if isinstance(argument, (list, tuple)):
@@ -93,19 +93,19 @@ def substitute(argument: Argument, renamed: Mapping[str, Argument]) -> Argument:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What an operator does to storage: the arguments that its result may share, and those it writes."""
+    """Effect of an operator on storage: the arguments that its result may share, and those it writes."""
 
     shares: tuple[str, ...]
     writes: tuple[str, ...]
 
 
 def resolve_operator(target: str) -> Any:
-    """Find the operator of a name such as `aten.linear.default`; raises `AttributeError` where there is none."""
+    """Return the operator of a name such as `aten.linear.default`; raises `AttributeError` if not found."""
     namespace, packet, overload = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-# The schema says that they write, but they change only what autograd knows of a tensor.
+# Their schema has a write, but they change only autograd's record of a tensor.
 _WRITES_NOTHING = {"aten.detach_.default"}
 
 
@@ -130,14 +130,14 @@ def effect(op: Op) -> Effect:
         names = list(references(given))
         if alias.is_write:
             writes += names
-        # `Tensor(a -> *)`, as in split, says that the results are views of it
+        # `Tensor(a -> *)`, as in split, means that the results are views of it
         if alias.is_write or "*" in alias.after_set or returned & set(alias.before_set):
             shares += names
     return Effect(shares=tuple(shares), writes=tuple(writes))
 
 
 def returned_argument(op: Op) -> Argument | None:
-    """Return the argument that an operator writes to and hands back, as `add_` and what has `out=` do; else None."""
+    """Return the argument that an operator writes to and returns, as with `add_` and `out=`, or None."""
     if op.target == GETITEM:
         return None
     schema = resolve_operator(op.target)._schema
@@ -151,7 +151,7 @@ def returned_argument(op: Op) -> Argument | None:
 
 
 def _undeclared_effect(op: Op) -> Effect:
-    """Return what an operator does whose schema does not tell: what may be a view counts as one."""
+    """Return the effect of an operator whose schema lacks it: a possible view counts as one."""
     if op.target == BATCH_NORM:  # a new tensor; training also updates the running statistics
         *_, mean, variance, training = op.arguments[:6]
         return Effect(shares=(), writes=tuple(references([mean, variance])) if training else ())
@@ -159,7 +159,7 @@ def _undeclared_effect(op: Op) -> Effect:
 
 
 def is_factory(op: Op) -> bool:
-    """Return whether an operation makes a tensor of no other, on a device that it can be told."""
+    """Return True if an operation makes a tensor from no other and has a `device` argument."""
     if op.target == GETITEM:
         return False
     arguments = resolve_operator(op.target)._schema.arguments
@@ -167,5 +167,5 @@ def is_factory(op: Op) -> bool:
 
 
 def is_random(op: Op) -> bool:
-    """Return whether an operation draws random numbers."""
+    """Return True if an operation draws random numbers."""
     return op.target != GETITEM and torch.Tag.nondeterministic_seeded in resolve_operator(op.target).tags

@@ -1,4 +1,4 @@
-"""Put a translated graph in order: drop what nobody reads, set constants apart, find the possible cuts."""
+"""Preparation of a translated graph: unused operations are dropped, constants separated, possible cuts found."""
 
 import dataclasses
 from collections import Counter, defaultdict
@@ -31,10 +31,10 @@ def prepare(graph: Graph) -> Graph:
 
 
 class Storage:
-    """Which values may share memory, and which operations write to it.
+    """Sets of values that may share memory, and the operations that write to it.
 
-    Two values share when one is a view of the other, or of a common third; what may be a view counts
-    as one, so that a cut is refused too often rather than too seldom.
+    Two values share if one is a view of the other, or of a common third; a possible view counts as one, so that a cut
+    is refused too often rather than too rarely.
     """
 
     def __init__(self, ops: Sequence[Op], states: Iterable[str]) -> None:
@@ -47,18 +47,18 @@ class Storage:
         self.written = {self.root(name) for result in self.effects.values() for name in result.writes}
 
     def root(self, name: str) -> str:
-        """Return the name that stands for all values sharing this one's memory."""
+        """Return the representative of all values sharing this one's memory."""
         while (parent := self._parent.get(name, name)) != name:
             name = parent
         return name
 
     def is_written(self, name: str) -> bool:
-        """Return whether any operation writes to this value's memory."""
+        """Return True if any operation writes to this value's memory."""
         return self.root(name) in self.written
 
 
 def _live(ops: Sequence[Op], outputs: tuple[Output, ...], storage: Storage) -> list[Op]:
-    """Keep what an output depends on, and every write to memory that is read."""
+    """Keep the operations that an output depends on, and every write to memory that is read."""
     needed = set(references(outputs))
     roots = {storage.root(name) for name in needed} | {storage.root(name) for name in storage.states}
     kept: list[Op] = []
@@ -101,12 +101,12 @@ def last_uses(ops: Sequence[Op], outputs: Iterable[str]) -> dict[str, int]:
 def _forbidden(
     ops: Sequence[Op], outputs: tuple[Output, ...], prelude: set[str], storage: Storage, values: Mapping[str, Value]
 ) -> dict[int, str]:
-    """Find the positions where the graph may not be cut, and say what a cut there would do.
+    """Return the positions where the graph must not be cut, with the effect of a cut there.
 
     Forbidden is a cut
     - across a list of tensors (the result of `split`): its items are read by getitem first;
     - between a write to a buffer and the other uses of that buffer;
-    - across two values that share memory which is written further down: as messages they would part.
+    - across two values that share memory which is written later: as messages they would become separate.
     """
     forbidden: dict[int, str] = {}
     last = last_uses(ops, references(outputs))
@@ -130,7 +130,7 @@ def _forbidden(
 
 
 def _forbidden_by_callbacks(ops: Sequence[Op], callbacks: Sequence[Callback]) -> dict[int, str]:
-    """Forbid to part a tensor from its hook, and the begin of a module from its end where a backward hook sees both."""
+    """Forbid cuts between a tensor and its hook, and between begin and end of a module with a backward hook."""
     forbidden: dict[int, str] = {}
     made = {op.name: index for index, op in enumerate(ops)}
     place = {op.arguments[2]: index for index, op in enumerate(ops) if op.target == CALLBACK}

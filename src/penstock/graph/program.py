@@ -31,7 +31,7 @@ FORMAT, VERSION = "penstock-program", 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgram:
-    """What one stage computes, ready to run where the model's source is not installed."""
+    """The computation of one stage, which runs without the model's source."""
 
     symbols: tuple[str, ...]
     states: tuple[State, ...]
@@ -43,7 +43,7 @@ class StageProgram:
 
     @property
     def parameters(self) -> tuple[State, ...]:
-        """The states that are parameters of the model."""
+        """States that are parameters of the model."""
         return tuple(state for state in self.states if state.kind == "parameter")
 
     @property
@@ -57,13 +57,13 @@ class StageProgram:
 
 
 def states_of(programs: Iterable[StageProgram]) -> list[State]:
-    """Return the state of programs that take turns, but for caches; what several of them use is there once."""
+    """Return the state of alternating programs, without caches and without repeats."""
     states = {state.value.name: state for program in programs for state in program.states}
     return [state for state in states.values() if state.kind != "cache"]
 
 
 def write_program(program: StageProgram) -> str:
-    """Write a program as JSON; `read_program` gives an equal one back."""
+    """Write a program as JSON; `read_program` returns an equal one."""
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -85,10 +85,10 @@ def read_program(text: str | bytes) -> StageProgram:
 
 
 def read_interface(text: str | bytes) -> StageProgram:
-    """Read what goes in and comes out of a stage that has no operations of its own; raises `ProgramError` likewise."""
+    """Read the inputs and outputs of a stage without operations; raises `ProgramError` as `read_program` does."""
     program = _read(text)
     if program.states or program.prelude or program.ops:
-        raise ProgramError(f"an interface has operations of its own; {_FORGED}")
+        raise ProgramError(f"an interface must not have operations; {_FORGED}")
     return program
 
 
@@ -127,7 +127,7 @@ def _read_document(document: Mapping[str, Any]) -> StageProgram:
 def _read_state(item: Mapping[str, Any]) -> State:
     if item["kind"] not in {"parameter", "buffer", "constant", "cache"}:
         raise ProgramError(
-            f"a state's kind is parameter, buffer, constant or cache, not {_quoted(item['kind'])}; {_FORGED}"
+            f"a state's kind must be parameter, buffer, constant or cache; got {_quoted(item['kind'])}; {_FORGED}"
         )
     requires_grad = item.get("requires_grad", False)
     value = _read_value(item, frozenset())
@@ -152,10 +152,10 @@ def _read_value(item: Mapping[str, Any], symbols: frozenset[str]) -> Value:
     if item["dtype"] not in DTYPES:
         raise ProgramError(f"{_quoted(item['dtype'])} is not a dtype; {_FORGED}")
     if len(dimensions) > 16:
-        raise ProgramError(f"{name} has {len(dimensions)} dimensions, more than 16; {_FORGED}")
+        raise ProgramError(f"{name} must have at most 16 dimensions; got {len(dimensions)}; {_FORGED}")
     checked = [check_expression(dimension, symbols) for dimension in dimensions]
     if any(isinstance(d, float) or (isinstance(d, int) and d < 0) for d in checked):
-        raise ProgramError(f"{name} has a dimension that is no size; {_FORGED}")
+        raise ProgramError(f"{name} has a dimension that is not a size; {_FORGED}")
     shape = tuple(d if isinstance(d, int) else Size(d) for d in checked)
     check_product(name, [d for d in shape if isinstance(d, int)])
     return Value(name=name, dtype=DTYPES[item["dtype"]], shape=shape)
@@ -163,7 +163,7 @@ def _read_value(item: Mapping[str, Any], symbols: frozenset[str]) -> Value:
 
 def _write_op(op: Op) -> list[Any]:
     written = [op.name, op.target, [encode(a) for a in op.arguments], {k: encode(a) for k, a in op.keywords.items()}]
-    return [*written, "no_grad"] if op.no_grad else written  # of what is trained, which no other process reads
+    return [*written, "no_grad"] if op.no_grad else written  # for training, which no other process reads
 
 
 def _read_op(item: Any, symbols: frozenset[str]) -> Op:

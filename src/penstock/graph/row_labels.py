@@ -61,7 +61,7 @@ def per_row(labels: Tensor, rank: int) -> Tensor:
 
 
 def are_rows(labels: Tensor, dim: int) -> bool:
-    """Return whether the entries of a dimension are the rows of the batch, in order and each by itself."""
+    """Return True if the entries of a dimension are the rows of the batch, in order and each by itself."""
     if labels.dim() == 0 or labels.shape[dim] != ROWS:
         return False
     folded = fold(labels, [other for other in range(labels.dim()) if other != dim % labels.dim()]).flatten()
@@ -69,13 +69,13 @@ def are_rows(labels: Tensor, dim: int) -> bool:
 
 
 def is_mixed(labels: Tensor) -> bool:
-    """Return whether any element depends on several rows, or on the place of its row."""
+    """Return True if any element depends on several rows, or on the place of its row."""
     values = set(_once(labels).unique().tolist())
     return any(value & PLACE or value.bit_count() > 1 for value in values)
 
 
 def varies(labels: Tensor, dim: int) -> bool:
-    """Return whether the entries of a dimension depend on different rows."""
+    """Return True if the entries of a dimension depend on different rows."""
     if labels.dim() == 0 or labels.stride(dim) == 0 or labels.shape[dim] < 2:
         return False
     once = _once(labels)
@@ -83,7 +83,7 @@ def varies(labels: Tensor, dim: int) -> bool:
 
 
 def keep_once(labels: Tensor) -> Tensor:
-    """Return the same labels, with those that are alike along a dimension kept once."""
+    """Return the same labels, with those that are equal along a dimension stored once."""
     once = _once(labels)
     for dim in reversed(range(labels.dim())):
         if once.shape[dim] > 1 and not varies(once, dim):
@@ -94,8 +94,8 @@ def keep_once(labels: Tensor) -> Tensor:
 def label_constant(value: Tensor, twice: Tensor) -> Tensor:
     """Label a constant by its values for `ROWS` rows and for twice as many.
 
-    One that is, or repeats, the same for each row of the batch has the rows' labels along the dimension that grows with
-    it, one of a fixed size has no label, and anything else depends on the place.
+    A constant that is, or repeats, the same for each row of the batch has the rows' labels along the dimension that
+    grows with it; one of a fixed size has no label; any other depends on the place.
     """
     grown = [dim for dim, (size, other) in enumerate(zip(value.shape, twice.shape, strict=True)) if size != other]
     if not grown:

@@ -8,16 +8,16 @@ from penstock.graph.row_reading import Labelled, Reading, flat, place_label, rea
 
 
 def into_place(reading: Reading) -> Tensor:
-    """Return the labels of select_scatter and slice_scatter: what is written to a place of a dimension."""
+    """Return the labels of select_scatter and slice_scatter, which write to a place of a dimension."""
     written = join(no_label(), *reading.tensors())
     return join(written, place_label()) if varies(reading.first(), reading.named["dim"]) else written
 
 
 def _pick(labels: Tensor, dim: int, index: Labelled) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what an index along a dimension reads: the labels, a known index into them, and the index's own labels.
+    """Return the reads of an index along a dimension: the labels, a known index into them, and the index's own labels.
 
-    Where the index depends on data, it may read any entry of the dimension. A constant one that differs by row names
-    rows, if the dimension has them.
+    An index that depends on data may read any entry of the dimension. A constant one that differs by row selects rows,
+    if the dimension has them.
     """
     if index.value is not None and (are_rows(labels, dim) or not index.labels.any()):
         return labels, index.value, no_label().expand(index.labels.shape)
@@ -54,7 +54,7 @@ def read_selected(reading: Reading) -> Tensor:
 
 
 def gather(reading: Reading) -> Tensor:
-    """Return the labels of gather: what is read is anywhere along its dimension."""
+    """Return the labels of gather, which reads anywhere along its dimension."""
     labels, dim, index = (
         reading.first(),
         reading.named["dim"],
@@ -78,7 +78,7 @@ def embedding(reading: Reading) -> Tensor:
 
 
 def scatter(reading: Reading) -> Tensor:
-    """Return the labels of scatter: what is written may go anywhere along its dimension."""
+    """Return the labels of scatter, which may write anywhere along its dimension."""
     labels, dim, index = reading.first(), reading.named["dim"], reading.named["index"].labels
     written = [
         fold(each.labels, [dim]) for name in ("src", "source", "value") for each in flat(reading.named.get(name))
@@ -97,7 +97,7 @@ def scatter(reading: Reading) -> Tensor:
 
 
 def into_dim(reading: Reading) -> Tensor:
-    """Return the labels of index_add and its kin: what is written at an index into a dimension."""
+    """Return the labels of index_add and similar operators, which write at an index into a dimension."""
     labels, dim, index = reading.first(), reading.named["dim"], reading.named["index"].labels
     written = [fold(each.labels, [dim]) for name in ("source", "value") for each in flat(reading.named.get(name))]
     return join(labels, total(index), *written, *([place_label()] if varies(labels, dim) else []))

@@ -74,10 +74,10 @@ def tensordot(reading: Reading) -> Tensor:
 
 
 def einsum(reading: Reading) -> Tensor:
-    """Return the labels of a product by letters."""
+    """Return the labels of an einsum."""
     given, arrow, made = reading.named["equation"].replace(" ", "").partition("->")
     terms = list(zip(given.split(","), reading.tensors(), strict=True))
-    # an ellipsis is as many further letters as the operand has dimensions, counted from the right
+    # an ellipsis represents as many additional letters as the operand has dimensions, counted from the right
     spread = [
         (term.replace("...", _FURTHER[len(_FURTHER) + len(term) - 3 - x.dim() :]), x)
         for term, x in terms

@@ -26,7 +26,7 @@ class Reading:
     operator: Any
     named: Mapping[str, Any]
     shape: tuple[int, ...]
-    apart: bool  # whether statistics of a batch are those of each microbatch, as in training
+    apart: bool  # True if batch statistics are those of each microbatch, as in training
 
     def tensors(self) -> list[Tensor]:
         """Return the labels of all operands."""
@@ -37,12 +37,12 @@ class Reading:
         return self.tensors()[0]
 
     def others(self) -> Tensor:
-        """Return what the operands after the first have in common, such as weights: usually no label."""
+        """Return the common labels of the operands after the first, such as weights: usually no label."""
         return total(*self.tensors()[1:])
 
 
 def over(labels: Tensor, dims: Sequence[int], rank: int) -> Tensor:
-    """Combine labels along dimensions, which stay or go as the result's rank says."""
+    """Combine labels along dimensions, which are kept or removed according to the result's rank."""
     folded = fold(labels, dims)
     dims = sorted({dim % labels.dim() for dim in dims}) if labels.dim() else []
     return folded.squeeze(tuple(dims)) if rank == labels.dim() - len(dims) else folded

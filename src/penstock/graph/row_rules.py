@@ -1,6 +1,6 @@
 """Rules for the labels of an operator's result from those of its arguments; see `row_labels`.
 
-Operators that are not named here, and have no tag of PyTorch's, are taken to combine all that they read.
+Operators that are not listed here, and have no tag of PyTorch's, are assumed to combine everything that they read.
 """
 
 import math
@@ -52,7 +52,7 @@ def _self(reading: Reading) -> Tensor:
 
 
 def _moves(reading: Reading) -> bool:
-    """Return whether an operator only moves elements: it is run on the labels themselves."""
+    """Return True if an operator only moves elements; it is then run on the labels themselves."""
     if torch.Tag.pointwise in reading.operator.tags:
         return False
     views = any(each.alias_info and not each.alias_info.is_write for each in reading.operator._schema.returns)
@@ -83,7 +83,7 @@ def _reshape(reading: Reading) -> Any:
     """Reshape labels that are kept once along the last dimensions without writing them out."""
     labels, shape = reading.first(), reading.shape
     if 0 not in labels.stride():
-        return _move(reading)  # a view, as of the values, where something is written to it
+        return _move(reading)  # a view, as for the values, because it is written to
     first = max(dim + 1 for dim, stride in enumerate((1, *labels.stride())) if stride) - 1  # kept once from here on
     made = {math.prod(shape[dim:]): dim for dim in reversed(range(len(shape) + 1))}
     while math.prod(labels.shape[first:]) not in made:
@@ -96,7 +96,7 @@ def _reshape(reading: Reading) -> Any:
 
 
 def _triangle(reading: Reading) -> Any:
-    """Operators whose elements depend on their place in two dimensions, which must not be the batch."""
+    """Return the labels of operators whose elements depend on their place in two dimensions other than the batch."""
     dims = [reading.named.get(key, default) for key, default in (("dim1", -2), ("dim2", -1))]
     labels = reading.first()
     if any(varies(labels, dim) for dim in dims):
@@ -105,7 +105,7 @@ def _triangle(reading: Reading) -> Any:
 
 
 def _over_named(reading: Reading) -> Tensor:
-    """Operators that combine along `dim`, or everything where that is not given."""
+    """Return the labels of operators that combine along `dim`, or everything without it."""
     labels = join(no_label(), *reading.tensors())
     dims = reading.named.get("dim")
     dims = list(range(labels.dim())) if dims is None or dims == [] else dims if isinstance(dims, list) else [dims]
@@ -147,7 +147,7 @@ def _batch_norm(reading: Reading) -> Tensor:
 
 
 def _per_row(*names: str) -> Rule:
-    """Operators that compute each entry of dimension 0 from those of the named operands."""
+    """Return the rule of operators that compute each entry of dimension 0 from those of the named operands."""
 
     def rule(reading: Reading) -> Tensor:
         rows = [each.labels for name in names for each in flat(reading.named.get(name))]

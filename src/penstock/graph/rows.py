@@ -1,8 +1,8 @@
-"""Whether each row of a graph's outputs depends on the same row of the inputs alone.
+"""Row independence: a check that each row of a graph's outputs depends only on the same row of the inputs.
 
-A batch may be cut into microbatches only then. The graph is run on labels (`row_labels`) instead of values: each
-input's row has its own, and each operator combines those of what it reads. What follows from sizes and constants
-alone is computed, since it may say where rows go (`x[torch.arange(len(x))]`) or depend on their number.
+Only then may a batch be cut into microbatches. The graph is run on labels (`row_labels`) instead of values: each
+input's row has its own, and each operator combines those of its operands. Values that follow from sizes and constants
+alone are computed, since they may permute rows (`x[torch.arange(len(x))]`) or depend on their number.
 """
 
 import math
@@ -37,7 +37,7 @@ from penstock.graph.row_reading import Labelled, Reading
 from penstock.graph.row_rules import apply_rule
 
 BATCH = Size("batch")
-# integers of an operator's arguments that give a shape, and not a place in a dimension
+# integer arguments of operators that define a shape, not a place in a dimension
 _SHAPES = {"size", "shape", "sizes", "repeats", "split_size", "split_sizes", "normalized_shape", "output_size", "end"}
 
 
@@ -54,7 +54,7 @@ class Mixing:
 
 
 def has_batch(value: Value) -> bool:
-    """Return whether a value's dimension 0 is the batch.
+    """Return True if a value's dimension 0 is the batch.
 
     >>> has_batch(Value("x", torch.float32, (Size("batch"), 4))), has_batch(Value("x", torch.float32, (4, 4)))
     (True, False)
@@ -68,10 +68,10 @@ def has_batch(value: Value) -> bool:
 
 
 def find_mixing(graph: Graph, sizes: Mapping[str, int], *, statistics_apart: bool = False) -> Mixing | None:
-    """Return where rows of a batch interact; None if each row of the outputs depends on its own row alone.
+    """Find the interaction of a batch's rows; None if each row of the outputs depends only on its own row.
 
-    `sizes` gives the symbols beside the batch. With `statistics_apart` BatchNorm's statistics in training are those of
-    each microbatch, and no interaction. Outputs without dimensions are not looked at.
+    `sizes` has the symbols other than the batch. With `statistics_apart` BatchNorm's statistics in training are those
+    of each microbatch, and not an interaction. Outputs without dimensions are ignored.
 
     Example:
         find_mixing(graph, {"batch": 8, "length": 32})
@@ -170,16 +170,16 @@ class _Labelling:
             yield op
 
     def wrong(self) -> set[str]:
-        """Return the outputs of which a row does not depend on its own row alone."""
+        """Return the outputs with a row that depends on other rows."""
         outputs = (self._graph.values[output.name] for output in self._graph.outputs if isinstance(output, Ref))
         return {value.name for value in outputs if value.shape and self.is_wrong(value.name)}
 
     def is_constant(self, name: str) -> bool:
-        """Return whether a value follows from constants and sizes alone."""
+        """Return True if a value follows from constants and sizes alone."""
         return name in self._constants
 
     def is_wrong(self, name: str) -> bool:
-        """Return whether a value mixes rows."""
+        """Return True if a value mixes rows."""
         labels = self._of(name)
         return any(map(is_mixed, labels if isinstance(labels, list) else [labels]))
 
@@ -187,7 +187,7 @@ class _Labelling:
         self._labels[value.name] = self._settled(value.name, labels.expand(value.evaluate(self._sizes)))
 
     def _settled(self, name: str, labels: Tensor) -> Tensor:
-        """Give labels memory of their own if something is written to their value later."""
+        """Copy labels into separate memory if their value is written to later."""
         return labels.contiguous() if self._storage.is_written(name) and 0 in labels.stride() else labels
 
     def _compute(self, op: Op) -> tuple[Any, Any]:
@@ -214,7 +214,7 @@ class _Labelling:
         return [settle(item) for item in argument] if isinstance(argument, (list, tuple)) else argument
 
     def _of(self, name: str) -> Any:
-        """Return a value's labels; those of a constant are found when it is used with something else."""
+        """Return a value's labels; those of a constant are computed at its first use with other values."""
         if name in self._constants and (name not in self._labels or self._storage.is_written(name)):
             self._labels[name] = _label_constants(*self._values[name])
         return self._labels[name]
@@ -256,9 +256,9 @@ class _Labelling:
         )  # fmt: skip
 
     def _completed(self, name: str, labels: Tensor) -> Tensor:
-        """Add what a value's shape says: along the batch each row is its own, and what does not grow with it has none.
+        """Add labels from a value's shape: each row has its own along the batch, and fixed sizes have none.
 
-        A value that grows in another way, such as `x[:, :len(x)]`, has more for each row of a larger batch.
+        A value that grows in another way, such as `x[:, :len(x)]`, has more elements per row in a larger batch.
         """
         value = self._graph.values[name]
         shape, twice = value.evaluate(self._sizes), value.evaluate(self._twice)
@@ -287,7 +287,7 @@ class _Labelling:
             return total(*reading.tensors())
 
     def _read(self, op: Op) -> tuple[Reading, bool]:
-        """Bind an operation's arguments; also return whether a number of it depends on the number of rows."""
+        """Bind an operation's arguments; also return True if one of its numbers depends on the number of rows."""
         operator = resolve_operator(op.target)
         parameters = {parameter.name: parameter for parameter in operator._schema.arguments}
         given = dict(zip(parameters, op.arguments, strict=False)) | dict(op.keywords)
@@ -307,7 +307,7 @@ class _Labelling:
         return Reading(packet.rstrip("_"), operator, named, shape, self._apart), depends
 
     def _depends(self, key: str, kind: str, item: Any, named: Mapping[str, Any]) -> bool:
-        """Return whether an argument is a number, or a place in a dimension, that depends on the number of rows."""
+        """Return True if an argument is a number, or a place in a dimension, that depends on the number of rows."""
         if not any(size.evaluate(self._sizes) != size.evaluate(self._twice) for size in _sizes_in(item)):
             return False
         if "int" not in kind.lower():
@@ -326,7 +326,7 @@ class _Labelling:
         return found or self.ops[-1]
 
     def made_by(self, op: Op) -> tuple[str, ...]:
-        """Return the names of an operation's result and of what it writes to."""
+        """Return the names of an operation's result and of the values that it writes to."""
         return (op.name, *self._storage.effects[op.name].writes)
 
     def describe(self, op: Op) -> Mixing:
@@ -337,7 +337,7 @@ class _Labelling:
 
 
 def _fitted(labels: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Expand labels to a result's shape; all of them everywhere where a rule's are of another shape."""
+    """Expand labels to a result's shape; if a rule's shape differs, use the union of all labels everywhere."""
     try:
         return labels.expand(shape)
     except RuntimeError:

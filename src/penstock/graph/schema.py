@@ -14,12 +14,12 @@ from penstock.graph.ops import GETITEM, Op, resolve_operator
 
 FORGED = "the program file is damaged or forged; split the model again"
 _LARGEST_ELEMENTS = 2**36
-_OPEN_END = 2**63 - 1  # how a slice says "to the end"
-# types of schemas that a program has constants for
+_OPEN_END = 2**63 - 1  # a slice's end for "to the end"
+# types of schemas for which a program has constants
 _CONSTANTS: Mapping[str, type] = {
     "ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format, "Device": StageDevice,
 }  # fmt: skip
-# Integers that say how much is made: what a call makes is at most their product.
+# Integers that determine the size of a result, which is at most their product.
 _AMOUNTS = {
     "size", "shape", "output_size", "repeats", "pad", "padding", "steps", "n", "m", "row", "col",
     "num_classes", "minlength", "bins", "window_length",
@@ -49,7 +49,7 @@ def _mark(name: str) -> str:
 
 
 def check_call(op: Op) -> None:
-    """Refuse arguments that the operator does not take, that are missing or given twice, or that are too large.
+    """Reject arguments that are unknown to the operator, missing, given twice, or too large.
 
     Raises `ProgramError`.
     """
@@ -61,7 +61,7 @@ def check_call(op: Op) -> None:
         schema = resolve_operator(op.target)._schema
     except AttributeError:
         raise ProgramError(
-            f"this PyTorch has no operator {op.target!r}; capture and run with the same version"
+            f"operator {op.target!r} not found in this PyTorch; capture and run with the same version"
         ) from None
     names = [parameter.name for parameter in schema.arguments]
     positional = [parameter.name for parameter in schema.arguments if not parameter.kwarg_only]
@@ -85,12 +85,13 @@ def _check_constants(op: Op, schema: torch.FunctionSchema) -> None:
         kinds = [kind for word, kind in _CONSTANTS.items() if word in str(parameter.real_type)]
         if value is not None and kinds and not isinstance(value, kinds[0]):
             raise ProgramError(
-                f"{op.name}: {parameter.name} of {op.target} is a {kinds[0].__name__}, not {repr(value)[:80]}; {FORGED}"
+                f"{op.name}: {parameter.name} of {op.target} must be a {kinds[0].__name__}; got {repr(value)[:80]}; "
+                f"{FORGED}"
             )
 
 
 def check_amounts(op: Op, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-    """Refuse numbers with which the call would make a tensor beyond all measure; sizes not yet known are let pass.
+    """Reject numbers that would make an excessively large tensor; unknown sizes are accepted.
 
     Raises `ProgramError`.
     """
@@ -115,7 +116,7 @@ def check_amounts(op: Op, arguments: Sequence[Any], keywords: Mapping[str, Any])
 
 
 def check_product(name: str, numbers: Sequence[Number]) -> None:
-    """Refuse a shape of too many elements; a dimension of 0 does not excuse the others."""
+    """Reject a shape of too many elements; a dimension of 0 counts as 1."""
     product: Number = 1
     for number in numbers:
         product *= max(1, abs(number))
@@ -129,4 +130,4 @@ def _numbers(argument: Any) -> list[Number]:
 
 
 def _too_much(name: str) -> str:
-    return f"{name} asks for more than the limit of {_LARGEST_ELEMENTS} elements; {FORGED}"
+    return f"{name} exceeds the limit of {_LARGEST_ELEMENTS} elements; {FORGED}"

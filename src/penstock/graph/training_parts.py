@@ -1,4 +1,4 @@
-"""Divide a captured graph for training: what goes forward, what is loaded on the spot, and what comes back."""
+"""A captured graph divided for training: activations, values loaded locally, and gradients."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from penstock.graph.ops import Op, Value, effect
 from penstock.graph.program import StageProgram
 from penstock.graph.stages import make_program, output_values
 
-# operators that let no gradient through although their result is a float
+# operators that block gradients although their result is a float
 _STOPS = {"aten.detach.default", "aten.detach_.default", "aten.zeros_like.default", "aten.ones_like.default"}
 
 
@@ -72,7 +72,7 @@ def differentiable_values(graph: Graph, trainable: Collection[str]) -> set[str]:
 
 
 def written_inputs(part: TrainingPart) -> set[str]:
-    """Name the inputs of a stage that its own operations write to; autograd wants a copy of these."""
+    """Return the inputs of a stage that its own operations write to; autograd needs a copy of these."""
     written = {name for op in part.program.ops for name in effect(op).writes}
     shares: dict[str, set[str]] = {}
     for op in part.program.ops:

@@ -22,7 +22,7 @@ from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, State, Value, returne
 from penstock.graph.prepare import prepare
 
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
-# Checks that torch.export leaves behind; a run with other sizes is checked by us instead.
+# Checks inserted by torch.export; runs with other sizes are checked by Penstock instead.
 _CHECKS = {
     "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
     "aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default",
@@ -35,7 +35,7 @@ def translate(
     exported: ExportedProgram, model: nn.Module, labels: Sequence[Sequence[str | None]], *, fixed_batch: int | None,
     callbacks: Sequence[Callback] = (), left: Mapping[str, Any] | None = None,
 ) -> Graph:  # fmt: skip
-    """Turn an exported program into a graph; raises `CaptureError` for what a stage cannot run.
+    """Convert an exported program to a graph; raises `CaptureError` for operations that a stage cannot run.
 
     `labels` names, for every input in the order of the call, the symbol of each of its dimensions.
     """
@@ -82,7 +82,7 @@ class _Translator:
         """Sort torch's placeholders into the model's state and the user's inputs."""
         nodes = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
         specs = self.exported.graph_signature.input_specs
-        # inputs keep their names, and state that has the same name gets another
+        # inputs keep their names, and state with the same name is renamed
         self.used |= {node.name for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT}
         for node, spec in zip(nodes, specs, strict=True):
             if spec.kind is InputKind.USER_INPUT:
@@ -191,7 +191,7 @@ class _Translator:
         values[node.name] = written if isinstance(written, Ref) else Ref(op_name)
 
     def _region(self, node: fx.Node, values: dict[str, Any], calls: tuple[Call, ...], num_settings: int) -> None:
-        """Put a region's operations in line; without gradients they are marked where a model is trained."""
+        """Inline a region's operations; in training those without gradients are marked."""
         settings = [self._argument(item, values) for item in node.args[:num_settings]]
         if len(settings) == 4 and settings[0] == "cpu" and settings[2]:
             raise CaptureError(
@@ -211,15 +211,15 @@ class _Translator:
         values[node.name] = [self._argument(item, inner) for item in result]
 
     def _scalar(self, node: fx.Node) -> Any:
-        """Return a size as an expression where it follows from the inputs' sizes."""
+        """Return a size as an expression if it follows from the inputs' sizes."""
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             expression = from_sympy(value.node.expr, self.symbols)
             if expression is not None:
                 return Size(expression) if not isinstance(expression, (int, float)) else expression
             raise CaptureError(
-                f"{type(self.model).__name__} computes the size {value} from data at {node.name}; "
-                "a stage can only know sizes that follow from its inputs' sizes"
+                f"{type(self.model).__name__} computes the size {value} from data at {node.name}; sizes in a stage "
+                "must follow from its inputs' sizes"
             )
         return value if isinstance(value, (bool, int, float)) else None
 
@@ -261,8 +261,8 @@ class _Translator:
         expression = from_sympy(dimension.node.expr, self.symbols)
         if expression is None:
             raise CaptureError(
-                f"{type(self.model).__name__} makes {name} with a size that depends on data ({dimension}); "
-                "a stage can only know sizes that follow from its inputs' sizes"
+                f"{type(self.model).__name__} makes {name} with a size that depends on data ({dimension}); sizes in "
+                "a stage must follow from its inputs' sizes"
             )
         return expression if isinstance(expression, int) else Size(expression)
 
@@ -274,7 +274,7 @@ class _Translator:
         return candidate
 
     def outputs(self) -> tuple[Output, ...]:
-        """Return what the model returns, flat: values, sizes or constants."""
+        """Return the model's flat output: values, sizes or constants."""
         result = next(node for node in self.exported.graph.nodes if node.op == "output").args[0]
         given = [self._argument(item, self.values) for item in result]
         specs = self.exported.graph_signature.output_specs

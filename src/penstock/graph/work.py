@@ -1,8 +1,8 @@
 """Count the work of operations from their shapes, as seconds on a nominal core.
 
-The figures only have to be right in proportion: a matrix product on one core runs at about
-NOMINAL_FLOPS_PER_S, anything else at the speed of memory, and every call costs a little. They are
-good enough to divide a model by; where they are not, `measure` takes the time instead.
+Only the proportions of the figures matter: a matrix product on one core runs at about NOMINAL_FLOPS_PER_S, anything
+else at the speed of memory, and every call costs a little. They are accurate enough for dividing a model; otherwise
+`measure` times the operations instead.
 """
 
 import math

@@ -83,5 +83,5 @@ def test_what_processors_say(text: str, has: bool, monkeypatch: pytest.MonkeyPat
 
 
 def test_it_does_not_train() -> None:
-    with pytest.raises(PlanError, match="the runtime eager:bfloat16 does not train"):
+    with pytest.raises(PlanError, match="the runtime eager:bfloat16 cannot train"):
         RuntimeChoice("eager", "bfloat16").load_training(None, {})  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ def test_a_named_runtime_computes_what_the_model_does(name: str) -> None:
 
 
 def test_a_runtime_that_is_not_known_is_refused_by_name() -> None:
-    with pytest.raises(PlanError, match=r"the runtime 'abacus' is not known; use one of eager"):
+    with pytest.raises(PlanError, match=r"one of eager, .*; got 'abacus'"):
         RuntimeChoice("abacus")
 
 
@@ -39,7 +39,7 @@ def test_a_precision_that_a_runtime_has_not_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"runtime": "abacus"}, "the runtime 'abacus' is not known"), ({"precision": "float16"}, "not in float16")],
+    [({"runtime": "abacus"}, "got 'abacus'"), ({"precision": "float16"}, "got float16")],
 )
 def test_a_plan_s_runtime_is_read(change: dict[str, str], message: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()

@@ -1,1 +1,1 @@
-"""Compute one stage: eagerly, with gradients, with its backward split. Nothing here knows of other processes."""
+"""Runtimes of one stage: eager, with gradients, with a split backward. They are independent of other processes."""

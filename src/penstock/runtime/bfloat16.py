@@ -15,7 +15,7 @@ from penstock.graph.program import StageProgram
 from penstock.runtime.eager import Runtime
 from penstock.tensors import HOST
 
-# most of what a model computes, and what processors have instructions for
+# most of a model's work, with processor instructions
 _PRODUCTS = frozenset({
     "aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default",
     "aten.baddbmm.default", "aten.conv1d.default", "aten.conv2d.default", "aten.conv2d.padding",
@@ -26,14 +26,14 @@ _FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}  # the last is AR
 
 
 class Bfloat16Runtime(Runtime):
-    """A stage program whose products are computed in bfloat16 and give float32, so cuts do not change what comes out.
+    """A stage program with products in bfloat16 and results in float32, so that cuts do not change outputs.
 
-    Weights that only products read are kept in 16 bits.
+    Weights read only by products are kept in 16 bits.
 
     Example:
         outputs = Bfloat16Runtime(program, {"head.weight": weight, ...})({"batch": 1}, [image])
 
-    Raises `PlanError` where the processor has no instructions for it; see `Runtime` for the rest.
+    Raises `PlanError` if the processor has no instructions for it; see `Runtime` for the rest.
     """
 
     def __init__(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
@@ -58,7 +58,7 @@ class Bfloat16Runtime(Runtime):
 
 
 def is_product(op: Op) -> bool:
-    """Return whether an operation is computed in bfloat16.
+    """Return True if an operation is computed in bfloat16.
 
     Attention with a mask is not: masks hold numbers that bfloat16 rounds to infinity.
     """
@@ -69,7 +69,7 @@ def is_product(op: Op) -> bool:
 
 
 def check_bfloat16() -> None:
-    """Raise `PlanError` where the processor has no instructions for bfloat16."""
+    """Raise `PlanError` if the processor has no instructions for bfloat16."""
     if not has_bfloat16():
         raise PlanError(
             "the precision bfloat16 needs a processor with instructions for it (avx512_bf16, amx_bf16, or bf16 on "
@@ -78,13 +78,13 @@ def check_bfloat16() -> None:
 
 
 def has_bfloat16() -> bool:
-    """Return whether this machine's processor multiplies in bfloat16; what does not say so is taken to."""
+    """Return True if this machine's processor multiplies in bfloat16, or does not report its features."""
     features = processor_features()
     return not features or bool(features & _FLAGS)
 
 
 def read_by_products(program: StageProgram) -> set[str]:
-    """Return the names of the states that products read, and nothing else does.
+    """Return the names of the states that only products read.
 
     Example:
         read_by_products(program)       # {'blocks.0.mlp.fc1.weight', ...}

@@ -20,11 +20,11 @@ from penstock.runtime.results import check_result
 from penstock.tensors import HOST, copy_exactly, moved
 from penstock.text import first_line
 
-# Programs bound to so many different microbatch sizes are kept; a stream has two, the last one ragged.
+# Number of microbatch sizes for which bound programs are kept; a stream has two, as the last one is ragged.
 _KEPT_SIZES = 8
 # A decoder has a step and three chunks for each size of room.
 _KEPT_SIZES_OF_DECODER = 64
-# texts come in many lengths
+# texts have many lengths
 _WATCHED_SIZES = 4096
 
 
@@ -51,7 +51,7 @@ _MAY_KEEP = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One call with everything decided: which registers to read, where the result goes, what ends here."""
+    """One fully bound call: the registers to read, the result's register, and the registers released afterwards."""
 
     name: str
     function: Callable[..., Any]
@@ -74,8 +74,8 @@ class _Bound:
 
     registers: list[Any]
     steps: list[_Step]
-    watched: bool = False  # whether a run has shown what every operation makes
-    short: list[_Step] | None = None  # without operations that return their argument, once a run has shown these
+    watched: bool = False  # True once a run has shown every operation's result
+    short: list[_Step] | None = None  # without the operations that return their argument, after the first run
 
 
 class Runtime:
@@ -85,8 +85,8 @@ class Runtime:
         runtime = Runtime(program, {"head.weight": weight, ...})
         outputs = runtime({"batch": 1}, [image])
 
-    Raises `ProgramError` where a tensor of the program's state is missing or has another shape, and
-    `RunError` naming the operation where one fails.
+    Raises `ProgramError` if a tensor of the program's state is missing or has another shape, and `RunError` naming a
+    failed operation.
     """
 
     def __init__(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
@@ -102,7 +102,7 @@ class Runtime:
         self._watched_sizes: set[tuple[int, ...]] = set()
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run on one microbatch; `sizes` gives every symbol of the program its value."""
+        """Run on one microbatch; `sizes` has a value for every symbol of the program."""
         bound = self.bind(sizes)
         registers = bound.registers.copy()
         for index, tensor in zip(self._inputs, inputs, strict=True):
@@ -116,7 +116,9 @@ class Runtime:
         return [registers[index] for index in self._outputs]
 
     def own(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
-        """Copy those outputs that lie in what is computed once for many microbatches: others may be changed."""
+        """Copy outputs that share memory with values computed once for many microbatches; others may be modified
+        freely.
+        """
         first = len(self._state)
         computed_once = self.bind(sizes).registers[first : first + len(self.program.prelude)]
         shared = {item.untyped_storage().data_ptr() for item in computed_once if isinstance(item, Tensor)}
@@ -135,7 +137,7 @@ class Runtime:
     def watched(
         self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Run on one microbatch; gives the outputs, and the seconds of every operation of the program."""
+        """Run on one microbatch; return the outputs, and the seconds of every operation of the program."""
         bound = self.bind(sizes)
         registers = bound.registers.copy()
         for index, tensor in zip(self._inputs, inputs, strict=True):
@@ -162,7 +164,7 @@ class Runtime:
         return [registers[index] for index in self._outputs], found
 
     def constants(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return its tensors, and what its prelude gives at these sizes, by name."""
+        """Return the tensors of its state, and its prelude's results at these sizes, by name."""
         names = [state.value.name for state in self.program.states] + [op.name for op in self.program.prelude]
         values = self.bind(sizes).registers
         return {name: value for name, value in zip(names, values, strict=False) if isinstance(value, Tensor)}
@@ -214,7 +216,7 @@ class Runtime:
             step = self._step(op, sizes, ())
             self._check_result(op, sizes, registers)
             _run(step, registers)
-        # a result that nobody reads, as of an in-place operation, ends where it is made
+        # an unread result, as of an in-place operation, is released immediately
         last = {op.name: index for index, op in enumerate(self.program.ops)}
         last |= {name: index for index, op in enumerate(self.program.ops) for name in op.uses()}
         kept = {state.value.name for state in self.program.states}
@@ -254,9 +256,8 @@ class Runtime:
     def _run_each(
         self, bound: _Bound, sizes: Mapping[str, int], registers: list[Any]
     ) -> Iterator[tuple[Op, Any]]:  # fmt: skip
-        """Run, and yield each operation with what it made.
-
-        The first time at these sizes, what it makes is held against the memory that is left, before it is made.
+        """Run, and yield each operation with its result. The first time at these sizes, the result's size is compared
+        with the available memory before it is computed.
         """
         kept: dict[int, int] = {}
         for op, step in zip(self.program.ops, bound.steps, strict=True):
@@ -304,7 +305,7 @@ class Runtime:
         return [replace(step, ends=tuple(ends.get(number, ()))) for number, step in enumerate(made)]
 
     def _seen(self, bound: _Bound, sizes: Mapping[str, int]) -> None:
-        """Remember that every operation was bounded at these sizes, also once they are bound anew."""
+        """Record that every operation was bounded at these sizes, also for later rebinding."""
         bound.watched = True
         if len(self._watched_sizes) < _WATCHED_SIZES:
             self._watched_sizes.add(tuple(sizes[symbol] for symbol in self.program.symbols))
@@ -341,19 +342,19 @@ class Runtime:
 
 
 def _check_caches(program: StageProgram, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `OutOfMemory` where the caches that a program wants do not fit: nothing is sent that would bound them."""
+    """Raise `OutOfMemory` if a program's caches do not fit, since no received tensors would bound them."""
     wanted = sum(state.value.num_bytes({}) for state in program.caches if state.value.name not in tensors)
     if wanted and wanted > (allowed := allowed_bytes()):
         raise OutOfMemory(
-            f"the caches of this stage take {wanted / 1e6:.0f} MB, and {allowed / 1e6:.0f} MB are free; use fewer "
-            "slots or a shorter max_length"
+            f"the caches of this stage need {wanted / 1e6:.0f} MB; {allowed / 1e6:.0f} MB are free; use fewer slots "
+            "or a shorter max_length"
         )
 
 
 def _positional(
     function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """Move keywords that are values behind the positional arguments, so that registers are found in one place."""
+    """Move keywords that are values after the positional arguments, so that registers are in one place."""
     names = [key for key, item in keywords.items() if isinstance(item, (_Register, list))]
     count = len(arguments)
     rest = {key: item for key, item in keywords.items() if key not in names}
@@ -384,7 +385,7 @@ def _run(step: _Step, registers: list[Any]) -> Any:
         arguments[position] = [registers[x.index] if isinstance(x, _Register) else x for x in items]
     try:
         made = registers[step.result] = step.function(*arguments, **step.keywords)
-    # whatever an operator raises, the reader needs to know which one it was
+    # any exception of an operator needs the operation's name
     except Exception as error:
         kind = OutOfMemory if is_out_of_memory(error) else RunError
         raise kind(f"operation {step.name} failed: {first_line(error)}") from error

@@ -20,24 +20,24 @@ from penstock.tensors import HOST
 
 
 class StageRuntime(Protocol):
-    """What the executor runs for one stage; inputs lie on its device, and so do outputs."""
+    """The callable that the executor runs for one stage; inputs and outputs are on its device."""
 
     program: StageProgram
     device: torch.device
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run on one microbatch; `sizes` gives every symbol of the program its value."""
+        """Run on one microbatch; `sizes` has a value for every symbol of the program."""
 
     def watched(
         self, sizes: Mapping[str, int], inputs: Sequence[Tensor], clock: Callable[[], float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Run on one microbatch; returns the outputs, and the seconds of every operation where they can be told."""
+        """Run on one microbatch; return the outputs, and the seconds of every operation if they can be timed."""
 
     def own(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
         """Return outputs that the caller may write to."""
 
     def copied(self) -> "StageRuntime | None":
-        """Make the same again, with tensors of its own; None where it cannot be copied."""
+        """Return a copy with separate tensors; None if it cannot be copied."""
 
     @property
     def weight_bytes(self) -> int:
@@ -46,9 +46,9 @@ class StageRuntime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RuntimeKind:
-    """How a runtime is made of a program and its tensors by name, and what it computes in, usually the first.
+    """Constructor of a runtime from a program and its tensors by name, and its precisions, the usual one first.
 
-    `load_training` makes one that gradients flow back through, where the kind can.
+    `load_training` makes one with a backward, or is None.
     """
 
     load: Callable[[StageProgram, Mapping[str, Tensor], torch.device, "RuntimeChoice"], StageRuntime]
@@ -93,12 +93,12 @@ RUNTIMES: dict[str, RuntimeKind] = {
 
 @dataclass(frozen=True, slots=True)
 class RuntimeChoice:
-    """What a plan says of a stage's runtime; of a model in 8 bits the layers in `keep` stay in float32.
+    """A plan's runtime of a stage; in an 8-bit model the layers in `keep` stay in float32.
 
     Example:
         runtime = RuntimeChoice("eager").load(program, tensors)
 
-    Raises `PlanError` for a runtime that is not known and a precision that it does not compute in.
+    Raises `PlanError` for an unknown runtime and a precision that it does not have.
     """
 
     name: str = "eager"
@@ -107,16 +107,14 @@ class RuntimeChoice:
 
     def __post_init__(self) -> None:
         if self.name not in RUNTIMES:
-            raise PlanError(f"the runtime {self.name!r} is not known; use one of {', '.join(RUNTIMES)}")
+            raise PlanError(f"runtime must be one of {', '.join(RUNTIMES)}; got {self.name!r}")
         if self.precision not in RUNTIMES[self.name].precisions:
             raise PlanError(
-                f"the runtime {self.name} computes in {', '.join(RUNTIMES[self.name].precisions)}, not in "
+                f"the precision of the runtime {self.name} must be {', '.join(RUNTIMES[self.name].precisions)}; got "
                 f"{self.precision}; plan with one of these"
             )
         if self.keep and self.precision != "int8":
-            raise PlanError(
-                f"layers stay in float32 beside int8, not beside {self.precision}; leave {self.keep[0]} out"
-            )
+            raise PlanError(f"only int8 can keep layers in float32; got {self.precision}; leave {self.keep[0]} out")
 
     def __str__(self) -> str:
         return runtime_name(self.name, self.precision, self.keep)
@@ -128,10 +126,10 @@ class RuntimeChoice:
     def load_training(
         self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST, *, again: bool = False
     ) -> TrainingRuntime:
-        """Make a runtime that is trained; one that only recomputes runs microbatches `again`."""
+        """Make a runtime for training; with `again` one that only recomputes microbatches."""
         load = RUNTIMES[self.name].load_training
         if load is None or self.precision != "float32":
-            raise PlanError(f"the runtime {self} does not train; use eager")
+            raise PlanError(f"the runtime {self} cannot train; use eager")
         return load(part, tensors, device, again=again)
 
 
@@ -139,12 +137,12 @@ EAGER = RuntimeChoice()
 
 
 def parse_runtime(text: str) -> RuntimeChoice:
-    """Read a runtime with its precision, as a person writes it.
+    """Parse a runtime with its precision from the command line.
 
     >>> parse_runtime("onnxruntime:int8+blocks.0+head")
     RuntimeChoice(name='onnxruntime', precision='int8', keep=('blocks.0', 'head'))
 
-    Raises `UsageError` for what `RuntimeChoice` does not know.
+    Raises `UsageError` for values that `RuntimeChoice` rejects.
     """
     text, *keep = text.split("+")
     name, colon, precision = text.partition(":")

@@ -1,9 +1,9 @@
-"""Bound the bytes of an operation's result before it is made, since a program may be a stranger's.
+"""Bounds on the bytes of an operation's result before it is computed, since a program may be untrusted.
 
-The operations of usual models have a rule below: an upper bound from the shapes of what they are given. All others
-are asked on the meta device, which makes no memory but costs a second and 160 MB once, since torch loads sympy for it.
-Only the first run at a microbatch size is watched: later ones have the same shapes, as no listed operator makes a
-size of values beyond its rule, or changes a tensor's shape in place.
+The operations of usual models have a rule below: an upper bound from their arguments' shapes. All others are run on the
+meta device, which allocates nothing but costs a second and 160 MB once, since torch imports sympy for it. Only the
+first run at a microbatch size is checked: later ones have the same shapes, as no listed operator makes a size from
+values beyond its rule, or changes a tensor's shape in place.
 """
 
 import math
@@ -26,9 +26,9 @@ _Shape = Sequence[int]
 
 
 def check_result(name: str, target: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-    """Refuse an operation whose result is larger than what this process may still take.
+    """Reject an operation whose result exceeds the memory that this process may still allocate.
 
-    Raises `OutOfMemory` for that, and `ProgramError` where the result's size cannot be known beforehand.
+    Raises `OutOfMemory` for that, and `ProgramError` if the result's size cannot be determined beforehand.
     """
     if is_allowed_here(target):
         return
@@ -38,20 +38,20 @@ def check_result(name: str, target: str, arguments: Sequence[Any], keywords: Map
     num_bytes = _on_meta(name, target, arguments, keywords) if rule is None else rule(*given) * _item_bytes(given)
     if num_bytes > _SMALL_BYTES and num_bytes > (allowed := allowed_bytes()):
         raise OutOfMemory(
-            f"operation {name} ({target}) would make up to {format_bytes(num_bytes)}, this process may take "
+            f"operation {name} ({target}) would allocate up to {format_bytes(num_bytes)}; this process may allocate "
             f"{format_bytes(allowed)} more; use smaller microbatches or more stages"
         )
 
 
 def _in_order(target: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
-    """Return all arguments as the operator's schema has them, those that were left out too."""
+    """Return all arguments in the order of the operator's schema, including defaults."""
     parameters = resolve_operator(target)._schema.arguments
     given = dict(zip((parameter.name for parameter in parameters), arguments, strict=False)) | dict(keywords)
     return [given.get(parameter.name, parameter.default_value) for parameter in parameters]
 
 
 def _on_meta(name: str, target: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> int:
-    """Run an operation on tensors without memory; gives the bytes of its result."""
+    """Run an operation on tensors without memory; return the bytes of its result."""
 
     def without_memory(item: Any) -> Any:
         if isinstance(item, Tensor):
@@ -67,19 +67,19 @@ def _on_meta(name: str, target: str, arguments: Sequence[Any], keywords: Mapping
             )
         except NotImplementedError:
             raise ProgramError(
-                f"the size of what {name} ({target}) makes cannot be known before; if you know what the program does, "
-                f"start this process with PENSTOCK_ALLOW_OPERATORS={target}"
+                f"the size of the result of {name} ({target}) cannot be determined beforehand; if you trust the "
+                f"program, start this process with PENSTOCK_ALLOW_OPERATORS={target}"
             ) from None
     tensors = [item for item in (made if isinstance(made, (list, tuple)) else [made]) if isinstance(item, Tensor)]
     return sum(tensor.numel() * tensor.dtype.itemsize + _VIEW_BYTES for tensor in tensors)
 
 
 def _item_bytes(given: Sequence[Any]) -> int:
-    """Return the bytes of an element that may come of these arguments."""
+    """Return the largest element size of a result of these arguments."""
     dtypes = [item for item in given if isinstance(item, torch.dtype)]
     dtypes += [tensor.dtype for item in given for tensor in (item if isinstance(item, (list, tuple)) else [item])
                if isinstance(tensor, Tensor)]  # fmt: skip
-    # sums of integers are int64, whatever they were
+    # sums of integers of any type are int64
     sizes = [dtype.itemsize if dtype.is_floating_point or dtype.is_complex else 8 for dtype in dtypes]
     return max([4, *sizes])
 
@@ -103,7 +103,7 @@ def _own(x: Tensor, *_: Any) -> int:
 
 
 def _positions(*arguments: Any) -> int:
-    return 5 * _elementwise(*arguments)  # values, and int64 where they lie
+    return 5 * _elementwise(*arguments)  # values, and int64 positions
 
 
 def _view(*_: Any) -> int:
@@ -187,11 +187,11 @@ def _index(x: Tensor, indices: Sequence[Any], *_: Any) -> int:
 
 
 def _full(size: Any = (), *_: Any) -> int:
-    return 2 * _count(size)  # int64 or float64, whatever the default
+    return 2 * _count(size)  # int64 or float64, for any default dtype
 
 
 def _arange(*arguments: Any) -> int:
-    """Of an end, of a start and an end, or of these and a step."""
+    """Bound an arange of an end, of a start and an end, or of these and a step."""
     numbers = [item for item in arguments[:3] if isinstance(item, (int, float)) and not isinstance(item, bool)]
     first, last, step = (0, numbers[0], 1) if len(numbers) == 1 else (*numbers[:2], *numbers[2:], 1)[:3]
     return 2 * (math.ceil(abs(last - first) / abs(step)) + 1 if step else 1)
@@ -217,7 +217,7 @@ def _upsample(x: Tensor, output_size: Any, *rest: Any) -> int:
     if output_size is not None:
         return _count(x.shape[:2]) * _count(output_size)
     if not factors:
-        raise ProgramError("an upsampling has no size and no factors; the program file is damaged or forged")
+        raise ProgramError("an upsampling needs a size or factors; the program file is damaged or forged")
     return _count(x.shape[:2]) * _count(
         math.ceil(size * factor) for size, factor in zip(x.shape[2:], factors[0], strict=False)
     )
@@ -225,7 +225,9 @@ def _upsample(x: Tensor, output_size: Any, *rest: Any) -> int:
 
 def _one_hot(x: Tensor, num_classes: int = -1) -> int:
     if num_classes < 0:
-        raise ProgramError("one_hot makes a size of values; give the model's num_classes and split the model again")
+        raise ProgramError(
+            "one_hot without num_classes has a size that depends on values; give num_classes and split the model again"
+        )
     return x.numel() * num_classes
 
 

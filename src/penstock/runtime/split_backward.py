@@ -1,17 +1,16 @@
-"""A backward pass in two halves: for the inputs at once, for the weights later, and no work twice.
+"""A backward pass in two halves: for the inputs immediately, for the weights later, without repeated work.
 
-Where the chain from the outputs to the inputs meets a branch that leads to weights alone, the first
-half leaves the gradient that arrived there, and the second half goes on from it:
+When the chain from the outputs to the inputs meets a branch that leads only to weights, the first half keeps the
+gradient that arrived at the branch, and the second half continues from it:
 
     outputs ──▶ add ──▶ linear ──▶ gelu ──▶ linear ──▶ inputs        first half: the chain
                           │ (kept)             │ (kept)
                           ▼                    ▼
                         weights              weights                 second half: the branches
 
-A branch that is entered in several places gets its whole sum in the first half, and where that would
-be counted twice, so do all weights. `TrainingRuntime` gives every place a node of its own, so that this
-is left for operators that use a weight several times inside.
-After Qi et al. 2023, Zero Bubble Pipeline Parallelism.
+A branch that is entered in several places gets its whole sum in the first half, and if that would be counted twice, so
+do all weights. `TrainingRuntime` makes a separate node for every place, so that this only concerns operators that use a
+weight several times internally. After Qi et al. 2023, Zero Bubble Pipeline Parallelism.
 """
 
 from collections import defaultdict
@@ -28,7 +27,7 @@ _Key = tuple[Node, int]
 
 @dataclass
 class _Branching:
-    """One operation of the chain with its branches: the gradients that reach it, and where the branches begin."""
+    """One operation of the chain with its branches: the gradients that reach it, and the branches' first edges."""
 
     arrivals: list[_Key] = field(default_factory=list)
     branches: list[_Key] = field(default_factory=list)
@@ -36,7 +35,7 @@ class _Branching:
 
 @dataclass
 class WeightHalf:
-    """What is left to do for the weights."""
+    """The remaining work for the weights."""
 
     starts: list[tuple[list[GradientEdge], list[Tensor], list[GradientEdge]]]
     edges: list[GradientEdge]
@@ -46,7 +45,7 @@ class WeightHalf:
 def backward_inputs(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightHalf]:
-    """Return the gradients of the inputs, None for one that has none, and what `backward_weights` needs.
+    """Compute the gradients of the inputs, None for one without, and the input of `backward_weights`.
 
     Example:
         (grad,), rest = backward_inputs([output], [grad_output], [input])
@@ -83,7 +82,7 @@ def backward_inputs(
 
 
 def backward_weights(half: WeightHalf, weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of the weights, None for one that has none; to be called once."""
+    """Compute the gradients of the weights, None for one without; may be called once."""
     edges, gradients = list(half.edges), list(half.gradients)
     for arrivals, given, branches in half.starts:
         results = torch.autograd.grad(arrivals, branches, given, retain_graph=True, allow_unused=True)
@@ -134,7 +133,7 @@ def _arrivals(edges: Sequence[_Key], chain: set[Node], parents: dict[_Key, list[
 def _sort(
     edges: Sequence[_Key], chain: set[Node], parents: dict[_Key, list[Node]], arrived: dict[Node, list[_Key]]
 ) -> tuple[list[_Branching], list[_Key], set[_Key]]:
-    """Sort the branches: those that can wait, those that several operations lead into, those that are roots."""
+    """Sort the branches into those that can wait, those that several operations lead into, and roots."""
     into: dict[Node, int] = defaultdict(int)
     for key, leaving in parents.items():
         into[key[0]] += len(leaving)

@@ -1,7 +1,7 @@
-"""Global settings of torch that change what an operation returns: the only list of them.
+"""The list of torch's global settings that change the result of an operation.
 
-A job of a stream carries those of the process that feeds, and each process computes with them; in training all
-processes must have the same. Flushing of denormals belongs to a thread, and is applied in the one that computes.
+A stream's job carries those of the driver, and each process computes with them; in training all processes must have the
+same. Flushing of denormals is per thread, and is applied in the one that computes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _DENORMAL = 1e-40  # below the smallest normal float32
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """How one setting is read and changed, and the texts it may have; it is a switch if there are none."""
+    """Functions that read and change one setting, and its possible texts; without texts it is a switch."""
 
     read: Callable[[], bool | str]
     change: Callable[[Any], object]
@@ -34,7 +34,7 @@ class _Setting:
 
 
 def _backend(path: str, texts: tuple[str, ...] = ()) -> _Setting:
-    """Return the setting that is an attribute of `torch.backends`."""
+    """Make the setting of an attribute of `torch.backends`."""
     owner, _, name = path.rpartition(".")
     holder = attrgetter(owner)(torch.backends) if owner else torch.backends
     return _Setting(partial(getattr, holder, name), partial(setattr, holder, name), texts)
@@ -54,7 +54,7 @@ def _change_warn_only(on: bool) -> None:
 
 
 _CUDA = torch.backends.cuda
-# Each after those that change it as well: `float32_matmul_precision` sets the precision of each backend
+# Each after those that also change it: `float32_matmul_precision` sets the precision of each backend
 _SETTINGS: Mapping[str, _Setting] = {
     "default_dtype": _Setting(
         lambda: str(torch.get_default_dtype()).removeprefix("torch."),
@@ -100,7 +100,7 @@ _SETTINGS: Mapping[str, _Setting] = {
 
 
 def read_settings() -> Settings:
-    """Return the settings of this process and thread, by name; those that this torch does not have are left out.
+    """Return the settings of this process and thread, by name; settings missing in this torch are left out.
 
     >>> read_settings()["default_dtype"]
     'float32'
@@ -123,7 +123,7 @@ def _read(name: str) -> bool | str | None:
 
 
 def check_settings(settings: Settings) -> None:
-    """Check settings that came with a job; raises `ProgramError` for a name or value that is none."""
+    """Check settings of a job; raises `ProgramError` for an invalid name or value."""
     for name, value in settings.items():
         setting = _SETTINGS.get(name)
         if setting is None or not (value in setting.texts if setting.texts else isinstance(value, bool)):
@@ -144,12 +144,12 @@ def applied(settings: Settings) -> Iterator[None]:
         change_settings(settings)
         yield
     finally:
-        if changes:  # else others may have changed them meanwhile, in a process that is the caller's too
+        if changes:  # otherwise other code of the caller's process may have changed them meanwhile
             change_settings(before)
 
 
 def change_settings(settings: Settings) -> None:
-    """Set torch as it should be; raises `UsageError` where this torch cannot be."""
+    """Apply settings to torch; raises `UsageError` for one that this torch does not support."""
     for name, setting in _SETTINGS.items():
         if name in settings and _read(name) != settings[name]:
             try:

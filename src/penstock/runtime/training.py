@@ -24,9 +24,9 @@ _DRAWING = threading.Lock()
 class TrainingRuntime(Runtime):
     """A stage program whose parameters are autograd's leaves, with dropout that can be drawn again.
 
-    What an operation draws depends on `rng_key`, a text that names seed, step and microbatch, and on the
-    operation alone: not on the stage it is in, nor on what was drawn before. A runtime that runs microbatches `again`,
-    to recompute their activations, writes to no parameter.
+    What an operation draws depends on `rng_key`, a text that names seed, step and microbatch, and on the operation
+    alone: not on its stage, nor on earlier draws. A runtime that runs microbatches `again`, to recompute their
+    activations, writes to no parameter.
 
     Example:
         runtime = TrainingRuntime(part, leaves)
@@ -175,10 +175,9 @@ def _draws(op: Op) -> bool:
 
 
 def branches_used_again(part: TrainingPart) -> dict[str, list[str]]:
-    """Find the places where what depends on weights alone joins the chain from the inputs, but has other uses too.
-
-    Gives for an operation the names of such values. Each use gets a node of its own in autograd's graph,
-    so that a backward in halves can tell them apart.
+    """Find places where values that depend on weights alone join the chain from the inputs, but have other uses too.
+    Returns for an operation the names of such values. Each use gets a node of its own in autograd's graph, so that a
+    backward in halves can tell them apart.
     """
     ops = part.program.ops
     uses = Counter(name for op in ops for name in op.uses())

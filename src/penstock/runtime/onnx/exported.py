@@ -20,8 +20,8 @@ from penstock.tensors import HOST
 from penstock.text import first_line
 
 _KEPT_SIZES = 4  # sessions have their own copies of the weights
-_FURTHEST = 1e-3  # from what eager gives, of its largest number
-_MOST_BYTES = 2**31 - 2**20  # of a model, as protobuf has it
+_FURTHEST = 1e-3  # largest deviation from eager, relative to its largest number
+_MOST_BYTES = 2**31 - 2**20  # protobuf's limit for a model
 
 
 Engine = Callable[[Mapping[str, np.ndarray[Any, Any]]], Sequence[np.ndarray[Any, Any]]]
@@ -30,9 +30,9 @@ Engine = Callable[[Mapping[str, np.ndarray[Any, Any]]], Sequence[np.ndarray[Any,
 class ExportedRuntime(ABC):
     """A stage program with its weights, as ONNX models that an engine runs on the CPU; outputs are contiguous.
 
-    The first microbatch of a size is run eagerly too: that shows every shape, and that the outputs are the same.
+    The first microbatch of a size is also run eagerly, to determine every shape and to compare the outputs.
 
-    Raises `PlanError` for an operator that there is no ONNX for, and elsewhere than on the CPU.
+    Raises `PlanError` for an operator without an ONNX equivalent, and on other devices than the CPU.
     """
 
     name = ""
@@ -43,9 +43,9 @@ class ExportedRuntime(ABC):
         precision: str = "float32", keep: Sequence[str] = (),
     ) -> None:  # fmt: skip
         if device != HOST:
-            raise PlanError(f"the runtime {self.name} computes on the CPU, not on {device}; plan with eager")
+            raise PlanError(f"the runtime {self.name} computes only on the CPU; got {device}; plan with eager")
         if precision == "bfloat16":
-            check_bfloat16()  # without instructions for it engines compute in float32 and say nothing
+            check_bfloat16()  # without instructions for it engines silently compute in float32
         check_supported(program)
         self.program, self.device = program, device
         self.precision = precision
@@ -58,7 +58,7 @@ class ExportedRuntime(ABC):
         """Make what runs a model: arrays by the names of the model's inputs, to its outputs in order."""
 
     def __call__(self, sizes: Mapping[str, int], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run on one microbatch; `sizes` gives every symbol of the program its value."""
+        """Run on one microbatch; `sizes` has a value for every symbol of the program."""
         key = tuple(sizes[symbol] for symbol in self.program.symbols)
         engine = self._engines.get(key)
         if engine is None:
@@ -76,7 +76,9 @@ class ExportedRuntime(ABC):
             check_integers(self.name, self.program, known, seen)
         model = write_model(self.program, known, seen, sizes)
         if model.ByteSize() > _MOST_BYTES:
-            raise PlanError(f"a stage of the runtime {self.name} has at most 2 GiB; plan with more stages, or eager")
+            raise PlanError(
+                f"a stage of the runtime {self.name} must have at most 2 GiB; plan with more stages, or eager"
+            )
         try:
             engine = self._compile(model)
         # the packages' errors have no class of their own above Exception
@@ -92,8 +94,8 @@ class ExportedRuntime(ABC):
                 if not torch.equal(found, wanted):
                     count = int((found != wanted).sum())
                     raise RunError(
-                        f"the runtime {self.name} gives another {value.name} than eager, in {count} of "
-                        f"{wanted.numel()} elements; plan this stage with the runtime eager"
+                        f"{value.name} of the runtime {self.name} differs from eager in {count} of {wanted.numel()} "
+                        "elements; plan this stage with the runtime eager"
                     )
                 continue
             if not wanted.numel():
@@ -101,11 +103,11 @@ class ExportedRuntime(ABC):
             finite = wanted.isfinite()
             largest = float(wanted[finite].abs().max()) if finite.any() else 0.0
             error = float((found - wanted)[finite].abs().max()) if finite.any() else 0.0
-            # a NaN is no number that is small enough
+            # negated so that NaN fails
             if not error <= _FURTHEST * max(1e-6, largest) or not torch.equal(found.isfinite(), finite):
                 raise RunError(
-                    f"the runtime {self.name} gives another {value.name} than eager, by {error:.3g}; plan this "
-                    "stage with the runtime eager"
+                    f"{value.name} of the runtime {self.name} differs from eager by {error:.3g}; plan this stage "
+                    "with the runtime eager"
                 )
 
     def _run(self, engine: Engine, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -123,7 +125,7 @@ class ExportedRuntime(ABC):
     def watched(
         self, sizes: Mapping[str, int], inputs: Sequence[Tensor], _clock: Callable[[], float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Run on one microbatch; the seconds of single operations cannot be told."""
+        """Run on one microbatch; single operations cannot be timed."""
         return self(sizes, inputs), []
 
     def own(self, outputs: Sequence[Tensor], _sizes: Mapping[str, int]) -> list[Tensor]:

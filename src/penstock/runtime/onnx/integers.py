@@ -1,6 +1,6 @@
-"""Integers of 64 bits for an engine that computes them with 32: what cannot overflow is let through.
+"""Checks of 64-bit integers for an engine that computes them with 32 bits: programs that may overflow are refused.
 
-Inputs are held to a bound when they come; from there the largest number that each operation can give is worked out.
+Inputs are checked against a bound on arrival; from it the largest possible result of each operation is derived.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,8 +50,8 @@ def check_inputs(name: str, values: Sequence[Value], tensors: Sequence[Tensor]) 
             least, most = (int(each) for each in torch.aminmax(tensor))
             if max(-least, most) > INPUT_BOUND:
                 raise RunError(
-                    f"the runtime {name} has integers of 32 bits, and {value.name} goes from {least} to {most}; plan "
-                    "this stage with the runtime eager"
+                    f"the runtime {name} has 32-bit integers, and {value.name} is from {least} to {most}; plan this "
+                    "stage with the runtime eager"
                 )
 
 
@@ -79,7 +79,7 @@ def _bound(name: str, op: Op, bounds: Mapping[str, int], seen: Mapping[str, Any]
 
 
 def _parts(items: Sequence[Any], bounds: Mapping[str, int]) -> Iterator[int]:
-    """Yield the largest magnitude of each operand; what is no 64-bit integer is a switch or an index."""
+    """Yield the largest magnitude of each operand; other operands are switches or indices."""
     for item in items:
         if isinstance(item, Ref):
             yield bounds.get(item.name, 1)
@@ -95,5 +95,5 @@ def _is_long(tensor: Tensor) -> bool:
 
 def _refusal(name: str, what: str) -> PlanError:
     return PlanError(
-        f"the runtime {name} has integers of 32 bits, and {what} may be larger; plan this stage with the runtime eager"
+        f"the runtime {name} has 32-bit integers, and {what} may be larger; plan this stage with the runtime eager"
     )

@@ -20,7 +20,7 @@ ELEMENTS: Mapping[torch.dtype, int] = {
 
 @dataclass(slots=True)
 class Made:
-    """A tensor of the graph: its dtype and shape at the size that the graph is for, its value where that is known."""
+    """A tensor of the graph: its dtype and shape at the graph's size, and its value if known."""
 
     nodes: "Nodes"
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Made:
 
     @property
     def name(self) -> str:
-        """Its name in the graph; a value that is known becomes a constant when it is first used."""
+        """Its name in the graph; a known value becomes a constant at its first use."""
         if self.known_as is None:
             if self.value is None:
                 raise ValueError("a tensor of a graph has a name or a value")
@@ -69,7 +69,7 @@ class Nodes:
         return self.constant(np.asarray(values, dtype=np.int64))
 
     def model(self, inputs: Sequence[Made], outputs: Sequence[Made]) -> onnx.ModelProto:
-        """Return the model; outputs are named anew in the order of `outputs`."""
+        """Return the model; outputs are renamed in the order of `outputs`."""
         given = [helper.make_tensor_value_info(x.name, ELEMENTS[x.dtype], x.shape) for x in inputs]
         named = [f"output_{index}" for index in range(len(outputs))]
         ends = [

@@ -1,7 +1,7 @@
-"""What operators of a stage program are in ONNX: one function each, from bound arguments to the name of the result.
+"""ONNX equivalents of a stage program's operators: one function each, from bound arguments to the result's name.
 
-Sizes are settled and shapes known where a graph is written, so views are reshapes to a constant shape, and whatever
-torch promotes or broadcasts by rules of its own is cast to what it was seen to give.
+Sizes and shapes are known when a graph is written, so views are reshapes to a constant shape, and results of torch's
+own promotion and broadcasting rules are cast to the observed dtype.
 """
 
 import math
@@ -17,7 +17,7 @@ from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of an operator: the graph so far, what comes of it, and its arguments by their names in its schema."""
+    """A call of an operator: the graph so far, the result, and its arguments by their names in its schema."""
 
     nodes: Nodes
     out: Made
@@ -28,19 +28,19 @@ class Call:
         return self.given[name]
 
     def add(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
-        """Add a node; returns the name of its output."""
+        """Add a node; return the name of its output."""
         return self.nodes.add(kind, inputs, **attributes)
 
     def cast(self, value: Made) -> str:
-        """Return a tensor in the dtype of what comes of the call."""
+        """Return a tensor in the dtype of the call's result."""
         return _cast(self.nodes, value, self.out.dtype)
 
     def number(self, value: float) -> str:
-        """Return a number in the dtype of what comes of the call."""
+        """Return a number in the dtype of the call's result."""
         return self.nodes.constant(torch.tensor(value, dtype=self.out.dtype))
 
     def either(self, value: Made | float) -> str:
-        """Return a tensor or a number in the dtype of what comes of the call."""
+        """Return a tensor or a number in the dtype of the call's result."""
         return self.cast(value) if isinstance(value, Made) else self.number(value)
 
     def scaled(self, name: str, factor: float) -> str:
@@ -106,7 +106,7 @@ def _transpose(call: Call) -> str:
 
 @_operator("cat.default")
 def _concatenate(call: Call) -> str:
-    # torch leaves out one-dimensional tensors without elements, whatever the others' shape
+    # torch ignores one-dimensional tensors without elements, for any shape of the others
     parts = [part for part in call["tensors"] if part.shape != (0,)] or call["tensors"][:1]
     return call.add("Concat", [call.cast(part) for part in parts], axis=call["dim"] % len(call.out.shape))
 
@@ -137,7 +137,7 @@ def _slice(call: Call) -> str:
 
 
 def slice_axis(nodes: Nodes, given: Made, axis: int, begin: int, end: int, step: int = 1) -> str:
-    """Take a part of one axis."""
+    """Slice one axis."""
     if (begin, step) == (0, 1) and end >= given.shape[axis]:
         return given.name
     return nodes.add("Slice", [given.name, *(nodes.numbers([number]) for number in (begin, end, axis, step))])

@@ -14,8 +14,8 @@ from penstock.runtime.onnx.exported import Engine, ExportedRuntime
 class OnnxRuntime(ExportedRuntime):
     """A stage program run by ONNX Runtime.
 
-    The precision `int8` has weights of linear layers in 8 bits, a scale for each output channel, and quantizes what
-    they are multiplied with as it comes; layers in `keep` stay as they are.
+    The precision `int8` has weights of linear layers in 8 bits with a scale for each output channel, and quantizes
+    their inputs dynamically; layers in `keep` are unchanged.
 
     Example:
         runtime = OnnxRuntime(program, {"head.weight": weight, ...})
@@ -31,7 +31,7 @@ class OnnxRuntime(ExportedRuntime):
             model = quantize(model, self.kept)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
-        # threads that wait by spinning take what a small host computes with
+        # threads that wait by spinning take the cores of a small host
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(

@@ -16,7 +16,7 @@ _HINTS = {"float32": "f32", "bfloat16": "bf16"}
 class OpenVinoRuntime(ExportedRuntime):
     """A stage program run by OpenVINO.
 
-    The precision `bfloat16` lets it compute in 16 bits wherever it can; outputs stay float32.
+    With the precision `bfloat16` it computes in 16 bits when it can; outputs stay float32.
 
     Example:
         runtime = OpenVinoRuntime(program, {"head.weight": weight, ...}, precision="bfloat16")
@@ -34,7 +34,7 @@ class OpenVinoRuntime(ExportedRuntime):
         }  # fmt: skip
         compiled = core.compile_model(core.read_model(model.SerializeToString(), b""), "CPU", settings)
         request = compiled.create_infer_request()
-        # what only changes an input's shape may be gone, and have left its name there
+        # an operation that only reshapes an input may be optimized away, leaving its name on the port
         inputs = {each.name for each in model.graph.input}
         names = [next(iter(port.get_names() & inputs)) for port in compiled.inputs]
 

@@ -16,9 +16,9 @@ from penstock.graph.program import StageProgram
 from penstock.runtime.onnx.onnx_nodes import ELEMENTS, Made, Nodes
 from penstock.runtime.onnx.onnx_operators import OPERATORS, Call, slice_axis
 
-# these give several tensors, each of which is a part of one
+# these return several tensors, each a part of one
 _PARTED = {"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"}
-# arguments that ONNX has no word for, and what they are where nothing is lost
+# arguments without an ONNX equivalent, and the values at which they have no effect
 _PLAIN: Mapping[str, Mapping[str, Any]] = {
     "aten.batch_norm.default": {"training": False},
     "aten.dropout.default": {"train": False},
@@ -45,7 +45,7 @@ def _is_plain(op: Op) -> bool:
 
 
 def _bound(op: Op) -> dict[str, Any]:
-    """Return an operation's arguments by their names in its schema, those that are not given too."""
+    """Return an operation's arguments by their names in its schema, including defaults."""
     parameters = resolve_operator(op.target)._schema.arguments
     given = {parameter.name: parameter.default_value for parameter in parameters}
     given |= {parameter.name: argument for parameter, argument in zip(parameters, op.arguments, strict=False)}
@@ -68,8 +68,8 @@ def write_model(
 ) -> onnx.ModelProto:  # fmt: skip
     """Write a program as an ONNX model.
 
-    `known` are its states and what its prelude gives, `seen` what its inputs and every operation were like at
-    `sizes`, on the meta device for all that matters. Inputs are named as the program's, outputs by their places.
+    `known` are its states and its prelude's results, `seen` its inputs and every operation's result at `sizes`, of
+    which only dtype and shape matter. Inputs are named as the program's, outputs by their places.
 
     Raises `PlanError` for a dtype that ONNX Runtime does not have; see `check_supported` for the rest.
     """
@@ -77,7 +77,7 @@ def write_model(
 
 
 def _check_writes(program: StageProgram) -> None:
-    """Raise `PlanError` where an operation writes into memory that another value, which is read later, is a view of."""
+    """Raise `PlanError` if an operation writes into memory viewed by another value that is read later."""
     group: dict[str, set[str]] = defaultdict(set)
     last = {name: index for index, op in enumerate(program.ops) for name in op.uses()}
     last |= {value.name: len(program.ops) for value in program.outputs}
@@ -88,8 +88,8 @@ def _check_writes(program: StageProgram) -> None:
             others = {other for other in group[name] | shared if other not in {name, op.name}}
             if any(last.get(other, -1) > index for other in others):
                 raise PlanError(
-                    f"runtimes that take ONNX cannot run {op.target} ({op.name}), which writes into memory that others "
-                    "read; plan this stage with the runtime eager"
+                    f"ONNX runtimes cannot run {op.target} ({op.name}), which writes into memory that others read; "
+                    "plan this stage with the runtime eager"
                 )
         for name in shared:
             group[name] |= shared
@@ -130,7 +130,7 @@ class _Writer:
             self._parts[op.name] = list(self._parted(op, given))
             return
         if op.name not in self._seen:
-            return  # nobody reads it, and it writes nothing
+            return  # unread, and it writes nothing
         made = self._like(self._seen[op.name])
         made.known_as = OPERATORS[op.target](Call(self._nodes, made, given))
         self._values[op.name] = made
@@ -153,7 +153,7 @@ class _Writer:
     def _settled(self, argument: Any) -> Any:
         if isinstance(argument, Ref):
             if argument.name not in self._values:
-                raise ProgramError(f"{argument.name} is read before it is there; write the program again")
+                raise ProgramError(f"{argument.name} is read before it is computed; write the program again")
             return self._values[argument.name]
         if isinstance(argument, Size):
             return argument.evaluate(self._sizes)

@@ -49,12 +49,12 @@ def test_it_is_a_pure_function() -> None:
 
 
 def test_names_that_are_not_there() -> None:
-    with pytest.raises(ClusterError, match="there is no device 'z' in cluster"):
+    with pytest.raises(ClusterError, match="device 'z' not found in cluster"):
         plan_again(PLAN, PROFILE, CLUSTER, missing={"z"})
 
 
 def test_without_the_feeder() -> None:
-    with pytest.raises(PlanError, match="a feeds and is gone; name another feeder"):
+    with pytest.raises(PlanError, match="driver a is lost; set another feeder"):
         plan_again(PLAN, PROFILE, CLUSTER, missing={"a"})
 
 

@@ -124,7 +124,7 @@ def test_the_fewest_devices_for_a_target() -> None:
     assert len(make_plan(profile, cluster, request).devices) == 3
     with pytest.raises(PlanError, match=r"no plan reaches 9 rows/s: the best found has 0.5 rows/s with 6 devices"):
         make_plan(profile, cluster, Request(aim="devices", target_rows_per_s=9.0, replicas=False))
-    with pytest.raises(PlanError, match="the aim devices needs the throughput to reach"):
+    with pytest.raises(PlanError, match="--target in rows per second"):
         Request(aim="devices")
 
 
@@ -136,7 +136,7 @@ def test_nothing_fits_says_what_would() -> None:
     message = str(caught.value)
     assert "the model does not fit: it needs 8 kB" in message
     assert "a has 3 kB, 1 kB less than an equal part" in message
-    assert "4 kB on each of 2 devices would do" in message
+    assert "4 kB on each of 2 devices" in message
     fitting = make_cluster(1, 1, memory_bytes=4000)
     assert make_plan(profile, fitting, PLAIN).devices == ("a", "b")
 
@@ -197,7 +197,7 @@ def test_a_training_plan() -> None:
     assert kept == [80, 60, 40, 20]
     with pytest.raises(PlanError, match="the schedule 1f1b needs the size of a step"):
         make_plan(profile, make_cluster(1), Request(schedule="1f1b"))
-    with pytest.raises(PlanError, match=r"units\[0\] of the profile has none; profile again with --training"):
+    with pytest.raises(PlanError, match=r"units\[0\] of the profile .*; profile again with --training"):
         make_plan(make_profile([1.0]), make_cluster(1), request)
 
 
@@ -270,14 +270,14 @@ def test_each_device_computes_on_the_fastest_runtime_that_it_has() -> None:
     shared = make_plan(profile, cluster, replace(request, shared=True))
     assert {stage.runtime for stage in shared.pipelines[0].stages} == {"eager"}
     wrong = Cluster(devices=tuple(msgspec.structs.replace(device, runtimes=("abacus",)) for device in devices))
-    with pytest.raises(PlanError, match="a has the runtime abacus, of which the profile says nothing; profile again"):
+    with pytest.raises(PlanError, match=r"a has the runtime abacus, .*; profile again"):
         make_plan(profile, wrong, request)
 
 
 def test_where_other_runtimes_are_not_known_or_do_not_train() -> None:
     with pytest.raises(PlanError, match="the profile has no other runtime than eager; profile again with --runtime"):
         make_plan(make_profile([1.0] * 4), make_cluster(1, 1), replace(PLAIN, max_error=0.1))
-    with pytest.raises(PlanError, match="other runtimes than eager do not train; leave --max-error out"):
+    with pytest.raises(PlanError, match="leave --max-error out"):
         Request(schedule="1f1b", num_microbatches=4, max_error=0.1)
 
 

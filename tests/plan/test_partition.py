@@ -68,14 +68,14 @@ def test_twelve_blocks_on_four_and_five_stages() -> None:
 
 
 def test_more_stages_than_blocks() -> None:
-    with pytest.raises(CutError, match=r"^3 stages of whole blocks need as many blocks, but there are 2; use fewer"):
+    with pytest.raises(CutError, match=r"^3 stages of whole blocks need as many blocks; got 2; use fewer"):
         evenly([0, 4], 3)
 
 
 @pytest.mark.parametrize(
     ("num_units", "num_stages", "message"),
     [
-        (3, 0, "the number of stages must be at least 1, not 0"),
+        (3, 0, "the number of stages must be at least 1; got 0"),
         (3, 4, "4 stages need at least 3 cuts, but this model allows 2; use at most 3 stages"),
     ],
 )

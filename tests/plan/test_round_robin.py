@@ -33,7 +33,7 @@ def test_a_period_as_short_as_it_can_be() -> None:
 
 @pytest.mark.parametrize("weights", [[], [0.5, 0.6], [1.5, -0.5]])
 def test_weights_that_are_not_parts_of_one(weights: list[float]) -> None:
-    with pytest.raises(PlanError, match="weights of cut sets are parts that add up to 1"):
+    with pytest.raises(PlanError, match="weights of cut sets must add up to 1"):
         round_robin(weights)
 
 

@@ -1,4 +1,4 @@
-"""What is wanted of a plan, and ways to run a model, worked out and predicted, to choose from."""
+"""Requirements of a plan, and candidate plans with predictions."""
 
 import math
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ PlanAim = Literal["throughput", "latency", "devices"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is wanted of a plan.
+    """Requirements of a plan.
 
-    `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes
-    to choose from, those of the profile where none are given. `num_rows` is the stream that is predicted.
-    `replicas` allows whole pipelines side by side, `shared` stages that devices share round-robin. A training step has
-    `num_microbatches`, or as many as make up `batch_rows`, over all replicas. `recording_bytes` stay free on every
-    device for a trace. With `max_error` a stage computes on the fastest runtime of the profile that its device has
-    and whose outputs are at most so far from eager's, as a part of their length.
+    `aim` is throughput, latency or the fewest devices for `target_rows_per_s`. `rows` are the microbatch sizes to
+    choose from, by default those of the profile. `num_rows` is the length of the predicted stream. `replicas` allows
+    parallel pipelines, `shared` stages that devices share round-robin. A training step has `num_microbatches`, or as
+    many as make up `batch_rows`, over all replicas. `recording_bytes` stay free on every device for a trace. With
+    `max_error` a stage computes on the fastest runtime of the profile that its device has and whose outputs differ from
+    eager's by at most this part of their length.
 
     >>> Request(aim="latency").depth
     2
@@ -53,9 +53,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.max_error is not None and self.schedule != "forward-only":
-            raise PlanError("other runtimes than eager do not train; leave --max-error out")
+            raise PlanError("only the eager runtime can train; leave --max-error out")
         if self.aim == "devices" and not (self.target_rows_per_s and self.target_rows_per_s > 0):
-            raise PlanError("the aim devices needs the throughput to reach; give --target in rows per second")
+            raise PlanError("the aim devices needs a target throughput; give --target in rows per second")
         if self.schedule == "forward-only":
             if self.num_microbatches is not None or self.batch_rows is not None:
                 raise PlanError("microbatches of a step are for training; add --schedule 1f1b or another")
@@ -65,17 +65,17 @@ class Request:
             )
 
     def settings(self, measured: tuple[int, ...]) -> list[Setting]:
-        """Return how stages may be run: a setting for each microbatch size, of those measured where none are given.
+        """Return a setting for each microbatch size, by default for the measured ones.
 
-        Raises `PlanError` where no size divides the batch.
+        Raises `PlanError` if no size divides the batch.
         """
         sizes = self.rows or measured
         batch = self.batch_rows
         fitting = [rows for rows in sizes if batch is None or batch % rows == 0]
         if not fitting:
             raise PlanError(
-                f"microbatches divide a batch, but a batch of {batch} rows has none of {', '.join(map(str, sizes))} "
-                "rows; give other --rows"
+                f"microbatches must divide the batch of {batch} rows; got {', '.join(map(str, sizes))} rows; give "
+                "other --rows"
             )
         return [self._setting(rows) for rows in fitting]
 
@@ -96,9 +96,9 @@ _BOUNDED_EFFORT = 5_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to run the model: its kind, its pipelines with names, and what they are predicted to do.
+    """A candidate plan: its kind, its pipelines with names, and their prediction.
 
-    `exact` says that no plan of its kind is better for its microbatch size.
+    With `exact` no plan of its kind is better for its microbatch size.
     """
 
     kind: Kind
@@ -109,7 +109,7 @@ class Candidate:
 
     @property
     def num_devices(self) -> int:
-        """How many devices hold stages."""
+        """Number of devices that hold stages."""
         return len({name for pipeline in self.pipelines for stage in pipeline.stages for name in stage.devices})
 
     @property
@@ -128,7 +128,7 @@ def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
         return found
     if problem.setting.trains:
         found += _replicas_that_train(problem, request) if request.replicas else []
-        # for too many devices the search did not know how many stages there would be, and what zero bubble then keeps
+        # for too many devices the search did not have the number of stages, which determines what zero bubble keeps
         return [candidate for candidate in found if fits(candidate.prediction, problem.cluster)]
     if request.shared:
         found += _shared(problem, request)
@@ -140,7 +140,7 @@ def candidates_of(problem: Problem, request: Request) -> list[Candidate]:
 def as_candidate(
     problem: Problem, kind: Kind, divisions: Sequence[tuple[float, Division]], request: Request, *, exact: bool
 ) -> Candidate:
-    """Name devices and cuts of pipelines, with their shares of the microbatches, and predict what they will do."""
+    """Name devices and cuts of pipelines, with their shares of the microbatches, and predict them."""
     pipelines = tuple(_pipeline(problem, division, share) for share, division in divisions)
     pace = bottleneck_s(problem, divisions[0][1])
     exact = exact and not problem.setting.trains  # searched for its pace, and a step also fills and drains
@@ -169,9 +169,9 @@ def bound_rows_per_s(problem: Problem, *, share: bool) -> float:
 
 
 def _single(problem: Problem, request: Request) -> list[Candidate]:
-    """Find the best pipelines with a device for each stage."""
+    """Return the best pipelines with a device for each stage."""
     aim: Literal["pace", "latency"] = "latency" if request.aim == "latency" else "pace"
-    # what a stage of zero bubble keeps depends on how many there are
+    # the memory of a zero-bubble stage depends on the number of stages
     each_size = problem.setting.schedule == "zero-bubble"
     found = _for_each_size(problem, aim) if each_size else best_divisions(problem, aim=aim)
     if found is None and aim == "pace":
@@ -188,21 +188,19 @@ def _single(problem: Problem, request: Request) -> list[Candidate]:
 
 
 def fits(prediction: Prediction, cluster: Cluster) -> bool:
-    """Return whether devices have the memory that is predicted."""
+    """Return True if devices have the predicted memory."""
     return all(load.memory_bytes <= cluster.device(load.device).memory_bytes for load in prediction.devices)
 
 
 def _interleaved(problem: Problem, request: Request) -> list[Candidate]:
     """Return pipelines with several stages for each device."""
     if len(problem.devices) == 1:
-        raise PlanError(
-            "the schedule interleaved spreads stages over several devices, but there is one; use --schedule 1f1b"
-        )
+        raise PlanError("the schedule interleaved needs several devices; got 1; use --schedule 1f1b")
     return [as_candidate(problem, "stages", ((1.0, d),), request, exact=False) for d in interleaved_divisions(problem)]
 
 
 def _for_each_size(problem: Problem, aim: Literal["pace", "latency"]) -> dict[int, tuple[float, Division]] | None:
-    """Search for each number of stages by itself; None where one search is too much."""
+    """Search separately for each number of stages; None if a search is too large."""
     found: dict[int, tuple[float, Division]] = {}
     for size in range(1, min(len(problem.devices), problem.num_units) + 1):
         best = best_divisions(problem.for_stages(size), aim=aim)
@@ -213,11 +211,11 @@ def _for_each_size(problem: Problem, aim: Literal["pace", "latency"]) -> dict[in
 
 
 def _many(problem: Problem, request: Request) -> list[Candidate]:
-    """Find pipelines where there are too many devices to look at every order."""
+    """Return pipelines for too many devices to search every order."""
     division = good_division(problem)
     if division is None:
         return []
-    # knowing how fast a pipeline can be makes the exact search much smaller
+    # a known pace makes the exact search much smaller
     found = best_divisions(problem, at_most_s=bottleneck_s(problem, division) * (1 + 1e-9), effort=_BOUNDED_EFFORT)
     if found:
         divisions = [refine(problem, d, reach=16) for _, d in found.values()]
@@ -229,7 +227,7 @@ def _many(problem: Problem, request: Request) -> list[Candidate]:
 
 
 def _fewer(problem: Problem, request: Request) -> list[Candidate]:
-    """Find by halving how many of the fastest devices are enough for the target."""
+    """Find the number of fastest devices that suffices for the target, by bisection."""
     order = sorted(range(len(problem.devices)), key=lambda number: -problem.speeds[number])
     low, high = 1, len(order)
     found: list[Candidate] = []
@@ -246,7 +244,7 @@ def _fewer(problem: Problem, request: Request) -> list[Candidate]:
 
 
 def _shared(problem: Problem, request: Request) -> list[Candidate]:
-    """Find pipelines in which devices share a stage, where that is not the same as one device each."""
+    """Return pipelines in which devices share a stage, without those with one device each."""
     found = best_divisions(problem, share=True, effort=_SHARE_EFFORT)
     if not found:
         return []
@@ -281,7 +279,7 @@ def _pipeline(problem: Problem, division: Division, share: float) -> Pipeline:
 
 
 def _shares(problem: Problem, stage: Placed) -> tuple[float, ...]:
-    """Assign devices that share a stage parts after their speed; the feeder has what time feeding leaves."""
+    """Assign devices that share a stage parts proportional to speed; the driver computes in its remaining time."""
     if len(stage.devices) == 1:
         return (1.0,)
     pace = shared_load_s(problem, stage)

@@ -1,4 +1,4 @@
-"""Choose a plan: weigh the ways to run a model, write down the best, say why none fits; again when things change."""
+"""Choice of a plan: candidates are ranked, the best is recorded, and misfits are explained; with replanning."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +20,9 @@ from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
 from penstock.units import format_bytes
 
-# how many pipelines beside the best are tried with rotating cuts
+# number of pipelines besides the best that are tried with rotating cuts
 _ROTATED = 3
-# of a device of which nothing is known: the planner may give it anything
+# memory of an unknown device: the planner may assign it anything
 _ENOUGH_BYTES = 2**50
 _KEEPING_MORE = {"gpipe", "interleaved", "zero-bubble"}
 
@@ -42,7 +42,7 @@ def make_plan(profile: Profile, cluster: Cluster, request: Request | None = None
     Example:
         plan = make_plan(read_profile("profile.json"), read_cluster("cluster.toml"))
 
-    Raises `PlanError` where nothing fits, with what is missing and what would fit, or no plan reaches the target.
+    Raises `PlanError` if nothing fits, with the missing memory and a sufficient one, or no plan reaches the target.
     """
     return choose(profile, cluster, request or Request()).plan
 
@@ -70,7 +70,7 @@ def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
 
 
 def rank(candidates: Sequence[Candidate], request: Request) -> list[Candidate]:
-    """Order candidates by what was asked for; raises `PlanError` where none reaches the target."""
+    """Order candidates by the request's aim; raises `PlanError` if none reaches the target."""
     if request.aim == "latency":
         return sorted(candidates, key=lambda c: (c.prediction.latency_s, c.num_devices))
     target = request.target_rows_per_s
@@ -103,7 +103,9 @@ def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request
 
 
 def _worth_rotating(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Return the pipelines that may gain most: the best, and for its microbatch size those with the most devices."""
+    """Return the pipelines that may gain most from rotation: the best, and of its microbatch size those with the most
+    devices.
+    """
     plain = [c for c in ranked if c.kind == "stages"]
     if not plain:
         return []
@@ -119,7 +121,7 @@ def _by_throughput(candidate: Candidate, top: float) -> tuple[float, float, floa
 
 
 def explain_misfit(problem: Problem) -> str:
-    """Return one line that says what is missing and how much memory per device would do.
+    """Return one line with the missing memory and a sufficient memory per device.
 
     Example:
         raise PlanError(explain_misfit(problem))
@@ -129,7 +131,7 @@ def explain_misfit(problem: Problem) -> str:
     need, unit = _neediest_unit(problem, largest)
     have = devices[largest].memory_bytes
     each = memory_that_would_do(problem)
-    would = f"{format_bytes(_round_up(each))} on each of {len(devices)} devices would do"
+    would = f"{format_bytes(_round_up(each))} on each of {len(devices)} devices would suffice"
     if need > have:
         names = [boundary.name for boundary in problem.profile.boundaries]
         return (
@@ -146,15 +148,15 @@ def explain_misfit(problem: Problem) -> str:
     )
     have_all = sum(device.memory_bytes for device in devices)
     return (
-        f"the model does not fit: it needs {format_bytes(total)}{holds} and what every process takes beside, the "
-        f"devices have {format_bytes(have_all)} in all; {devices[tightest].name} has "
+        f"the model does not fit: it needs {format_bytes(total)}{holds} and the base memory of every process; the "
+        f"devices have {format_bytes(have_all)} in total; {devices[tightest].name} has "
         f"{format_bytes(devices[tightest].memory_bytes)}, {format_bytes(max(missing, 0.0))} less than an equal part; "
         f"{would}, or use more devices or fewer rows per microbatch{fewer}"
     )
 
 
 def memory_that_would_do(problem: Problem) -> float:
-    """Return the smallest memory with which equal devices, as many as there are, could hold the model."""
+    """Return the smallest memory with which the same number of equal devices could hold the model."""
     low, high = 0.0, max(problem.memory_bytes(problem.feeder, 0, problem.num_units, problem.setting.in_flight(1)), 1.0)
     matrices = [_needs(problem, from_end) for from_end in range(1, min(len(problem.devices), problem.num_units) + 1)]
     high = min(high, float(matrices[0][0, problem.num_units]))
@@ -168,14 +170,14 @@ def memory_that_would_do(problem: Problem) -> float:
 
 
 def _needs(problem: Problem, from_end: int) -> Vector:
-    """Return the memory of every stage on the feeder, which needs the most, infinite where it is empty."""
+    """Return the memory of every stage on the driver, which needs the most, infinite for empty stages."""
     need = problem.memory_block(problem.feeder, problem.setting.in_flight(from_end), slice(None), slice(None))
     need[np.tril_indices(problem.num_units + 1)] = np.inf
     return need
 
 
 def _possible(needs: list[Vector], memory_bytes: float) -> bool:
-    """Return whether stages with these needs, each within a memory, reach from the model's end to its start."""
+    """Return True if stages with these needs, each within a memory, reach from the model's end to its start."""
     reached = np.zeros(len(needs[0]), dtype=np.bool_)
     reached[-1] = True
     for need in needs:
@@ -199,7 +201,7 @@ def _round_up(num_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
-    """What it costs to go over to another plan, and for how many rows the new one will be used.
+    """Cost of switching to another plan, and the number of rows that will use it.
 
     >>> Moving(cost_s=2.0, remaining_rows=1000.0).pays(100.0, 150.0)
     True
@@ -209,7 +211,7 @@ class Moving:
     remaining_rows: float
 
     def pays(self, rows_per_s: float, fresh_rows_per_s: float) -> bool:
-        """Return whether the rows that are left take less time with moving than without."""
+        """Return True if the remaining rows take less time with the migration than without."""
         return self.cost_s + self.remaining_rows / fresh_rows_per_s < self.remaining_rows / rows_per_s
 
 
@@ -218,20 +220,19 @@ def plan_again(
     missing: Collection[str] = (), worth: float = 0.02, moving: Moving | None = None, replicas: bool = True,
     alternate: bool | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan for a cluster as it is now; the old one with new predictions where a new one gains too little.
+    """Return the plan for a cluster's current state, or the old one with new predictions if a new one gains too little.
 
-    `speeds` are devices' speeds as observed, in multiples of the profiled device's; `missing` are devices that
-    are gone; a device that is new stands in the cluster already. A new plan must be faster by more than `worth`
-    (0.02 is 2%), since to change plans moves weights, and with `moving` must save more time than that takes.
-    Microbatch size, depth and schedule stay; without `replicas` one pipeline is looked for, and
-    with `alternate` False one cut set. Of a training whose leading
-    layers are frozen the profile says so (`plan/cost/frozen.py`).
+    `speeds` are observed speeds of devices, in multiples of the profiled device's; `missing` are lost devices; a new
+    device is already in the cluster. A new plan must be faster by more than `worth` (0.02 is 2%), since a change
+    migrates weights, and with `moving` must save more time than that takes. Microbatch size, depth and schedule stay;
+    without `replicas` the search is for one pipeline, and with `alternate` False for one cut set. For a training with
+    frozen leading layers, pass a frozen profile (`plan/cost/frozen.py`).
 
     Example:
         plan = plan_again(plan, profile, cluster, speeds={"board2": 0.2}, missing={"board3"})
 
-    A pure function: the same arguments give the same plan, and nothing is changed. Raises `PlanError` where
-    nothing fits any more or the feeder is gone, `ClusterError` for names that the cluster does not have.
+    A pure function without side effects. Raises `PlanError` if nothing fits or the driver is lost, `ClusterError` for
+    names that the cluster does not have.
     """
     now = observed(cluster, speeds or {}, missing)
     errors = [column.error for column in (columns_of(plan, profile) or {}).values()]
@@ -254,7 +255,8 @@ def plan_again(
 
 
 def observed(cluster: Cluster, speeds: Mapping[str, float], missing: Collection[str]) -> Cluster:
-    """Return the cluster as it is seen to be; raises `ClusterError` for unknown names, `PlanError` without the feeder.
+    """Return the cluster in its observed state; raises `ClusterError` for unknown names, `PlanError` if the driver is
+    lost.
 
     Example:
         observed(cluster, {"board2": 0.2}, {"board3"})
@@ -263,12 +265,12 @@ def observed(cluster: Cluster, speeds: Mapping[str, float], missing: Collection[
         cluster.device(name)
     feeder = cluster.feeding.name
     if feeder in missing:
-        raise PlanError(f"{feeder} feeds and is gone; name another feeder in the cluster file and start again there")
+        raise PlanError(f"the driver {feeder} is lost; set another feeder in the cluster file and start again there")
     return msgspec.structs.replace(cluster.at_speeds(speeds), feeder=feeder).without(missing)
 
 
 def cluster_among(known: Cluster | None, names: Sequence[str], *, feeder: str, speed: float = 1.0) -> Cluster:
-    """Return the cluster that devices of these names are; of one that is not known, `speed` and any memory are assumed.
+    """Return the cluster of these devices; an unknown one is assumed to have `speed` and any memory.
 
     >>> cluster_among(None, ["desk", "board"], feeder="desk").device("board").speed
     1.0
@@ -282,7 +284,7 @@ def cluster_among(known: Cluster | None, names: Sequence[str], *, feeder: str, s
 
 
 def request_of(plan: Plan) -> Request:
-    """Return the request that asks for a plan like this one: same microbatches, depth and schedule."""
+    """Return the request for a plan like this one: same microbatches, depth and schedule."""
     return Request(
         rows=(plan.microbatch_rows,), num_rows=plan.prediction.num_rows, depth=plan.depth, schedule=plan.schedule,
         num_microbatches=plan.num_microbatches, optimizer_state_factor=plan.optimizer_state_factor,

@@ -102,7 +102,7 @@ def load_lines(plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def what_would_help(choice: Choice, profile: Profile, cluster: Cluster, request: Request) -> list[Help]:
-    """Plan again with one change at a time: faster links, more memory on a device, one device more.
+    """Replan with one change at a time: faster links, more memory on a device, one device more.
 
     Each is planned for the microbatch sizes of the request. Sorted by gain, the largest first.
     """
@@ -126,7 +126,7 @@ def _changes(choice: Choice, cluster: Cluster) -> list[tuple[str, Callable[[], C
     like = max(devices, key=lambda device: device.speed)
     changes.append((f"one device more like {like.name}", partial(_with_one_more, cluster, like)))
     used = {load.device: load.memory_bytes for load in choice.plan.prediction.devices}
-    # memory can only help where it is nearly full, or where a device is left out for lack of it
+    # memory can only help if it is nearly full, or if a device is left out for lack of it
     full = [d for d in devices if used.get(d.name, d.memory_bytes) >= 0.5 * d.memory_bytes][:_MAX_TRIED_DEVICES]
     for device in full:
         text = f"{format_bytes(2 * device.memory_bytes)} of memory on {device.name} instead of "
@@ -154,7 +154,7 @@ def _with_one_more(cluster: Cluster, like: Device) -> Cluster:
     names = {device.name for device in cluster.devices}
     name = next(f"{like.name}+{number}" for number in range(1, len(names) + 2) if f"{like.name}+{number}" not in names)
     more = msgspec.structs.replace(like, name=name, address="")
-    # the feeder stays the feeder, also where it is the first device by default
+    # the driver stays the same, even if it is the first device by default
     return msgspec.structs.replace(cluster, devices=(*cluster.devices, more), feeder=cluster.feeding.name)
 
 
@@ -164,7 +164,7 @@ def _with(cluster: Cluster, device: Device, **changes: float) -> Cluster:
 
 
 def _step_line(candidate: Candidate) -> str:
-    """Describe what a step of training is made of."""
+    """Describe the parts of a training step."""
     problem, total = candidate.problem, candidate.problem.setting.num_microbatches or 1
     divisions = [divisions_of(problem, pipeline)[0] for pipeline in candidate.pipelines]
     step = play_step(problem, divisions, [round(pipeline.share * total) for pipeline in candidate.pipelines])
@@ -190,7 +190,7 @@ def _bound_line(choice: Choice) -> str:
 
 def _runner_up(choice: Choice) -> list[str]:
     if not choice.others:
-        return ["there was no other plan to compare with"]
+        return ["no other plan to compare with"]
     other = choice.others[0]
     cost = 1 - other.prediction.rows_per_s / choice.plan.prediction.rows_per_s
     return [

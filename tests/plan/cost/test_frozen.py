@@ -125,7 +125,7 @@ def test_a_weight_of_two_joined_units_counts_once() -> None:
 
 def test_a_cut_that_is_not_there() -> None:
     for name in ("blocks.3:after", "input", "output"):
-        with pytest.raises(PlanError, match=f"the profile has no cut '{name}' to freeze before"):
+        with pytest.raises(PlanError, match=f"cut '{name}' not found in the profile"):
             freeze(line(), name)
     assert place_of(line(), "unit1:after") == 2
 

@@ -1,16 +1,16 @@
-"""When gradients are added up over the devices that hold the same weights, and what that takes.
+"""Time and cost of all-reducing gradients over the devices that hold the same weights.
 
-What the engine does, on the cost model: weights that the same devices hold travel in buckets around a ring of these
-devices, every device works through its buckets in the order in which their weights go backward, and a bucket starts
-when the last of its devices has its gradients. What is small goes to all at once:
+The engine's algorithm on the cost model: weights that the same devices hold are sent in buckets around a ring of these
+devices, every device processes its buckets in the order of their weights' backwards, and a bucket starts when the last
+of its devices has its gradients. Small buckets are sent directly to all:
 
     device 0   |F0|F1|B0|   B1   |            the last backward makes gradients final bit by bit
     device 2   |F0|F1|B0| B1 |                (units of the model's end first)
                          ──bucket 0──▶──bucket 1──▶
 
-Of a bucket of `B` bytes, each of `K` devices sends and receives 2 (K - 1) / K * B in 2 (K - 1) messages one after the
-other (Patarasuk and Yuan 2009); at once, (K - 1) B in one. The wire is hidden behind the last backwards; the CPU time
-of messages and bytes is not, since the device has backwards to compute then.
+Of a bucket of `B` bytes, each of `K` devices sends and receives 2 (K - 1) / K * B in 2 (K - 1) successive messages
+(Patarasuk and Yuan 2009); sent directly, (K - 1) B in one. The wire time overlaps the last backwards; the CPU time of
+messages and bytes does not, since the device is computing backwards.
 """
 
 from bisect import bisect_right
@@ -33,7 +33,7 @@ class Bucket:
 
     @property
     def at_once(self) -> bool:
-        """Whether each device sends all of it to all others, rather than parts around a ring."""
+        """True if each device sends the whole bucket to all others, rather than parts around a ring."""
         return adds_up_at_once(len(self.devices), self.num_bytes)
 
     def cpu_s(self, problem: Problem, device: int) -> float:
@@ -62,7 +62,7 @@ class Bucket:
 
 
 def messages_s(problem: Problem, device: int, count: int) -> float:
-    """Return the CPU seconds of messages beside their bytes, so many sent and so many received."""
+    """Return the CPU seconds of n sent and n received messages, without their bytes."""
     return count * (problem.profile.feed_s + problem.profile.result_s) / problem.devices[device].speed
 
 
@@ -83,12 +83,12 @@ class LastBackward:
 
 
 def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket]:
-    """Return the buckets of pipelines side by side, in the order in which every device works through its own.
+    """Return the buckets of parallel pipelines, in each device's processing order.
 
-    Also of one pipeline: a weight that two of its stages use is added up over both.
+    Also for one pipeline: a weight that two of its stages use is summed over both.
 
     Example:
-        make_buckets(problem, [division])       # none where no stages share a weight
+        make_buckets(problem, [division])       # none if no stages share a weight
     """
     bounds = sorted({stage.start for division in divisions for stage in division})
     found: list[tuple[object, float, dict[int, int]]] = []
@@ -114,7 +114,7 @@ def make_buckets(problem: Problem, divisions: Sequence[Division]) -> list[Bucket
 
 
 def _first_units(divisions: Sequence[Division], units: Sequence[int]) -> dict[int, int]:
-    """Return the devices that hold a weight, in their order, with the first of its units there."""
+    """Return the devices that hold a weight, in order, with the first of its units on each."""
     found: dict[int, int] = {}
     for division in divisions:
         starts = [stage.start for stage in division]
@@ -124,7 +124,7 @@ def _first_units(divisions: Sequence[Division], units: Sequence[int]) -> dict[in
 
 
 def all_reduced_s(problem: Problem, buckets: Sequence[Bucket], last: Mapping[int, Sequence[LastBackward]]) -> float:
-    """Return when every device has computed the last backwards of its stages and has all sums.
+    """Return the time at which every device has computed the last backwards of its stages and has all sums.
 
     Example:
         all_reduced_s(problem, make_buckets(problem, divisions), last)

@@ -1,4 +1,4 @@
-"""Which runtime each device's stages compute on: the fastest that it has whose outputs are near enough to eager's."""
+"""Runtimes of each device's stages: the fastest available one with outputs close enough to eager's."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
@@ -11,20 +11,20 @@ from penstock.spec.cluster import Cluster
 from penstock.spec.plan import Pipeline, Plan, Stage, runtime_name
 from penstock.spec.profile import Profile, RuntimeColumn
 
-# by the names of devices; stages of one that is not there compute eagerly
+# by device name; stages of other devices compute eagerly
 Columns = Mapping[str, RuntimeColumn]
 _EAGER = "eager"
 
 
 def columns_within(profile: Profile, cluster: Cluster, max_error: float, *, alike: bool = False) -> Columns:
-    """Return for each device the fastest runtime that it has, of those whose outputs are at most so far from eager's.
+    """Return each device's fastest runtime with a relative output error of at most `max_error`.
 
-    A device for which eager is fastest is left out. With `alike` only runtimes that all devices have are looked at.
+    A device for which eager is fastest is left out. With `alike` only runtimes that all devices have are considered.
 
     Example:
         columns_within(profile, cluster, 0.02)["board2"].name
 
-    Raises `PlanError` for a profile that has no other runtime, and a device with one that was not measured.
+    Raises `PlanError` for a profile without other runtimes, and a device with one that was not measured.
     """
     if not profile.runtimes:
         raise PlanError("the profile has no other runtime than eager; profile again with --runtime NAME")
@@ -33,7 +33,7 @@ def columns_within(profile: Profile, cluster: Cluster, max_error: float, *, alik
     for name, names in has.items():
         if unknown := sorted(names - known - {_EAGER}):
             raise PlanError(
-                f"{name} has the runtime {unknown[0]}, of which the profile says nothing; profile again with "
+                f"{name} has the runtime {unknown[0]}, which was not found in the profile; profile again with "
                 f"--runtime {unknown[0]}, or leave it out of the cluster file"
             )
     if alike:
@@ -43,7 +43,7 @@ def columns_within(profile: Profile, cluster: Cluster, max_error: float, *, alik
 
 
 def columns_of(plan: Plan, profile: Profile) -> Columns | None:
-    """Return what a profile knows of the runtimes of a plan's devices; None where it does not know one of them."""
+    """Return a profile's columns for the runtimes of a plan's devices; None if one of them is missing."""
     known = {column.name: column for column in profile.runtimes}
     found: dict[str, RuntimeColumn] = {}
     for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
@@ -57,19 +57,19 @@ def columns_of(plan: Plan, profile: Profile) -> Columns | None:
 
 
 def computed_on(pipelines: Sequence[Pipeline], columns: Columns) -> tuple[Pipeline, ...]:
-    """Return pipelines whose stages compute on the runtimes of their devices."""
+    """Return pipelines with each stage's runtime set to that of its devices."""
     return _with_runtimes(pipelines, lambda stage: columns.get(stage.devices[0], stage))
 
 
 def computed_like(pipelines: Sequence[Pipeline], like: Stage) -> tuple[Pipeline, ...]:
-    """Return pipelines whose stages compute as another stage does."""
+    """Return pipelines with each stage's runtime set to that of another stage."""
     return _with_runtimes(pipelines, lambda _stage: like)
 
 
 def factor_at(profile: Profile, column: RuntimeColumn | None, rows: int) -> float:
-    """Return how much less a unit takes on a runtime, for microbatches of some rows: as much less as the whole model.
+    """Return the ratio of a unit's time on a runtime to eager, for microbatches of n rows: that of the whole model.
 
-    What a unit alone takes there is not known: such runtimes join operations beyond the edges of units.
+    The time of a single unit is not known: such runtimes fuse operations across the edges of units.
     """
     return 1.0 if column is None else float(np.interp(rows, profile.rows, _factors(column)))
 

@@ -1,4 +1,4 @@
-"""What a model costs whose leading layers are frozen: no backward, nothing kept, and nothing at all where cached."""
+"""Costs of a model with frozen leading layers: no backward, no kept activations, and no computation if cached."""
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -11,7 +11,7 @@ from penstock.spec.profile import Boundary, Profile, Unit
 
 
 def freeze(profile: Profile, boundary: str) -> Profile:
-    """Return a profile whose units before a boundary go forward alone, keep nothing and are not updated.
+    """Return a profile whose units before a boundary only run forward, keep nothing and are not updated.
 
     Example:
         freeze(profile, "blocks.3:after")
@@ -28,10 +28,11 @@ def freeze(profile: Profile, boundary: str) -> Profile:
 
 
 def cache(profile: Profile, boundary: str, read_s_per_row: float = 0.0) -> Profile:
-    """Return a profile of a model that starts at a boundary: what comes before is read, and takes memory alone.
+    """Return a profile of a model that starts at a boundary: the part before is read from a cache and only takes
+    memory.
 
-    The units before it, which must be frozen, go into the one after it, so no plan cuts there. A row's
-    reading takes `read_s_per_row`. Raises `PlanError` for a boundary that the profile does not have.
+    The units before it, which must be frozen, are merged into the one after it, so no plan cuts there. Reading a row
+    takes `read_s_per_row`. Raises `PlanError` for a boundary that the profile does not have.
     """
     end = place_of(profile, boundary)
     skipped, first = profile.units[:end], profile.units[end]
@@ -63,9 +64,9 @@ def keep_cuts(profile: Profile, names: Collection[str]) -> Profile:
 
 
 def without_cuts(plan: Plan, known: Collection[str]) -> Plan:
-    """Return a plan as it is when its leading cuts are gone: stages before them are not run any more.
+    """Return a plan without its missing leading cuts, whose stages no longer run.
 
-    `known` are the cuts that are left, which are the plan's last ones.
+    `known` are the remaining cuts, which are the plan's last ones.
     """
     pipelines = []
     for pipeline in plan.pipelines:
@@ -76,10 +77,12 @@ def without_cuts(plan: Plan, known: Collection[str]) -> Plan:
 
 
 def place_of(profile: Profile, boundary: str) -> int:
-    """Return the number of a boundary; raises `PlanError` where there is none of that name."""
+    """Return the number of a boundary; raises `PlanError` if there is none of that name."""
     names = [each.name for each in profile.boundaries]
     if boundary not in names[1:-1]:
-        raise PlanError(f"the profile has no cut {boundary!r} to freeze before; profile this model again")
+        raise PlanError(
+            f"cut {boundary!r} not found in the profile, so layers before it cannot be frozen; profile this model again"
+        )
     return names.index(boundary)
 
 

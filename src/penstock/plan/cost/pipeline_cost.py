@@ -1,4 +1,4 @@
-"""What a pipeline costs: its bottleneck, its latency, its memory; and what no plan can be faster than."""
+"""Costs of a pipeline: its bottleneck, its latency, its memory; and a lower bound on the pace of any plan."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from penstock.plan.cost.stage_cost import Vector
 def shared_load_s(problem: Problem, stage: Placed) -> float:
     """Return the pace of a stage: one device's load, or that of several that share it in proportion to speed.
 
-    With the feeder among several, feeding comes first and it takes as many microbatches as it then can.
+    If the driver is among several, driving has priority and it takes as many microbatches as it then can.
     """
     if len(stage.devices) == 1:
         return problem.load_s(stage.devices[0], stage.start, stage.end)
@@ -23,16 +23,16 @@ def shared_load_s(problem: Problem, stage: Placed) -> float:
         own = problem.own_load_s(number, stage)
         rate += 1 / own
         if number == problem.feeder:
-            # others take a part of its input and output, wherever this stage lies
+            # others take a part of its input and output, for any position of this stage
             spent = problem.feeding_only_s() / own
     pace = (1 + spent) / rate
     if spent and pace <= problem.feeding_only_s() * (1 + 1e-9):
-        return math.inf  # feeding leaves it no time: the stage is better off without it
+        return math.inf  # driving leaves it no time: the stage is faster without it
     return pace
 
 
 def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice, ends: slice) -> Vector:
-    """Return the pace of stages that devices share: for each device its number, and how many are like it."""
+    """Return the pace of stages that devices share: for each device its number, and the count of equal ones."""
     rate: Vector | float = 0.0
     spent: Vector | float = 0.0
     possible: NDArray[np.bool_] = np.ones(1, dtype=np.bool_)
@@ -43,7 +43,7 @@ def shared_block(problem: Problem, members: list[tuple[int, int]], starts: slice
             np.maximum(own, first[starts, None] + last[None, ends], out=own)
         fits = problem.cost_block(number, 0, starts, ends) < np.inf
         possible = possible & fits
-        # empty stages have no cost; they are left out by what is possible
+        # empty stages have no cost; they are excluded by the possible stages
         own = np.where(fits, own, 1.0)
         rate = rate + times / np.maximum(own, LEAST_S)
         if number == problem.feeder:
@@ -69,9 +69,9 @@ def bottleneck_s(problem: Problem, division: Division) -> float:
 
 
 def latency_s(problem: Problem, division: Division) -> float:
-    """Return the seconds from feeding a microbatch into the empty pipeline until its result is there.
+    """Return the seconds from sending a microbatch into the empty pipeline until its result arrives.
 
-    Where devices share a stage, the slowest counts.
+    If devices share a stage, the slowest counts.
     """
     costs, feeder = problem.costs, problem.feeder
     total = costs.feeding_s / problem.devices[feeder].speed
@@ -89,7 +89,7 @@ def latency_s(problem: Problem, division: Division) -> float:
 
 
 def fits_all(problem: Problem, division: Division) -> bool:
-    """Return whether every device of a pipeline has the memory for its stage."""
+    """Return True if every device of a pipeline has the memory for its stage."""
     return all(
         problem.fits(number, stage.start, stage.end, in_flight)
         for stage, in_flight in zip(division, problem.in_flight(division), strict=True)
@@ -98,17 +98,17 @@ def fits_all(problem: Problem, division: Division) -> bool:
 
 
 _PRECISION = 1e-5
-# which part of the units is lighter than those that are counted
+# quantiles above which units are counted as heavy
 _HEAVY = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 
 
 def bottleneck_bound_s(problem: Problem, *, share: bool = False, numbers: Sequence[int] | None = None) -> float:
-    """Return seconds between microbatches that no plan of these devices goes below.
+    """Return a lower bound on the seconds between microbatches of any plan on these devices.
 
-    Each device could at most do the stage of the most work that it can do in time, wherever in the model that
-    lies; in all they must do the whole model. Memory and links are left out of account. With `share`, devices
-    may share stages or whole pipelines; then a device can be filled to the brim, which leaves only the
-    work itself. `numbers` are the devices that may be used, where not all may.
+    Each device can at most run the stage with the most work that it can do in time, anywhere in the model; together
+    they must run the whole model. Memory and links are ignored. With `share`, devices may share stages or whole
+    pipelines; then a device can be filled completely, which leaves only the work itself. `numbers` are the usable
+    devices, by default all.
 
     Example:
         gap = bottleneck_s / bottleneck_bound_s(problem) - 1
@@ -117,11 +117,11 @@ def bottleneck_bound_s(problem: Problem, *, share: bool = False, numbers: Sequen
     chosen = list(range(len(problem.devices))) if numbers is None else list(numbers)
     speeds = problem.speeds[chosen]
     feeding = costs.feeding_s * (np.array(chosen) == problem.feeder)
-    # a feeder that holds both ends may be spared more than its stage's overhead
+    # a driver that holds both ends may save more than its stage's overhead
     ends = costs.overhead_s - costs.own_input_s - costs.own_output_s
     feeder_s = (costs.feeding_s + min(0.0, ends)) / problem.devices[problem.feeder].speed
     work = costs.total_s + (ends if share else min(0.0, ends))
-    # of devices that are filled to the brim only the work itself is asked
+    # completely filled devices only need to do the work itself
     enough: Callable[[Vector], bool] = (
         (lambda budgets: float(budgets.sum()) >= work * (1 - 1e-12)) if share else _Stages(problem).enough
     )
@@ -141,27 +141,27 @@ def bottleneck_bound_s(problem: Problem, *, share: bool = False, numbers: Sequen
 
 
 class _Stages:
-    """Whether devices could do the whole model if each did the one stage of which it can do most.
+    """A test that devices could run the whole model if each ran the one stage of which it can do most.
 
-    That is asked of the work in seconds, and of the number of units at least as heavy as some: few devices may be
-    fast enough for a heavy unit, and those have time for few.
+    It compares the work in seconds, and the numbers of units above several weights: few devices may be fast enough for
+    a heavy unit, and those have time for few.
     """
 
     def __init__(self, problem: Problem) -> None:
         costs = problem.costs
-        # messages of the model's ends may stay on the feeder
+        # messages of the model's ends may stay on the driver
         before, after = costs.before_s.copy(), costs.after_s.copy()
         before[0], after[-1] = -costs.own_input_s, -costs.own_output_s
         self.starts = costs.seconds - before - costs.overhead_s
         ends = costs.seconds + after
-        # the last boundary within a limit, though ends do not only rise: the least from each boundary on does
+        # for the last boundary within a limit: ends are not monotonic, but their minimum from each boundary on is
         self.least = np.minimum.accumulate(ends[::-1])[::-1]
         units = np.diff(costs.seconds)
         heavy = [np.where(units >= limit, 1.0, 0.0) for limit in np.quantile(units, _HEAVY)]
         self.measures = np.array([np.concatenate([[0.0], np.cumsum(m)]) for m in (units, *heavy)])
 
     def enough(self, budgets: Vector) -> bool:
-        """Return whether devices with these seconds of work for each microbatch might do the whole model."""
+        """Return True if devices with these seconds of work for each microbatch might do the whole model."""
         total = np.zeros(len(self.measures))
         for budget, count in zip(*np.unique(budgets, return_counts=True), strict=True):
             last = np.searchsorted(self.least, (self.starts + budget) * (1 + 1e-12), side="right") - 1

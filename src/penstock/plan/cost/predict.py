@@ -1,9 +1,9 @@
-"""What pipelines of a plan will do: throughput, latency, a finite stream, and each device's load and memory.
+"""Predictions for a plan's pipelines: throughput, latency, a finite stream, and each device's load and memory.
 
-A finite stream is filled and drained, with buffers bounded. What the executor does is played by the simulator with
-microbatches `m`, stages `s` and `depth` buffers on both sides of a cut:
+A finite stream is filled and drained, with bounded buffers. The simulator models the executor with microbatches `m`,
+stages `s` and `depth` buffers on both sides of a cut:
 
-    compute   begins when the stage is free and m is there
+    compute   begins when the stage is free and m has arrived
     done      when it has computed, and one of its buffers is free:   sent[s][m - depth]
     sending   begins when m is done, the link is free, and the next stage has a buffer:  done[s + 1][m - depth]
 """
@@ -30,10 +30,10 @@ from penstock.spec.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """What a stage takes: seconds of compute for each cut set, and of its incoming link.
+    """Seconds of a stage: compute for each cut set, and its incoming link.
 
     `compute_s[server][cut_set]`: several servers are devices that share the stage round-robin, in the order of `order`.
-    `wire_s[cut_set]` is how long a message from the stage before is on the wire, `latency_s` what it takes beside.
+    `wire_s[cut_set]` is the wire time of a message from the stage before, `latency_s` its additional latency.
     """
 
     compute_s: tuple[tuple[float, ...], ...]
@@ -46,10 +46,10 @@ def result_times(
     stages: Sequence[StageTimes], rotation: Sequence[int], num_microbatches: int, *, depth: int = 2,
     feed_s: float = 0.0, back_s: Sequence[float] = (0.0,),
 ) -> list[float]:  # fmt: skip
-    """Return the second at which each microbatch's result is back where it was fed.
+    """Return the second at which each microbatch's result arrives at the driver.
 
-    `rotation` says which cut set each microbatch takes, `feed_s` what a feeder that holds no stage needs for each,
-    `back_s[cut_set]` the way back to it.
+    `rotation` has the cut set of each microbatch, `feed_s` the seconds of a driver without a stage for each,
+    `back_s[cut_set]` those of the way back to it.
 
     >>> stage = StageTimes(compute_s=((1.0,),), wire_s=(0.0,))
     >>> result_times([stage, stage], (0,), 3)
@@ -83,7 +83,7 @@ def steady_s(
 ) -> float:
     """Return the seconds between results once the pipeline runs full, with cut sets in rotation.
 
-    Short queues do not absorb every difference between cut sets; this counts what is lost.
+    Short queues do not absorb every difference between cut sets; this counts the loss.
     """
     longest = max(len(stage.order) for stage in stages)
     length = max(len(rotation) * longest, 2 * len(stages) + 2)
@@ -109,7 +109,7 @@ class _Line:
 
 
 def problem_of(plan: Plan, profile: Profile, cluster: Cluster) -> Problem:
-    """Return the problem that a plan solves; raises `PlanError` where its cuts or devices are not these."""
+    """Return the problem that a plan solves; raises `PlanError` if its cuts or devices do not match."""
     check_cuts(plan, profile.cuts)
     check_devices(plan, cluster)
     setting = Setting(
@@ -120,14 +120,14 @@ def problem_of(plan: Plan, profile: Profile, cluster: Cluster) -> Problem:
 
 
 def predict(plan: Plan, profile: Profile, cluster: Cluster, *, num_rows: int | None = None) -> Plan:
-    """Return the plan with what it is expected to do on this cluster, for a stream of `num_rows` rows.
+    """Return the plan with its prediction on this cluster, for a stream of `num_rows` rows.
 
-    Any plan can be given, also one made by hand or for another cluster with the same device names.
+    Accepts any plan, including ones made by hand or for another cluster with the same device names.
 
     Example:
         predict(plan, profile, cluster).prediction.rows_per_s
 
-    Raises `PlanError` where its cuts or devices are not these.
+    Raises `PlanError` if its cuts or devices do not match.
     """
     problem = problem_of(plan, profile, cluster)
     wanted = num_rows or plan.prediction.num_rows
@@ -145,7 +145,7 @@ def predict_pipelines(
         places = [divisions_of(problem, pipeline)[0] for pipeline in pipelines]
         return predict_training(problem, places, counts, num_rows, bound_rows_per_s)
     lines = [_Line(pipeline, divisions_of(problem, pipeline)) for pipeline in pipelines]
-    # the feeder's CPU, link out and link in, for an average microbatch of all pipelines
+    # the driver's CPU, link out and link in, for an average microbatch of all pipelines
     feeding = [
         sum(line.pipeline.share * seconds for line, seconds in zip(lines, each, strict=True))
         for each in zip(*(problem.feeding_s(line.divisions[0]) for line in lines), strict=True)
@@ -158,7 +158,7 @@ def predict_pipelines(
     for line in lines:
         times = _stage_times(problem, line, feeding[0])
         order = round_robin(line.weights)
-        # what a feeder without a stage in this pipeline needs for each of its microbatches
+        # seconds of a driver without a stage in this pipeline for each of its microbatches
         elsewhere = not any(problem.feeder in stage.devices for stage in line.divisions[0])
         feed_s = max(feeding) / line.pipeline.share if elsewhere else 0.0
         holds.append((line.pipeline.share * _line_bottleneck_s(problem, line, len(lines), times, order, feed_s),
@@ -166,7 +166,7 @@ def predict_pipelines(
         count = max(1, round(num_rows / rows * line.pipeline.share))
         total_s = max(total_s, _stream_s(problem, line, times, order, feed_s, count))
         loads += _loads(problem, line, feeding[0])
-    # a stage of the feeder's has the seconds of its CPU, less those of messages that it is spared
+    # a stage on the driver has the seconds of its CPU, less those of saved messages
     computes = any(problem.feeder in stage.devices for line in lines for stage in line.divisions[0])
     feeding_s = max(feeding[1:] if computes else feeding)
     holds.append((feeding_s, f"feeding on {problem.devices[problem.feeder].name}"))
@@ -198,13 +198,13 @@ def _stage_times(problem: Problem, line: _Line, feeding_s: float) -> list[StageT
         servers = []
         for number, part in zip(placed[0].devices, stage.shares, strict=True):
             feeds = number == problem.feeder
-            # feeding the others too is spread over the microbatches that it computes itself
+            # driving the others is also spread over the microbatches that it computes itself
             extra = feeding_s / (part * share) if feeds else 0.0
             servers.append(tuple(problem.own_s(number, p) + extra for p in placed))
         senders = line.divisions[0][index - 1].devices if index else (problem.feeder,)
         pairs = [(one, other) for one in senders for other in placed[0].devices]
         wires = [sum(problem.transfer_s(*pair, p.start) for pair in pairs) / len(pairs) for p in placed]
-        # each of several devices has a link of its own
+        # each of several devices has a separate link
         wires = [wire / min(len(senders), len(placed[0].devices)) for wire in wires]
         latency = max(problem.latency_s(*pair) for pair in pairs)
         order = round_robin(stage.shares)
@@ -219,7 +219,7 @@ def _line_bottleneck_s(
     if num_lines == 1 and len(line.divisions) == 1:
         return bottleneck_s(problem, line.divisions[0])
     steady = steady_s(times, order, depth=problem.setting.depth, feed_s=feed_s)
-    # links in the two directions and their share of the feeder's are in the single sets' paces
+    # links in the two directions and their share of the driver's are in the single sets' paces
     loads = [_link_bottleneck_s(problem, division) for division in line.divisions]
     return max(steady, sum(w * load for w, load in zip(line.weights, loads, strict=True)))
 

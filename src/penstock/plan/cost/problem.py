@@ -1,4 +1,4 @@
-"""A profile on a cluster at one setting: what each device would take for each stage."""
+"""A profile on a cluster at one setting: the costs of each stage on each device."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,7 +20,7 @@ class Placed:
     end: int
 
 
-# what a stage takes that takes nothing
+# smallest load of a stage
 LEAST_S = 1e-300
 # the stages of one pipeline, in order
 Division = tuple[Placed, ...]
@@ -28,23 +28,24 @@ Division = tuple[Placed, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a device takes, as parts for the first and the last boundary: own work on CPU, link out and link in;
-    what feeding adds to each; and bytes of memory beside what the stage itself holds."""
+    """Costs of a device, as terms of the first and the last boundary: own work on CPU, link out and link in; additions
+    of driving to each; and bytes of memory in addition to the stage's own.
+    """
 
     own: tuple[Pair, ...]
     feeding: tuple[Pair, ...]
     memory: Pair
 
     def pairs(self) -> tuple[Pair, ...]:
-        """Return own work and feeding together."""
+        """Return own work and driving together."""
         return tuple((a + c, b + d) for (a, b), (c, d) in zip(self.own, self.feeding, strict=True))
 
 
 class Problem:
     """A profile, a cluster and a setting, with costs by device number.
 
-    `columns` are the runtimes of devices that compute on others than eager. `speeds` are those of units, on each
-    device's runtime; messages and what else a stage does are at the device's own.
+    `columns` are the runtimes of devices with others than eager. `speeds` are those of units, on each device's runtime;
+    messages and other work of a stage are at the device's own speed.
 
     Example:
         problem = Problem(profile, cluster, Setting(rows=1))
@@ -79,21 +80,21 @@ class Problem:
         return self._replicas[num_microbatches]
 
     def for_stages(self, num_stages: int) -> "Problem":
-        """Return the same problem for pipelines of `num_stages` stages, where that says what stages keep."""
+        """Return the same problem for pipelines of `num_stages` stages, which may determine the memory of stages."""
         return Problem(self.profile, self.cluster, replace(self.setting, num_stages=num_stages), self.columns)
 
     def in_flight(self, division: Division) -> list[int]:
-        """Return how many microbatches each stage of a pipeline keeps for their backward."""
+        """Return the number of microbatches that each stage of a pipeline keeps for their backward."""
         setting = replace(self.setting, num_stages=len(division))
         return [setting.in_flight(len(division) - index) for index in range(len(division))]
 
     def byte_s(self, first: int, second: int) -> float:
-        """Return the seconds per byte that only these two devices see, 0 where no link of their own is given."""
+        """Return the seconds per byte between only these two devices, 0 without a separate link."""
         link = self._pairs.get(frozenset((self.devices[first].name, self.devices[second].name)))
         return 1 / link.bandwidth_bytes_per_s if link and link.bandwidth_bytes_per_s else 0.0
 
     def latency_s(self, first: int, second: int) -> float:
-        """Return the seconds that a message between two devices takes beside its bytes."""
+        """Return the latency of a message between two devices in seconds."""
         if first == second:
             return 0.0
         one, other = self.devices[first], self.devices[second]
@@ -112,7 +113,7 @@ class Problem:
         return max([self.byte_s(first, second), *(1 / rate for rate in rates if rate)])
 
     def load_s(self, device: int, start: int, end: int) -> float:
-        """Return the seconds for which the busiest part of a device is busy per microbatch, feeding included."""
+        """Return the busy seconds of a device's busiest part per microbatch, including driving."""
         return max(float(a[start] + b[end]) for a, b in self.terms(device).pairs())
 
     def limit(self, device: int, start: int, end: int) -> str:
@@ -128,19 +129,19 @@ class Problem:
         return float(costs.held_bytes[start, end]) + kept + float(extra[0][start] + extra[1][end])
 
     def fits(self, device: int, start: int, end: int, in_flight: int) -> bool:
-        """Return whether a device has the memory for a stage."""
+        """Return True if a device has the memory for a stage."""
         return self.memory_bytes(device, start, end, in_flight) <= self.devices[device].memory_bytes
 
     def feeding_only_s(self) -> float:
-        """Return what the feeding device does per microbatch when it holds no stage."""
+        """Return the seconds of the driver per microbatch when it holds no stage."""
         pairs = self.terms(self.feeder).feeding
-        # with the first boundary not its own, nor the last: everything crosses its link
+        # neither the first nor the last boundary is its own: everything crosses its link
         return max(float(a[-1] + b[0]) for a, b in pairs)
 
     def feeding_s(self, division: Division) -> list[float]:
-        """Return the feeder's seconds for a microbatch of a pipeline: of its CPU, its link out and its link in.
+        """Return the driver's seconds for a microbatch of a pipeline: CPU, link out and link in.
 
-        Ends of the pipeline that are its own cross no link; where it shares a stage with others, some do.
+        Ends of the pipeline that are its own cross no link; if it shares a stage with others, some do.
         """
         own = next((stage for stage in division if stage.devices == (self.feeder,)), None)
         start, end = (own.start, own.end) if own is not None else (-1, 0)
@@ -151,15 +152,15 @@ class Problem:
         return self.terms(device).own[0]
 
     def own_s(self, number: int, stage: Placed) -> float:
-        """Return the CPU seconds of a stage on one device, without feeding."""
+        """Return the CPU seconds of a stage on one device, without driving."""
         first, last = self.path_terms(number)
         return float(first[stage.start] + last[stage.end])
 
     def own_load_s(self, number: int, stage: Placed) -> float:
-        """Return the seconds for which the busiest part of a device is busy with a stage, without feeding.
+        """Return the busy seconds of a device's busiest part for a stage, without driving.
 
-        Above 0, so that there is a rate: a feeder whose stage costs less than the messages that it spares has all
-        of its load in feeding.
+        Above 0, so that the rate is finite: a driver whose stage costs less than the messages that it saves has all of
+        its load in driving.
         """
         return max(LEAST_S, *(float(first[stage.start] + last[stage.end]) for first, last in self.terms(number).own))
 
@@ -168,7 +169,7 @@ class Problem:
         feeds = number == self.feeder and not self.setting.trains
         before, after = costs.before_s.copy(), costs.after_s.copy()
         incoming, outgoing = costs.crossing.copy(), costs.crossing.copy()
-        if feeds:  # what is its own already does not cross
+        if feeds:  # its own data does not cross
             before[0], after[-1] = -costs.own_input_s, -costs.own_output_s
             incoming[0] = outgoing[-1] = 0.0
         per_byte = 1 / device.bandwidth_bytes_per_s if device.bandwidth_bytes_per_s else 0.0
@@ -205,10 +206,10 @@ class Problem:
 
     def _memory_terms(self, feeds: bool) -> Pair:
         messages = self.costs.messages_bytes()
-        # in training every process runs the script, which has the model's library and its graph
+        # in training every process runs the script, which loads the model's library and its graph
         script_bytes = self.profile.script_bytes if feeds or self.setting.trains else 0.0
         first, last = messages + self.profile.base_bytes + self.setting.recording_bytes + script_bytes, messages.copy()
-        if feeds:  # where the first or the last stage is elsewhere, the feeder has its own end of those messages
+        if feeds:  # if the first or the last stage is elsewhere, the driver has its own end of those messages
             first[1:] += messages[0]
             last[:-1] += messages[-1]
         return first, last
@@ -217,8 +218,9 @@ class Problem:
         return self.cost_block(device, in_flight, slice(0, None), slice(0, None))
 
     def cost_block(self, device: int, in_flight: int, starts: slice, ends: slice) -> Vector:
-        """Return seconds for stages from every one of some boundaries to every one of others, infinite where
-        memory does not suffice or a stage would be empty."""
+        """Return the seconds of stages between all pairs of start and end boundaries, infinite if memory is
+        insufficient or a stage is empty.
+        """
         (first, last), *more = self.terms(device).pairs()
         block: Vector = first[starts, None] + last[None, ends]
         for first, last in more:
@@ -237,7 +239,7 @@ class Problem:
         return need
 
     def signature(self, number: int) -> tuple[object, ...]:
-        """Return what two devices have alike exactly if one may stand for the other."""
+        """Return a key that is equal for two devices exactly if they are interchangeable."""
         device = self.devices[number]
         mine = [(link, next(n for n in link.between if n != device.name)) for link in self.cluster.links
                 if device.name in link.between]  # fmt: skip

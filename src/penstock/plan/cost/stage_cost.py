@@ -1,25 +1,25 @@
-"""What a stage costs a device: seconds per microbatch, seconds on its link, bytes of memory.
+"""Costs of a stage on a device: seconds per microbatch, seconds on its link, bytes of memory.
 
-A stage from boundary `a` to boundary `b` keeps three things of its device busy, and the slowest sets the pace:
+A stage from boundary `a` to boundary `b` uses three resources of its device, and the slowest sets the pace:
 
-    CPU        (seconds of units a..b  +  overhead  +  CPU time of the bytes at a and at b  +  feeding) / speed
-               less what a feeder is spared at an end of the pipeline that is its own
+    CPU        (seconds of units a..b  +  overhead  +  CPU time of the bytes at a and at b  +  driving) / speed
+               less the savings of a driver at an end of the pipeline that is its own
     link out   bytes that leave the device / bandwidth
     link in    bytes that arrive / bandwidth
 
-Transfers themselves are hidden: with two buffers on each side of a cut the executor computes while the next
-message is on its way. The device that feeds also loads, hands over microbatches and takes results; where the
-first or last stage is its own, those bytes cross no link. Each of the three is a part that depends on `a`
-plus one that depends on `b`, which the search makes use of.
+Transfers themselves are hidden: with two buffers on each side of a cut the executor computes while the next message is
+in flight. The driver also loads, sends microbatches and receives results; if the first or last stage is its own, those
+bytes cross no link. Each of the three is a part that depends on `a` plus one that depends on `b`, which the search
+exploits.
 
-Memory is a hard limit: what the process takes by itself, with the model's library where it feeds or trains;
-parameters, once for each tensor, with gradients and optimizer state in training; what forwards keep for backwards, and
-their outputs, for as many microbatches as the schedule has under way; the working memory of the hungriest unit, in
-training of its backward, which makes gradients beside those that are there; the first gradient of a weight that several
-units use, until the last is there; gradients that are being added up; and `depth` messages on each side of the stage.
+Memory is a hard limit: the base memory of the process, with the model's library in the driver or in training;
+parameters, once for each tensor, with gradients and optimizer state in training; activations kept for backwards, and
+outputs, for as many microbatches as the schedule has in flight; the largest working memory of a unit, in training of
+its backward, which allocates gradients in addition to existing ones; the first gradient of a weight that several units
+use, until the last is computed; gradients that are being summed; and `depth` messages on each side of the stage.
 
-In training nobody feeds: the devices with the first and the last stage load their rows of a step themselves, and
-hold them. What a step takes beside its microbatches, `training_step.py` and `all_reduces.py` say.
+Training has no driver: the devices with the first and the last stage load their rows of a step themselves, and hold
+them. For the costs of a step beyond its microbatches, see `training_step.py` and `all_reduces.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,12 +43,13 @@ Pair: TypeAlias = tuple[Vector, Vector]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How stages are run: rows per microbatch, messages that may wait at a cut, the schedule and what it needs.
+    """Execution settings of stages: rows per microbatch, messages that may wait at a cut, the schedule and its
+    parameters.
 
-    `optimizer_state_factor` is the bytes of optimizer state per byte of parameters: 0 for plain SGD, 2 for AdamW.
-    Of `replicated` pipelines each has a part of a step's microbatches, and gradients are added up over them.
-    Every process keeps `recording_bytes` free, so that a run that fits also fits while it is traced.
-    `num_stages` is how many a pipeline has, where that is known: zero bubble keeps as many microbatches everywhere.
+    `optimizer_state_factor` is the bytes of optimizer state per byte of parameters: 0 for plain SGD, 2 for AdamW. Each
+    of `replicated` pipelines has a part of a step's microbatches, and gradients are summed over them. Every process
+    keeps `recording_bytes` free, so that a run that fits also fits while it is traced. `num_stages` is a pipeline's
+    number of stages, if known: with zero bubble every stage keeps as many microbatches.
 
     >>> Setting(rows=4).schedule
     'forward-only'
@@ -65,11 +66,13 @@ class Setting:
 
     @property
     def trains(self) -> bool:
-        """Whether microbatches also go backward."""
+        """True if microbatches also run backward."""
         return self.schedule != "forward-only"
 
     def in_flight(self, from_end: int) -> int:
-        """Return how many microbatches a stage keeps for their backward; the last stage is number 1 from the end."""
+        """Return the number of microbatches that a stage keeps for their backward; the last stage is number 1 from the
+        end.
+        """
         if not self.trains:
             return 0
         total = self.num_microbatches or 1
@@ -85,8 +88,8 @@ class Costs:
         costs = Costs(profile, Setting(rows=1))
         costs.seconds[5] - costs.seconds[2]         # of units 2, 3 and 4
 
-    Raises `PlanError` for a training schedule where the profile has no backward seconds or the setting no
-    number of microbatches.
+    Raises `PlanError` for a training schedule if the profile has no backward seconds or the setting no number of
+    microbatches.
     """
 
     def __init__(self, profile: Profile, setting: Setting) -> None:
@@ -104,7 +107,7 @@ class Costs:
         self.loaded_bytes = float(self.crossing[0]) * (setting.num_microbatches or 0)
         if setting.trains:
             self.crossing[[0, -1]] = 0.0
-        # in training a gradient of the same size comes back across every cut behind which something is trained
+        # in training a gradient of the same size returns across every cut that is followed by trained parameters
         returns = np.array([float(boundary.gradient) for boundary in profile.boundaries])
         self.returning: Vector = self.crossing * returns * float(setting.trains)
         send, receive = profile.send_s_per_byte, profile.receive_s_per_byte
@@ -112,7 +115,7 @@ class Costs:
         self.after_s = self.crossing * send + self.returning * receive
         self.overhead_s = profile.stage_overhead_s
         self.feeding_s = 0.0 if setting.trains else profile.loader_s_per_row * rows + profile.feed_s + profile.result_s
-        # what the feeder is spared at the ends of a pipeline that are its own
+        # savings of the driver at the ends of a pipeline that are its own
         self.own_input_s, self.own_output_s = (
             (0.0, 0.0) if setting.trains else (profile.own_input_s, profile.own_output_s)
         )
@@ -168,16 +171,16 @@ class Costs:
         return uses
 
     def _tied_bytes(self) -> Vector:
-        """Return the bytes of first gradients that wait for the last: those of weights that several units use."""
+        """Return the bytes of first gradients that wait for the last, of weights that several units use."""
         waiting = np.zeros_like(self.parameter_bytes)
         for num_bytes, places in self._tied:
             waiting += num_bytes * self._with_both(pairwise(places))
         return waiting
 
     def _bucket_bytes(self) -> Vector:
-        """Return the bytes of a bucket while it is laid out, and of those under way half for what a neighbour sends.
+        """Return the bytes of a bucket being laid out, and half of those in flight for a neighbour's messages.
 
-        Without replicas only weights that stages share are added up.
+        Without replicas only weights that stages share are summed.
         """
         if self.setting.replicated:
             largest = self._largest([max(dict(unit.parameters).values(), default=0.0) for unit in self.profile.units])
@@ -209,8 +212,8 @@ class Costs:
         for index, unit in enumerate(self.profile.units):
             if unit.backward_s is None:
                 raise PlanError(
-                    f"a schedule {self.setting.schedule} needs backward seconds, but units[{index}] of the profile has "
-                    "none; profile again with --training"
+                    f"the schedule {self.setting.schedule} needs backward seconds, which units[{index}] of the "
+                    "profile lacks; profile again with --training"
                 )
             seconds.append(interpolate(self.profile.rows, unit.backward_s, self.setting.rows))
         return _running_sum(seconds)

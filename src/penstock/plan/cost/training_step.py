@@ -1,4 +1,4 @@
-"""What a step of training takes, by playing its schedule on the cost model: seconds, each device's load and memory."""
+"""Costs of a training step, by simulating its schedule on the cost model: seconds, each device's load and memory."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from penstock.plan.schedule.schedules import make_schedule
 from penstock.plan.schedule.simulate import Crossing, Simulation, simulate
 from penstock.spec.plan import DeviceLoad, Prediction
 
-# what the optimizer's step reads and writes per byte of weights, beside the weights and gradients: AdamW's two moments
+# bytes read and written by the optimizer's step per byte of weights, besides weights and gradients: AdamW's two moments
 ADAMW_STATE = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of pipelines side by side; seconds from its first forward on.
+    """One step of parallel pipelines; seconds since its first forward.
 
-    - `buckets`: the gradients that travel together;
+    - `buckets`: the gradients that are sent together;
     - `computed_s`: when the last backward of all is done;
-    - `all_reduced_s`: when every device has its gradients added up;
+    - `all_reduced_s`: when every device has its summed gradients;
     - `step_s`: with the optimizer's update and the loading of the next rows.
     """
 
@@ -35,10 +35,10 @@ class Step:
 
 
 def simulate_step(problem: Problem, division: Division, num_microbatches: int | None = None) -> Simulation:
-    """Play one pipeline's part of a step: every microbatch forward and back, the pipeline filled and drained.
+    """Simulate one pipeline's part of a step: every microbatch forward and back, the pipeline filled and drained.
 
-    Each stage lies on one device, which may hold others. A stage's work on a microbatch, messages included, is parted
-    between forward and backward as its units' seconds are, the two of a split backward are taken as equal, and a
+    Each stage is on one device, which may hold others. A stage's work on a microbatch, including messages, is divided
+    between forward and backward like its units' seconds, the halves of a split backward are assumed equal, and a
     message takes as long in both directions.
 
     Example:
@@ -58,7 +58,7 @@ def simulate_step(problem: Problem, division: Division, num_microbatches: int | 
         part = forward[action.stage]
         return own_s[action.stage] * (part if action.kind == "F" else (1 - part) * BACKWARD_PARTS[action.kind])
 
-    # where stages are interleaved, two devices have several cuts between them, of about the same size
+    # with interleaved stages, two devices have several cuts between them, of about the same size
     cuts: dict[frozenset[int], list[int]] = defaultdict(list)
     for before, after in pairwise(division):
         cuts[frozenset((before.devices[0], after.devices[0]))].append(after.start)
@@ -79,10 +79,11 @@ def devices_of(division: Division) -> list[int]:
 
 
 def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[int]) -> Step:
-    """Play a step of pipelines side by side, each with its number of microbatches, and what comes after.
+    """Simulate a step of parallel pipelines, each with its number of microbatches, and the end of the step.
 
-    Gradients are added up over the devices that hold the same weights (`all_reduces.py`). Then every device says to all
-    that it is done, updates its weights, and loads the rows of the next step where its stage is the first or the last.
+    Gradients are summed over the devices that hold the same weights (`all_reduces.py`). Then every device reports to
+    all others that it is done, updates its weights, and loads the rows of the next step if its stage is the first or
+    the last.
 
     Example:
         play_step(problem, [division], [8]).step_s
@@ -91,11 +92,11 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
     last: dict[int, list[LastBackward]] = defaultdict(list)
     after_s: dict[int, float] = defaultdict(float)
     for division, count, played in zip(divisions, counts, replicas, strict=True):
-        # of a stage's actions the last is that of its last microbatch
+        # the last of a stage's actions is that of its last microbatch
         spans = {span.action.stage: span for own in played.spans for span in own if span.action.kind != "F"}
         for index, stage in enumerate(division):
             device, span = stage.devices[0], spans[index]
-            # of a split backward, gradients of weights are told of when all are there
+            # with a split backward, gradients of weights are announced when all are computed
             begin_s = span.begin_s if span.action.kind == "B" else span.end_s
             last[device].append(LastBackward(stage, begin_s, span.end_s))
             rows = problem.setting.rows * count if index in {0, len(division) - 1} else 0
@@ -103,7 +104,7 @@ def play_step(problem: Problem, divisions: Sequence[Division], counts: Sequence[
             after_s[device] += _update_s(problem, device, stage.start, stage.end) + load_s
     buckets = make_buckets(problem, divisions)
     done_s = all_reduced_s(problem, buckets, last)
-    # every process tells all others how its part went
+    # every process reports the outcome of its part to all others
     told_s = max((problem.latency_s(one, other) for one, other in combinations(last, 2)), default=0.0)
     told_s += max(messages_s(problem, device, len(last) - 1) for device in last)
     return Step(
@@ -140,7 +141,7 @@ def predict_training(
 
 
 def memory_in_training(problem: Problem, division: Division) -> dict[int, float]:
-    """Return the memory that each device of a pipeline needs, whatever its schedule."""
+    """Return the memory that each device of a pipeline needs, for any schedule."""
     if len(devices_of(division)) < len(division):
         return interleaved_memory(problem, division)
     return {
@@ -168,7 +169,7 @@ def _loads(
 
 
 def _limit(problem: Problem, divisions: Sequence[Division], loads: Sequence[DeviceLoad], step: Step) -> str:
-    """Name what a step takes longest for: the busiest device, or all-reduces that the last backwards do not hide."""
+    """Name the bottleneck of a step: the busiest device, or all-reduces that the last backwards do not hide."""
     busiest = max(loads, key=lambda load: load.load_s)
     if step.all_reduced_s - step.computed_s > step.computed_s:
         return "the all-reduces of gradients"
@@ -180,7 +181,7 @@ def _limit(problem: Problem, divisions: Sequence[Division], loads: Sequence[Devi
 def interleaved_memory(problem: Problem, division: Division) -> dict[int, float]:
     """Return the memory of each device that holds several stages.
 
-    One process holds them all, and works on one at a time; what they keep is counted along the schedule.
+    One process holds them all, and works on one at a time; their kept bytes are counted along the schedule.
     """
     costs, setting = problem.costs, problem.setting
     devices = devices_of(division)

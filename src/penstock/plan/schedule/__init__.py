@@ -1,1 +1,1 @@
-"""Which action follows which on every device: schedules as data, checked, drawn and simulated."""
+"""Schedules: the order of actions on every device as data, checked, drawn and simulated."""

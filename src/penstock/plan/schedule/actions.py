@@ -1,13 +1,13 @@
-"""Schedules as data: for each device the actions it takes, in order.
+"""Schedules as data: for each device its actions, in order.
 
-An action is `F3.1`: forward of microbatch 3 on stage 1. A device that holds one stage may leave the
-stage out. The executor runs such a list; whatever else reads schedules reads the same list.
+An action is `F3.1`: forward of microbatch 3 on stage 1. A device that holds one stage may leave the stage out. The
+executor and everything else that reads schedules use the same list.
 
     F  forward
     B  backward: gradients of the inputs and of the weights
     I  backward for the inputs only, W  for the weights, later: a B that is split in two
-    R  the forward once more, where a stage kept its inputs only
-    S  gradients of a stage, added up over replicas and over stages that share a weight
+    R  the forward again, if a stage kept only its inputs
+    S  gradients of a stage, summed over replicas and over stages that share a weight
     U  the optimizer's update of a stage's weights
 """
 
@@ -18,16 +18,16 @@ from typing import Literal, TypeAlias, get_args
 
 Kind = Literal["F", "B", "I", "W", "R", "S", "U"]
 KINDS: tuple[str, ...] = get_args(Kind)
-# messages that a cut holds in each direction: two at the sender and two at the receiver, as the engine has
+# messages that a cut holds in each direction: two at the sender and two at the receiver, as in the engine
 NUM_BUFFERS = 4
-# gradients that are added up as one: large enough for the network, small enough that the first is on its way early
+# gradients that are summed together: large enough for the network, small enough that the first is sent early
 BUCKET_BYTES = 8 * 2**20
 _LEAST_BUCKET_BYTES, _BUCKETS = 2**19, 4
-# all that ranks give and take of a bucket that is added up at once rather than around a ring
+# largest total traffic of a bucket that is sent directly rather than around a ring
 _AT_ONCE_BYTES = 2**18
-# buckets under way at a time: while one waits for the network, another is added up
+# buckets in flight at a time: while one waits for the network, another is summed
 NUM_ALL_REDUCES = 2
-# the parts of a split backward are taken as equal
+# the halves of a split backward are assumed equal
 BACKWARD_PARTS = {"B": 1.0, "I": 0.5, "W": 0.5}
 # these belong to a stage, not to one of its microbatches
 STAGE_KINDS = frozenset({"S", "U"})
@@ -45,14 +45,14 @@ class Action:
         return f"{self.kind}{'' if self.kind in STAGE_KINDS else self.microbatch}.{self.stage}"
 
 
-# what each device does, in order
+# actions of each device, in order
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 def bucket_limit(num_bytes: float) -> float:
-    """Return the most bytes of a bucket where the weights that the same devices hold have `num_bytes`.
+    """Return the largest size of a bucket if the weights that the same devices hold have `num_bytes`.
 
-    A small model has several buckets too, or none would be on its way before the last backward ends.
+    A small model has several buckets too; otherwise none would be sent before the last backward ends.
 
     >>> [bucket_limit(num_bytes) / 2**20 for num_bytes in (2**20, 8 * 2**20, 2**30)]
     [0.5, 2.0, 8.0]
@@ -61,7 +61,7 @@ def bucket_limit(num_bytes: float) -> float:
 
 
 def adds_up_at_once(num_ranks: int, num_bytes: float) -> bool:
-    """Return whether ranks send a bucket whole to each other, rather than parts of it around a ring.
+    """Return True if ranks send a whole bucket to each other, rather than parts of it around a ring.
 
     Around a ring fewer bytes go, by more messages one after the other.
 

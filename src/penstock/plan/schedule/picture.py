@@ -12,7 +12,7 @@ from penstock.plan.schedule.actions import KINDS, STAGE_KINDS, Action, Kind, Sch
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.plan.schedule.simulate import Duration, simulate, uniform
 
-# what people write: forwards are computed once more where a stage is told to, by checkpointing
+# kinds in written schedules: recomputed forwards are added by checkpointing
 _WRITTEN = [kind for kind in KINDS if kind != "R"]
 _IDLE = "."
 _DRAWN = re.compile(r"device \d+  (.*)")
@@ -22,7 +22,7 @@ _ACTION = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 def read_schedule(text: str) -> Schedule:
     """Read a schedule with one line per device; `#` begins a comment, and a lone stage may be left out.
 
-    What `penstock schedule` prints and what it writes with `--json` are read as well.
+    The output of `penstock schedule`, printed or as `--json`, is accepted as well.
 
     Example:
         read_schedule('''
@@ -30,7 +30,7 @@ def read_schedule(text: str) -> Schedule:
             F0 B0 F1 B1        # device 1: stage 1
         ''')
 
-    Raises `UsageError` for a word that is no action. Whether the whole can be run, `check_schedule` says.
+    Raises `UsageError` for a word that is not an action. Use `check_schedule` to check the whole.
     """
     drawn = [match[1] for match in map(_DRAWN.fullmatch, text.splitlines()) if match]
     if text.lstrip().startswith("{"):
@@ -46,13 +46,13 @@ def read_schedule(text: str) -> Schedule:
 
 
 def _read_devices(text: str) -> list[str]:
-    """Return the lines of a schedule that `penstock schedule --json` has written."""
+    """Return the lines of a schedule written by `penstock schedule --json`."""
     try:
         return msgspec.json.decode(text, type=_Written).devices
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise UsageError(
-            f"the schedule is JSON, but not as penstock schedule --json writes it ({error}); write it again, or a line "
-            "of actions for each device"
+            f"a schedule in JSON must be written by penstock schedule --json ({error}); write it again, or a line of "
+            "actions for each device"
         ) from None
 
 
@@ -63,9 +63,9 @@ class _Written(msgspec.Struct):
 
 
 def find_schedule(given: str) -> str:
-    """Return a schedule's name or its text: what stands in a file, where its path is given.
+    """Return a schedule's name or its text, read from a file if given a path.
 
-    Raises `UsageError` for what is neither.
+    Raises `UsageError` for other strings.
 
     >>> find_schedule("1f1b"), find_schedule("F0 B0")
     ('1f1b', 'F0 B0')
@@ -76,7 +76,7 @@ def find_schedule(given: str) -> str:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError):
         raise UsageError(
-            f"{given!r} is no schedule and no file that can be read; use one of {', '.join(SCHEDULES)}, or a file with "
+            f"{given!r} is neither a schedule nor a readable file; use one of {', '.join(SCHEDULES)}, or a file with "
             "a line of actions for each device, as in F0 F1 B0 B1"
         ) from None
 
@@ -92,7 +92,7 @@ def _read(word: str, device: int) -> Action:
 
 
 def clock_cycles(schedule: Schedule, duration: Duration | None = None) -> list[list[Action | None]]:
-    """Return for every tick what each device does; a forward takes one tick, a backward two, a part of one one.
+    """Return each device's action for every tick; a forward takes one tick, a backward two, half of one one.
 
     >>> from penstock.plan.schedule.schedules import gpipe
     >>> [[str(action) if action else "" for action in tick] for tick in clock_cycles(gpipe(2, 2))][:3]
@@ -108,7 +108,7 @@ def clock_cycles(schedule: Schedule, duration: Duration | None = None) -> list[l
 
 
 def draw(schedule: Schedule) -> str:
-    """Draw what each device does over time, a line for each; `B0` over two columns is a backward.
+    """Draw each device's actions over time, a line for each; `B0` over two columns is a backward.
 
     >>> from penstock.plan.schedule.schedules import gpipe
     >>> print(draw(gpipe(2, 1)))

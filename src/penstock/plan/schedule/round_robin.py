@@ -1,6 +1,6 @@
-"""Round-robin: several things share the microbatches of a stream, in an order that every process knows.
+"""Round-robin: several items share the microbatches of a stream, in an order that every process has.
 
-Which of them a microbatch meets depends on its number alone, so nobody has to be told.
+The item of a microbatch depends only on its number, so no messages are needed.
 """
 
 import math
@@ -34,15 +34,15 @@ class RoundRobin(Generic[T_co]):
 
 
 def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:
-    """Return the order in which microbatches go through cut sets: microbatch `m` takes `order[m % len(order)]`.
+    """Return the order of cut sets for microbatches: microbatch `m` takes `order[m % len(order)]`.
 
     >>> round_robin([0.5, 0.25, 0.25])
     (0, 1, 2, 0)
 
-    The order is at most `period` long, and as long as it must be to come nearest to the weights. At every
-    moment each cut set is within one turn of its part, so that queues between stages absorb the difference:
-    R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980). Raises `PlanError` for
-    weights that do not add up to 1.
+    The order is at most `period` long, and as long as necessary to approximate the weights best. At every moment each
+    cut set is within one turn of its part, so that queues between stages absorb the difference: R. Tijdeman, "The
+    chairman assignment problem", Discrete Mathematics 32 (1980). Raises `PlanError` for weights that do not add up to
+    1.
     """
     counts = round_robin_counts(weights, period=period)
     order: list[int] = []
@@ -54,7 +54,7 @@ def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ..
     for turn in range(1, total + 1):
         backlog = {j: slack * (turn * counts[j] - total * given[j]) for j in used}
         due = [j for j in used if backlog[j] >= total or len(used) == 1]
-        # whose part would be missed first
+        # the one whose part would be missed first
         chosen = min(due, key=lambda j: ((slack - 1) * total - backlog[j]) / counts[j])
         given[chosen] += 1
         order.append(chosen)
@@ -62,7 +62,7 @@ def round_robin(weights: Sequence[float], *, period: int = 100) -> tuple[int, ..
 
 
 def round_robin_counts(weights: Sequence[float], *, period: int = 100) -> tuple[int, ...]:
-    """Return how many microbatches of a round each cut set takes: near the weights, at most `period` in all.
+    """Return the number of microbatches of a round for each cut set: near the weights, at most `period` in all.
 
     >>> round_robin_counts([1 / 3, 2 / 3])
     (1, 2)
@@ -70,7 +70,7 @@ def round_robin_counts(weights: Sequence[float], *, period: int = 100) -> tuple[
     Raises `PlanError` for weights that are not parts of 1.
     """
     if not weights or min(weights) < 0 or not math.isclose(sum(weights), 1.0, abs_tol=1e-6):
-        raise PlanError(f"weights of cut sets are parts that add up to 1, not {list(weights)}; plan again")
+        raise PlanError(f"weights of cut sets must add up to 1; got {list(weights)}; replan")
     best: tuple[int, ...] = ()
     smallest = math.inf
     for total in range(1, period + 1):

@@ -19,13 +19,13 @@ _T = TypeVar("_T")
 
 
 def interleaved_1f1b(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """Make 1F1B over stages that go round-robin to the devices (Narayanan et al. 2021, Megatron-LM).
+    """Make 1F1B over stages assigned round-robin to the devices (Narayanan et al. 2021, Megatron-LM).
 
         device 0 of 2, stages 0 and 2:  F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 ...
 
-    As many microbatches as there are devices go through a device's first stage, then through its next.
-    Where microbatches or stages do not divide by the devices, the paper gives no order: devices then
-    take what comes first in the paper's order and can be done, a backward before a forward.
+    As many microbatches as there are devices go through a device's first stage, then through its next. If microbatches
+    or stages are not divisible by the devices, the paper has no order: devices then take the first possible action in
+    the paper's order, a backward before a forward.
     """
     groups = [
         range(first, min(first + num_devices, num_microbatches)) for first in range(0, num_microbatches, num_devices)
@@ -45,7 +45,7 @@ def interleaved_1f1b(num_stages: int, num_microbatches: int, num_devices: int) -
 
 
 def alternate(forwards: Sequence[_T], backwards: Sequence[_T], ahead: int) -> Iterator[tuple[Kind, _T]]:
-    """Yield `ahead` forwards, then a forward and a backward by turns, then the remaining backwards.
+    """Yield `ahead` forwards, then a forward and a backward alternately, then the remaining backwards.
 
     >>> list(alternate("ab", "ab", 1))
     [('F', 'a'), ('F', 'b'), ('B', 'a'), ('B', 'b')]
@@ -60,7 +60,7 @@ def alternate(forwards: Sequence[_T], backwards: Sequence[_T], ahead: int) -> It
 def _as_soon_as_possible(
     forwards: Sequence[Sequence[_Work]], backwards: Sequence[Sequence[_Work]], most: Sequence[int], num_stages: int
 ) -> Schedule:
-    """Play the devices tick by tick: a backward if its gradient is there, else a forward while memory lasts."""
+    """Simulate devices tick by tick: a backward if its gradient has arrived, else a forward if memory suffices."""
     done: set[tuple[Kind, int, int]] = set()
     to_forward, to_backward = list(map(list, forwards)), list(map(list, backwards))
     devices: list[list[Action]] = [[] for _ in most]
@@ -70,7 +70,7 @@ def _as_soon_as_possible(
 
     def ready(kind: Kind, microbatch: int, stage: int) -> bool:
         before, after = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
-        # who cannot pass its result on does nothing else: the buffers of a cut are part of the order
+        # a device that cannot send its result is blocked: the buffers of a cut are part of the order
         full = 0 <= after < num_stages and passed[kind, stage] - passed[kind, after] >= NUM_BUFFERS
         come = not 0 <= before < num_stages or (kind, microbatch, before) in done
         return not full and come and (kind == "F" or ("F", microbatch, stage) in done)
@@ -116,7 +116,7 @@ def gpipe(num_stages: int, num_microbatches: int, num_devices: int | None = None
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
-    """Make one forward and one backward by turns (Narayanan et al. 2019, PipeDream; flushed as in 2021, Megatron-LM).
+    """Make alternating forwards and backwards (Narayanan et al., PipeDream, 2019; flushed as in Megatron-LM).
 
     device 0 of 4:  F0 F1 F2 F3 B0 F4 B1 ...   holds at most as many microbatches as there are devices
     device 3 of 4:  F0 B0 F1 B1 F2 B2 ...      holds one
@@ -129,7 +129,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_devices: int | None 
 
 
 def zero_bubble(num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
-    """Make 1F1B with split backwards, that for the weights where a device would wait (Qi et al. 2023, ZB-H1).
+    """Make 1F1B with split backwards, the weights' half when a device would wait (Qi et al. 2023, ZB-H1).
 
         device 0 of 3:  F0 F1 F2 I0 W0 F3 I1 W1 ...
         device 2 of 3:  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 ...     weights wait for two microbatches
@@ -219,11 +219,11 @@ def _in_blocks(
 
 
 def check_counts(num_stages: int, num_microbatches: int, num_devices: int | None) -> int:
-    """Return the number of devices, as many as stages where it is not given; raises `UsageError` for what cannot be."""
+    """Return the number of devices, by default one per stage; raises `UsageError` for impossible counts."""
     num_devices = num_stages if num_devices is None else num_devices
     if min(num_stages, num_microbatches, num_devices) < 1:
         raise UsageError(
-            f"a schedule needs at least one stage, microbatch and device, not {num_stages}, {num_microbatches} and "
+            f"a schedule needs at least one stage, microbatch and device; got {num_stages}, {num_microbatches} and "
             f"{num_devices}"
         )
     if num_devices > num_stages:

@@ -1,11 +1,11 @@
-"""Play work event by event, in the one simulator there is: when each job begins and ends, and how long devices wait.
+"""The event-driven simulator: begin and end of each job, and waiting times of devices.
 
     line 0   |F0|F1|  |B0|..            a line does its jobs in order; each waits
               \\                         for its message to arrive, and its result
     line 1      |F0|F1|B0|              for a free buffer towards the receiver
 
-Schedules are played here (`simulate`), and by `play` whatever else is lines of jobs with channels between them: streams
-that a plan predicts, recorded runs that a report plays again.
+`simulate` runs schedules, and `play` any lines of jobs with channels between them: a plan's predicted streams, recorded
+runs replayed by a report.
 """
 
 import sys
@@ -30,8 +30,8 @@ class Channel:
     """Messages from one line to another, numbered as they are made, one after the other on a link.
 
     Message `k` is `wire_s[k % len(wire_s)]` seconds on the link, which `latency_s` does not keep busy. It is laid out
-    once message `k - at_sender` has left the link and message `k - in_all` has been taken, and it goes onto the link
-    once the receiver has passed on what it made of message `k - at_receiver`.
+    once message `k - at_sender` has left the link and message `k - in_all` has been taken, and it enters the link once
+    the receiver has passed on its result of message `k - at_receiver`.
     """
 
     wire_s: Sequence[float] = (0.0,)
@@ -45,7 +45,7 @@ class Channel:
     passed: list[float] = field(default_factory=list)
 
     def sent_s(self, number: int) -> float | None:
-        """Return when a message has left the link; None while that is not known."""
+        """Return the time at which a message has left the link; None while unknown."""
         sent, made, passed = self.sent, self.made, self.passed
         while len(sent) <= number:
             at = len(sent)
@@ -74,10 +74,11 @@ class Channel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Some work of a line: its seconds, the channel that it takes a message from, the channel for its result.
+    """One job of a line: its seconds, the channel of its input message, the channel for its result.
 
-    It takes message `message`, or the next one. `after_s` is what its device needs before the next job, while nobody
-    waits for it; it goes on while the device waits for a buffer. Of a line with several devices, `device` says which.
+    It takes message `message`, or the next one. `after_s` are seconds that its device needs before the next job and
+    nothing waits for; they also pass while the device waits for a buffer. `device` is the index in a line with several
+    devices.
     """
 
     seconds: float
@@ -89,7 +90,7 @@ class Job:
 
 
 class Line:
-    """Jobs in order, and when each begins, has computed, and has laid its result out.
+    """Jobs in order, with the times at which each begins, has computed, and has laid out its result.
 
     Jobs on different devices of a line overlap, but results leave in order.
     """
@@ -103,11 +104,11 @@ class Line:
 
     @property
     def finished(self) -> bool:
-        """Whether all jobs are done."""
+        """True if all jobs are done."""
         return len(self.ends) == len(self.jobs)
 
     def advance(self) -> bool:
-        """Advance until a job's dependency is not known yet; return whether there was any progress."""
+        """Advance until a job's dependency is not known yet; return True on any progress."""
         jobs, begins, computed, ends, free = self.jobs, self.begins, self.computed, self.ends, self._free
         before = len(begins) + len(ends)
         while (at := len(ends)) < len(jobs):
@@ -143,7 +144,7 @@ class Line:
 
 
 def play(lines: Sequence[Line]) -> bool:
-    """Play lines until all are done, or wait for each other; return whether all are done.
+    """Run lines until all are done, or deadlock; return True if all are done.
 
     >>> channel = Channel(wire_s=(0.5,))
     >>> lines = [Line([Job(seconds=1.0, target=channel)] * 2), Line([Job(seconds=2.0, source=channel)] * 2)]
@@ -167,7 +168,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a schedule would do: spans in the order of each device, and how full the devices are."""
+    """Simulation of a schedule: spans in the order of each device, and peaks of microbatches in flight."""
 
     spans: tuple[tuple[Span, ...], ...]
     makespan_s: float
@@ -175,7 +176,7 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all devices' time in which they do not compute."""
+        """Fraction of all devices' time without computation."""
         busy = sum(span.end_s - span.begin_s for spans in self.spans for span in spans)
         whole = self.makespan_s * len(self.spans)
         return 1 - busy / whole if whole else 0.0
@@ -191,22 +192,20 @@ def simulate(
     schedule: Schedule, duration: Duration | None = None, transfer: Transfer = lambda _source, _to, _kind: 0.0, *,
     num_buffers: int | None = NUM_BUFFERS,
 ) -> Simulation:  # fmt: skip
-    """Play a schedule.
+    """Simulate a schedule.
 
     `duration` returns an action's seconds on a device, `transfer` those of a message from one device to another.
-    `num_buffers` is how many messages a cut holds in each direction between two devices before the sender waits, None
-    for any number; two at the sender and two at the receiver where not given, as the engine has.
+    `num_buffers` is the number of messages that a cut holds in each direction between two devices before the sender
+    waits, None for no limit; by default two at the sender and two at the receiver, as in the engine.
 
     Example:
         simulate(one_f_one_b(4, 8)).bubble_fraction
 
-    Raises `PlanError` when the devices end up waiting for each other; the message says which for what.
+    Raises `PlanError` on a deadlock; the message has the devices and their actions.
     """
     lines = _lines(schedule, duration or uniform(), transfer, num_buffers)
     if not play(lines):
-        raise PlanError(
-            f"the schedule waits for itself: {_standstill(schedule, lines)}; change the order of these actions"
-        )
+        raise PlanError(f"the schedule deadlocks: {_standstill(schedule, lines)}; change the order of these actions")
     spans = tuple(
         tuple(Span(device, *times) for times in zip(actions, line.begins, line.computed, strict=True))
         for device, (actions, line) in enumerate(zip(schedule, lines, strict=True))
@@ -219,7 +218,7 @@ def simulate(
 
 
 def _lines(schedule: Schedule, duration: Duration, transfer: Transfer, num_buffers: int | None) -> list[Line]:
-    """Turn each device's actions into jobs, with a channel for each cut and direction."""
+    """Convert each device's actions to jobs, with a channel for each cut and direction."""
     devices = placement(schedule)
     channels: dict[Edge, Channel] = {}
     numbers: dict[tuple[Edge, int], int] = {}
@@ -241,7 +240,7 @@ def _lines(schedule: Schedule, duration: Duration, transfer: Transfer, num_buffe
         source, target = _edges(action, devices)
         return Job(
             seconds=duration(action, device), source=source and channels.setdefault(source, Channel()),
-            # a message that nobody makes never comes
+            # a message that is never made never arrives
             message=source and numbers.get((source, action.microbatch), _NO_LIMIT), target=target and channels[target],
         )  # fmt: skip
 
@@ -249,7 +248,7 @@ def _lines(schedule: Schedule, duration: Duration, transfer: Transfer, num_buffe
 
 
 def _edges(action: Action, devices: Mapping[int, int]) -> tuple[Edge | None, Edge | None]:
-    """Return the cut that an action takes a message from, and the one that its result crosses."""
+    """Return the cut of an action's input message, and the one that its result crosses."""
     stage = action.stage
     before = (stage - 1, stage) if stage > 0 else None
     after = (stage, stage + 1) if stage + 1 in devices else None
@@ -259,7 +258,7 @@ def _edges(action: Action, devices: Mapping[int, int]) -> tuple[Edge | None, Edg
 
 
 def _standstill(schedule: Schedule, lines: Sequence[Line]) -> str:
-    """Name where every unfinished device stands."""
+    """Describe the current action of every unfinished device."""
     parts = []
     for device, (actions, line) in enumerate(zip(schedule, lines, strict=True)):
         if len(line.begins) > len(line.ends):

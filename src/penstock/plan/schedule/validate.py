@@ -1,4 +1,4 @@
-"""Whether a schedule can be run: any schedule, ours or a user's."""
+"""Validation of any schedule, built-in or custom."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ _NEEDS: Mapping[str, Kind] = {"B": "F", "I": "F", "W": "I"}
 
 
 def check_schedule(schedule: Schedule, *, num_buffers: int | None = NUM_BUFFERS) -> Simulation:
-    """Check that a schedule can be run, and give its simulation with every action alike.
+    """Check that a schedule can be run, and return its simulation with equal times of all actions.
 
-    - each stage is on one device, and there is none missing between the first and the last;
+    - each stage is on one device, and none is missing between the first and the last;
     - each stage takes each microbatch forward once, and back once or not at all, split or whole;
     - a forward comes before its backward, that for the inputs before that for the weights;
     - neighbours send and receive in the same order, since a channel keeps it;
@@ -73,7 +73,7 @@ def _check_complete(schedule: Schedule) -> None:
                 backward[action.stage, action.microbatch, action.kind] += 1
     microbatches = set().union(*forward.values())
     if microbatches != set(range(len(microbatches))):
-        raise PlanError(f"microbatches are counted from 0 without gaps, not {sorted(microbatches)}")
+        raise PlanError(f"microbatches must be numbered from 0 without gaps; got {sorted(microbatches)}")
     for stage in placement(schedule):
         for microbatch in range(len(microbatches)):
             whole, inputs, weights = (backward[stage, microbatch, kind] for kind in "BIW")
@@ -82,8 +82,8 @@ def _check_complete(schedule: Schedule) -> None:
                 raise PlanError(f"F{microbatch}.{stage} is missing; every stage takes every microbatch")
             if (whole, inputs, weights) not in wanted:
                 raise PlanError(
-                    f"microbatch {microbatch} goes back through stage {stage} with {whole} B, {inputs} I and "
-                    f"{weights} W; give it one B, or one I and one W"
+                    f"microbatch {microbatch} must have one B, or one I and one W, on stage {stage}; got {whole} B, "
+                    f"{inputs} I and {weights} W"
                 )
 
 
@@ -101,6 +101,6 @@ def _check_channels(schedule: Schedule) -> None:
                 if a != b:
                     what = "activations" if forward else "gradients"
                     raise PlanError(
-                        f"stage {sender} sends the {what} of microbatch {a} where stage {receiver} takes those of {b}; "
-                        "give both the same order"
+                        f"stage {sender} sends the {what} of microbatch {a} when stage {receiver} expects those of "
+                        f"{b}; give both the same order"
                     )

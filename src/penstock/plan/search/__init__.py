@@ -1,1 +1,1 @@
-"""Find the cuts and devices of a plan whose predicted time is least."""
+"""Search for the cuts and devices of a plan with the least predicted time."""

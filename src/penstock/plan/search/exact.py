@@ -3,10 +3,10 @@
     best[devices S, boundary a]  =  min over the device d of S that goes first, and where its stage ends, b, of
                                     max( cost of a..b on d,  link from d to the next,  best[S without d, b] )
 
-from the end of the model to its start, so that a stage knows how many stages follow it and thereby how many
-microbatches it keeps in training. Devices that are alike count as one kind, and S says how many of each kind:
-equal devices cost a line, not a set. Where two devices have a link of their own, S also says which device is
-first. The same recurrence with a sum instead of the max gives the smallest latency.
+from the end of the model to its start, so that the number of stages after a stage is known, and with it the
+microbatches that it keeps in training. Equal devices count as one kind, and S has the number of each kind: equal
+devices cost a line, not a set. If two devices have a separate link, S also has the first device. The same recurrence
+with a sum instead of the max gives the smallest latency.
 
 The result is exact: every order of every selection of devices, with every division into stages, is covered.
 """
@@ -24,9 +24,9 @@ from penstock.plan.cost.pipeline_cost import shared_block
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 
-# What one search may look at; a billion stages take some seconds
+# Stages that one search may consider; a billion take some seconds
 EFFORT = 2_000_000_000
-# what one step of the recurrence costs beside the stages it looks at, in stages
+# overhead of one step of the recurrence, in stages
 _STEP = 30_000
 # devices that share a stage in any mixture: the number of mixtures must stay small
 _MAX_MIXTURES = 64
@@ -53,11 +53,11 @@ def best_divisions(
     problem: Problem, *, aim: Aim = "pace", at_most_s: float = math.inf, share: bool = False, effort: int = EFFORT,
     numbers: Sequence[int] | None = None,
 ) -> dict[int, tuple[float, Division]] | None:  # fmt: skip
-    """Return for each number of devices the best pipeline that uses that many, with its pace or latency in seconds.
+    """Return the best pipeline for each number of devices, with its pace or latency in seconds.
 
-    Pipelines slower than `at_most_s` are left out. With `share`, devices may share a stage (inference
-    only): any mixture of up to six devices, beyond that several of one kind. Returns None where the search would
-    look at more than `effort` stages. `numbers` are the devices that may be used, where not all may.
+    Pipelines slower than `at_most_s` are left out. With `share`, devices may share a stage (inference only): any
+    mixture of up to six devices, beyond that several of one kind. Returns None if the search would consider more than
+    `effort` stages. `numbers` are the usable devices, by default all.
 
     Example:
         value_s, division = best_divisions(problem)[4]
@@ -76,7 +76,7 @@ class _Search:
             kinds.setdefault(problem.signature(number), []).append(number)
         self.kinds = list(kinds.values())
         self.counts = tuple(len(kind) for kind in self.kinds)
-        # without links of their own it does not matter which device a message comes from
+        # without separate links the sending device of a message is irrelevant
         self.uniform = not problem.cluster.links and aim == "pace"
         self.options = self._options(share and self.uniform and not problem.setting.trains)
         self.speeds = problem.speeds[[kind[0] for kind in self.kinds]]
@@ -98,7 +98,9 @@ class _Search:
         return self._results()
 
     def _least_effort(self) -> int:
-        """Return what the search costs at least: without a bound on the pace nearly every step looks at all stages."""
+        """Return a lower bound of the search's effort: without a bound on the pace nearly every step looks at all
+        stages.
+        """
         steps = math.prod(count + 1 for count in self.counts) * len(self.options) // 2
         bounded = self.aim == "pace" and self.at_most_s < math.inf
         return steps * (_STEP if bounded else _STEP + self.problem.num_units**2 // 2)
@@ -122,11 +124,11 @@ class _Search:
         return sorted(product(*(range(count + 1) for count in self.counts)), key=lambda state: (sum(state), state))
 
     def _lasts(self, state: _State) -> list[int]:
-        """Return which kinds may be first in a selection; it does not matter where links are alike."""
+        """Return the kinds that may be first in a selection, which is irrelevant if links are equal."""
         return [-1] if self.uniform else [kind for kind, used in enumerate(state) if used]
 
     def _following(self, state: _State, kind: int) -> _Window | None:
-        """Return the best that can follow a stage on this kind, at each boundary where it may end."""
+        """Return the best values that can follow a stage on this kind, at each boundary where it may end."""
         if not any(state):
             end = np.zeros(1)
             if self.aim == "latency":
@@ -153,13 +155,13 @@ class _Search:
         return first, self.kinds[last][1 if kind == last else 0]
 
     def _hop_s(self, kind: int, last: int | None, span: slice) -> Vector:
-        """Return the seconds of a message from one kind to another, or to the feeder after the last stage."""
+        """Return the seconds of a message from one kind to another, or to the driver after the last stage."""
         problem = self.problem
         one, other = (self.kinds[kind][0], problem.feeder) if last is None else self._two(kind, last)
         return problem.costs.crossing[span] * problem.wire_s(one, other) + problem.latency_s(one, other)
 
     def _add(self, state: _State, option: _State, left: _State) -> int:
-        """Put a stage before a selection; return how many stages that looked at."""
+        """Put a stage before a selection; return the number of considered stages."""
         kind = option.index(max(option))
         following = self._following(state, kind)
         if following is None:
@@ -179,7 +181,7 @@ class _Search:
         return _STEP + int(starts.stop - starts.start) * len(following.values)
 
     def _possible_starts(self, left: _State, last: int) -> slice:
-        """Leave out what the devices that are left could not do in time: a window around equal loads."""
+        """Return the starts that leave no more work than the remaining devices can do in time."""
         if self.aim == "latency" or self.at_most_s == math.inf:
             return slice(0, last)
         able = self.at_most_s * (1 + 1e-9) * float(self.speeds @ np.array(left))
@@ -194,7 +196,7 @@ class _Search:
         first, last = self.problem.path_terms(self.kinds[kind][0])
         path = first[starts, None] + last[None, following.span] + following.values
         if starts.start == 0 and starts.stop > 0:
-            path[0] += self._hop_s(kind, None, slice(0, 1))[0]  # the way from the feeder is as long as the way back
+            path[0] += self._hop_s(kind, None, slice(0, 1))[0]  # the way from the driver is as long as the way back
         return np.where(block < np.inf, path, np.inf)
 
     def _block(self, option: _State, in_flight: int, starts: slice, ends: slice) -> Vector:
@@ -256,7 +258,7 @@ class _Search:
         return tuple(stages)
 
     def _next_kind(self, state: _State, device: int, end: int) -> int:
-        """Return which kind comes next where links differ: the one that gives the best value after this device."""
+        """Return the next kind if links differ: the one with the best value after this device."""
         if self.uniform or not any(state):
             return -1
         kind = next(k for k, numbers in enumerate(self.kinds) if device in numbers)

@@ -1,12 +1,11 @@
-"""Cuts for interleaved 1F1B, where devices hold several stages: the devices are balanced, not the stages.
+"""Cuts for interleaved 1F1B with several stages per device: the devices are balanced, not the stages.
 
     interleaved stages      device 0: stages 0 and 2     device 1: stages 1 and 3
 
-What a device takes is the sum over its stages. Stage by stage from the start of the model, the search keeps every
-state that can still lead to something better than the best known: where the stage ends, and what each device has so
-far. Cuts move within windows around the best known ones, and windows grow until nothing becomes better. Where windows
-reach over the whole line and no states were left out, the result is the best there is; many states are thinned to the
-most promising ones.
+The load of a device is the sum over its stages. Stage by stage from the start of the model, the search keeps every
+state that can still improve on the best known: the end of the stage, and the load of each device so far. Cuts move
+within windows around the best known ones, and windows grow until there is no improvement. If windows cover the whole
+line and no states were dropped, the result is optimal; many states are thinned to the most promising ones.
 """
 
 import math
@@ -27,18 +26,18 @@ from penstock.plan.search.partition import balanced, check_stages, stage_costs
 SLACK = 0.003
 # states that are kept of one stage
 _WIDTH = 3000
-# sums of floats taken in another order differ in the last bits
+# sums of floats in another order differ in the last bits
 _ROUNDING = 1 + 1e-12
-# stages of a device that are tried; more make the bubble smaller and the messages more
+# numbers of stages per device that are tried; more give a smaller bubble and more messages
 _STAGES_EACH = (2, 3)
-# this many devices may also be used in part
+# up to this number, subsets of the devices are tried too
 _FEW = 12
 _Places: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
 class InterleavedCuts:
-    """Boundaries between stages, what the busiest device takes, and what the largest stage does."""
+    """Boundaries between stages, the load of the busiest device, and that of the largest stage."""
 
     cuts: tuple[int, ...]
     busiest: float
@@ -46,11 +45,10 @@ class InterleavedCuts:
 
 
 def interleave(costs: Sequence[Vector], places: Sequence[int], *, slack: float = 0.0) -> InterleavedCuts | None:
-    """Choose where stages end so that the busiest device takes least; of those within `slack` of it, so that the
-    largest stage is smallest.
+    """Choose the ends of stages that minimize the busiest device's load, and within `slack` of that the largest stage.
 
-    `costs[stage][a, b]` is what the units from boundary `a` to `b` take as this stage on its device, infinite where
-    that cannot be; `places[stage]` is the device. Returns None where nothing can be.
+    `costs[stage][a, b]` is the cost of the units from boundary `a` to `b` as this stage on its device, infinite if
+    impossible; `places[stage]` is the device. Returns None if there is no solution.
 
     Example:
         interleave([costs] * 4, [0, 1, 0, 1]).cuts
@@ -74,7 +72,7 @@ def balanced_devices(
     work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, *, places: Sequence[int],
     work_per_byte: float = 0.0,
 ) -> list[int]:  # fmt: skip
-    """Make the busiest device as little busy as it can be, and then the largest stage small.
+    """Minimize the busiest device's load, then the largest stage.
 
     `places` are the devices of the stages; the other arguments and the result are those of `partition.balanced`.
 
@@ -96,9 +94,9 @@ def balanced_devices(
 def _side_by_side(
     work: Sequence[float], crossing_bytes: Sequence[int], counts: Sequence[int], work_per_byte: float
 ) -> list[int] | None:  # fmt: skip
-    """Divide the line among devices whose stages are neighbours, and each device's part into its stages.
+    """Divide the line among devices with adjacent stages, and each device's part into its stages.
 
-    What crosses between two stages of one device is no message. Returns None where a part has too few units.
+    Two stages of one device exchange no messages. Returns None if a part has too few units.
     """
     outer = balanced(work, crossing_bytes, len(counts), work_per_byte=work_per_byte)
     cuts = []
@@ -118,11 +116,11 @@ class _Search:
         self.rest = [np.where(np.arange(self.last + 1) == self.last, 0.0, math.inf)]
         for cost in reversed(self.costs):
             self.rest.insert(0, (cost + self.rest[0][None, :]).min(axis=1))
-        self.thinned = False  # whether states were left out of the last search
-        self.least = math.inf  # what the busiest device takes in the best division that was seen
+        self.thinned = False  # True if states were dropped in the last search
+        self.least = math.inf  # load of the busiest device in the best division so far
 
     def first(self) -> InterleavedCuts | None:
-        """Return the division whose largest stage is smallest."""
+        """Return the division with the smallest largest stage."""
         best, choices = self.costs[0][0], []
         for cost in self.costs[1:]:
             following = np.maximum(best[:, None], cost)
@@ -136,14 +134,14 @@ class _Search:
         return self._cuts(tuple(cuts[:0:-1]))
 
     def prefers(self, one: InterleavedCuts, other: InterleavedCuts) -> bool:
-        """Return whether one division is better than another."""
+        """Return True if one division is better than another."""
         limit = self.least * (1 + self.slack) * _ROUNDING
         if max(one.busiest, other.busiest) > limit:
             return one.busiest < other.busiest
         return (one.largest, one.busiest) < (other.largest, other.busiest)
 
     def around(self, known: InterleavedCuts, reach: int) -> InterleavedCuts | None:
-        """Return the best division whose cuts lie this near to known ones."""
+        """Return the best division with cuts within `reach` of known ones."""
         windows = [np.arange(1)]
         windows += [np.arange(max(1, c - reach), min(self.last - 1, c + reach) + 1) for c in known.cuts]
         windows.append(np.array([self.last]))
@@ -173,7 +171,7 @@ class _Search:
         return self._cuts(tuple(cuts[:0:-1]))
 
     def _promising(self, stage: int, ends: _Places, loads: Vector, largest: Vector) -> _Places:
-        """Choose the states that may lead to something as good as the best known; of too many, those with most room."""
+        """Choose the states that may match the best known division; if too many, those with the most room."""
         limit = self.least * (1 + self.slack) * _ROUNDING
         room = (limit - loads).sum(axis=1)
         rest = self.rest[stage + 1][ends]
@@ -197,9 +195,9 @@ class _Search:
 
 
 def interleaved_divisions(problem: Problem) -> list[Division]:
-    """Return good pipelines with several stages for each device, for each number of devices, those that fit.
+    """Return good pipelines that fit, with several stages per device, for each number of devices.
 
-    Devices go in order, the fastest ones where not all are used; of more than a dozen all are. Memory is looked at once
+    Devices are in order, the fastest ones if not all are used; of more than a dozen all are. Memory is checked after
     the cuts are chosen.
 
     Example:
@@ -226,7 +224,7 @@ def interleaved_divisions(problem: Problem) -> list[Division]:
 
 
 def _costs(problem: Problem, number: int) -> Vector:
-    """Return the seconds of every possible stage on a device, infinite where it is empty."""
+    """Return the seconds of every possible stage on a device, infinite if empty."""
     first, last = problem.path_terms(number)
     seconds: Vector = first[:, None] + last[None, :]
     seconds[np.tril_indices(problem.num_units + 1)] = np.inf

@@ -1,10 +1,10 @@
-"""A good pipeline on many unequal devices, where looking at every order is out of the question.
+"""Heuristic search for a good pipeline on many unequal devices, too many for searching every order.
 
-For a given pace the model is filled with devices from its end to its start: each takes the longest stage
-that it can do in time and hold. A beam keeps the few beginnings that waste least: time that a device has
-left because units are not divisible, and CPU time for the bytes at its cut. With many devices there is
-usually one whose speed suits the units at hand. The pace is found by bisection, from the bound upwards;
-then the cuts are refined for the order found. Compare with `bottleneck_bound_s` for how far from the best it may be.
+For a given pace the model is filled with devices from its end to its start: each takes the longest stage that it can do
+in time and hold. A beam keeps the few partial pipelines that waste least: time that a device has left because units are
+not divisible, and CPU time for the bytes at its cut. With many devices there is usually one whose speed suits the next
+units. The pace is found by bisection, from the bound upwards; then the cuts are refined for the order found. Compare
+with `bottleneck_bound_s` for a bound on the distance from the optimum.
 """
 
 import math
@@ -20,17 +20,17 @@ from penstock.plan.cost.pipeline_cost import bottleneck_bound_s, bottleneck_s, f
 from penstock.plan.cost.problem import Division, Placed, Problem
 from penstock.plan.cost.stage_cost import Vector
 
-# rounding of sums taken in another order
+# rounding of sums in another order
 _ROUNDING = 1 + 1e-12
 
 
 def refine(problem: Problem, division: Division, *, reach: int | None = None) -> Division:
-    """Assign every stage the units that make the busiest stage least busy, its device staying where it is.
+    """Assign every stage the units that minimize the busiest stage, without moving devices.
 
-    Of all that are as good it takes the one with the smallest latency. With `reach`, a cut moves by at most so
-    many boundaries; without, the result is the best for this order of devices.
+    Ties are resolved by the smallest latency. With `reach`, a cut moves by at most this number of boundaries; without,
+    the result is optimal for this order of devices.
 
-    Dynamic programming over cuts, one stage after the other.
+    Dynamic programming over cuts, stage by stage.
     """
     last = problem.num_units
     if len(division) == 1:
@@ -87,7 +87,7 @@ def _shortest(
         paths = [problem.path_terms(number) for number in stage.devices]
         path = np.max([first[starts, None] + last[None, ends] for first, last in paths], axis=0)
         if index:
-            # the slowest way between any two that talk to each other
+            # the slowest path between any two that exchange messages
             wire = max(problem.wire_s(a, b) for a in division[index - 1].devices[:4] for b in stage.devices[:4])
             best = np.where(links[index - 1] <= limit, best + problem.costs.crossing[starts] * wire, np.inf)
         total = np.where(blocks[index] <= limit, best[:, None] + path, np.inf)
@@ -103,9 +103,9 @@ def _shortest(
 
 _Numbers: TypeAlias = NDArray[np.intp]
 _BEAM = 16
-# candidates per beginning: of a thousand devices sixty-four of all speeds suit as well
+# candidates per partial pipeline: of a thousand devices sixty-four of all speeds suffice
 _CANDIDATES = 64
-# how many boundaries beside the longest stage are looked at, for one with fewer bytes
+# number of boundaries near the longest stage that are considered, for one with fewer bytes
 _NEAR = 12
 _KEPT = 4
 _REFINE_REACH = 12
@@ -124,9 +124,9 @@ class _Begin:
 
 
 def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Division | None:
-    """Find a pipeline with a pace near the best, or none where memory leaves none to be found.
+    """Return a pipeline with a pace near the optimum, or None if memory allows none.
 
-    `numbers` are the devices that may be used, where not all may.
+    `numbers` are the usable devices, by default all.
 
     Example:
         division = good_division(problem)
@@ -157,7 +157,7 @@ def good_division(problem: Problem, numbers: Sequence[int] | None = None) -> Div
 
 
 def _refine_on(problem: Problem, division: Division) -> Division:
-    """Refine the cuts until they stay where they are."""
+    """Refine the cuts until they no longer change."""
     best = bottleneck_s(problem, division)
     for _ in range(20):
         division = refine(problem, division, reach=_REFINE_REACH)
@@ -209,7 +209,7 @@ class _Filler:
         return None
 
     def _extend(self, begin: _Begin, bottleneck_s: float) -> list[_Begin]:
-        """Put one more device before what is placed: those that waste least."""
+        """Put one more device before the placed ones: those that waste least."""
         devices = self._candidates(begin)
         if not len(devices):
             return []
@@ -233,14 +233,14 @@ class _Filler:
         return left[np.linspace(0, len(left) - 1, _CANDIDATES).astype(np.intp)]
 
     def _longest(self, begin: _Begin, devices: _Numbers, bottleneck_s: float) -> tuple[_Numbers, Vector]:
-        """Return for each device the start of the stage that wastes least of it, and what that wastes."""
+        """Return for each device the start of the stage that wastes least of it, and the waste."""
         problem, costs, end = self.problem, self.problem.costs, begin.boundary
         in_flight = problem.setting.in_flight(begin.num_stages + 1)
         able = problem.speeds[devices] * np.maximum(bottleneck_s - self.lost_s[devices], 0.0)
         tail = self.seconds[end] + costs.overhead_s + costs.after_s[end]
         first = np.searchsorted(self.seconds, tail - able - 1e-12)
         if not np.isinf(self.memory).any():
-            # what a stage holds only grows towards the start
+            # the bytes of a stage only grow towards the start
             need = self.held[: end + 1, end] + in_flight * (costs.kept_at_end_bytes[end] - costs.kept_bytes[: end + 1])
             room = self.memory[devices] - self.messages[end]
             first = np.maximum(first, end + 1 - np.searchsorted(need[::-1], room, side="right"))
@@ -250,7 +250,7 @@ class _Filler:
         possible &= self._in_time(begin, devices, starts, bottleneck_s)
         need = self.held[starts, end] + in_flight * (costs.kept_at_end_bytes[end] - costs.kept_bytes[starts])
         possible &= need + self.messages[starts] + self.messages[end] <= self.memory[devices][:, None]
-        # a device's own loss, and what the next will pay for the bytes at this cut
+        # a device's own loss, and the next one's cost of the bytes at this cut
         wasted = able[:, None] - (self.seconds[end] - self.seconds[starts]) + costs.after_s[starts] * (starts > 0)
         # at the start of the model nothing is left to do, so no time is wasted
         wasted = np.where(possible, np.where(starts == 0, -1.0, wasted), np.inf)
@@ -259,7 +259,7 @@ class _Filler:
         return starts[rows, best], wasted[rows, best]
 
     def _in_time(self, begin: _Begin, devices: _Numbers, starts: _Numbers, bottleneck_s: float) -> NDArray[np.bool_]:
-        """Return which stages keep links within the pace, the feeder's own messages included."""
+        """Return a mask of stages whose links are within the pace, including the driver's own messages."""
         costs, problem, end = self.problem.costs, self.problem, begin.boundary
         per_byte = self.byte_s[devices][:, None]
         feeds = (devices == problem.feeder)[:, None]

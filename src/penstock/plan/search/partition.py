@@ -1,7 +1,7 @@
-"""Divide a line of units into contiguous stages.
+"""Divisions of a line of units into contiguous stages.
 
-A boundary `b` lies between unit `b - 1` and unit `b`. All functions take plain numbers and give
-boundaries, so they are tested in milliseconds and know nothing of models.
+A boundary `b` is between unit `b - 1` and unit `b`. All functions take plain numbers and return boundaries, so they are
+independent of models and tested in milliseconds.
 """
 
 import math
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import CutError
 
-# Sums of floats taken in another order differ in the last bits; such differences are not a choice.
+# Sums of floats in another order differ in the last bits; such differences are ignored.
 _ROUNDING = 1e-12
 _Matrix: TypeAlias = NDArray[np.float64]
 
@@ -22,10 +22,10 @@ _Matrix: TypeAlias = NDArray[np.float64]
 def balanced(
     work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, *, work_per_byte: float = 0.0
 ) -> list[int]:
-    """Make the largest stage as small as it can be; among equals, let the fewest bytes cross.
+    """Minimize the largest stage, and among ties the crossing bytes.
 
-    `crossing_bytes[b]` is what crosses boundary `b`, for `b` from 0 to `len(work)`. Every byte costs
-    the stages on both sides `work_per_byte`: sending and receiving are work too.
+    `crossing_bytes[b]` are the bytes that cross boundary `b`, for `b` from 0 to `len(work)`. Every byte costs the
+    stages on both sides `work_per_byte`: sending and receiving are work too.
 
     >>> balanced([1, 1, 1, 3], [0, 1, 1, 1, 0], 2)
     [3]
@@ -39,7 +39,7 @@ def smallest_crossing(
     work: Sequence[float], crossing_bytes: Sequence[int], num_stages: int, *, slack: float = 0.10,
     work_per_byte: float = 0.0,
 ) -> list[int]:  # fmt: skip
-    """Let the fewest bytes cross among divisions whose largest stage is within `slack` of the best.
+    """Minimize the crossing bytes among divisions whose largest stage is within `slack` of the best.
 
     >>> smallest_crossing([1, 1, 1, 1], [0, 9, 9, 1, 0], 2, slack=0.5)
     [3]
@@ -59,7 +59,7 @@ def smallest_largest(work: Sequence[float], num_stages: int) -> float:
 
 
 def evenly(starts: Sequence[int], num_stages: int) -> list[int]:
-    """Assign every stage the same number of blocks, the first stages one more where they do not divide.
+    """Assign every stage the same number of blocks, the first stages one more if they do not divide evenly.
 
     `starts` are the boundaries before each block.
 
@@ -70,8 +70,8 @@ def evenly(starts: Sequence[int], num_stages: int) -> list[int]:
     """
     if num_stages > len(starts):
         raise CutError(
-            f"{num_stages} stages of whole blocks need as many blocks, but there are {len(starts)}; "
-            "use fewer stages or the policy 'balanced'"
+            f"{num_stages} stages of whole blocks need as many blocks; got {len(starts)}; use fewer stages or the "
+            "policy 'balanced'"
         )
     each, more = divmod(len(starts), num_stages)
     counts = accumulate(each + (stage < more) for stage in range(num_stages - 1))
@@ -79,11 +79,10 @@ def evenly(starts: Sequence[int], num_stages: int) -> list[int]:
 
 
 def fill(sizes: Sequence[float], num_stages: int) -> list[int]:
-    """Fill stages one after the other up to the average size, as PiPPy's split_into_equal_size does.
+    """Fill stages in order up to the average size, as PiPPy's split_into_equal_size does.
 
-    A stage ends before the first item that would lift it above `sum(sizes) / num_stages`; the last
-    stage takes what is left. Returns boundaries between items; there may be fewer than asked for when
-    the items are too coarse.
+    A stage ends before the first item that would lift it above `sum(sizes) / num_stages`; the last stage takes the
+    rest. Returns boundaries between items, fewer than requested if the items are too coarse.
 
     >>> fill([3, 1, 1, 3], 2)
     [2]
@@ -112,7 +111,7 @@ def stage_sums(values: Sequence[float], boundaries: Sequence[int]) -> list[float
 def check_stages(num_units: int, num_stages: int) -> None:
     """Raise `CutError` unless every stage can have at least one unit."""
     if num_stages < 1:
-        raise CutError(f"the number of stages must be at least 1, not {num_stages}")
+        raise CutError(f"the number of stages must be at least 1; got {num_stages}")
     if num_stages > num_units:
         raise CutError(
             f"{num_stages} stages need at least {num_stages - 1} cuts, but this model allows {num_units - 1}; "
@@ -121,7 +120,7 @@ def check_stages(num_units: int, num_stages: int) -> None:
 
 
 def stage_costs(work: Sequence[float], crossing_bytes: Sequence[int], work_per_byte: float) -> _Matrix:
-    """Return the cost of every possible stage: row for its start, column for its end, infinite where it is empty."""
+    """Return the cost of every possible stage: row for its start, column for its end, infinite if empty."""
     prefix = np.array([0.0, *accumulate(work)])
     ends = np.array(crossing_bytes, dtype=np.float64) * work_per_byte
     costs: _Matrix = prefix[None, :] - prefix[:, None] + ends[None, :] + ends[:, None]

@@ -21,12 +21,11 @@ EFFORT = 200_000_000
 
 
 def best_replicas(problem: Problem) -> list[tuple[float, tuple[Division, ...]]]:
-    """Return good ways to run several pipelines at once, each with its microbatches per second in all.
+    """Return good sets of parallel pipelines, each with its total microbatches per second.
 
-    Up to five devices, every grouping is tried with the best pipeline for each group; beyond that, up to eight
-    groups of equal strength (four or eight beyond 64 devices), and every device by itself. Devices that cannot
-    take part are left out.
-    The feeder feeds all pipelines first and computes with the time that is left.
+    Up to five devices, every grouping is tried with the best pipeline for each group; beyond that, up to eight groups
+    of equal strength (four or eight beyond 64 devices), and every device alone. Devices that cannot take part are left
+    out. The driver serves all pipelines first and computes in its remaining time.
     """
     known: dict[tuple[int, ...], Division | None] = {}
     found: list[tuple[float, tuple[Division, ...]]] = []
@@ -44,16 +43,16 @@ def best_replicas(problem: Problem) -> list[tuple[float, tuple[Division, ...]]]:
 
 
 def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
-    """Return the microbatches per second of each of several pipelines at once.
+    """Return the microbatches per second of each of several parallel pipelines.
 
-    Others come first: each microbatch costs the feeder the same wherever it goes, and its own pipeline its
-    computing too.
+    Other pipelines have priority: each microbatch costs the driver the same for any pipeline, and its own pipeline also
+    costs computation.
     """
     elsewhere_s = problem.feeding_s(())
     rates = [1 / _own_bottleneck_s(problem, division) for division in divisions]
     mine = next((i for i, d in enumerate(divisions) if any(problem.feeder in stage.devices for stage in d)), None)
     others = sum(rate for index, rate in enumerate(rates) if index != mine)
-    # neither the feeder's CPU nor its link hands over more than this
+    # limit of the driver's CPU and link
     given = min(others, 1 / max(elsewhere_s)) if max(elsewhere_s) else others
     rates = [rate if index == mine else rate * given / others for index, rate in enumerate(rates)]
     if mine is not None:
@@ -64,7 +63,7 @@ def rates_of(problem: Problem, divisions: Sequence[Division]) -> list[float]:
 
 
 def _own_bottleneck_s(problem: Problem, division: Division) -> float:
-    """Return the pace of a pipeline without what the feeder does for others."""
+    """Return the pace of a pipeline without the driver's work for others."""
     stages = [shared_load_s(problem, stage) if len(stage.devices) > 1 else problem.own_load_s(stage.devices[0], stage)
               for stage in division]  # fmt: skip
     links = [float(problem.costs.crossing[one.end]) * problem.byte_s(one.devices[0], other.devices[0])
@@ -110,18 +109,18 @@ def _equal_groups(problem: Problem) -> Iterator[list[tuple[int, ...]]]:
     yield [(number,) for number in order if problem.fits(number, 0, problem.num_units, problem.setting.in_flight(1))]
 
 
-# beyond this a group has so many numbers of stages that only the fastest pipeline is tried
+# larger groups have too many possible numbers of stages, so that only the fastest pipeline is tried
 _MAX_GROUP = 5
 # seconds for a number of microbatches
 Seconds = Callable[[int], float]
 
 
 def best_steps(problem: Problem) -> list[tuple[float, tuple[Division, ...], tuple[int, ...]]]:
-    """Return good ways to train several pipelines at once: seconds of a step, pipelines, and their microbatches.
+    """Return good sets of parallel pipelines for training: seconds of a step, pipelines, and their microbatches.
 
-    Groups of devices are those of `groupings`, groups that are alike tried once. A group's pipeline is the one of
-    those with the best pace for each number of stages that takes least for its microbatches. The microbatches of a
-    step are divided so that the last pipeline is done as early as it can be.
+    Groups of devices are those of `groupings`, equal groups tried once. A group's pipeline is, among those with the
+    best pace for each number of stages, the fastest for its microbatches. The microbatches of a step are divided so
+    that the last pipeline finishes as early as possible.
 
     Example:
         step_s, divisions, counts = best_steps(problem)[0]
@@ -149,18 +148,18 @@ def best_steps(problem: Problem) -> list[tuple[float, tuple[Division, ...], tupl
 
 
 def divide_microbatches(total: int, seconds: Sequence[Seconds]) -> list[int]:
-    """Divide microbatches so that the longest pipeline is as short as it can be; some may get none.
+    """Divide microbatches so that the longest pipeline is as short as possible; some may get none.
 
-    `seconds` give what each pipeline takes for a number of microbatches, more for more. Starting from parts after
-    their pace, microbatches move from the longest to where they end earlier, until none would: as functions that
-    only rise have one such minimum, that is the best.
+    `seconds` return each pipeline's time for a number of microbatches, and must be increasing. Starting from parts
+    proportional to pace, microbatches move from the longest pipeline to one that ends earlier, until none would:
+    increasing functions have a single such minimum, so the result is optimal.
 
     >>> divide_microbatches(6, [lambda n: 1.0 * n, lambda n: 2.0 * n])
     [4, 2]
     """
     paces = [(each(total) - each(total // 2)) / (total - total // 2) for each in seconds]
     rates = [1 / max(pace, 1e-300) for pace in paces] if all(0 <= pace < math.inf for pace in paces) else []
-    # a few less than after their pace, so that hardly one is too many
+    # a few less than proportional to pace, so that hardly one is too many
     counts = [int(max(0, total - 2 * len(rates)) * rate / sum(rates)) for rate in rates] or [0] * len(seconds)
     while sum(counts) < total:
         _add(counts, seconds)
@@ -192,11 +191,11 @@ class _Groups:
         self.makespan_s = cache(self._makespan_s)
 
     def kind(self, group: tuple[int, ...]) -> tuple[str, ...]:
-        """Return what two groups have alike exactly if one may stand for the other."""
+        """Return a key that is equal for two groups exactly if they are interchangeable."""
         return tuple(sorted(repr(self.problem.signature(number)) for number in group))
 
     def ways(self, group: tuple[int, ...], num_groups: int) -> tuple[Division, ...]:
-        """Return pipelines of a group; what fits depends on how many of a step's microbatches it takes."""
+        """Return pipelines of a group; those that fit depend on its number of a step's microbatches."""
         total = self.problem.setting.num_microbatches or 1
         counts = [-(-total // num_groups)]
         if len(group) <= _MAX_GROUP:
@@ -204,7 +203,7 @@ class _Groups:
         return tuple(dict.fromkeys(division for count in counts for division in self.divisions(group, count)))
 
     def seconds(self, divisions: tuple[Division, ...]) -> Seconds:
-        """Return a function from microbatches to the seconds of the best of these pipelines, inf where none fits."""
+        """Return a function from microbatches to the seconds of the best of these pipelines, inf if none fits."""
         return lambda count: self.makespan_s(self.best(divisions, count), count) if count else 0.0
 
     def best(self, divisions: tuple[Division, ...], count: int) -> Division:

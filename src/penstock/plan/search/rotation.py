@@ -1,16 +1,15 @@
-"""Cut-set rotation: microbatches go round-robin through several cut sets, so that loads that one set leaves uneven
-become equal.
+"""Cut-set rotation: microbatches use several cut sets round-robin, which equalizes the uneven loads of a single set.
 
-What a stage does for a microbatch is the sum of a part that depends on its first boundary and one that
-depends on its last. On average over many microbatches only the *portions* count in which each cut lies at
-each boundary, so the best portions are a linear program over each cut's portions, however many sets there are:
+A stage's work for a microbatch is the sum of a part that depends on its first boundary and one that depends on its
+last. On average over many microbatches only the *portions* count with which each cut is at each boundary, so the best
+portions are a linear program over each cut's portions, for any number of sets:
 
     smallest T with, for every stage,  sum_a portion[cut before][a] * starts[stage][a]
                                      + sum_b portion[cut after ][b] * ends[stage][b]   <= T
 
-Few sets with these portions follow by moving all cuts with one number between 0 and 1: where it lies decides
-each cut's place by its cumulative portions. All cuts then move the same way together, which keeps the load
-of a stage near its mean.
+Few sets with these portions follow by moving all cuts with one number between 0 and 1, which determines each cut's
+place by its cumulative portions. All cuts then move in the same direction, which keeps the load of a stage near its
+mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,21 +27,21 @@ from penstock.spec.plan import CutSet, Pipeline
 
 _Vector: TypeAlias = NDArray[np.float64]
 _EPSILON = 1e-9
-# Dantzig's rule is quick but may circle where vertices coincide; after this many steps without gain Bland's takes over
+# Dantzig's rule is fast but may cycle on coinciding vertices; after this many steps without gain Bland's is used
 _PATIENCE = 20
 
 
 def minimize(costs: _Vector, matrix: _Vector, limits: _Vector, basis: Sequence[int]) -> tuple[_Vector, list[int]]:
-    """Minimize `costs @ x` where `matrix @ x == limits` and `x >= 0`; return x and its basis.
+    """Minimize `costs @ x` subject to `matrix @ x == limits` and `x >= 0`; return x and its basis.
 
-    `basis` are as many columns as there are rows, and the vertex they stand for must be possible. Numbers
-    should be near 1: differences below 1e-9 are taken as none.
+    `basis` has as many columns as there are rows, and its vertex must be feasible. Numbers should be near 1:
+    differences below 1e-9 are ignored.
 
     >>> minimize(np.array([-1.0, 0.0]), np.array([[2.0, 1.0]]), np.array([3.0]), [1])[0].tolist()
     [1.5, 0.0]
 
-    Dantzig's simplex method with Bland's rule against cycles; each step solves the basis anew, so errors
-    do not add up. The program must be bounded.
+    Dantzig's simplex method with Bland's rule against cycles; each step solves for the basis again, so errors do not
+    accumulate. The program must be bounded.
     """
     basis = list(basis)
     best, waited = np.inf, 0
@@ -81,10 +80,10 @@ _MAX_STAGES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryCosts:
-    """What stages cost by their boundaries, for as many stages as there are rows.
+    """Costs of stages by their boundaries, one row per stage.
 
-    A stage `s` from boundary `a` to `b` takes `starts[s][a] + ends[s][b]` seconds. `crossing[k][b]`, if given,
-    is the seconds that the link of cut `k` is busy when it lies at boundary `b`.
+    A stage `s` from boundary `a` to `b` takes `starts[s][a] + ends[s][b]` seconds. `crossing[k][b]`, if given, are the
+    busy seconds of the link of cut `k` at boundary `b`.
     """
 
     starts: Sequence[Vector]
@@ -98,7 +97,7 @@ class BoundaryCosts:
 
 @dataclass(frozen=True, slots=True)
 class Portions:
-    """For each cut the boundaries where it lies and the portion of microbatches for which it does; the pace in s."""
+    """Boundaries of each cut with their portions of microbatches; the pace in s."""
 
     per_cut: tuple[tuple[tuple[int, float], ...], ...]
     bottleneck_s: float
@@ -109,19 +108,19 @@ def rotate(
     holds: Callable[[int, int, int], bool] = lambda _stage, _start, _end: True, period: int = 100,
     reach: int = MAX_REACH,
 ) -> list[tuple[tuple[int, ...], float]]:  # fmt: skip
-    """Find sets of cuts with weights whose largest expected stage is as small as it can be around given cuts.
+    """Return weighted sets of cuts near given cuts that minimize the largest expected stage.
 
-    `cuts` are the boundaries of the best single set. `holds(stage, start, end)` says whether a stage's device
-    has the memory for all units from `start` to `end`: with several sets it holds those of all. Weights are
-    whole parts of a round of at most `period` microbatches.
+    `cuts` are the boundaries of the best single set. `holds(stage, start, end)` returns True if a stage's device has
+    the memory for all units from `start` to `end`: with several sets it holds those of all. Weights are integer parts
+    of a round of at most `period` microbatches.
 
     >>> work = np.array([0.0, 3.0, 4.0, 8.0])
     >>> rotate(BoundaryCosts(starts=[-work, -work], ends=[work, work]), [2])
     [((2,), 1.0)]
 
-    The portions are optimal for the linear program over boundaries nearer to each cut than to its neighbours
-    and at most `reach` away. Where a device cannot hold all of a solution, the boundaries around its cuts are
-    halved in number until it can, so under a memory limit the result is good but need not be the best.
+    The portions are optimal for the linear program over boundaries nearer to each cut than to its neighbours and at
+    most `reach` away. If a device cannot hold all of a solution, the boundaries around its cuts are halved in number
+    until it can, so under a memory limit the result is good but not necessarily optimal.
     """
     last = len(costs.starts[0]) - 1
     bounds = (0, *cuts, last)
@@ -160,7 +159,7 @@ def best_portions(costs: BoundaryCosts, cuts: Sequence[int], windows: Sequence[S
 
 
 def couple(portions: Portions) -> list[tuple[tuple[int, ...], float]]:
-    """Turn portions into sets of cuts with weights, all cuts moving together.
+    """Convert portions to weighted sets of cuts, all cuts moving together.
 
     >>> couple(Portions((((3, 0.5), (4, 0.5)), ((7, 0.25), (9, 0.75))), 0.0))
     [((3, 7), 0.25), ((3, 9), 0.25), ((4, 9), 0.5)]
@@ -178,7 +177,7 @@ def couple(portions: Portions) -> list[tuple[tuple[int, ...], float]]:
 
 
 class _Program:
-    """The linear program in matrix form: portions of all windows, then the pace, then what is left over per row."""
+    """The linear program in matrix form: portions of all windows, then the pace, then the slack per row."""
 
     def __init__(self, costs: BoundaryCosts, cuts: Sequence[int], windows: Sequence[Sequence[int]]) -> None:
         num_stages, last = len(cuts) + 1, len(costs.starts[0]) - 1
@@ -199,7 +198,7 @@ class _Program:
         for k, (cut, window) in enumerate(zip(cuts, windows, strict=True)):
             columns = slice(place, place + len(window))
             chosen = list(window)
-            # what depends on the given cuts goes to the other side of the equation, so that differences stay exact
+            # terms of the given cuts are moved to the other side of the equation, so that differences stay exact
             self.matrix[k, columns] = (costs.ends[k][chosen] - costs.ends[k][cut]) / self.scale
             self.matrix[k + 1, columns] = (costs.starts[k + 1][chosen] - costs.starts[k + 1][cut]) / self.scale
             if costs.crossing:
@@ -242,14 +241,14 @@ def _extent(stage: int, portions: Portions, last: int) -> tuple[int, int]:
 
 
 def _whole_rounds(sets: list[tuple[tuple[int, ...], float]], period: int) -> list[tuple[tuple[int, ...], float]]:
-    """Round the weights to what a round can give; what would get none is left out."""
+    """Round the weights to integer parts of a round; sets with none are left out."""
     counts = round_robin_counts([weight for _, weight in sets], period=period)
     total = sum(counts)
     return [(cuts, number / total) for (cuts, _), number in zip(sets, counts, strict=True) if number]
 
 
 def rotated(problem: Problem, pipeline: Pipeline) -> Pipeline | None:
-    """Return the same pipeline with several cut sets in rotation; None where one is as good, or it cannot have more."""
+    """Return the same pipeline with several cut sets in rotation; None if one is as good, or more are impossible."""
     stages = pipeline.stages
     plain = all(len(stage.devices) == 1 for stage in stages) and not problem.setting.trains
     if not plain or not 2 <= len(stages) <= _MAX_STAGES:
@@ -279,7 +278,7 @@ def _boundary_costs(problem: Problem, numbers: Sequence[int]) -> BoundaryCosts:
 
 
 def _union_fits(problem: Problem, number: int, starts: tuple[int, int], ends: tuple[int, int]) -> bool:
-    """Return whether a device can hold all units of a stage whose cuts move within these boundaries."""
+    """Return True if a device can hold all units of a stage whose cuts move within these boundaries."""
     first, last = problem.terms(number).memory
     need = float(problem.costs.held_bytes[min(starts), max(ends)])
     need += float(first[min(starts) : max(starts) + 1].max() + last[min(ends) : max(ends) + 1].max())

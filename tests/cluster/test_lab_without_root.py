@@ -117,7 +117,7 @@ def test_up_twice_is_up_once(machine: Machine) -> None:
     shell_of(machine).commands.clear()
     lab.up()
     assert set(shell_of(machine).commands) == {"ip netns list"}
-    with pytest.raises(ClusterError, match="another lab 'lab' is up; run penstock lab down lab"):
+    with pytest.raises(ClusterError, match=r"another lab 'lab' is up.*; run penstock lab down lab"):
         Lab(make_spec("lab", rate=None), machine).up()
 
 
@@ -162,8 +162,8 @@ def test_a_session_leaves_a_lab_that_was_up(machine: Machine) -> None:
     ("arguments", "message"),
     [
         ({"command": []}, "needs a command"),
-        ({"command": ["x"], "nproc_per_host": 0}, "at least one process, not 0"),
-        ({"command": ["x"], "port": 0}, "a port is 1 to 65535, not 0"),
+        ({"command": ["x"], "nproc_per_host": 0}, "at least one process; got 0"),
+        ({"command": ["x"], "port": 0}, "a port must be 1 to 65535; got 0"),
         ({"command": ["x"]}, "lab lab must be up for this, but it is not; run penstock lab up first"),
     ],
 )
@@ -176,13 +176,13 @@ def test_what_is_not_up_cannot_be_disturbed(machine: Machine) -> None:
     lab = Lab(make_spec("lab"), machine)
     with pytest.raises(ClusterError, match="must be up"):
         lab.cut("host0")
-    with pytest.raises(ClusterError, match="no host 'host9'"):
+    with pytest.raises(ClusterError, match="host 'host9' not found"):
         lab.kill("host9")
-    with pytest.raises(ClusterError, match="of at least"):
+    with pytest.raises(ClusterError, match="must be at least"):
         lab.slow("host0", cpu=0)
-    with pytest.raises(ClusterError, match="at least 1 kbit/s, but host0 has 8 bit/s"):
+    with pytest.raises(ClusterError, match="at least 1 kbit/s; host0 has 8 bit/s"):
         lab.slow("host0", bandwidth_bytes_per_s=1)
-    with pytest.raises(ClusterError, match="no lab 'lab' is up; up now: none"):
+    with pytest.raises(ClusterError, match=r"no lab 'lab' is up; .*: none"):
         Lab.from_name("lab", machine)
 
 
@@ -296,10 +296,10 @@ def test_without_controllers_there_is_no_lab(tmp_path: Path) -> None:
 def test_without_root_or_programs_there_is_no_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda program: None if program == "tc" else program)
-    with pytest.raises(ClusterError, match="needs the program tc, which is not here; install iproute2"):
+    with pytest.raises(ClusterError, match=r"needs the program tc, .*; install iproute2"):
         this_machine()
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ClusterError, match="this is user 1000; run it with sudo"):
+    with pytest.raises(ClusterError, match="got user 1000; run it with sudo"):
         this_machine()
 
 

@@ -72,7 +72,7 @@ def test_prepared_looked_at_and_run_on(machines: SshLab, capsys: pytest.CaptureF
     assert (machines.folder("board1") / "src/penstock/version.py").read_text()
     sent = capsys.readouterr().out
     assert "board1: " in sent
-    assert "nothing had changed" not in sent
+    assert "unchanged" not in sent
     # only what has changed goes again, and files of others stay
     (machines.folder("board1") / "src/penstock/version.py").write_text("__version__ = '0'")
     (machines.folder("board1") / "src/penstock/stale.py").write_text("")
@@ -80,7 +80,7 @@ def test_prepared_looked_at_and_run_on(machines: SshLab, capsys: pytest.CaptureF
     assert f"board1: penstock 0, here {__version__}; penstock hosts push" in capsys.readouterr().out
     assert verb("hosts", "push", machines.cluster, "--no-install") == 0
     sent = capsys.readouterr().out
-    assert sent.count("nothing had changed") == 1
+    assert sent.count("unchanged") == 1
     assert (machines.folder("board1") / "src/penstock/stale.py").exists()
     assert verb("hosts", "check", machines.cluster) == 0
     assert capsys.readouterr().out.endswith("all of them are ready\n")

@@ -72,7 +72,7 @@ def test_each_process_is_told_who_it_is() -> None:
 
 def test_without_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_SSH", "no-such-program")
-    with pytest.raises(ClusterError, match="no-such-program is not here; install openssh-client"):
+    with pytest.raises(ClusterError, match="no-such-program not found; install openssh-client"):
         run_on(Host("a", "a"), ["true"])
 
 
@@ -109,7 +109,7 @@ FINE = {
             f"penstock 0.0, here {__version__}",
             "penstock hosts push",
         ),
-        ({"memory_bytes": 2**29}, "537 MB of memory, c.toml says 1.07 GB", "correct memory in c.toml"),
+        ({"memory_bytes": 2**29}, "537 MB of memory, c.toml has 1.07 GB", "correct memory in c.toml"),
         ({"clock_s": -7.25}, "its clock is off by -7.2 s", "ssh pi@board sudo timedatectl set-ntp true"),
     ],
 )
@@ -170,4 +170,4 @@ def test_a_lab_is_no_machine(tmp_path: object, capsys: pytest.CaptureFixture[str
     assert main(["hosts", "check", file]) == 2
     assert "is a lab, whose hosts are on this machine" in capsys.readouterr().err
     assert main(["hosts", "run", file]) == 2
-    assert "takes a verb after the file" in capsys.readouterr().err
+    assert "needs a verb after the file" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""The machines themselves: an emulated cluster on one of them, and those that are reached by ssh."""
+"""Machines: an emulated cluster on one machine, and machines reached by ssh."""

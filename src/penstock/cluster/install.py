@@ -1,14 +1,14 @@
-"""Install packages into a virtual environment, with the build of PyTorch that fits the machine; says which, and why.
+"""Installation of packages into a virtual environment, with the build of PyTorch for the machine, and its reason.
 
     install.py ENVIRONMENT ARGUMENTS-OF-PIP-INSTALL ...
 
                                    PyTorch comes from
     an NVIDIA GPU                  the usual index
-    none, and uv is there          PyTorch's own index of CPU builds, which uv knows by --torch-backend
+    none, and uv is installed      PyTorch's own index of CPU builds, by uv's --torch-backend
     neither, on 64-bit ARM         the usual index, the last version that is a CPU build there
-    neither, elsewhere             the usual index: its CUDA libraries come too
+    neither, elsewhere             the usual index, with its CUDA libraries
 
-Run by a machine's own Python before anything else is known of it: the standard library is all that it needs.
+Run by a machine's own Python before any other check, so it needs only the standard library.
 """
 
 import os
@@ -27,7 +27,7 @@ _CUDA_PACKAGES = re.compile(r"(torch|torchvision|triton|nvidia[\w.-]*|cuda[\w.-]
 
 
 def main(environment: str, wanted: list[str]) -> str:
-    """Make the environment if there is none, and install; returns what was chosen, in one line.
+    """Make the environment if there is none, and install; return the chosen build, in one line.
 
     Raises `SystemExit` in one line for a machine on which PyTorch cannot be installed.
     """
@@ -61,7 +61,7 @@ def main(environment: str, wanted: list[str]) -> str:
 
 
 def with_last_cpu(wanted: list[str], folder: str) -> list[str]:
-    """Return the arguments with PyTorch's last CPU build for 64-bit ARM, also where a constraints file pins another.
+    """Return the arguments with PyTorch's last CPU build for 64-bit ARM, even if a constraints file pins another.
 
     >>> with_last_cpu(["torch==2.15.0", "numpy"], "/tmp")
     ['torch==2.10.0', 'numpy']
@@ -88,7 +88,7 @@ def _constraints(path: str, target: str) -> str:
 
 
 def _check_python() -> None:
-    if sys.version_info < (3, 11):  # noqa: UP036 -- run by whatever Python a machine has
+    if sys.version_info < (3, 11):  # noqa: UP036 -- run by any Python of a machine
         raise SystemExit(f"Python 3.11 or later is needed, and this is {platform.python_version()}; set python = ...")
     if sys.maxsize <= 2**32:
         raise SystemExit(
@@ -105,7 +105,7 @@ def _check_room(environment: str, needed_bytes: float) -> None:
     if free < needed_bytes:
         raise SystemExit(
             f"PyTorch and its packages take up to {needed_bytes / 1e6:.0f} MB, and {place} has {free / 1e6:.0f} MB "
-            "free; make room, or choose another folder"
+            "free; free space, or choose another folder"
         )
 
 

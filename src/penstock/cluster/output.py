@@ -1,4 +1,4 @@
-"""What processes on other hosts write, and how they end, as people read it."""
+"""Output and exit status of processes on other hosts, for display."""
 
 import signal
 import sys
@@ -20,7 +20,7 @@ class OutputLine:
 
 
 Output = Callable[[OutputLine], None]
-# whether the first process that fails ends the others, or the end of the first host's, whatever becomes of the others
+# True if the first failing process ends the others; "first" if only the exit of the first host's process does
 EndTogether = bool | Literal["first"]
 
 

@@ -1,7 +1,7 @@
-"""CPU quotas and memory limits of a lab's hosts, with either version of the kernel's cgroups.
+"""CPU quotas and memory limits of a lab's hosts, with both versions of the kernel's cgroups.
 
-A host is a directory `penstock.LAB/HOST`: one in version 2, one per controller in version 1. They
-are found again by that name wherever they lie, so a lab can be taken down from anywhere.
+A host is a directory `penstock.LAB/HOST`: one in version 2, one per controller in version 1. They are found by that
+name at any place in the tree, so a lab can be stopped from anywhere.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from penstock.errors import ClusterError, RunError
 
 # short, so that a host with a small share is slow rather than stop-and-go
 _PERIOD_US = 10_000
-# the kernel takes no quota below this
+# the smallest quota that the kernel accepts
 _MIN_QUOTA_US = 1_000
-# a board does not wait for what else runs here: the hosts go first, and their quotas leave the others the rest
+# a board does not wait for this machine's other processes: the hosts have priority, and their quotas leave the rest
 _MOST_SHARES = 2**18
 _MOST_WEIGHT = 10_000
 _DEADLINE_S = 10.0
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host's memory cgroup says: bytes used now and at most, and processes it ended."""
+    """Readings of a host's memory cgroup: bytes in use, their peak, and the number of killed processes."""
 
     used_bytes: int
     peak_bytes: int
@@ -35,7 +35,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quota(cpu: float) -> tuple[int, int]:
-    """Turn a share of a core into microseconds of quota and of period.
+    """Convert a share of a core to microseconds of quota and of period.
 
     >>> quota(0.35), quota(0.05)
     ((3500, 10000), (1000, 20000))
@@ -45,9 +45,9 @@ def quota(cpu: float) -> tuple[int, int]:
 
 
 class Cgroups(ABC):
-    """The cgroups of labs, which may lie anywhere under the roots for CPU and for memory."""
+    """The cgroups of labs, anywhere under the roots for CPU and for memory."""
 
-    # the files that say what a host uses of its memory, has used at most, and what was ended for want of it
+    # files with a host's memory in use, its peak, and its out-of-memory kills
     _used: str
     _peak: str
     _events: str
@@ -58,7 +58,7 @@ class Cgroups(ABC):
 
     @abstractmethod
     def create(self, lab: str, host: str, cpu: float, memory_bytes: int) -> None:
-        """Make a host's cgroup with its limits; raises `ClusterError` where the kernel refuses."""
+        """Make a host's cgroup with its limits; raises `ClusterError` if the kernel refuses."""
 
     @abstractmethod
     def cpu(self, lab: str, host: str) -> float:
@@ -72,7 +72,7 @@ class Cgroups(ABC):
         self._write_cpu(self._one(self.cpu_root, lab, host), cpu)
 
     def memory(self, lab: str, host: str) -> MemoryUse:
-        """Read what a host uses of its memory; without `memory.peak` (before Linux 5.19) that of now."""
+        """Read a host's memory usage; without `memory.peak` (before Linux 5.19) that of now."""
         path = self._one(self.memory_root, lab, host)
         used_bytes, peak = _read_int(path / self._used), path / self._peak
         peak_bytes = _read_int(peak) if peak.exists() else used_bytes
@@ -99,16 +99,16 @@ class Cgroups(ABC):
         return processes_in(self.directories(lab, host))
 
     def kill(self, lab: str, host: str | None = None) -> None:
-        """End every process of a host, or of the whole lab, at once.
+        """Kill every process of a host, or of the whole lab, immediately.
 
-        Raises `RunError` when some cannot be ended.
+        Raises `RunError` if some cannot be killed.
         """
         kill_processes(self.directories(lab, host))
 
     def remove(self, lab: str) -> None:
-        """Remove all cgroups of a lab, and end what still joins them; fine if there are none.
+        """Remove all cgroups of a lab, and kill processes that still join them; no error if there are none.
 
-        Raises `RunError` when the kernel keeps one.
+        Raises `RunError` if the kernel keeps one.
         """
         for directory in self.directories(lab):
             for path, _, _ in os.walk(directory, topdown=False):
@@ -126,8 +126,9 @@ class Cgroups(ABC):
 
 
 class CgroupsV1(Cgroups):
-    """Version 1: one tree for CPU, one for memory. Hosts lie under the caller's own cgroup, so that
-    a lab never gets more than whoever started it has."""
+    """Version 1: one tree for CPU, one for memory. Hosts are below the caller's own cgroup, so that a lab never gets
+    more than its caller has.
+    """
 
     _used, _peak, _events = "memory.usage_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control"
 
@@ -136,7 +137,7 @@ class CgroupsV1(Cgroups):
         self.cpu_base, self.memory_base = cpu_base, memory_base
 
     def create(self, lab: str, host: str, cpu: float, memory_bytes: int) -> None:
-        """Make a host's two cgroups; swap is off where the kernel counts it."""
+        """Make a host's two cgroups; swap is off if the kernel counts it."""
         cpu_path = self.cpu_base / _lab_directory(lab) / host
         memory_path = self.memory_base / _lab_directory(lab) / host
         for path in (cpu_path, memory_path):
@@ -171,7 +172,7 @@ class CgroupsV2(Cgroups):
         self.base = base
 
     def create(self, lab: str, host: str, cpu: float, memory_bytes: int) -> None:
-        """Make a host's cgroup; swap is off where the kernel counts it."""
+        """Make a host's cgroup; swap is off if the kernel counts it."""
         directory = self.base / _lab_directory(lab)
         _make(directory)
         for parent in (self.base, directory):
@@ -195,13 +196,13 @@ class CgroupsV2(Cgroups):
 
 
 def kill_processes(directories: Sequence[Path]) -> None:
-    """End every process in these cgroups at once; raises `RunError` when some cannot be ended."""
+    """Kill every process in these cgroups immediately; raises `RunError` if some cannot be killed."""
     deadline = time.monotonic() + _DEADLINE_S
     while pids := processes_in(directories):
         if time.monotonic() > deadline:
             raise RunError(
-                f"a killed process ends within {_DEADLINE_S:g} s, but {sorted(pids)} did not; "
-                "see what they wait for with ps -o pid,stat,wchan,args, then run penstock lab down again"
+                f"killed processes must exit within {_DEADLINE_S:g} s; {sorted(pids)} did not; find what they wait "
+                "for with ps -o pid,stat,wchan,args, then run penstock lab down again"
             )
         _kill_once(pids)
         time.sleep(0.01)
@@ -218,7 +219,7 @@ def processes_in(directories: Iterable[Path]) -> set[int]:
         for path, _, _ in os.walk(directory):
             with contextlib.suppress(OSError):
                 pids.update(int(word) for word in (Path(path) / "cgroup.procs").read_text().split())
-    # 0 stands for a process of another pid namespace, which cannot be named from here
+    # 0 represents a process of another pid namespace, whose id is not visible here
     return pids - {0}
 
 

@@ -24,7 +24,7 @@ DEFAULT_PORT = 29500
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What one host has and uses now, its share of a core and its bandwidth as `slow` may have changed them."""
+    """Resources and usage of one host; its share of a core and its bandwidth may have been changed by `slow`."""
 
     name: str
     address: str
@@ -38,7 +38,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LabStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a lab is up, and its hosts if so; `partial` is what a crash leaves, for `down` to clean."""
+    """State of a lab, with its hosts if it is up; `partial` remains after a crash, for `down` to clean up."""
 
     name: str
     state: presence.State
@@ -68,21 +68,19 @@ class Lab:
 
     @classmethod
     def from_name(cls, name: str, machine: Machine | None = None) -> "Lab":
-        """Find a lab that was put up by its name; raises `ClusterError` when there is none."""
+        """Return a running lab by its name; raises `ClusterError` if there is none."""
         machine = machine or this_machine()
         spec = presence.remembered(name, machine)
         if spec is None:
             up = ", ".join(presence.remembered_names(machine)) or "none"
-            raise ClusterError(
-                f"a lab is used by its file or, once up, by its name, but no lab {name!r} is up; up now: {up}"
-            )
+            raise ClusterError(f"no lab {name!r} is up; use its file, or one of the labs that are up: {up}")
         return cls(spec, machine)
 
     def up(self) -> list[str]:
-        """Put the lab up, unless it is; returns warnings, one line each.
+        """Start the lab, unless it is up; return warnings, one line each.
 
-        Raises `ClusterError` when the machine is too small, or another lab of this name is up. When
-        anything fails, or on Ctrl-C, what was put up is taken down again.
+        Raises `ClusterError` if the machine is too small, or another lab of this name is up. On any error, or on
+        Ctrl-C, everything started is removed again.
         """
         machine, name = self._machine, self.spec.name
         warnings = check_fit(self.spec, machine.num_cores, machine.memory_bytes)
@@ -95,26 +93,26 @@ class Lab:
             other = presence.remembered(name, machine)
             if other is not None and other != self.spec and presence.find_state(other, machine) == "up":
                 raise ClusterError(
-                    f"labs up at the same time have different names, but another lab {name!r} is up; "
-                    f"run penstock lab down {name} or give this one another name"
+                    f"another lab {name!r} is up, and names of labs must be unique; run penstock lab down {name} or "
+                    "rename this one"
                 )
             if state == "partial":
                 presence.remove(name, machine)
             try:
                 self._build()
             except BaseException:
-                # what went wrong first is what to tell; `down` can be run again for the rest
+                # report the first error; `down` can be run again for the rest
                 with contextlib.suppress(PenstockError):
                     presence.remove(name, machine)
                 raise
         return warnings
 
     def down(self) -> None:
-        """Take the lab down with all that runs in it; fine when it is not up or only half."""
+        """Stop the lab with everything that runs in it; no error if it is not or only partly up."""
         take_down(self.spec.name, self._machine)
 
     def is_up(self) -> bool:
-        """Whether every part of the lab is there."""
+        """True if every part of the lab exists."""
         return presence.find_state(self.spec, self._machine) == "up"
 
     def status(self) -> LabStatus:
@@ -133,16 +131,16 @@ class Lab:
     ) -> LabRun:  # fmt: skip
         """Start a command on every host, or on those named by `on`, with torchrun's environment.
 
-        With `end_together` the first process that fails ends the others: SIGTERM, and SIGKILL for what
-        is left after `grace_s`. With "first" only the end of the first host's process does.
-        Raises `ClusterError` when the lab is not up, a host is unknown or still busy, or there is no command.
+        With `end_together` the first process that fails ends the others: SIGTERM, and SIGKILL for the remaining ones
+        after `grace_s`. With "first" only the exit of the first host's process does. Raises `ClusterError` if the lab
+        is not up, a host is unknown or still busy, or the command is empty.
         """
         if not command:
             raise ClusterError("a run needs a command; write it after --, as in -- python train.py")
         if nproc_per_host < 1:
-            raise ClusterError(f"a host runs at least one process, not {nproc_per_host}; use --nproc-per-host 1")
+            raise ClusterError(f"a host must run at least one process; got {nproc_per_host}; use --nproc-per-host 1")
         if not 1 <= port <= 65535:
-            raise ClusterError(f"a port is 1 to 65535, not {port}; use --port {DEFAULT_PORT}")
+            raise ClusterError(f"a port must be 1 to 65535; got {port}; use --port {DEFAULT_PORT}")
         self._require_up()
         targets = self._targets(on)
         for target in targets:
@@ -153,7 +151,7 @@ class Lab:
         )  # fmt: skip
 
     def cut(self, host: str) -> None:
-        """Unplug a host's network: what is sent to it and by it is lost without a sign.
+        """Disconnect a host's network: packets to and from it are dropped silently.
 
         Raises `ClusterError` when the host is unknown or the lab is not up.
         """
@@ -166,7 +164,7 @@ class Lab:
     def slow(self, host: str, *, cpu: float | None = None, bandwidth_bytes_per_s: float | None = None) -> None:
         """Change a host's share of a core, or its link in both directions, while it runs.
 
-        Raises like `cut`, and for what the kernel cannot give.
+        Raises like `cut`, and for values that the kernel does not support.
         """
         if cpu is not None:
             check_cpu(host, cpu)
@@ -181,7 +179,7 @@ class Lab:
                 self._machine.shell.run(command)
 
     def kill(self, host: str) -> int:
-        """End every process of a host at once, as a power failure would; returns how many there were.
+        """Kill every process of a host immediately, like a power failure; return their number.
 
         Raises like `cut`.
         """
@@ -241,8 +239,8 @@ class Lab:
         pids = self._machine.cgroups.processes(self.spec.name, host)
         if pids:
             raise ClusterError(
-                f"a host runs one command at a time, but {host} still has {len(pids)} processes; "
-                f"wait for them or end them with penstock lab kill {self.spec.name} {host}"
+                f"a host runs one command at a time; {host} still has {len(pids)} processes; wait for them or kill "
+                f"them with penstock lab kill {self.spec.name} {host}"
             )
 
 
@@ -250,12 +248,12 @@ class Lab:
 def lab_session(
     spec: LabSpec, machine: Machine | None = None, *, warn: Callable[[list[str]], None] = lambda _lines: None
 ) -> Iterator[Lab]:
-    """Use a lab for a while: put it up unless it is, and take down what was put up, also when asked to end.
+    """Use a lab within a context: start it unless it is up, and stop it again if started here, also on signals.
 
     with lab_session(read_lab("lab.toml")) as lab:
         ...
 
-    `warn` gets what `Lab.up` warns of. Raises what `Lab.up` raises.
+    `warn` receives the warnings of `Lab.up`. Raises as `Lab.up` does.
     """
     lab = Lab(spec, machine)
     with ended_by_signals():
@@ -270,9 +268,9 @@ def lab_session(
 
 
 def take_down(name: str, machine: Machine | None = None) -> None:
-    """Remove everything that exists of the lab of that name; fine when nothing does.
+    """Remove everything of the lab of that name; no error if nothing exists.
 
-    Raises `RunError` when something cannot be removed; all the rest is removed even then.
+    Raises `RunError` if something cannot be removed, after removing the rest.
     """
     machine = machine or this_machine()
     with machine.locked():

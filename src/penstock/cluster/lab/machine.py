@@ -1,4 +1,4 @@
-"""What of this machine a lab touches, in one value, so that tests can hand in a pretended one."""
+"""The parts of this machine that a lab uses, as one value that tests can replace."""
 
 import contextlib
 import fcntl
@@ -20,7 +20,7 @@ _LOCK_DEADLINE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The programs, cgroups and directories that labs use, and what the machine has."""
+    """The programs, cgroups and directories that labs use, and the machine's resources."""
 
     shell: Shell
     cgroups: Cgroups
@@ -31,14 +31,14 @@ class Machine:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Let only one process at a time build or remove labs.
+        """Hold the lock for building or removing labs.
 
-        Raises `ClusterError` when another one takes too long.
+        Raises `ClusterError` if another process holds it too long.
         """
         self.run_directory.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + _LOCK_DEADLINE_S
         with (self.run_directory / "lock").open("w") as file:
-            # for the commands that are run meanwhile, see SystemShell
+            # for the commands run under the lock, see SystemShell
             os.set_inheritable(file.fileno(), True)
             while True:
                 try:
@@ -47,7 +47,7 @@ class Machine:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise ClusterError(
-                            f"only one lab is built or removed at a time, and another has not been done for "
+                            "only one lab is built or removed at a time; another process has held the lock for "
                             f"{_LOCK_DEADLINE_S:g} s; wait for it or end it"
                         ) from None
                     time.sleep(0.05)
@@ -62,12 +62,10 @@ def this_machine() -> Machine:
     if platform.system() != "Linux":
         raise ClusterError(f"a lab needs Linux, but this is {platform.system()}; run it on a Linux machine")
     if os.geteuid() != 0:
-        raise ClusterError(
-            f"a lab needs root for namespaces and cgroups, but this is user {os.geteuid()}; run it with sudo"
-        )
+        raise ClusterError(f"a lab needs root for namespaces and cgroups; got user {os.geteuid()}; run it with sudo")
     for program, package in _PROGRAMS.items():
         if shutil.which(program) is None:
-            raise ClusterError(f"a lab needs the program {program}, which is not here; install {package}")
+            raise ClusterError(f"a lab needs the program {program}, which was not found; install {package}")
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(shell=SystemShell(), cgroups=find_cgroups(), num_cores=num_cores(), memory_bytes=memory_bytes)
 
@@ -78,9 +76,9 @@ def num_cores() -> int:
 
 
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups:
-    """Find out which cgroups this machine has and where a lab's may lie.
+    """Detect this machine's cgroups and the place of a lab's.
 
-    Raises `ClusterError` when CPU and memory cannot both be limited.
+    Raises `ClusterError` unless CPU and memory can both be limited.
     """
     try:
         mounts = (proc / "mountinfo").read_text().splitlines()
@@ -103,8 +101,8 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups:
     if v2 is not None and {"cpu", "memory"} <= set(_words(v2[0] / "cgroup.controllers")):
         return CgroupsV2(v2[0], _handing_out(v2[0], _under(*v2, own.get("", "/"))))
     raise ClusterError(
-        "a lab needs the cgroup controllers cpu and memory, but not both are mounted here; "
-        "mount -t cgroup2 none /sys/fs/cgroup, or boot with cgroup_enable=memory"
+        "a lab needs the cgroup controllers cpu and memory, which are not both mounted; mount -t cgroup2 none "
+        "/sys/fs/cgroup, or boot with cgroup_enable=memory"
     )
 
 
@@ -116,7 +114,7 @@ def _own_cgroups(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _under(mount: Path, shown: str, own: str) -> Path:
-    """Where a cgroup lies below a mount that shows only a part of the tree; at worst, the mount."""
+    """Return the path of a cgroup below a mount that shows only a part of the tree, or else the mount."""
     part = Path(own)
     path = mount / (part.relative_to(shown) if part.is_relative_to(shown) else "")
     return path if path.is_dir() else mount

@@ -21,7 +21,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryWatch:
-    """Remembers the processes of one host, and which of them were there when it ran out of memory."""
+    """A record of one host's processes, including those present when it ran out of memory."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -30,7 +30,7 @@ class MemoryWatch:
         self._now: set[int] = set()
 
     def sample(self, pids: Iterable[int]) -> None:
-        """Look at the processes that are on the host now."""
+        """Sample the processes that are on the host now."""
         self._before, self._now = self._now, set(pids)
         for pid in self._now:
             now = read_process(pid, self._proc)
@@ -44,13 +44,13 @@ class MemoryWatch:
         return sorted(self._seen.values(), key=lambda process: -process.peak_bytes)
 
     def ended(self) -> ProcessMemory | None:
-        """Return the largest of the processes there lately: the kernel ends the largest first."""
+        """Return the largest of the recent processes, because the kernel kills the largest first."""
         lately = self._before | self._now
         return next((process for process in self.largest() if process.pid in lately), None)
 
 
 def read_process(pid: int, proc: Path = Path("/proc")) -> ProcessMemory | None:
-    """Read the command and peak memory of a process; None once it has ended."""
+    """Read the command and peak memory of a process; None after its exit."""
     try:
         status = (proc / str(pid) / "status").read_text()
         words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")

@@ -7,9 +7,9 @@
     namespace penstock.LAB.host1                │
       eth0 10.77.0.2  ── veth ──────────  port1 ┘
 
-Since the bridge lies in a namespace of its own, the machine's own network sees none of it, its
-firewall does not touch it, and labs do not see each other: all of them use the same addresses.
-Deleting the namespaces deletes everything. No name here is ever stored, all follow from the lab's.
+Since the bridge is in a separate namespace, it is invisible to the machine's own network and firewall, and labs are
+isolated from each other: all of them use the same addresses. Deleting the namespaces deletes everything. Names are
+never stored; all are derived from the lab's.
 """
 
 import json
@@ -19,7 +19,7 @@ from penstock.cluster.lab.spec import LabSpec
 
 Command = list[str]
 
-# What a token bucket lets pass at once, as time: longer than a late timer, shorter than a large message.
+# Burst of a token bucket, as time: longer than a late timer, shorter than a large message.
 _BURST_S = 0.005
 _LATE_S = 0.0005
 # two frames and their headers: less would make a slow link wait between single frames
@@ -55,7 +55,7 @@ def host_address(index: int) -> str:
 
 
 def hosts_file(spec: LabSpec) -> str:
-    """Write what `/etc/hosts` is inside a lab, so that every host knows the others by name."""
+    """Return the text of `/etc/hosts` inside a lab, so that every host finds the others by name."""
     lines = ["127.0.0.1 localhost", "::1 localhost"]
     lines += [f"{host_address(index)} {host.name}" for index, host in enumerate(spec.hosts)]
     return "\n".join(lines) + "\n"
@@ -78,7 +78,7 @@ def up_commands(spec: LabSpec) -> list[Command]:
             ["ip", "-n", switch, "link", "set", port, "master", "bridge", "up"],
             ["ip", "-n", namespace, "address", "add", f"{host_address(index)}/24", "dev", "eth0"],
             ["ip", "-n", namespace, "link", "set", "eth0", "up"],
-            # what boards have; the machine may pace its own connections with a timer for every few frames
+            # as on boards; the machine may pace its own connections with a timer for every few frames
             f"ip -n {namespace} route replace {_NETWORK} dev eth0 src {host_address(index)} congctl cubic".split(),
         ]
         if host.bandwidth_bytes_per_s is not None:
@@ -87,14 +87,14 @@ def up_commands(spec: LabSpec) -> list[Command]:
 
 
 def bandwidth_commands(spec: LabSpec, index: int, bytes_per_s: float) -> list[Command]:
-    """List the commands that give a host's link a bandwidth in both directions, whatever it had."""
+    """Return the commands that set the bandwidth of a host's link in both directions."""
     switch, namespace = switch_namespace(spec.name), host_namespace(spec.name, spec.hosts[index].name)
     bucket = token_bucket(bytes_per_s)
     devices = [(switch, f"port{index}"), (namespace, "eth0")]
     commands = []
     for where, device in devices:
         replace = ["tc", "-n", where, "qdisc", "replace", "dev", device, "root"]
-        # a bucket that is made smaller would hold a larger piece that waits in it for good: another one takes its place
+        # a shrunk bucket would permanently hold a larger piece that waits in it, so it is replaced
         commands += [[*replace, "pfifo"], [*replace, *bucket]]
     return [
         *commands,
@@ -105,7 +105,7 @@ def bandwidth_commands(spec: LabSpec, index: int, bytes_per_s: float) -> list[Co
 
 
 def present_bandwidth(spec: LabSpec, host: str, shell: Shell) -> float | None:
-    """Read what a host's link carries now, in bytes per second; None where nothing limits it."""
+    """Read the current bandwidth of a host's link, in bytes per second; None if unlimited."""
     text = shell.run(["tc", "-n", host_namespace(spec.name, host), "-j", "qdisc", "show", "dev", "eth0"])
     found = [each for each in json.loads(text or "[]") if each.get("kind") == "tbf"]
     return float(found[0]["options"]["rate"]) if found else None
@@ -134,7 +134,7 @@ def piece_bytes(bytes_per_s: float) -> int:
 
 
 def _burst_bytes(bytes_per_s: float) -> int:
-    # a fast link needs at least what it carries until a late timer comes
+    # a fast link needs at least the bytes that it carries until a late timer fires
     most = max(_MAX_BURST_BYTES, round(bytes_per_s * _LATE_S))
     return min(most, max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S)))
 

@@ -1,7 +1,6 @@
-"""What exists of a lab on this machine, and removing it, whatever state it is in.
+"""Detection of a lab on this machine, and its removal from any state.
 
-A lab's file under `/run/penstock` is written when everything else is there and removed before
-anything else is: where it lies, the lab was built to its end.
+A lab's file under `/run/penstock` is written last and removed first: if it exists, the lab is complete.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ State = Literal["up", "partial", "down"]
 
 
 def find_state(spec: LabSpec, machine: Machine) -> State:
-    """Return whether all, some or nothing of a lab exists."""
+    """Return the state of a lab: up, partial or down."""
     name = spec.name
     namespaces = set(lab_namespaces(name, machine.shell))
     needed = {switch_namespace(name), *(host_namespace(name, host.name) for host in spec.hosts)}
@@ -54,9 +53,9 @@ def remembered_names(machine: Machine) -> list[str]:
 
 
 def remove(name: str, machine: Machine) -> None:
-    """Remove everything that exists of a lab; fine when nothing does.
+    """Remove everything of a lab; no error if nothing exists.
 
-    Raises the first `RunError` when something cannot be removed, after trying all the rest.
+    Raises the first `RunError` if something cannot be removed, after trying all the rest.
     """
     failures: list[PenstockError] = []
 
@@ -76,7 +75,7 @@ def remove(name: str, machine: Machine) -> None:
             machine.shell.run(delete_command(namespace))
     for directory in _host_files(name, machine):
         shutil.rmtree(directory, ignore_errors=True)
-    # the directory that holds them goes too when it holds nothing else
+    # their directory is removed too if it is then empty
     with contextlib.suppress(OSError):
         machine.netns_directory.rmdir()
     with attempt():

@@ -11,11 +11,11 @@ from penstock.cluster.lab.spec import QUIET_SHARE, HostSpec, LabSpec
 from penstock.errors import ClusterError
 
 _GIGABIT = 125_000_000.0
-# name: memory and what the wired network carries, in bytes per second
+# name: memory and bandwidth of the wired network, in bytes per second
 PRESETS: dict[str, tuple[int, float]] = {
-    # BCM2837, 1 GB, 100 Mbit Ethernet behind USB 2.0
+    # BCM2837, 1 GB, 100 Mbit Ethernet over USB 2.0
     "raspberry-pi-3": (2**30, _GIGABIT / 10),
-    # the same with a gigabit port behind USB 2.0, which its maker rates at 300 Mbit/s
+    # the same with a gigabit port over USB 2.0, which its maker rates at 300 Mbit/s
     "raspberry-pi-3-plus": (2**30, _GIGABIT * 0.3),
     # sold with 1 to 8 GB; true gigabit Ethernet
     "raspberry-pi-4": (4 * 2**30, _GIGABIT),
@@ -28,7 +28,7 @@ def preset(
     like: str, num_hosts: int, num_cores: int, *, name: str = "lab", cpu: float | None = None,
     memory_bytes: int | None = None, bandwidth_bytes_per_s: float | None = None,
 ) -> LabSpec:  # fmt: skip
-    """Describe a lab of equal hosts after a known board; what is given replaces the board's value.
+    """Make a lab of equal hosts from a known board; given values replace the board's.
 
     Raises `ClusterError` for an unknown board or a value that cannot be emulated.
 
@@ -38,11 +38,11 @@ def preset(
     if like not in PRESETS:
         close = difflib.get_close_matches(like, PRESETS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "; pick one of these"
-        raise ClusterError(f"--like is one of {', '.join(PRESETS)}, not {like!r}{hint}")
+        raise ClusterError(f"--like must be one of {', '.join(PRESETS)}; got {like!r}{hint}")
     if num_hosts < 1:
-        raise ClusterError(f"a lab has at least one host, not {num_hosts}; use --hosts 4")
+        raise ClusterError(f"a lab must have at least one host; got {num_hosts}; use --hosts 4")
     board_memory_bytes, board_rate = PRESETS[like]
-    if cpu is None:  # one process per host is the custom here, so more than a core would be of no use to it
+    if cpu is None:  # with the usual one process per host more than a core would not be used
         cpu = min(1.0, math.floor(QUIET_SHARE * num_cores / num_hosts * 100 + 1e-9) / 100)
     memory_bytes = board_memory_bytes if memory_bytes is None else memory_bytes
     bandwidth_bytes_per_s = board_rate if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s

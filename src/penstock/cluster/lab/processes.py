@@ -1,6 +1,6 @@
-"""Starting one process inside a host of a lab, and making sure that none outlives its starter.
+"""Start of a process inside a host of a lab, with a guard that none outlives its starter.
 
-What is started is a chain of `exec`, one process from the first to the last:
+A process is started by a chain of `exec`, with one process id from the first to the last:
 
     sh: join the host's cgroups ─▶ ip netns exec ─▶ unshare --uts ─▶ sh: take the host's name ─▶ COMMAND
 
@@ -33,13 +33,13 @@ while [ $empty -lt 20 ]; do
 done
 """
 
-# for as long as the process with the given id is there
+# as long as the process with the given id exists
 _SPIN = 'while kill -0 "$1" 2>/dev/null; do :; done'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A host that something is started on: where it is and how one becomes part of it."""
+    """A host to start processes on: its address, limits and cgroups."""
 
     lab: str
     host: str
@@ -68,10 +68,10 @@ def command_line(target: Target, command: Sequence[str]) -> list[str]:
 
 
 def choose_cores(shares: Sequence[float], cores: Sequence[int]) -> list[int | None]:
-    """Assign each host with at most one core a core of the machine, so that no core has more than one host's worth.
+    """Assign each host with at most one core a core of the machine, so that the shares on no core exceed 1.
 
-    A small board cannot run two threads at once, and a quota that is used up on two cores strands a
-    part of itself on the one where a thread goes to sleep. None where a host is larger, or does not fit.
+    A small board cannot run two threads simultaneously, and a quota used on two cores is partly stranded on the one
+    where a thread sleeps. None if a host is larger, or does not fit.
 
     >>> choose_cores([0.35, 0.35, 0.35, 0.35], [0, 1])
     [0, 1, 0, 1]
@@ -89,9 +89,9 @@ def choose_cores(shares: Sequence[float], cores: Sequence[int]) -> list[int | No
 def environment(
     targets: Sequence[Target], node_rank: int, local_rank: int, nproc_per_host: int, port: int
 ) -> dict[str, str]:
-    """Return one process the variables that torchrun would give it, and the name of its host.
+    """Return the variables that torchrun would set for one process, and the name of its host.
 
-    Rank 0 is on the first of the hosts that take part, so that one is everybody's master.
+    Rank 0 is on the first of the participating hosts, which is the master of all.
     """
     return {
         "RANK": str(node_rank * nproc_per_host + local_rank),
@@ -106,7 +106,7 @@ def environment(
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "eth0",
         "PENSTOCK_HOST": targets[node_rank].host,
-        # the cgroups cannot be seen from inside a namespace that `ip netns` entered
+        # the cgroups are not visible inside a namespace that `ip netns` entered
         "PENSTOCK_CPU": f"{targets[node_rank].cpu:g}",
         "PENSTOCK_BANDWIDTH": f"{targets[node_rank].bandwidth_bytes_per_s or 0:g}",
         # a pipe would otherwise hold lines back until a block of them is full
@@ -123,8 +123,8 @@ def start_process(target: Target, command: Sequence[str], env: Mapping[str, str]
 
 
 def signal_group(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
-    """Send a signal to a started process and all it started in its session."""
-    # while it has not been waited for, its id cannot belong to anybody else
+    """Send a signal to a started process and everything in its session."""
+    # until it was waited for, its id cannot belong to another process
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -136,26 +136,26 @@ def _start_helper(command: Sequence[str], *, stdin: int = subprocess.DEVNULL) ->
 
 
 class Guard:
-    """Ends what runs in some hosts when this process dies in a way that lets it do nothing itself."""
+    """A helper that kills the processes of some hosts if this process is killed without cleaning up."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         files = [file for target in targets for file in target.process_files]
         self._process = _start_helper(["sh", "-c", _GUARD, "penstock-lab-guard", *files], stdin=subprocess.PIPE)
 
     def release(self) -> None:
-        """Let the guard go: all it guards has ended."""
+        """Release the guard after all guarded processes have exited."""
         self._process.communicate(b"done\n", timeout=10)
 
 
 class Awake:
-    """Keeps cores from going to sleep, with work that gives way to everything else at once.
+    """A load of lowest priority that keeps cores from sleeping.
 
-    A virtual machine's core that sleeps is given to others: it wakes late, with caches that are theirs. Then a host
-    is the slower the more it waits, and more so the busier the neighbours are; a board's core is its own.
+    A sleeping core of a virtual machine is given to others: it wakes late, with cold caches. Then a host is slower the
+    more it waits, and even more with busy neighbours; a board has its core to itself.
     """
 
     def __init__(self, cores: Iterable[int], lab: str = "") -> None:
-        # the lab's name is for those who look at the machine's processes
+        # the lab's name identifies the helper in a process list
         spin = ["sh", "-c", _SPIN, "penstock-lab-awake", str(os.getpid()), lab]
         self._processes = [
             _start_helper(["chrt", "--idle", "0", "taskset", "--cpu-list", str(core), *spin])
@@ -163,7 +163,7 @@ class Awake:
         ]
 
     def release(self) -> None:
-        """Let the cores sleep again."""
+        """Allow the cores to sleep again."""
         for process in self._processes:
             process.kill()
             process.wait()

@@ -1,13 +1,13 @@
-"""Hosts of a lab with another processor: a folder with that system, whose programs qemu-user runs.
+"""Hosts of a lab with another processor: a folder with its root file system, whose programs qemu-user runs.
 
 `scripts/aarch64.sh build` makes such a folder. A command on such a host runs in it, and shares with this machine
 
     /dev, /proc, /sys, /tmp      what programs need
-    the current folder           under the same path, so that models, scripts and results are found
-    the source of penstock       in the place where the root's own Python would look for an installed one
+    the current folder           under the same path, for models, scripts and results
+    the source of penstock       at the place of an installed one in the root's own Python
     /etc/hosts of the host       so that hosts know each other by name
 
-What this machine's Python finds by PYTHONPATH is another processor's, so that variable does not travel.
+PYTHONPATH is not passed on, because it has packages for this machine's processor.
 
 The mounts belong to the command's own mount namespace, which `ip netns exec` makes, and end with it.
 """
@@ -22,7 +22,7 @@ from penstock.cluster.lab.shell import Shell
 from penstock.errors import ClusterError, RunError
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-# where scripts/aarch64.sh puts the virtual environment
+# path of the virtual environment made by scripts/aarch64.sh
 _ENVIRONMENT = "/opt/penstock"
 _ENTER = """
 root=$1 folder=$2 package=$3 environment=$4; shift 4
@@ -58,8 +58,7 @@ def check_root(host: str, arch: str | None, shell: Shell) -> None:
         return
     if not (root / _ENVIRONMENT.lstrip("/") / "bin/python").exists():
         raise ClusterError(
-            f'a host with arch = "{arch}" runs in the system in {root}, but {host} finds none there; make it with '
-            f"scripts/{arch}.sh build"
+            f'{host} has arch = "{arch}", whose system was not found in {root}; make it with scripts/{arch}.sh build'
         )
     try:
         shell.run(["chroot", str(root), "true"])

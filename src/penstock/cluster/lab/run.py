@@ -1,9 +1,9 @@
-"""A command running on the hosts of a lab: its output, its memory, and how all of it ends.
+"""A command running on the hosts of a lab: its output, its memory, and its end.
 
     running ──one process fails, memory runs out, terminate()──▶ ending ──all gone──▶ done
        └──────────────────────all processes ended────────────────────────────────────────▲
 
-One thread does all the watching; on the way to done it ends whatever is left in the hosts.
+One thread watches everything; before done it kills all remaining processes in the hosts.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from penstock.cluster.output import EndTogether, Output, OutputLine, exit_name
 from penstock.errors import ClusterError, OutOfMemory, RunError
 
 _LOOK_EVERY_S = 0.05
-# less often, since it is what costs: the hosts should have the machine to themselves
+# less often, because it is expensive and the hosts should have the machine to themselves
 _LOOK_AT_MEMORY_EVERY_S = 0.1
 GRACE_S = 5.0
-# how long pipes may stay open once every process that could write to them is gone
+# time that pipes may stay open after every process that could write to them has exited
 _DRAIN_S = 5.0
 
 
@@ -62,7 +62,7 @@ class LabRun:
         self._first_failure: str | None = None
         self._failure: BaseException | None = None
         self._ending, self._done = threading.Event(), threading.Event()
-        # released in the end whatever happens, the guard first
+        # always released at the end, the guard first
         self._helpers = contextlib.ExitStack()
         try:
             cores = [target.core for target in targets if target.core is not None]
@@ -80,7 +80,7 @@ class LabRun:
 
     @property
     def exit_codes(self) -> dict[str, int | None]:
-        """How each host ended: None while it runs, else 0 or its first failure (negative: a signal)."""
+        """Exit code of each host: None while it runs, else 0 or its first failure (negative: a signal)."""
         codes: dict[str, int | None] = {}
         for target in self._targets:
             own = [member.process.returncode for member in self._members if member.target is target]
@@ -93,15 +93,15 @@ class LabRun:
         return self._first_failure
 
     def wait(self, timeout_s: float | None = None) -> dict[str, int]:
-        """Wait until every process has ended; returns each host's exit code.
+        """Wait until every process has exited; return each host's exit code.
 
-        Raises `OutOfMemory` when a host ran out of memory, and `RunError` when the time is over (the run goes on).
+        Raises `OutOfMemory` if a host ran out of memory, and `RunError` on a timeout (the run continues).
         """
         if not self._done.wait(timeout_s):
             running = [host for host, code in self.exit_codes.items() if code is None]
             raise RunError(
-                f"the run was given {timeout_s:g} s but still goes on at {', '.join(running)}; "
-                "wait longer or terminate it"
+                f"the run did not end within {timeout_s:g} s and continues on {', '.join(running)}; wait longer or "
+                "terminate it"
             )
         if self._failure is not None:
             raise self._failure
@@ -110,7 +110,7 @@ class LabRun:
         return {host: code if code is not None else 0 for host, code in self.exit_codes.items()}
 
     def terminate(self) -> None:
-        """End every process, at first politely, and return when none is left; fine when it has ended."""
+        """End every process, first with SIGTERM, and return when none is left; no error if it has ended."""
         self._ending.set()
         self._done.wait(self._grace_s + _DRAIN_S + 30)
 
@@ -136,7 +136,7 @@ class LabRun:
                 line = text.rstrip("\n")
                 self._output(OutputLine(host=target.host, local_rank=local_rank, stream=stream, text=line))
         except BaseException as error:
-            # nobody reads on, so the process would block one day: end the run and let wait() tell why
+            # nothing reads further output, so the process would block eventually: end the run; wait() raises the error
             self._failure = error
             self._ending.set()
 
@@ -167,7 +167,7 @@ class LabRun:
             self._done.set()
 
     def _look(self) -> bool:
-        """Take note of what happened since the last look; False when every process has ended."""
+        """Record events since the last call; return False when every process has exited."""
         if time.monotonic() > self._looked_at_memory_s + _LOOK_AT_MEMORY_EVERY_S:
             self._look_at_memory()
         running = False
@@ -206,8 +206,8 @@ class LabRun:
             deadline = time.monotonic() + _DRAIN_S
             stuck = [member for member in self._members if not _ends(member.process, deadline)]
             kill_processes([path for target in self._targets for path in target.directories])
-            # the last process may have ended, or run out of memory, since the last look; a host whose lab
-            # is being taken down has no memory to look at
+            # the last process may have exited, or run out of memory, since the last call; a host whose lab is being
+            # stopped has no memory to read
             with contextlib.suppress(ClusterError, OSError):
                 self._look()
                 self._look_at_memory()

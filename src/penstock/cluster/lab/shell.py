@@ -14,7 +14,7 @@ _DEADLINE_S = 30.0
 
 
 class Shell(Protocol):
-    """Runs one program to its end and returns what it wrote."""
+    """A shell that runs one program to its end and returns its output."""
 
     def run(self, command: Sequence[str]) -> str:
         """Run a command; raises `RunError` when it fails."""
@@ -55,10 +55,10 @@ class SystemShell:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Hold signals that ask for an end until the block is over; only a main thread receives any.
+    """Delay termination signals until the end of the block; only a main thread receives any.
 
-    A handler that raises in the middle of `subprocess` may leave its lock on the child taken, and then
-    waiting for the child never returns. The programs run here take milliseconds, so nobody waits long.
+    A handler that raises in the middle of `subprocess` may leave its lock on the child held, and then waiting for the
+    child never returns. The programs run here take milliseconds, so the delay is short.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -81,7 +81,7 @@ def _signals_wait() -> Iterator[None]:
 
 
 class RecordingShell:
-    """Runs nothing: keeps the commands, and answers those it was given answers for.
+    """A shell that runs nothing: it records the commands, and returns the given answers.
 
     >>> shell = RecordingShell({"ip netns list": "a\\n"})
     >>> shell.run(["ip", "netns", "list"]), shell.commands
@@ -93,7 +93,7 @@ class RecordingShell:
         self.answers = dict(answers or {})
 
     def run(self, command: Sequence[str]) -> str:
-        """Note the command and return its answer, or raise it when it is an exception."""
+        """Record the command and return its answer, or raise it if it is an exception."""
         line = " ".join(command)
         self.commands.append(line)
         answer = self.answers.get(line, "")

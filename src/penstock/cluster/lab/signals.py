@@ -1,4 +1,4 @@
-"""Signals that ask this process to end, taken as Ctrl-C is: with everything cleaned up behind it."""
+"""Termination signals, handled like Ctrl-C: with cleanup."""
 
 import contextlib
 import signal
@@ -13,11 +13,10 @@ _WAY_OUT_S = 2.0  # for which signals after the block change nothing
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let a polite signal leave the block by `SystemExit` with the status of a process that it ended, as 143.
+    """Convert a termination signal to `SystemExit` with the status of a process that it ended, such as 143.
 
-    A second one does not cut short the cleaning up that the first one began, nor change the status on the way out;
-    a closing terminal sends several. Signals that the program handles itself, or that it was told to ignore as by
-    `nohup`, stay as they are; and only a main thread receives any.
+    A second one neither interrupts the cleanup nor changes the exit status; a closing terminal sends several. Signals
+    that the program handles itself, or ignores as with `nohup`, are unchanged; and only a main thread receives any.
 
     Example:
         with ended_by_signals():
@@ -56,7 +55,7 @@ def _end_later(begin_s: float) -> Callable[[int, FrameType | None], None]:
 
 
 def ignore_late_signals(end: SystemExit) -> None:
-    """In a program that such a signal ended: let no later one change its status on its way to its end."""
+    """Ignore later signals in a program ended by one, so that its exit status does not change."""
     if end.code in {128 + number for number in _ENDINGS}:
         for number in _ENDINGS:
             signal.signal(number, signal.SIG_IGN)

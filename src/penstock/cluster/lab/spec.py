@@ -1,13 +1,13 @@
-"""The lab file: which hosts are emulated, and what each of them has.
+"""The lab file: the emulated hosts and their resources.
 
 name = "lab"                      # optional
-bandwidth = "1 Gbit/s"            # optional, for every host that gives none
+bandwidth = "1 Gbit/s"            # optional, default of all hosts
 [[hosts]]
 name = "host0"
 cpu = 0.35                        # share of a core
 memory = "1 GiB"
-bandwidth = "100 Mbit/s"          # optional; without any, the link is not limited
-arch = "aarch64"                  # optional; another processor, emulated in a system of its own
+bandwidth = "100 Mbit/s"          # optional; without it the link is not limited
+arch = "aarch64"                  # optional; another processor, emulated in its own system
 """
 
 import math
@@ -55,12 +55,12 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
         check_cpu(self.name, self.cpu)
         if self.memory_bytes < _MIN_MEMORY_BYTES:
             raise ClusterError(
-                f"a host's memory is at least 1 MiB, but {self.name} has {self.memory_bytes} bytes; "
+                f"a host's memory must be at least 1 MiB; {self.name} has {self.memory_bytes} bytes; "
                 'write it like memory = "1 GiB"'
             )
         if self.arch is not None and not _ARCH.fullmatch(self.arch):
             raise ClusterError(
-                f"arch names a processor as uname -m does, but {self.name} has {self.arch!r}; "
+                f"arch must be a processor as printed by uname -m; {self.name} has {self.arch!r}; "
                 'write it like arch = "aarch64"'
             )
         if self.bandwidth_bytes_per_s is not None:
@@ -70,7 +70,7 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
 class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
     """An emulated cluster: a name and its hosts.
 
-    Raises `ClusterError` when there are no hosts, too many, or two of one name.
+    Raises `ClusterError` for no hosts, too many, or two of one name.
 
     >>> LabSpec(hosts=(HostSpec(name="a", cpu=0.5, memory_bytes=2**30),)).name
     'lab'
@@ -83,25 +83,27 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
         _check_name("a lab name", self.name)
         if not 1 <= len(self.hosts) <= MAX_HOSTS:
             raise ClusterError(
-                f"a lab has 1 to {MAX_HOSTS} hosts, not {len(self.hosts)}; write one [[hosts]] table per host"
+                f"a lab must have 1 to {MAX_HOSTS} hosts; got {len(self.hosts)}; write one [[hosts]] table per host"
             )
         names = [host.name for host in self.hosts]
         for name in names:
             if names.count(name) > 1:
                 raise ClusterError(
-                    f"each host has its own name, but {name!r} is given {names.count(name)} times; rename one"
+                    f"names of hosts must be unique; {name!r} is given {names.count(name)} times; rename one"
                 )
 
     def host(self, name: str) -> HostSpec:
         """Return the host of that name.
 
-        Raises `ClusterError` when the lab has no such host.
+        Raises `ClusterError` if the lab has no such host.
         """
         for host in self.hosts:
             if host.name == name:
                 return host
         names = [host.name for host in self.hosts]
-        raise ClusterError(f"lab {self.name} has no host {name!r}; it has {', '.join(names)}{nearest(name, names)}")
+        raise ClusterError(
+            f"host {name!r} not found in lab {self.name}; it has {', '.join(names)}{nearest(name, names)}"
+        )
 
 
 def parse_lab(text: str) -> LabSpec:
@@ -144,7 +146,7 @@ def read_lab(path: str | os.PathLike[str]) -> LabSpec:
 
 
 def write_lab(spec: LabSpec) -> str:
-    """Write a lab as the text of a lab file; reading it gives an equal spec.
+    """Write a lab as the text of a lab file; reading it returns an equal spec.
 
     >>> print(write_lab(LabSpec(hosts=(HostSpec(name="a", cpu=0.5, memory_bytes=2**30),))))
     name = "lab"
@@ -168,20 +170,20 @@ def write_lab(spec: LabSpec) -> str:
 
 
 def check_fit(spec: LabSpec, num_cores: int, memory_bytes: int) -> list[str]:
-    """Compare a lab with the machine that is to carry it; returns warnings, one line each.
+    """Compare a lab with the machine that will run it; return warnings, one line each.
 
-    Raises `ClusterError` when the hosts' CPU shares are more than the machine has.
+    Raises `ClusterError` if the hosts' CPU shares exceed the machine's.
 
     >>> check_fit(LabSpec(hosts=(HostSpec(name="a", cpu=0.5, memory_bytes=2**30),)), 2, 2**33)
     []
     """
     cpu = sum(host.cpu for host in spec.hosts)
-    # shares such as 4 x 0.35 are meant to be exactly 70%: forgive the last digits of the sum
+    # shares such as 4 x 0.35 are meant to be exactly 70%: tolerate rounding of the sum
     slack = 1 + 1e-9
     if cpu > num_cores * slack:
         raise ClusterError(
-            f"the hosts' CPU shares add up to at most the machine's cores, but {cpu:.3g} > {num_cores}; "
-            f"use cpu = {_floor(num_cores * QUIET_SHARE / len(spec.hosts))} or fewer hosts"
+            f"the hosts' CPU shares must add up to at most the machine's {num_cores} cores; got {cpu:.3g}; use cpu = "
+            f"{_floor(num_cores * QUIET_SHARE / len(spec.hosts))} or fewer hosts"
         )
     warnings = []
     if cpu > QUIET_SHARE * num_cores * slack:
@@ -199,19 +201,19 @@ def check_fit(spec: LabSpec, num_cores: int, memory_bytes: int) -> list[str]:
 
 
 def check_cpu(host: str, cpu: float) -> None:
-    """Raise `ClusterError` unless the kernel can give a host this share of a core."""
+    """Raise `ClusterError` unless the kernel supports this share of a core."""
     if not _MIN_CPU <= cpu < math.inf:
         raise ClusterError(
-            f"a host's cpu is a share of a core of at least {_MIN_CPU}, but {host} has {cpu:g}; "
-            "write it like cpu = 0.35"
+            f"a host's cpu, a share of a core, must be at least {_MIN_CPU}; {host} has {cpu:g}; write it like cpu = "
+            "0.35"
         )
 
 
 def check_bandwidth(host: str, bytes_per_s: float) -> None:
-    """Raise `ClusterError` unless a link can be as slow as this."""
+    """Raise `ClusterError` unless a link can have this bandwidth."""
     if not _MIN_BANDWIDTH_BYTES_PER_S <= bytes_per_s < math.inf:
         raise ClusterError(
-            f"a host's bandwidth is at least 1 kbit/s, but {host} has {bytes_per_s * 8:g} bit/s; "
+            f"a host's bandwidth must be at least 1 kbit/s; {host} has {bytes_per_s * 8:g} bit/s; "
             'write it like bandwidth = "100 Mbit/s"'
         )
 
@@ -221,7 +223,7 @@ def _parse_host(index: int, table: Mapping[str, object], default_rate: float | N
     _check_fields(where, table, HOST_FIELDS)
     name, cpu, memory = (needed(where, table, field) for field in ("name", "cpu", "memory"))
     if isinstance(cpu, bool) or not isinstance(cpu, int | float):
-        raise ClusterError(f"cpu is a number, but {where} has {cpu!r}; write it like cpu = 0.35")
+        raise ClusterError(f"cpu must be a number; {where} has {cpu!r}; write it like cpu = 0.35")
     memory_bytes = read_quantity(f"memory of {where}", str(memory), parse_bytes) or 0
     rate = _rate(where, table)
     return HostSpec(
@@ -235,8 +237,8 @@ def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...
     for field in table:
         if field in _NOT_EMULATED:
             raise ClusterError(
-                f"a lab emulates CPU, memory and bandwidth, but {where} gives {field}, which needs "
-                f"the kernel's netem and is not emulated; remove {field}"
+                f"a lab emulates only CPU, memory and bandwidth; {where} has {field}, which would need the kernel's "
+                f"netem; remove {field}"
             )
     check_fields(where, table, known)
 
@@ -244,7 +246,7 @@ def _check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...
 def _check_name(what: str, name: str) -> None:
     if not _NAME.fullmatch(name):
         raise ClusterError(
-            f"{what} is 1 to 20 of a-z, 0-9 and '-' (not first or last), not {name!r}; write it like host0"
+            f"{what} must be 1 to 20 of a-z, 0-9 and '-' (not first or last); got {name!r}; write it like host0"
         )
 
 

@@ -1,1 +1,1 @@
-"""Machines that are reached by ssh: look at them, bring them what a run needs, start it there and end it."""
+"""Machines reached by ssh: checking, preparing, starting and ending runs."""

@@ -1,4 +1,4 @@
-"""What each machine of a cluster has, and the command that mends what is missing."""
+"""Properties of each machine of a cluster, and the command that fixes a missing requirement."""
 
 import json
 import time
@@ -55,7 +55,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCheck:
-    """What was found on one machine: `problem` in words and the command that mends it, both empty where all is well."""
+    """Result of one machine's check: `problem` in words and the command that fixes it, both empty if there is none."""
 
     name: str
     target: str
@@ -76,7 +76,7 @@ class HostCheck:
 
 
 def check_hosts(cluster: Cluster, hosts: Sequence[Host], file: str) -> list[HostCheck]:
-    """Look at all machines at once.
+    """Check all machines in parallel.
 
     Example:
         for found in check_hosts(cluster, hosts_of(cluster), "cluster.toml"):
@@ -99,7 +99,7 @@ def _probe(host: Host) -> "Mapping[str, object] | str":
 
 
 def _judge(host: Host, cluster: Cluster, found: "Mapping[str, object] | str", file: str) -> HostCheck:
-    """Say what is missing first, and what mends it."""
+    """Report the first missing requirement and the command that fixes it."""
     if isinstance(found, str):
         if found.startswith("\n"):
             return HostCheck(
@@ -143,14 +143,14 @@ def _missing(
         return (f"penstock {found.penstock}, here {__version__}" if found.penstock else "no penstock"), push
     if 0 < found.memory_bytes < memory_bytes:
         has = format_bytes(found.memory_bytes)
-        return f"{has} of memory, {file} says {format_bytes(memory_bytes)}", f"correct memory in {file}"
+        return f"{has} of memory, {file} has {format_bytes(memory_bytes)}", f"correct memory in {file}"
     if abs(found.clock_s) > _CLOCK_S:
         return f"its clock is off by {found.clock_s:+.1f} s", f"ssh {host.target} sudo timedatectl set-ntp true"
     return "", ""
 
 
 def is_older(version_: str, lowest: str) -> bool:
-    """Return whether a version comes before another one.
+    """Return True if a version precedes another one.
 
     >>> is_older("2.9.1", "2.10"), is_older("2.10.0+cpu", "2.10"), is_older("2.15.0a0+git", "2.10")
     (True, False, False)
@@ -160,7 +160,7 @@ def is_older(version_: str, lowest: str) -> bool:
 
 
 def torch_version() -> str:
-    """Return the version of torch here, without what it was built for."""
+    """Return the version of torch on this machine, without its local build tag."""
     try:
         return version("torch").partition("+")[0]
     except PackageNotFoundError:

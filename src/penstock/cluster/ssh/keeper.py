@@ -1,10 +1,10 @@
-"""Run Penstock on this machine for as long as standard input stays open; what it started ends with it.
+"""A process that runs Penstock on this machine as long as standard input stays open, and ends everything it started.
 
     keeper.py GRACE_S FOLDER INTERPRETER [NAME=VALUE ...] -- ARGUMENTS
 
-The first line of standard input is the run's key, or empty: it goes into a file that only this account reads, for as
-long as the run lasts, and stands in no argument and no environment. Run by a machine's own Python before anything else
-is known of it: the standard library is all that it needs.
+The first line of standard input is the run's key, or empty: it is written to a file readable only by this account, for
+the duration of the run, and never passed as an argument or in the environment. Run by a machine's own Python before any
+other check, so it needs only the standard library.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 
 def main(grace_s: float, folder: str, interpreter: str, rest: list[str]) -> int:
-    """Start Penstock in a session of its own and wait for its end; returns its status, 128 and more for a signal."""
+    """Start Penstock in a new session and wait for its exit; return its status, 128 and more for a signal."""
     home = os.path.expanduser("~")
     folder, interpreter = os.path.join(home, folder), os.path.join(home, interpreter)
     split = rest.index("--")
@@ -79,7 +79,7 @@ def drop_left_keys(folder: str) -> None:
 
 
 def _read_line() -> bytes:
-    """Read the first line of standard input, and no byte of what comes after it."""
+    """Read the first line of standard input, and no byte after it."""
     line = b""
     while (byte := os.read(0, 1)) not in (b"", b"\n"):
         line += byte

@@ -1,4 +1,4 @@
-"""Bring every machine what a run needs: the source, the requirements, its part of a bundle; only what has changed."""
+"""Copying of changed files to every machine: the source, the requirements, its part of a bundle."""
 
 import hashlib
 import io
@@ -15,7 +15,7 @@ from penstock.version import LOWEST_TORCH
 
 _INSTALL_S = 3600.0
 _COPY_S = 3600.0
-# of each folder that files are brought to: what penstock has put there, with hashes
+# manifest in each target folder: the files written by penstock, with hashes
 _MANIFEST = ".penstock-files.json"
 # prints the hashes of the files that are named on standard input or in the folder's manifest, and the manifest
 _LIST = r"""
@@ -53,8 +53,8 @@ import os, sys
 with open(os.path.expanduser(os.path.join("~", sys.argv[1])), "rb") as file:
     sys.stdout.buffer.write(file.read())
 """
-FILES = "files"  # below a machine's folder: what a run takes and leaves there
-# what a process needs that holds a stage; the first machine needs the model's library too
+FILES = "files"  # below a machine's folder: input and output files of a run
+# packages for a process that holds a stage; the first machine also needs the model's library
 CORE = ("torch", "numpy", "safetensors", "msgspec", "pyzmq", "typer", "rich")
 FIRST = ("timm", "transformers", "pillow")
 
@@ -65,12 +65,11 @@ def push(
     hosts: Sequence[Host], *, bundle: Path | None = None, requirements: Sequence[str] = (), install: bool = True,
     tell: Progress = lambda _host, _what: None,
 ) -> dict[str, int]:  # fmt: skip
-    """Bring all machines at once what is missing there; returns how many bytes of files went to each.
+    """Send all machines their missing files in parallel; return the bytes sent to each.
 
-    `bundle` is a bundle's folder, of which each machine gets its own part; `requirements` are further packages. With
-    `install` a virtual environment is made where there is none, and packages are installed, PyTorch in the build that
-    fits the machine (`cluster/install.py`). `tell` is called with a machine's name and what is done there. Raises
-    `ClusterError`.
+    `bundle` is a bundle's folder, of which each machine gets its part; `requirements` are additional packages. With
+    `install` a virtual environment is made if there is none, and packages are installed, PyTorch in the build for the
+    machine (`cluster/install.py`). `tell` is called with a machine's name and its progress. Raises `ClusterError`.
 
     Example:
         push(hosts_of(cluster), tell=lambda name, what: print(name, what))
@@ -97,19 +96,18 @@ def push(
 
 
 def bring(host: Host, folder: str, files: Mapping[str, bytes], *, clean: bool = True) -> int:
-    """Copy files to a folder there; returns the bytes that went.
+    """Copy files to a folder on a machine; return the bytes sent.
 
-    A manifest in the folder lists what was copied. With `clean` the folder is penstock's own: files that the manifest
-    lists and that are not given any more are removed, unless they were changed since. Nothing else is removed or
-    overwritten: raises `ClusterError` for a folder of its own with files but without a manifest, and for a file in the
-    way.
+    A manifest in the folder lists the copied files. With `clean` the folder belongs to penstock: files in the manifest
+    that are no longer given are removed, unless they were changed since. Nothing else is removed or overwritten: raises
+    `ClusterError` for a folder of its own with files but without a manifest, and for a file in the way.
     """
     words = [host.python, "-c", _LIST, folder, _MANIFEST]
     listed = json.loads(require(host, run_on(host, words, data=json.dumps(list(files)).encode()), "listing files"))
     known, found = listed["manifest"], listed["found"]
     if known is None and clean and not listed["empty"]:
         raise ClusterError(
-            f"{host.name} has files in {folder} that penstock did not put there; empty it, or set another "
+            f"{host.name} has files in {folder} that penstock did not write; empty it, or set another "
             f'folder = "..." for {host.name} in the cluster file'
         )
     known = known or {}
@@ -117,7 +115,7 @@ def bring(host: Host, folder: str, files: Mapping[str, bytes], *, clean: bool = 
     changed = {name: files[name] for name, digest in hashes.items() if found.get(name) != digest}
     if strange := sorted(name for name in changed if name in found and name not in known):
         raise ClusterError(
-            f"{host.name} has a file {folder}/{strange[0]} that penstock did not put there; move it, or set another "
+            f"{host.name} has a file {folder}/{strange[0]} that penstock did not write; move it, or set another "
             f'folder = "..." for {host.name} in the cluster file'
         )
     unwanted = [name for name in known if name not in files and is_below(name)] if clean else []
@@ -137,7 +135,7 @@ def bring(host: Host, folder: str, files: Mapping[str, bytes], *, clean: bool = 
 
 
 def is_below(name: str) -> bool:
-    """Return whether a path stays below the folder that it is relative to.
+    """Return True if a path stays below the folder that it is relative to.
 
     >>> is_below("penstock/version.py"), is_below("../mine"), is_below("/etc/passwd")
     (True, False, False)
@@ -146,12 +144,12 @@ def is_below(name: str) -> bool:
 
 
 def fetch(host: Host, path: str) -> bytes:
-    """Return what a file on a machine holds; raises `ClusterError`."""
+    """Return the contents of a file on a machine; raises `ClusterError`."""
     return require(host, run_on(host, [host.python, "-", path], data=_READ.encode()), f"reading {path}")
 
 
 def _missing(host: Host, wanted: Sequence[str]) -> bool:
-    """Return whether the machine's virtual environment lacks one of these packages or has too old a torch."""
+    """Return True if the machine's virtual environment lacks one of these packages or has too old a torch."""
     ask = (
         "import importlib.metadata as m, sys\n"
         "lowest, *names = sys.argv[1:]\n"
@@ -179,9 +177,9 @@ def _source_files() -> dict[str, bytes]:
 
 
 def _bundle_files(bundle: Path, name: str) -> dict[str, bytes]:
-    """Return what a machine needs of a bundle: the plan, what goes in and comes out, and its own part."""
+    """Return a machine's files of a bundle: the plan, the interface, and its own part."""
     if not (bundle / "plan.json").is_file():
-        raise ClusterError(f"{bundle} is no bundle: it has no plan.json; make one with penstock bundle")
+        raise ClusterError(f"{bundle} is not a bundle: plan.json not found; make one with penstock bundle")
     own = bundle / name
     chosen = [*(path for path in bundle.iterdir() if path.is_file()), *(own.rglob("*") if own.is_dir() else ())]
     return {str(path.relative_to(bundle)): path.read_bytes() for path in sorted(chosen) if path.is_file()}

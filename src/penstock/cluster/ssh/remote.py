@@ -11,12 +11,12 @@ from typing import TypeVar
 from penstock.errors import ClusterError
 from penstock.spec.cluster import Cluster, Device
 
-# another program or further options, as GIT_SSH_COMMAND is for git
+# another program or additional options, like git's GIT_SSH_COMMAND
 SSH = "PENSTOCK_SSH"
 FOLDER = "penstock"
 _CONNECT_S = 10
 _SSH_FAILED = 255
-# a question would wait for ever, and a machine that is gone is to be noticed
+# a prompt would block forever, and a lost machine must be detected
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
 T = TypeVar("T")
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine as `ssh` calls it, and where things lie there.
+    """A machine with its `ssh` target and paths.
 
-    `folder` is relative to the home folder of the account unless it begins with a slash; people who share an account
-    give each their own.
+    `folder` is relative to the home folder of the account unless it begins with a slash; users who share an account
+    need separate ones.
 
     >>> Host("board0", "pi@board0").interpreter
     'penstock/.venv/bin/python'
@@ -41,7 +41,7 @@ class Host:
 
     @property
     def environment(self) -> str:
-        """The virtual environment."""
+        """Path of the virtual environment."""
         return self.venv or f"{self.folder}/.venv"
 
     @property
@@ -50,7 +50,7 @@ class Host:
         return f"{self.environment}/bin/python"
 
     def command(self, *words: str) -> list[str]:
-        """Return the command here that runs a command there.
+        """Return the local command that runs a command on the machine.
 
         >>> Host("board0", "pi@board0").command("echo", "a b")[-2:]
         ['pi@board0', "echo 'a b'"]
@@ -61,7 +61,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a command on another machine gave."""
+    """Result of a command on another machine."""
 
     status: int
     out: bytes
@@ -69,20 +69,20 @@ class Done:
 
     @property
     def unreached(self) -> str | None:
-        """Why `ssh` did not get there; None where it did."""
+        """Reason why `ssh` failed to connect, or None."""
         lines = [line for line in self.err.splitlines() if line.strip()]
         return (lines[-1] if lines else "ssh gave no reason") if self.status == _SSH_FAILED else None
 
 
 def hosts_of(cluster: Cluster) -> list[Host]:
-    """Return the machines of a cluster, the one that feeds first."""
+    """Return the machines of a cluster, the driver first."""
     first = cluster.feeding
     ordered = [first, *(device for device in cluster.devices if device.name != first.name)]
     return [host_of(device) for device in ordered]
 
 
 def host_of(device: Device) -> Host:
-    """Return how a device is reached: by the name that `ssh` has for it, its address, or its own name."""
+    """Return the host of a device, reached by its `ssh` name, its address, or its own name."""
     return Host(
         name=device.name, target=device.ssh or device.address or device.name, folder=device.folder or FOLDER,
         venv=device.venv, python=device.python or "python3",
@@ -90,26 +90,24 @@ def host_of(device: Device) -> Host:
 
 
 def run_on(host: Host, words: Sequence[str], *, data: bytes = b"", timeout_s: float = 60.0) -> Done:
-    """Run a command on a machine, with some bytes on its standard input; raises `ClusterError` where ssh is missing."""
+    """Run a command on a machine, with some bytes on its standard input; raises `ClusterError` if ssh is missing."""
     try:
         done = subprocess.run(host.command(*words), input=data, capture_output=True, timeout=timeout_s)
     except FileNotFoundError as error:
-        raise ClusterError(
-            f"machines are reached by ssh, but {error.filename} is not here; install openssh-client"
-        ) from None
+        raise ClusterError(f"machines are reached by ssh; {error.filename} not found; install openssh-client") from None
     except subprocess.TimeoutExpired:
         return Done(_SSH_FAILED, b"", f"no answer for {timeout_s:g} s")
     return Done(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
 
 def on_all(hosts: Sequence[Host], work: Callable[[Host], T]) -> dict[str, T]:
-    """Do something on all machines at once; returns what came of it by their names."""
+    """Call a function for all machines in parallel; return the results by name."""
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
         return dict(zip((host.name for host in hosts), pool.map(work, hosts), strict=True))
 
 
 def require(host: Host, done: Done, what: str) -> bytes:
-    """Return what a command wrote; raises `ClusterError` that names the machine where it failed."""
+    """Return the output of a command; raises `ClusterError` with the machine's name if it failed."""
     if done.unreached is not None:
         raise ClusterError(
             f"{host.name} cannot be reached: {done.unreached}; try ssh {host.target}, and see penstock hosts check"
@@ -121,7 +119,7 @@ def require(host: Host, done: Done, what: str) -> bytes:
 
 
 def address_of(host: Host, device: Device) -> str:
-    """Return where other machines reach this one: the address in the cluster file, or what `ssh` takes for it."""
+    """Return the address of a machine for the others: that in the cluster file, or `ssh`'s host name."""
     if device.address:
         return device.address
     command = [*shlex.split(os.environ.get(SSH) or "ssh"), "-G", host.target]

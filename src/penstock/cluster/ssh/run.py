@@ -1,9 +1,9 @@
-"""A command on all machines of a cluster by ssh: its output, how it ends, and that nothing is left behind.
+"""A command on all machines of a cluster by ssh: its output, its end, and its cleanup.
 
     here:  ssh board0 python3 keeper.py ...   its standard input stays open as long as the run lasts
-    there: the keeper starts the command in a session of its own, and ends that session when its input ends
+    there: the keeper starts the command in a new session, and ends that session when its input ends
 
-So the command ends when it is told to, when this process dies however it dies, and when the connection breaks.
+So the command ends on request, when this process is killed in any way, and when the connection breaks.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ PORT = 29500
 GRACE_S = 5.0
 _POLL_S = 0.05
 _SSH_FAILED = 255
-# its place below a machine's folder, where `push` brings it
+# its path below a machine's folder, as copied by `push`
 _KEEPER = "src/penstock/cluster/ssh/keeper.py"
 
 
@@ -38,7 +38,7 @@ class _Member:
 def environment(
     hosts: Sequence[Host], addresses: Sequence[str], threads: Sequence[int], port: int
 ) -> list[dict[str, str]]:
-    """Return each machine's process the variables by which it finds the others, as torchrun would give them."""
+    """Return the variables of each machine's process for finding the others, as torchrun would set them."""
     return [
         {
             "RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
@@ -58,7 +58,7 @@ def remote_command(host: Host, env: Mapping[str, str], arguments: Sequence[str])
 
 
 class RemoteRun:
-    """A command that runs on machines, which are told the run's key; leaving the `with` block ends what still runs.
+    """A command that runs on machines, which receive the run's key; leaving the `with` block ends all processes.
 
     with RemoteRun(hosts, commands) as run:
         statuses = run.wait()
@@ -74,7 +74,7 @@ class RemoteRun:
         try:
             for host, words in zip(hosts, commands, strict=True):
                 self._members.append(self._start(host, words))
-                with contextlib.suppress(OSError):  # a machine that cannot be reached says so below
+                with contextlib.suppress(OSError):  # a machine that cannot be reached is reported below
                     stdin = self._members[-1].process.stdin
                     if stdin is not None:
                         stdin.write(key.decode() + "\n")
@@ -84,10 +84,10 @@ class RemoteRun:
             raise
 
     def wait(self, timeout_s: float | None = None) -> dict[str, int]:
-        """Wait until every process has ended; returns each machine's exit status.
+        """Wait until every process has exited; return each machine's exit status.
 
-        The first that fails ends the others, or with `end_together="first"` the end of the first machine's process.
-        Raises `ClusterError` where a machine cannot be reached, and `RunError` when the time is over.
+        The first that fails ends the others, or with `end_together="first"` the exit of the first machine's process.
+        Raises `ClusterError` if a machine cannot be reached, and `RunError` on a timeout.
         """
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         while None in (codes := [member.process.poll() for member in self._members]):
@@ -97,19 +97,19 @@ class RemoteRun:
             if self._failure is not None:
                 raise self._failure
             if deadline is not None and time.monotonic() > deadline:
-                raise RunError(f"the run was given {timeout_s:g} s but still goes on; wait longer or end it")
+                raise RunError(f"the run did not end within {timeout_s:g} s and continues; wait longer or end it")
             time.sleep(_POLL_S)
         self._join()
         return {member.host.name: member.process.returncode for member in self._members}
 
     @property
     def exit_codes(self) -> dict[str, int | None]:
-        """How each machine's process ended: None while it runs, else its exit status."""
+        """Exit status of each machine's process, None while it runs."""
         return {member.host.name: member.process.poll() for member in self._members}
 
     @property
     def first_failure(self) -> str | None:
-        """A machine whose process failed, as in `board1 ended with status 3`; None if none did."""
+        """The first machine with a failed process, as in `board1 ended with status 3`, or None."""
         for member in self._members:
             if code := member.process.returncode:
                 name = "a broken connection" if code == _SSH_FAILED else exit_name(code if code < 128 else 128 - code)
@@ -126,7 +126,7 @@ class RemoteRun:
         for member in self._members:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 member.process.wait(max(0.0, deadline - time.monotonic()))
-            if member.process.poll() is None:  # its machine does not answer: what runs there ends with the connection
+            if member.process.poll() is None:  # its machine does not respond: its processes end with the connection
                 member.process.send_signal(signal.SIGKILL)
                 member.process.wait()
 
@@ -158,7 +158,7 @@ class RemoteRun:
         try:
             for text in pipe:
                 self._output(OutputLine(host=host.name, local_rank=0, stream=stream, text=text.rstrip("\n")))
-        except BaseException as error:  # nobody reads on: the run ends, and wait() says why
+        except BaseException as error:  # nothing reads further output: the run ends, and wait() raises the error
             self._failure = error
 
     def _join(self) -> None:

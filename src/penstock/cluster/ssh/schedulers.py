@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.cluster.ssh.run import PORT
 
-_RESUMED = {"infer", "train"}  # verbs that go on with --resume
+_RESUMED = {"infer", "train"}  # verbs that continue with --resume
 _RANK = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
 
 
@@ -18,14 +18,14 @@ def slurm_script(
     Example:
         print(slurm_script(["infer", "timm:deit_small_patch16_224", "--images", "photos/"], 4, threads=4))
 
-    Slurm ends a job that has lost a node and starts it again, then with --resume. A run that `survives` the loss of any
-    process but the first keeps its other nodes, and the status of its job is the first process's.
+    Slurm ends a job that has lost a node and restarts it with --resume. A run that `survives` the loss of any process
+    but the first keeps its other nodes, and the status of its job is the first process's.
     """
     options, words = "", shlex.join(arguments)
     if arguments[0] in _RESUMED:
         options += "\n#SBATCH --requeue"
         words += ' ${SLURM_RESTART_COUNT:+"--resume"}'
-    # a step that is not given cores has one for each task (Slurm 22.05); processes that see a failure say it themselves
+    # a step without --cpus-per-task has one core for each task (Slurm 22.05); processes report failures themselves
     step = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0'
     if survives:
         options += "\n#SBATCH --no-kill"
@@ -54,7 +54,7 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) OMP_NUM_THREADS=1
 
 
 def kubernetes_manifest(arguments: Sequence[str], num_hosts: int, *, threads: int, image: str = "penstock") -> str:
-    """Return a manifest, as JSON, that runs a verb in several pods that find each other by name.
+    """Return a JSON manifest that runs a verb in several pods, which find each other by name.
 
     `image` is one that has Penstock. Example:
         kubernetes_manifest(["bench", "timm:deit_small_patch16_224"], 4, threads=2)

@@ -22,12 +22,12 @@ def held(*peaks: int, limit: int, hosts: tuple[str, ...] | None = None) -> list[
 
 def test_only_the_device_that_is_near_its_limit_is_named() -> None:
     (line,) = held(100 * MB, 230 * MB, limit=256 * MB)
-    assert line.startswith("board1 (stage 1) came to hold 230 MB of its 256 MB of memory (90%): give it 329 MB")
+    assert line.startswith("board1 (stage 1) reached 230 MB of its 256 MB of memory (90%): give it 329 MB")
 
 
 def test_processes_of_one_host_share_its_memory() -> None:
     (line,) = held(150 * MB, 90 * MB, limit=256 * MB, hosts=("desk", "desk"))
-    assert line.startswith("desk (stage 0, 1) came to hold 240 MB")
+    assert line.startswith("desk (stage 0, 1) reached 240 MB")
 
 
 def test_what_is_not_known_is_not_advised_on() -> None:

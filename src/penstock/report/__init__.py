@@ -1,1 +1,1 @@
-"""What a run left, made readable: one trace, the account of lost time, tables, pictures, a page."""
+"""Reports of recorded runs: one trace, the account of lost time, tables, pictures, a page."""

@@ -1,4 +1,4 @@
-"""The page of several runs beside each other: what differs, each timeline, and what operators each ran."""
+"""The page that compares several runs: differences, timelines, and operators of each run."""
 
 import os
 import statistics
@@ -45,14 +45,14 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What an operator took of one microbatch, in all stages: calls, seconds without what it called, bytes."""
+    """Costs of an operator for one microbatch, in all stages: calls, seconds without callees, bytes."""
 
     calls: float = 0.0
     seconds: float = 0.0
     num_bytes: float = 0.0
 
     def cells(self) -> list[Cell]:
-        """Write milliseconds, calls and memory for a table."""
+        """Format milliseconds, calls and memory for a table."""
         return [
             f"{self.seconds * 1e3:.3f}", f"{self.calls:.4g}", format_bytes(self.num_bytes) if self.num_bytes else None
         ]  # fmt: skip
@@ -60,7 +60,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What was written, what it says first, and its tables."""
+    """The written files, the first lines, and the tables."""
 
     lead: tuple[str, ...]
     tables: tuple[Table, ...]
@@ -68,13 +68,13 @@ class Beside:
 
 
 def write_beside(folders: Sequence[str | os.PathLike[str]], file: str | os.PathLike[str]) -> Beside:
-    """Write a page on several streams: the first one is what the others are held against.
+    """Write a page on several streams, compared with the first one.
 
     Example:
         write_beside(["runs/serial", "runs/four"], "beside.html").lead
 
-    Leaves the page, and the tables beside it as Markdown. Raises `DataError` for a folder that holds no whole run,
-    `UsageError` for the run of a training, and where the page cannot be written.
+    Writes the page, and next to it the tables as Markdown. Raises `DataError` for a folder without a complete run,
+    `UsageError` for the run of a training, and if the page cannot be written.
     """
     named = _read([Path(folder) for folder in folders])
     lead = _lead(named)
@@ -102,9 +102,7 @@ def _read(folders: Sequence[Path]) -> list[Named]:
     for name, folder in zip(names, folders, strict=True):
         run = read_run(folder)
         if run.facts.kind != "stream":
-            raise UsageError(
-                f"{folder} is the run of a training; runs beside each other are streams, as of infer --trace"
-            )
+            raise UsageError(f"{folder} is the run of a training; only streams can be compared, as of infer --trace")
         found.append(Named(name, run, measure_stream(run)))
     return found
 
@@ -147,7 +145,7 @@ def _how(named: Sequence[Named]) -> Text:
 
 
 def differences(named: Sequence[Named]) -> Table:
-    """Return what each run took, a column each."""
+    """Return the costs of each run, a column each."""
     rows: list[tuple[Cell, ...]] = [
         ("stages", *(len(each.stream.stages) for each in named)),
         ("microbatches", *(each.stream.num_microbatches for each in named)),
@@ -172,7 +170,7 @@ def differences(named: Sequence[Named]) -> Table:
 
 
 def operators(named: Sequence[Named]) -> Table:
-    """Return what each operator took in each run, with sends and waits among them, those that took longest first."""
+    """Return the costs of each operator in each run, including sends and waits, the longest first."""
     found = [operators_of(each.run, each.stream) for each in named]
     names = sorted({name for each in found for name in each}, key=lambda n: -max(e[n].seconds for e in found if n in e))
     rows: list[tuple[Cell, ...]] = []
@@ -187,7 +185,7 @@ def operators(named: Sequence[Named]) -> Table:
 
 
 def operators_of(run: Run, stream: MeasuredStream) -> Mapping[str, Operator]:
-    """Return what torch.profiler's operators took of a microbatch in all stages, with what messages took."""
+    """Return the costs of torch.profiler's operators for a microbatch in all stages, with what messages took."""
     of_stage: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for process in run.processes:
         for span in process.spans:
@@ -221,7 +219,7 @@ def _median(stage: MeasuredStage, field: str) -> float:
 def own_seconds(spans: Iterable[Span]) -> list[tuple[Span, float]]:
     """Return spans of one thread with their seconds, less those of spans within them."""
     found: list[tuple[Span, float]] = []
-    within: list[tuple[Span, float]] = []  # those that are open, with the seconds of what they contain
+    within: list[tuple[Span, float]] = []  # open spans, with the seconds of contained ones
 
     def close() -> None:
         span, inner_s = within.pop()

@@ -25,12 +25,12 @@ _COLORS = {
 def write_comparison(
     path: str | os.PathLike[str], settings: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Run | None]]
 ) -> Path:
-    """Write the page that compares a bench's rows, of which pipelines bring what was recorded.
+    """Write the page that compares a bench's rows; those of pipelines have a recorded run.
 
     Example:
         write_comparison("bench.html", {"model": "timm:deit_tiny_patch16_224"}, rows)
 
-    Raises `UsageError` where the file cannot be written or plotly is not installed.
+    Raises `UsageError` if the file cannot be written or plotly is not installed.
     """
     serial = next(row for row, _ in rows if row["mode"] == "serial")
     traced: list[Compared] = []
@@ -57,7 +57,7 @@ def write_comparison(
 
 
 def _lead(serial: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe what one process does, what the best pipeline does, and whether they give the same numbers."""
+    """Describe the throughput of one process and of the best pipeline, and the equality of their outputs."""
     lines = [f"One process: {serial['images_per_second']:.4g} images/s."]
     pipelines = [row for row in rows if row["mode"] == "pipeline"]
     if pipelines:
@@ -114,7 +114,7 @@ def _series(row: Mapping[str, Any]) -> str:
 
 
 def losses(traced: Sequence[Compared]) -> Figure:
-    """Draw what n times are made of, for each pipeline: what was reached, and what each cause cost."""
+    """Draw the parts of n times for each pipeline: the speed-up, and the cost of each cause."""
     names = [item.name for item in traced]
     data: list[dict[str, Any]] = [{
         "type": "bar", "name": "reached", "x": names, "y": [round(item.account.speedup, 4) for item in traced],
@@ -143,7 +143,7 @@ def losses(traced: Sequence[Compared]) -> Figure:
 
 
 def loads(traced: Sequence[Compared]) -> Figure:
-    """Draw what each stage takes alone, for each pipeline: equal bars are a good split."""
+    """Draw the seconds of each stage alone, for each pipeline: equal bars are a good split."""
     most = max(len(item.stream.stages) for item in traced)
     data: list[dict[str, Any]] = []
     for index in range(most):
@@ -170,7 +170,7 @@ def loads(traced: Sequence[Compared]) -> Figure:
 
 
 def split_points(traced: Sequence[Compared]) -> Table:
-    """Return where each pipeline is cut, each stage's part of the counted work, and what crosses after it."""
+    """Return each pipeline's cuts, each stage's part of the counted work, and the bytes that cross after it."""
     rows: list[tuple[Cell, ...]] = []
     for item in traced:
         shares, crossing, cuts = (item.row.get(key, []) for key in ("shares", "crossing_bytes", "cuts"))
@@ -183,7 +183,7 @@ def split_points(traced: Sequence[Compared]) -> Table:
 
 
 def settings_table(settings: Mapping[str, Any]) -> Table:
-    """Return what all rows have in common."""
+    """Return the settings common to all rows."""
     cells = tuple(
         (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
         for name, value in settings.items()

@@ -1,4 +1,4 @@
-"""What a bench shows, in sentences; every number in them is computed from its rows."""
+"""Description of a bench's results, with every number computed from its rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def name_of(row: Mapping[str, Any]) -> str:
 
 
 def compare_counts(pipelines: Sequence[Compared]) -> list[str]:
-    """Describe for each stage count what its quickest pipeline loses to what, and what further stages are worth."""
+    """Describe for each stage count the losses of its fastest pipeline, and the gain of further stages."""
     best = _best_of_counts(pipelines)
     lines = []
     for item in best:
@@ -76,7 +76,7 @@ def compare_counts(pipelines: Sequence[Compared]) -> list[str]:
 
 
 def compare_policies(pipelines: Sequence[Compared]) -> list[str]:
-    """Describe where each policy splits, and for each stage count why its best one is better than the others."""
+    """Describe the split points of each policy, and for each stage count the advantage of its best policy."""
     lines = []
     for count in _counts(pipelines):
         found = sorted((p for p in pipelines if p.row["stages"] == count), key=lambda p: -p.row["speedup"])
@@ -88,7 +88,7 @@ def compare_policies(pipelines: Sequence[Compared]) -> list[str]:
 
 
 def _where(item: Compared) -> str:
-    """Describe where a pipeline splits."""
+    """Describe a pipeline's split points."""
     cuts, shares = item.row["cuts"], item.row.get("shares", [])
     if not cuts:
         return "is not split."
@@ -100,7 +100,7 @@ def _where(item: Compared) -> str:
 
 
 def _why(best: Compared, other: Compared) -> str:
-    """Explain why one pipeline is quicker than another: what the other loses more to, and the figures behind it."""
+    """Explain why one pipeline is faster than another: the other's largest additional loss, and its figures."""
     slower = 1 - other.row["speedup"] / best.row["speedup"]
     better, worse = best.row["policy"], other.row["policy"]
     if best.row["cuts"] == other.row["cuts"]:
@@ -122,7 +122,7 @@ def _why(best: Compared, other: Compared) -> str:
 
 
 def _like(other: Compared, found: Sequence[Compared]) -> Compared | None:
-    """Return a quicker pipeline with the same cuts, if there is one."""
+    """Return a faster pipeline with the same cuts, or None."""
     quicker = found[: found.index(other)]
     return next((item for item in quicker if item.row["cuts"] == other.row["cuts"]), None)
 

@@ -1,4 +1,4 @@
-"""Everything that a run's folder gives: page, trace, tables, pictures."""
+"""The complete report of a run's folder: page, trace, tables, pictures."""
 
 import os
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from penstock.tracing.trace import RUN_FILE, Run, read_run
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was written, the account, and the plans where the folder is also that of an elastic training."""
+    """The written files, the account, and the plans if the folder is also that of an elastic training."""
 
     account: Account
     lead: tuple[str, ...]
@@ -47,7 +47,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class PlansReport:
-    """What was written of an elastic training without a trace."""
+    """The report of an elastic training without a trace."""
 
     lead: tuple[str, ...]
     files: tuple[Path, ...]
@@ -55,12 +55,12 @@ class PlansReport:
 
 
 def write_any_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report | PlansReport:
-    """Write the report of a traced run, or that of an elastic training's plans where there is no trace.
+    """Write the report of a traced run, or without a trace that of an elastic training's plans.
 
     Example:
         write_any_report("runs/one").files
 
-    Raises what `write_report` raises.
+    Raises as `write_report` does.
     """
     place = Path(folder)
     plans = None if (place / RUN_FILE).is_file() else read_plans(place)
@@ -70,12 +70,12 @@ def write_any_report(folder: str | os.PathLike[str], *, pictures: bool = True) -
 def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Report:
     """Read a run's folder and write its report into it.
 
-    Leaves `report.html`, `trace.json` for Perfetto, `tables.md`, a CSV file for each table, and pictures.
+    Writes `report.html`, `trace.json` for Perfetto, `tables.md`, a CSV file for each table, and pictures.
 
     Example:
         write_report("runs/one").account.speedup
 
-    Raises `DataError` for a folder that holds no whole run, `UsageError` where something is not installed.
+    Raises `DataError` for a folder without a complete run, `UsageError` if a package is not installed.
     """
     place = Path(folder)
     run = read_run(place)
@@ -97,9 +97,9 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
 
 
 def write_plans_report(folder: Path, timeline: PlanTimeline) -> PlansReport:
-    """Write the page and the tables of an elastic training that left no trace.
+    """Write the page and the tables of an elastic training without a trace.
 
-    Raises `UsageError` where something is not installed, or the folder cannot be written.
+    Raises `UsageError` if a package is not installed, or the folder cannot be written.
     """
     lead = [
         *plans_lines(timeline),
@@ -127,7 +127,7 @@ def _not_written(place: Path, error: OSError) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a page says of a run; `tables` are those that belong to no figure."""
+    """Contents of a run's page; `tables` are those without a figure."""
 
     title: str
     account: Account
@@ -139,7 +139,7 @@ class Contents:
 
 
 def stream_contents(run: Run) -> Contents:
-    """Return everything about a stream."""
+    """Return the contents of a stream's page."""
     stream = measure_stream(run)
     account = make_account(run, stream)
     facts = run.facts
@@ -174,7 +174,7 @@ def training_contents(run: Run) -> Contents:
 
 
 def profiled_lines(run: Run) -> list[str]:
-    """Describe where torch.profiler slowed a run down."""
+    """Describe the part of a run that torch.profiler slowed down."""
     seen = {(span.step, span.microbatch) for span in run.spans if span.kind == "profile"}
     if not seen:
         return []
@@ -185,7 +185,7 @@ def profiled_lines(run: Run) -> list[str]:
 
 
 def lead_lines(account: Account, done: str) -> list[str]:
-    """Describe in two sentences what the run reached and what it lost most to."""
+    """Describe in two sentences the run's speed-up and its largest loss."""
     return [
         f"{done}: {account.speedup:.2f} times one device, of {account.num_times:.2f}.",
         f"Most is lost to {account.largest.title} ({account.largest.times:.2f}): {account.largest.why}.",

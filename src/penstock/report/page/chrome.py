@@ -1,8 +1,7 @@
 """One trace of all processes in the format that Perfetto and Chrome read.
 
-Each stage is a row; `F3` is the forward of microbatch 3, `B3` its backward. An arrow goes from where a message was
-sent to where it was received. https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU has the
-format.
+Each stage is a row; `F3` is the forward of microbatch 3, `B3` its backward. An arrow connects the sending and the
+receiving of a message. https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU has the format.
 """
 
 import json
@@ -20,7 +19,7 @@ _PID = 1
 # names of the format's own colours, by microbatch round-robin
 _COLORS = ("thread_state_running", "rail_response", "rail_animation", "thread_state_iowait", "rail_idle", "rail_load",
            "cq_build_passed", "startup")  # fmt: skip
-# rows after those of the stages: what the feeding process does at the same time
+# rows after those of the stages: concurrent activities of the driver
 _FEEDING = {"load": (0, "loading"), "send": (1, "feeding"), "buffer": (1, "feeding")}
 _RESULTS = (2, "results")
 
@@ -58,7 +57,7 @@ def chrome_trace(run: Run) -> dict[str, Any]:
 
 
 def write_chrome_trace(run: Run, path: Path) -> None:
-    """Write the merged trace; raises `UsageError` where the file cannot be written."""
+    """Write the merged trace; raises `UsageError` if the file cannot be written."""
     try:
         write_whole(path, json.dumps(chrome_trace(run)))
     except OSError as error:
@@ -75,18 +74,18 @@ def label(span: Span) -> str:
 
 
 def _is_end(run: Run, span: Span) -> bool:
-    """Return whether this is word of the stream's end, which has no microbatch."""
+    """Return True if this is the message of the stream's end, which has no microbatch."""
     return run.facts.kind == "stream" and span.microbatch >= run.facts.num_microbatches
 
 
 class _Rows:
-    """Which row a span lies on: one for each stage, then what the processes do beside their stages."""
+    """Rows of spans: one for each stage, then those of other activities of the processes."""
 
     def __init__(self, run: Run) -> None:
         facts = run.facts
         num_stages = len(facts.cuts) + 1 if facts.kind == "training" else len(facts.ranks)
         found = {(p.rank, s.stage) for p in run.processes for s in p.spans if s.stage >= 0}
-        # a stage's replicas lie below each other
+        # a stage's replicas are on adjacent rows
         held = sorted(found, key=lambda item: (_replica(facts.ranks, item[0], num_stages), item[1]))
         self.names = {tid: f"stage {stage} on {facts.devices[rank]}" for tid, (rank, stage) in enumerate(held)}
         self._stages = {key: tid for tid, key in enumerate(held)}
@@ -105,7 +104,7 @@ class _Rows:
             self.names |= {len(held) + place: name for place, name in {*_FEEDING.values(), _RESULTS}}
 
     def before(self, span: Span, last: int) -> int:
-        """Return the stage that a received message comes from; `last` is a training's last one."""
+        """Return the sending stage of a received message; `last` is a training's last one."""
         if self._trains:
             return last if span.stage == FEEDER_STAGE else span.stage + (1 if span.name == "B" else -1)
         route = self._routes[self._turns[span.microbatch % len(self._turns)]]

@@ -10,7 +10,7 @@ from penstock.report.stream.measured import MeasuredStage, MeasuredStream, Step
 from penstock.tracing.trace import Run
 from penstock.units import format_seconds
 
-# by microbatch round-robin: told apart in light and in dark, and by people who see few colours (Okabe and Ito 2008)
+# by microbatch round-robin: distinguishable in light and dark, and with colour blindness (Okabe and Ito 2008)
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999933", "#7f7f7f")
 LOST, KEPT, WAIT, MOVE = "#d55e00", "#0072b2", "#b8b8b8", "#e69f00"
 # a browser draws about this many bars quickly; a longer stream only repeats what these show
@@ -23,9 +23,9 @@ TEXT_INSIDE = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure: what it shows in words for those who cannot see it, plotly's data and layout, the table behind it.
+    """A figure: a description for screen readers, plotly's data and layout, and its table.
 
-    `journeys` is what a timeline tells of each microbatch.
+    `journeys` are a timeline's descriptions of the microbatches.
     """
 
     key: str
@@ -38,7 +38,7 @@ class Figure:
 
 
 def timeline(run: Run, stream: MeasuredStream) -> Figure:
-    """Draw what every stage does when: computing by microbatch, messages, waiting."""
+    """Draw the activities of every stage over time: computing by microbatch, messages, waiting."""
     shown = min(stream.num_microbatches, MAX_DRAWN)
     journeys = [journey(stream, m) for m in range(shown)]
     data = [
@@ -147,7 +147,7 @@ def waterfall(account: Account, table: Table) -> Figure:
 
 
 def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:
-    """Draw what each stage takes per microbatch: alone, and what comes on top; with the cuts' names."""
+    """Draw the seconds of each stage per microbatch, alone and additional ones, with the cuts' names."""
     names = [
         f"stage {s.index}" + (f"<br>{_bounds(run, s.index)}" if _bounds(run, s.index) else "") for s in stream.stages
     ]
@@ -169,7 +169,7 @@ def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:
 
 
 def stacked(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float], str]]) -> list[dict[str, Any]]:
-    """Draw a bar for each name, of parts on top of each other: what each is, its milliseconds, its colour."""
+    """Draw a stacked bar for each name; each part has a name, milliseconds and a colour."""
     return [
         {"type": "bar", "name": name, "x": list(names), "y": [round(v, 4) for v in values], "marker": {"color": color},
          "hovertemplate": "%{x}: %{y:.3g} ms " + name + "<extra></extra>"}
@@ -208,7 +208,7 @@ def throughput(run: Run) -> Figure:
 
 
 def memory(run: Run) -> Figure | None:
-    """Draw the memory of each process over time; None where it was not seen."""
+    """Draw the memory of each process over time; None if it was not sampled."""
     origin = min((span.begin_s for span in run.spans), default=0.0)
     data: list[dict[str, Any]] = []
     rows: list[tuple[Cell, ...]] = []

@@ -1,8 +1,8 @@
 """The page: one file that works without a network, for eyes, keyboards, screen readers, phones and the dark.
 
-Names of hosts, devices and models come from strangers. They are text everywhere: the template escapes what it is
-given, the figures' data is escaped for plotly, which reads a little HTML, and for the script element that holds it,
-and the page's own policy runs no script but the ones written into it here.
+Names of hosts, devices and models are untrusted. They are text everywhere: the template escapes its values, the
+figures' data is escaped for plotly, which interprets some HTML, and for the script element that holds it, and the
+page's content security policy allows only the scripts embedded here.
 """
 
 import base64
@@ -40,7 +40,7 @@ def make_page(
 ) -> str:
     """Write the page.
 
-    Raises `UsageError` where jinja2 or plotly, whose script is bundled into it, is not installed.
+    Raises `UsageError` if jinja2 or plotly, whose script is bundled into it, is not installed.
     """
     try:
         import jinja2
@@ -57,7 +57,7 @@ def make_page(
         {"key": f.key, "data": f.data, "layout": f.layout, "journeys": f.journeys} for f in figures
     ])  # fmt: skip
     scripts = [_inline(script) for script in (_asset("before.js"), _plotly(), _asset("page.js"))]
-    # nobody can write a name that contains the digest of itself
+    # an untrusted name cannot contain a digest of itself
     nonce = _digest(title + document)
     return environment.get_template("page.html").render(
         title=title, lead=lead, figures=figures, tables=tables, texts=texts,
@@ -79,8 +79,8 @@ def _digest(text: str) -> str:
 
 
 def _data(value: Any) -> str:
-    """Write JSON that no text in it can end or turn into markup."""
-    text = json.dumps(_for_plotly(value))  # beyond ASCII everything is \\u, also what JavaScript takes for line ends
+    """Encode JSON such that no text in it can end the element or become markup."""
+    text = json.dumps(_for_plotly(value))  # all non-ASCII is escaped as \\u, including JavaScript's line terminators
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -98,7 +98,7 @@ def _for_plotly(value: Any) -> Any:
 
 
 def _inline(script: str) -> str:
-    """Keep a script from ending, or a comment from beginning, where its own text says so."""
+    """Escape text in a script that would end the element or begin a comment."""
     return re.sub("<(?=/script)", r"<\\", script, flags=re.IGNORECASE).replace("<!--", "<\\!--")
 
 

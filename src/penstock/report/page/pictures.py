@@ -14,7 +14,7 @@ from penstock.text import plain
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something computed: its row, its seconds, what it says; backwards are striped."""
+    """A computation: its row, its seconds, its label; backwards are striped."""
 
     row: int
     begin_s: float
@@ -26,7 +26,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A timeline by rows, and loads by names: what each part is, its colour, its seconds for every name."""
+    """A timeline by rows, and loads by names: each part's label, colour, and seconds for every name."""
 
     rows: Sequence[str]
     bars: Sequence[Bar]
@@ -36,7 +36,7 @@ class Picture:
 
 
 def stream_picture(stream: MeasuredStream) -> Picture:
-    """Return what the pictures of a stream show: the pipeline filling, and the stages' loads."""
+    """Return the content of a stream's pictures: the pipeline filling, and the stages' loads."""
     shown = min(stream.num_microbatches, 4 * len(stream.stages))
     bars = [
         Bar(stage.index, step.begin_s - stream.begin_s, step.compute_s, f"F{step.microbatch}",
@@ -55,7 +55,7 @@ def stream_picture(stream: MeasuredStream) -> Picture:
 def draw_pictures(folder: Path, account: Account, picture: Picture) -> list[Path]:
     """Draw every picture into a folder, as PNG and SVG; return the files.
 
-    Raises `UsageError` where matplotlib is not installed.
+    Raises `UsageError` if matplotlib is not installed.
     """
     try:
         import matplotlib as mpl
@@ -63,7 +63,7 @@ def draw_pictures(folder: Path, account: Account, picture: Picture) -> list[Path
         raise UsageError("pictures need matplotlib; install penstock[report], or use --no-pictures") from None
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "penstock"  # the same run gives the same file
-    mpl.rcParams["text.parse_math"] = False  # a name with dollars in it is no formula
+    mpl.rcParams["text.parse_math"] = False  # a name with dollar signs is not a formula
     import matplotlib.pyplot as plt
 
     written = []

@@ -14,14 +14,14 @@ _COLUMNS = ("epoch", "frozen", "layers", "stages × replicas", "cached", "units/
 # heights of the rows in parts of the figure, and the gap between two of them
 _BAND, _ROW, _GAP = 0.45, 1.0, 0.28
 _PIXELS = 130  # of a row
-# those of the palette that white stands out from
+# colours of the palette with enough contrast to white
 _COLORS = tuple(PALETTE[place] for place in (0, 2, 5, 7, 3, 6))
-# with more epochs plotly chooses which of them are named
+# with more epochs plotly chooses the labelled ones
 _MAX_TICKS = 20
 
 
 def plans_figure(timeline: PlanTimeline) -> Figure:
-    """Draw what was planned and what came of it, one row below the other over the same epochs."""
+    """Draw plans and their results, in rows over the same epochs."""
     spans = [span for span in timeline.spans() if span.begin < span.end]
     rows = [(_ROW, *_frozen(spans)), (_BAND, *_bands(spans))]
     rows += [(_ROW, *drawn) for drawn in (_rates(timeline), _accuracies(timeline)) if drawn is not None]
@@ -50,14 +50,14 @@ def plans_figure(timeline: PlanTimeline) -> Figure:
 
 
 def plans_table(timeline: PlanTimeline) -> Table:
-    """Return each epoch with its plan; what a change cost and why stands where it came."""
+    """Return each epoch with its plan; costs and reason of a change are in its first row."""
     rows: list[tuple[Cell, ...]] = []
     epochs = {epoch.epoch: epoch for epoch in timeline.epochs}
     for span in timeline.spans():
         plan = span.plan
         kept = (plan.frozen_layers, plan.num_layers, _size(plan), "yes" if plan.cached else "no")
         cost = (_finite(plan.migrate_s), format_bytes(plan.moved_bytes), _finite(plan.fill_s), plan.why)
-        # one that another took the place of has a row too
+        # a plan that was replaced immediately has a row too
         numbers = [n for n in epochs if span.begin <= n < span.end and n > span.begin]
         for number in (span.begin, *numbers):
             reached = epochs.get(number) if span.begin < span.end else None
@@ -67,7 +67,7 @@ def plans_table(timeline: PlanTimeline) -> Table:
 
 
 def plans_lines(timeline: PlanTimeline) -> list[str]:
-    """Describe where a training began, where it came to, and what the changes cost."""
+    """Describe the first and the last throughput of a training, and the costs of changes."""
     plans, epochs = timeline.plans, timeline.epochs
     count = "1 epoch" if len(epochs) == 1 else f"{len(epochs)} epochs"
     lines = [f"{count}, {_way(plans)}."]
@@ -134,7 +134,7 @@ def _accuracies(timeline: PlanTimeline) -> tuple[dict[str, Any], dict[str, Any]]
 def _line(
     points: Sequence[tuple[int, float | None]], title: str, color: str, range_mode: str
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Draw a value for each epoch; None where no epoch has one."""
+    """Draw a value for each epoch; None if no epoch has one."""
     if all(value is None for _, value in points):
         return None
     trace = {
@@ -178,5 +178,5 @@ def _alt(spans: Sequence[PlanSpan], titles: Sequence[str]) -> str:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return a number that JSON has; None for others."""
+    """Return a number that JSON can represent, else None."""
     return value if value is not None and math.isfinite(value) else None

@@ -57,7 +57,7 @@ def _markdown(text: str) -> str:
 
 
 def account_table(account: Account) -> Table:
-    """Return the account, from n down to what was measured."""
+    """Return the account, from n down to the measured speed-up."""
     rows: list[tuple[Cell, ...]] = [("devices together", account.num_times, "what the devices do alone, added up")]
     rows += [(line.title, -line.times, line.why) for line in account.lines]
     rows.append(("measured", account.speedup, "times the mean device alone"))
@@ -65,7 +65,7 @@ def account_table(account: Account) -> Table:
 
 
 def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -> Table:
-    """Return each stage: where its cuts are, what it takes, alone and predicted, and how busy its device is."""
+    """Return the table of stages: cuts, seconds, alone and predicted, and the busy time of the device."""
     rows: list[tuple[Cell, ...]] = []
     for stage in stream.stages:
         busy_s = sum(step.compute_s + step.message_s for step in stage.steps)
@@ -83,7 +83,7 @@ def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -
 
 
 def bounds_of(run: Run, stage: int) -> tuple[str, str] | None:
-    """Return between which cuts a stage lies; None where cuts rotate."""
+    """Return the cuts around a stage; None if cuts rotate."""
     facts = run.facts
     pipeline, route = next((p, route) for p, route in enumerate(facts.routes) if stage in route)
     sets = facts.plan["pipelines"][pipeline]["cut_sets"] if facts.plan is not None else [{"cuts": facts.cuts}]
@@ -93,7 +93,7 @@ def bounds_of(run: Run, stage: int) -> tuple[str, str] | None:
 
 
 def link_table(run: Run, stream: MeasuredStream) -> Table:
-    """Return each cut's messages: bytes, how long under way, the rate in use, and what the link has."""
+    """Return each cut's messages: bytes, seconds in flight, the rate in use, and the link's bandwidth."""
     rows: list[tuple[Cell, ...]] = []
     for edge, wires in stream.wires.items():
         first = edge[0] < 0
@@ -112,7 +112,7 @@ def link_table(run: Run, stream: MeasuredStream) -> Table:
 
 
 def clock_table(run: Run) -> Table:
-    """Return how each process's clock stands to the feeding one's, and how well that is known."""
+    """Return each process's clock offset to the driver's, and its uncertainty."""
     clocks = ((process.device, process.alignment) for process in run.processes)
     rows = tuple((device, f"{clock.offset_s:.6f} s", f"{clock.drift * 1e6:.1f} ppm", format_seconds(clock.error_s))
                  for device, clock in clocks)  # fmt: skip
@@ -120,7 +120,7 @@ def clock_table(run: Run) -> Table:
 
 
 def environment_table(run: Run) -> Table:
-    """Return what the run was made on."""
+    """Return the table of the run's environment."""
     facts = run.facts
     rows = [("model", facts.model), ("microbatches", str(facts.num_microbatches)), ("threads", str(facts.threads)),
             ("depth", str(facts.depth)), *facts.environment.items()]  # fmt: skip
@@ -128,7 +128,7 @@ def environment_table(run: Run) -> Table:
 
 
 def plan_table(run: Run, stream: MeasuredStream) -> Table:
-    """Return which stage ran where, with its part of the work."""
+    """Return the stages with their devices and parts of the work."""
     loads = loads_alone(stream)
     work = sum(stage.share * stage.alone_s for stage in stream.stages)
     rows: list[tuple[Cell, ...]] = []
@@ -142,7 +142,7 @@ def plan_table(run: Run, stream: MeasuredStream) -> Table:
 
 
 def predicted_loads(run: Run) -> dict[str, float]:
-    """Return what the plan predicted for each device, in seconds per microbatch; nothing without a plan."""
+    """Return the plan's prediction for each device, in seconds per microbatch; nothing without a plan."""
     if run.facts.plan is None:
         return {}
     return {load["device"]: float(load["load_s"]) for load in run.facts.plan["prediction"]["devices"]}

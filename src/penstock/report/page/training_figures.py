@@ -1,4 +1,4 @@
-"""The figures and tables of a training's page: every action of every step, and where each device's seconds went."""
+"""The figures and tables of a training's page: every action of every step, and each device's seconds by activity."""
 
 import statistics
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from penstock.report.training.training_account import Usual, usual_seconds
 from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds
 
-# how a bar looks beside its microbatch's colour: forwards plain, backwards striped
+# pattern of a bar in its microbatch's colour: forwards plain, backwards striped
 _PATTERNS = {"F": "", "R": ".", "B": "/", "I": "/", "W": "x"}
 _OTHER_KINDS = {"I": "I the half of a backward for the inputs", "W": "W the half for the weights",
                 "R": "R a forward that is computed again"}  # fmt: skip
@@ -51,7 +51,9 @@ def _row(run: Run, training: MeasuredTraining, rank: int, stage: int) -> str:
 
 
 def timeline(run: Run, training: MeasuredTraining) -> Figure:
-    """Draw what every stage does when: forwards and backwards by microbatch, messages, waiting, all-reduces."""
+    """Draw the activities of every stage over time: forwards and backwards by microbatch, messages, waiting,
+    all-reduces.
+    """
     first = training.steps[0]
     each = max(1, len({done.microbatch for part in first.parts.values() for done in part.done}))
     steps = training.steps[: max(1, MAX_DRAWN // (2 * each))]
@@ -125,7 +127,7 @@ def _journey(run: Run, training: MeasuredTraining, number: int, microbatch: int,
     return "<br>".join(lines)
 
 
-# what a device does in a step, with its colour
+# activities of a device in a step, with their colours
 _SHARES = (
     ("forwards", KEPT), ("backwards", "#56b4e9"), ("messages", MOVE), ("waiting", WAIT), ("loading", LOAD),
     ("synchronization", SYNCHRONIZE), ("optimizer", UPDATE), ("the rest", LOST),
@@ -141,13 +143,13 @@ def _shares(part: Part) -> tuple[float, ...]:
 
 
 def device_shares(training: MeasuredTraining, rank: int) -> list[float]:
-    """Return the mean seconds of a step that a device spends on each of the things that it does."""
+    """Return the mean seconds per step of each of a device's activities."""
     found = [_shares(step.parts[rank]) for step in training.steps]
     return [statistics.fmean(values) for values in zip(*found, strict=True)]
 
 
 def loads(run: Run, training: MeasuredTraining) -> Figure:
-    """Draw what each device does with a step."""
+    """Draw the seconds per step of each device by activity."""
     ranks = [rank for replica in training.replicas for rank in dict.fromkeys(replica)]
     names = [_device(run, training, rank) for rank in ranks]
     shares = {rank: device_shares(training, rank) for rank in ranks}
@@ -208,7 +210,7 @@ def throughput(training: MeasuredTraining) -> Figure:
 
 
 def link_table(training: MeasuredTraining) -> Table:
-    """Return each stage's messages in a step, and how long they are under way where somebody waited for one."""
+    """Return each stage's messages in a step, and their seconds in flight, observed when a receiver waited."""
     rows: list[tuple[Cell, ...]] = []
     for (source, to, direction), seconds in sorted(training.lines_s.items()):
         what = "activations" if direction == "F" else "gradients"
@@ -223,7 +225,7 @@ def link_table(training: MeasuredTraining) -> Table:
 
 
 def training_picture(run: Run, training: MeasuredTraining) -> Picture:
-    """Return what the pictures for papers show: the first step that counts."""
+    """Return the content of the pictures for papers: the first counted step."""
     step = training.steps[0]
     origin_s = min((d.asked_s for part in step.parts.values() for d in part.done), default=0.0)
     held = [(rank, stage) for replica in training.replicas for stage, rank in enumerate(replica)]

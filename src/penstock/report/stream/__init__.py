@@ -1,1 +1,1 @@
-"""A recorded stream: what its spans say, where its time went, what would be faster."""
+"""A recorded stream: measurements from its spans, the account of its time, and advice."""

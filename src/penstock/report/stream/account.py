@@ -1,4 +1,4 @@
-"""The account: n times, minus what was measured, split by cause.
+"""The account: n times, minus the measured speed-up, split by cause.
 
 Each line is the difference between two replays of the same run, of which the second has one cost more; so the
 lines add up exactly. `docs/account.md` has the definition.
@@ -41,7 +41,7 @@ _COUNTED = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One cause: how many times it cost, and a sentence with the figures behind it."""
+    """One cause: its cost in multiples of one device, and a sentence with its figures."""
 
     key: str
     times: float
@@ -66,7 +66,7 @@ class Account:
     lines: tuple[Line, ...]
 
     def times(self, key: str) -> float:
-        """Return what a cause cost."""
+        """Return the cost of a cause."""
         return next((line.times for line in self.lines if line.key == key), 0.0)
 
     @property
@@ -76,7 +76,7 @@ class Account:
 
     @property
     def advice(self) -> str:
-        """What cost most, and why, as a sentence."""
+        """The largest cause and its reason, as a sentence."""
         return f"Most is lost to {self.largest.title}: {self.largest.times:.2f} times. {self.largest.why}."
 
 
@@ -84,9 +84,9 @@ class Account:
 class _Costs:
     """A stage's mean seconds per microbatch: alone, slower, for bytes, fixed for each message, and loading.
 
-    What a step takes is split with two more: `inflation_s` is what its own process's other threads add to computing,
-    `foreign_part` the part of the time beside computing in which something else had the core. `backlog` is what follows
-    each step.
+    The seconds of a step are split with two more: `inflation_s` is added to computing by its process's other threads,
+    `foreign_part` is the part of the time outside computing in which other work had the core. `backlog` is the work
+    after each step.
     """
 
     alone_s: float
@@ -99,13 +99,13 @@ class _Costs:
     backlog: Sequence[Backlog]
 
     def split(self, compute_s: float, beside_s: float) -> dict[str, float]:
-        """Return the parts of a step that computes so long and spends so much beside it."""
+        """Return the parts of a step with these seconds of computing and outside computing."""
         messages_s = beside_s * (1 - self.foreign_part) + self.inflation_s
         slower_s = compute_s - self.inflation_s - self.alone_s + beside_s * self.foreign_part
         return {"alone": self.alone_s, "slower": slower_s, **self._messages(messages_s)}
 
     def after(self, place: int) -> dict[str, float]:
-        """Return the parts of what has to follow one of the stage's steps, for which nobody waits."""
+        """Return the parts of the work that must follow one of the stage's steps and that nothing waits for."""
         backlog = self.backlog[place]
         return {"slower": backlog.early_s, "load": backlog.load_s, **self._messages(backlog.others_s)}
 
@@ -115,13 +115,13 @@ class _Costs:
 
 
 def make_account(run: Run, stream: MeasuredStream | None = None) -> Account:
-    """Account for a traced run, whose spans have been put together or are here.
+    """Compute the account of a traced run, measuring its stream unless it is given.
 
     Example:
         account = make_account(read_run("runs/one"))
         account.largest.title, account.largest.times
 
-    Raises `DataError` for a run that is not whole.
+    Raises `DataError` for an incomplete run.
     """
     stream = stream or measure_stream(run)
     speeds, baseline_s = _reference(stream, run)
@@ -154,9 +154,9 @@ def _reference(stream: MeasuredStream, run: Run) -> tuple[list[float], float]:
 
 
 def device_speeds(machines: Mapping[int, Machine], names: Sequence[str]) -> dict[int, float]:
-    """Return how fast devices are by rank, in a unit of their own; `names` are every rank's host, or nothing."""
+    """Return relative speeds of devices by rank, in an arbitrary unit; `names` are every rank's host, or empty."""
     hosts = {rank: names[rank] if names else str(rank) for rank in machines}
-    # processes of one host are equally fast, whatever a measurement says
+    # processes of one host are equally fast, regardless of a measurement
     rounds = {
         host: statistics.fmean(machines[rank].calibration_s for rank in machines if hosts[rank] == host)
         for host in hosts.values()
@@ -176,7 +176,7 @@ def loads_alone(stream: MeasuredStream) -> dict[int, float]:
 
 
 def stream_costs(stream: MeasuredStream, threads: int) -> dict[int, _Costs]:
-    """Split what each stage takes per microbatch, by the stage."""
+    """Split the seconds per microbatch of each stage."""
     ranks: dict[int, list[MeasuredStage]] = defaultdict(list)
     for stage in stream.stages:
         ranks[stage.rank].append(stage)
@@ -190,10 +190,10 @@ def stream_costs(stream: MeasuredStream, threads: int) -> dict[int, _Costs]:
 def _stage_costs(
     stage: MeasuredStage, mates: Sequence[MeasuredStage], backlog: Sequence[Backlog], threads: int
 ) -> _Costs:
-    """Split what a stage takes per microbatch.
+    """Split the seconds of a stage per microbatch.
 
-    Where it computes for longer than its CPU time explains, its process's other threads may have had the core:
-    they carry messages. The rest of what is longer than alone is something else: other processes, caches, heat.
+    If it computes for longer than its CPU time explains, its process's other threads may have had the core: they handle
+    messages. The rest of the excess over alone has other causes: other processes, caches, heat.
     """
     part = share(stage.machine)
     compute_s, beside_s = stage.mean("compute_s"), stage.mean("beside_s")
@@ -213,7 +213,7 @@ def _stage_costs(
 
 
 def _recorded(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[Recorded]]:
-    """Return what was done in a stream, part by part: by the feeding process, then by each device."""
+    """Return the recorded work of a stream, part by part: of the driver, then of each device."""
     num = stream.num_microbatches
     firsts = [stream.routes[stream.turns[m % len(stream.turns)]].start for m in range(num)]
     feeder = [
@@ -236,7 +236,7 @@ def _recorded(stream: MeasuredStream, costs: Mapping[int, _Costs]) -> list[list[
 def _reasons(
     stream: MeasuredStream, costs: Mapping[int, _Costs], speeds: list[float], speedups: list[float]
 ) -> dict[str, str]:
-    """Return for every cause the figures behind it, in words."""
+    """Return a sentence with the figures of every cause."""
     num = stream.num_microbatches
     loads = loads_alone(stream)
     busiest = max(loads, key=lambda rank: loads[rank])
@@ -255,7 +255,7 @@ def _reasons(
         f"{format_bytes(talker.mean('num_bytes_in') + talker.mean('num_bytes_out'))} per microbatch, which takes "
         f"{format_seconds(costs[talker.index].bytes_s)} of its time",
         "overhead": f"stage {chatty.index} spends {format_seconds(costs[chatty.index].fixed_s)} per microbatch beside "
-        f"computing, however small the message; it computes {format_seconds(chatty.mean('compute_s'))}",
+            f"computing, for messages of any size; it computes {format_seconds(chatty.mean('compute_s'))}",
         "loading": f"a microbatch takes {format_seconds(sum(stream.load_s) / num)} to load",
         "communication": f"a message {edge_name(edge)} of {format_bytes(crossing)} is under way for "
         f"{format_seconds(wire_s)}; the busiest device computes for {format_seconds(loads[busiest])} alone",
@@ -265,7 +265,7 @@ def _reasons(
 
 
 def _slower_reason(stage: MeasuredStage, costs: _Costs) -> str:
-    """Return what a stage computes for, what of that is charged to slower computing, and where the rest is."""
+    """Describe a stage's computing seconds, the part charged to slower computing, and the rest."""
     compute_s = stage.mean("compute_s")
     text = (
         f"stage {stage.index} on {stage.device} computes {format_seconds(compute_s)} per microbatch, "
@@ -281,7 +281,7 @@ def _slower_reason(stage: MeasuredStage, costs: _Costs) -> str:
 
 
 def shape_of(stream: MeasuredStream) -> str:
-    """Write how many stages a stream went through, and how many pipelines side by side.
+    """Describe the number of a stream's stages and parallel pipelines.
 
     Example:
         "2 stages", "2 pipelines of 1 stage"
@@ -299,7 +299,7 @@ def edge_name(edge: Edge) -> str:
 
 
 def imbalance_reason(stream: MeasuredStream, loads: dict[int, float], busiest: int, speeds: list[float]) -> str:
-    """Return whether the busiest device has more of the work, or is slower than the others."""
+    """Describe whether the busiest device has more of the work, or is slower than the others."""
     ranks = list(dict.fromkeys(stage.rank for stage in stream.stages))
     mean_speed = sum(speeds) / len(speeds)
     speed = speeds[ranks.index(busiest)] / mean_speed

@@ -1,4 +1,4 @@
-"""What the planner would do now, knowing what the run has shown, and which devices are near their memory's end."""
+"""Advice from replanning with a run's measurements, and a list of devices near their memory limit."""
 
 import statistics
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ from penstock.tracing.trace import ProcessTrace, Run
 from penstock.units import format_bytes
 
 _WORTH = 0.01
-# the run has not measured memory that is free
+# a run does not measure free memory
 _ANY_MEMORY = 2**50
 
 
 def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
-    """Plan again with what was measured and give the outcome in sentences.
+    """Replan with the measurements and return the outcome in sentences.
 
     Example:
         print("\\n".join(advise(run, stream, make_account(run))))
     """
     lines = [account.advice]
     if len(run.facts.units) < 2 or len(run.facts.ranks) != len(set(run.facts.ranks)):
-        return [*lines, "The planner has nothing to say: the run does not hold what lies between its cuts."]
+        return [*lines, "The planner has no advice: the run has no times of the units between its cuts."]
     profile, cluster = observed_profile(run, stream), observed_cluster(run, stream)
     rows = max(1, run.facts.num_rows // max(1, run.facts.num_microbatches))
     request = Request(
@@ -139,14 +139,13 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 # a device that holds more of its memory than this may run out at the next larger input
 NEAR = 0.85
-# what is left free of a memory that is large enough
+# usable part of a sufficiently large memory
 _ROOM = 0.7
 
 
 def advise_memory(run: Run) -> list[str]:
-    """Name each device that is near its limit, with what it holds, what it may, and what would be enough.
-
-    Processes of one host share its memory. What they hold is counted for each, libraries that they share included.
+    """Describe each device near its limit, with its usage, its limit, and a sufficient memory. Processes of one host
+    share its memory. Their usage is counted for each, including shared libraries.
     """
     hosts: dict[str, list[ProcessTrace]] = {}
     for process in run.processes:
@@ -159,7 +158,7 @@ def advise_memory(run: Run) -> list[str]:
         if limit and held > NEAR * limit:
             stages = [str(s) for s, rank in enumerate(run.facts.ranks) if rank in {p.rank for p in processes}]
             lines.append(
-                f"{host} (stage {', '.join(stages)}) came to hold {format_bytes(held)} of its {format_bytes(limit)} of "
+                f"{host} (stage {', '.join(stages)}) reached {format_bytes(held)} of its {format_bytes(limit)} of "
                 f"memory ({held / limit:.0%}): give it {format_bytes(held / _ROOM)}, a smaller stage or smaller "
                 "microbatches."
             )

@@ -1,4 +1,4 @@
-"""What the spans of a stream say about each stage and each message."""
+"""Measurements of each stage and each message, from the spans of a stream."""
 
 import statistics
 from collections import defaultdict
@@ -10,7 +10,7 @@ from penstock.plan.schedule.simulate import Edge
 from penstock.tracing.record import FEEDER, FEEDER_STAGE
 from penstock.tracing.trace import Machine, ProcessTrace, Run, Span
 
-# a wait shorter than this found its message there
+# a shorter wait means that the message had already arrived
 NO_WAIT_S = 5e-5
 
 
@@ -54,13 +54,13 @@ class Step:
 
     @property
     def wait_s(self) -> float:
-        """Seconds until its message had come, and until there was a buffer for its result."""
+        """Seconds until its message arrived, and until a buffer was free for its result."""
         return self.arrived_s - self.asked_s + self.buffer_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStage:
-    """A stage during a stream: its steps, what it takes alone, its device, its part of all microbatches."""
+    """A stage during a stream: its steps, its seconds alone, its device, its part of all microbatches."""
 
     index: int
     rank: int
@@ -79,10 +79,9 @@ class MeasuredStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStream:
-    """A stream: its stages in order, how long data took to load, how long each message was under way.
+    """A stream: its stages in order, the loading seconds of data, the seconds in flight of each message.
 
-    `routes` are the stages of each pipeline, where several stand side by side, and `turns` says which one a microbatch
-    goes through.
+    `routes` are the stages of each of several parallel pipelines, and `turns` their order for microbatches.
     """
 
     stages: tuple[MeasuredStage, ...]
@@ -95,27 +94,25 @@ class MeasuredStream:
     turns: tuple[int, ...]
 
     def steps_of(self, microbatch: int) -> list[tuple[MeasuredStage, Step]]:
-        """Return what happened to a microbatch, stage by stage."""
+        """Return the steps of a microbatch, stage by stage."""
         route = self.routes[self.turns[microbatch % len(self.turns)]]
         place = next(k for k, step in enumerate(self.stages[route.start].steps) if step.microbatch == microbatch)
         return [(self.stages[index], self.stages[index].steps[place]) for index in route]
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches went through."""
+        """Number of microbatches."""
         return len(self.load_s)
 
 
 def measure_stream(run: Run) -> MeasuredStream:
-    """Put a stream's spans together, stage by stage; raises `DataError` where some are missing."""
+    """Combine a stream's spans, stage by stage; raises `DataError` if some are missing."""
     facts = run.facts
     count = facts.num_microbatches
     if facts.kind != "stream" or not count:
-        raise DataError(
-            f"this is a run of kind {facts.kind!r} with {count} microbatches; a stream that ended is needed"
-        )
+        raise DataError(f"a completed stream is needed; got a run of kind {facts.kind!r} with {count} microbatches")
     if any(process.num_dropped for process in run.processes):
-        raise DataError("the trace is too long to be whole; trace fewer microbatches")
+        raise DataError("the trace is incomplete because the run is too long; trace fewer microbatches")
     found: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
     for process in run.processes:
         for span in process.spans:
@@ -149,7 +146,7 @@ def _stage(
     steps = []
     between = found["between", index]
     before_s: float | None = None
-    began_s = found["load", FEEDER_STAGE][0].begin_s  # a stage waits for a stream to begin, which is none of it
+    began_s = found["load", FEEDER_STAGE][0].begin_s  # a stage's wait for the beginning of a stream is not part of it
     for m in through:
         wait, read, compute, buffer, give = (
             found[kind, index][m] for kind in ("wait", "receive", "compute", "buffer", "send")
@@ -175,7 +172,7 @@ def _stage(
 
 
 def _alone_s(run: Run, index: int, process: ProcessTrace, steps: Sequence[Step]) -> float:
-    """Find what a stage takes alone; CPU time where something else had the core even then."""
+    """Return the seconds of a stage alone, or its CPU time if other work had the core even then."""
     alone = next((alone for alone in process.alone if alone.stage == index), None)
     if alone is None:
         return statistics.median(step.compute_s for step in steps)
@@ -194,10 +191,10 @@ def _wires(
     through: Sequence[int],
     depth: int,
 ) -> dict[Edge, tuple[float, ...]]:
-    """Find how long each message was under way, once it could leave.
+    """Return the seconds in flight of each message, from when it could be sent.
 
-    Where the receiver waited, it is seen. Where it did not, the message was there in time: the usual seconds are
-    taken, or less if it must have been quicker.
+    They are observed if the receiver waited. Otherwise the message arrived in time: the usual seconds are used, or less
+    if it must have been faster.
     """
     wires: dict[Edge, tuple[float, ...]] = {}
     made = [found["load", FEEDER_STAGE][m].end_s for m in through]
@@ -229,7 +226,7 @@ def _wire(
         waited = arrived - asked > NO_WAIT_S
         seen.append(max(0.0, arrived - begin) if waited else None)
         most.append(max(0.0, asked - begin))
-        # without a wait the moment is not known: no later than it was asked for
+        # without a wait the time of arrival is unknown: no later than the request
         usual = statistics.median([value for value in seen if value is not None] or [0.0])
         last = arrived if waited else min(asked, begin + usual)
     known = [value for value in seen if value is not None]

@@ -1,20 +1,20 @@
-"""Play a recorded run again with other costs: what would the same work in the same order have taken?
+"""Replay of a recorded run with other costs: the time of the same work in the same order.
 
-A device does its jobs in order. For each it waits until its message is there, computes, waits for a free buffer and
-passes the result on. A cut holds `depth` messages at the sender and as many at the receiver, as the engine's do:
+A device runs its jobs in order. For each it waits until its message has arrived, computes, waits for a free buffer and
+sends the result. A cut holds `depth` messages at the sender and as many at the receiver, as in the engine:
 
     sent[k]   once it is made, the one before it is over, and the receiver has passed on message k - depth
     done[k]   not before message k - depth has been sent
 
-What a process still needs after a step is found where its stages wait. No process is quicker than its CPU seconds over
-its CPUs, but a step may be: what its process's other threads need, and what it computed sooner than its share of a
-core gives, is its backlog. A step that was held up pays, so does a wait:
+Work that remains after a step shows in the waits of its stages. No process is faster than its CPU seconds over its
+CPUs, but a step may be: the need of its process's other threads, and its lead over its share of a core, are its
+backlog. A delayed step reduces it, and so does a wait:
 
     backlog grows by   (CPU seconds of the step, and of other threads meanwhile) / CPUs  -  the step's seconds
-            falls by   what the stage waits for room or for a message; it is never below zero
+            falls by   the stage's waits for space or for a message; it is never below zero
 
-What a wait has paid belongs after the step before it: in a replay in which that wait is shorter, the next step has to
-come later. So it is as uneven as the run was, and never more than the stage waited there.
+Backlog reduced by a wait is attributed after the step before it: in a replay with a shorter wait, the next step must
+begin later. So it is as uneven as in the run, and never more than the stage's wait there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,10 @@ from penstock.report.stream.measured import MeasuredStage, Step, share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What a stage did with a microbatch, as a sum of parts by name, so that parts can be left out; seconds.
+    """A stage's work for a microbatch, as a sum of parts by name, so that parts can be left out; seconds.
 
-    `after` is what the device needs before its next job, while nobody waits for it; it goes on while the device waits
-    for a free buffer.
+    `after` is work that the device needs before its next job and that nothing waits for; it also proceeds while the
+    device waits for a free buffer.
     """
 
     source: Edge | None
@@ -39,7 +39,7 @@ class Recorded:
     after: Mapping[str, float] = field(default_factory=dict)
 
     def job(self, counted: frozenset[str], channels: Mapping[Edge, Channel]) -> Job:
-        """Return this for the simulator, with the parts that count."""
+        """Convert this to a job of the simulator, with the counted parts."""
         return Job(
             seconds=_sum(self.parts, counted), after_s=_sum(self.after, counted),
             source=channels[self.source] if self.source is not None else None, target=channels[self.target],
@@ -53,30 +53,30 @@ def _sum(parts: Mapping[str, float], counted: frozenset[str]) -> float:
 def replay(
     devices: Sequence[Sequence[Recorded]], counted: frozenset[str], wires: Mapping[Edge, Sequence[float]], *, depth: int
 ) -> float:
-    """Play what every device did with the parts that are counted; return the seconds in all.
+    """Replay every device's work with the counted parts; return the total seconds.
 
-    `wires[edge][k]` is how long message `k` is under way; none where an edge is missing.
+    `wires[edge][k]` are the seconds in flight of message `k`, zero if an edge is missing.
 
     Example:
         seconds = replay(devices, frozenset({"compute"}), {}, depth=2)
 
-    Raises `DataError` where the devices wait for each other, as those of no real run do.
+    Raises `DataError` on a deadlock, which a real run cannot have.
     """
     channels: dict[Edge, Channel] = {}
     for done in (done for own in devices for done in own):
         for edge in (done.source, done.target):
             if edge is not None and edge not in channels:
                 channels[edge] = Channel(wire_s=wires.get(edge) or (0.0,))
-                # neither what the feeding process loads nor what it takes back waits for a buffer of its own
+                # the driver's loads and received results do not wait for its own buffers
                 if edge[0] >= 0:
                     channels[edge].at_sender = depth
                 if edge[1] >= 0:
                     channels[edge].at_receiver = depth
     lines = [Line([done.job(counted, channels) for done in own]) for own in devices]
     if not play(lines):
-        raise DataError("the trace is of no whole run: some messages were never sent; run it again with --trace")
+        raise DataError("the trace is incomplete: some messages were never sent; run it again with --trace")
     ends = [line.ends[-1] for line in lines if line.ends]
-    # results go back to the feeding process
+    # results return to the driver
     ends += [channel.sent_s(len(channel.made) - 1) or 0.0 for edge, channel in channels.items() if edge[1] < 0]
     return max(ends, default=0.0)
 
@@ -116,14 +116,14 @@ def other_threads_cpu_s(mates: Sequence[MeasuredStage]) -> float:
 def _lacks(
     stage: MeasuredStage, step: Step, others_cpu_s: float, num_mates: int, threads: int
 ) -> tuple[float, float, float]:
-    """Return what a step lacks, each with one more: its own computing, other threads, loading."""
+    """Return a step's missing seconds, cumulatively: its own computing, other threads, loading."""
     without = (step.cpu_s + step.between_cpu_s + others_cpu_s) / stage.machine.cpus - step.busy_s
     early = step.cpu_s / share(stage.machine) - step.compute_s if threads == 1 else 0.0
     return min(early, without), without, without + stage.load_cpu_s / stage.machine.cpus / num_mates
 
 
 def _paid(steps: Sequence[Step], lacks: Sequence[float]) -> list[float]:
-    """Return what waits pay after each step."""
+    """Return the backlog reduced by waits after each step."""
     paid: list[float] = []
     backlog_s = 0.0
     for step, lack in zip(steps, lacks, strict=True):

@@ -1,4 +1,4 @@
-"""The plans of an elastic training, and what its epochs reached with them, as the lines of its metrics say."""
+"""The plans of an elastic training and the results of its epochs, from the lines of its metrics."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class PlanLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a finished epoch what stands beside plans; `step` is its last one."""
+    """The part of a finished epoch's line that is shown with plans; `step` is its last one."""
 
     epoch: Count
     step: Count
@@ -51,7 +51,7 @@ class EpochLine(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PlanSpan:
-    """A plan, and the epochs that it was for: from `begin` to before `end`; none where another took its place."""
+    """A plan, and its epochs from `begin` to before `end`; none if it was replaced immediately."""
 
     plan: PlanLine
     begin: int
@@ -60,27 +60,27 @@ class PlanSpan:
 
 @dataclass(frozen=True, slots=True)
 class PlanTimeline:
-    """Plans and epochs in the order of their steps; there is at least one plan."""
+    """Plans and epochs in the order of their steps, with at least one plan."""
 
     plans: tuple[PlanLine, ...]
     epochs: tuple[EpochLine, ...]
 
     def spans(self) -> list[PlanSpan]:
-        """Return which epochs each plan was for; the last plan is for one that has not ended, if it came after all."""
+        """Return the epochs of each plan; a last plan after all epochs is for an unfinished one."""
         begins = [self._begin(plan) for plan in self.plans]
         last = max([begins[-1], *(epoch.epoch for epoch in self.epochs)])
         ends = [*begins[1:], last + 1]
         return [PlanSpan(plan, a, b) for plan, a, b in zip(self.plans, begins, ends, strict=True)]
 
     def _begin(self, plan: PlanLine) -> int:
-        """Return the epoch in which the step after a plan lies: steps are exact, wherever in an epoch a run went on."""
+        """Return the epoch of the step after a plan: steps are exact even if a run was resumed within an epoch."""
         if not self.epochs:
             return plan.epoch
         return next((e.epoch for e in self.epochs if e.step > plan.step), self.epochs[-1].epoch + 1)
 
 
 def read_plans(folder: str | os.PathLike[str]) -> PlanTimeline | None:
-    """Read the plans of a training's folder; None where it has no metrics, or no plan among them.
+    """Read the plans of a training's folder; None if it has no metrics, or no plan among them.
 
     Example:
         read_plans("runs/vit").plans[-1].frozen_layers

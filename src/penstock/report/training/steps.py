@@ -1,4 +1,4 @@
-"""What the spans of a training say about each step: every action of every device, and what lies around them."""
+"""Measurements of each step from the spans of a training: every action of every device, and the time between them."""
 
 import statistics
 from collections import defaultdict
@@ -12,9 +12,9 @@ from penstock.tracing.trace import ProcessTrace, Run, Span
 
 # the first steps make connections and buffers
 _WARM_UP = 2
-# what an account is made of: more steps only repeat what these show
+# number of steps in an account; more would only repeat the same
 MAX_STEPS = 200
-# the direction of the message that an action takes, and that it gives: activations, gradients
+# direction of an action's input and output messages: activations, gradients
 _DIRECTION = {"F": "F", "B": "B", "I": "B"}
 # sending stage, receiving stage, direction
 Line = tuple[int, int, str]
@@ -40,7 +40,7 @@ class Done:
 
     @property
     def wait_s(self) -> float:
-        """Seconds until its message had come, and until there was a buffer for its result."""
+        """Seconds until its message arrived, and until a buffer was free for its result."""
         return max(0.0, self.arrived_s - self.asked_s) + self.buffer_s
 
     @property
@@ -86,8 +86,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTraining:
-    """Steps without the first ones; `replicas` are the ranks of each pipeline's stages, `lines_s` how long messages
-    are under way."""
+    """Steps without the first ones; `replicas` are the ranks of each pipeline's stages, `lines_s` the seconds of
+    messages in flight.
+    """
 
     steps: tuple[Step, ...]
     replicas: tuple[tuple[int, ...], ...]
@@ -96,7 +97,7 @@ class MeasuredTraining:
 
     @property
     def seconds(self) -> float:
-        """What the steps took together."""
+        """Total seconds of the steps."""
         return sum(step.seconds for step in self.steps)
 
     @property
@@ -110,12 +111,12 @@ class MeasuredTraining:
 
 
 def measure_training(run: Run) -> MeasuredTraining:
-    """Put a training's spans together, step by step.
+    """Combine a training's spans, step by step.
 
     Example:
         measure_training(read_run("runs/vit")).seconds
 
-    Raises `DataError` where there are not two steps that all processes recorded.
+    Raises `DataError` unless all processes recorded at least two steps.
     """
     num_stages = len(run.facts.cuts) + 1
     ranks = run.facts.ranks
@@ -134,7 +135,7 @@ def measure_training(run: Run) -> MeasuredTraining:
     usual = {rank: statistics.median(part.between_s for part in own.values()) for rank, own in parts.items()}
     for number in numbers:
         here = {rank: own[number] for rank, own in parts.items()}
-        # what the caller does now and then, as evaluating, is no part of a step
+        # the caller's occasional work, such as evaluation, is not part of a step
         apart = min(max(0.0, part.between_s - usual[rank]) for rank, part in here.items())
         seconds = statistics.fmean(part.end_s - part.begin_s for part in here.values()) - apart
         for rank, part in here.items():
@@ -151,7 +152,7 @@ def _rows(process: ProcessTrace) -> dict[int, int]:
 
 
 def _parts(process: ProcessTrace) -> dict[int, Part]:
-    """Return a process's steps by number; the first one, which has none before it, is left out."""
+    """Return a process's steps by number, without the first one."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in process.spans:
         spans[span.step].append(span)
@@ -159,7 +160,7 @@ def _parts(process: ProcessTrace) -> dict[int, Part]:
     parts = {}
     for before, step in pairwise(ends):
         part = Part(process.rank, before.end_s, step.end_s, done=_actions(spans[step.step]))
-        # loads of an evaluation bear the number of the step that follows
+        # loads of an evaluation have the number of the following step
         part.load_s = next((s.seconds for s in reversed(spans[step.step]) if s.kind == "load"), 0.0)
         part.update_s = sum(s.seconds for s in spans[before.step] if s.kind == "update")
         part.synchronize_s = sum(
@@ -173,7 +174,7 @@ def _parts(process: ProcessTrace) -> dict[int, Part]:
 
 
 def _actions(spans: Sequence[Span]) -> list[Done]:
-    """Put a step's computations in order, each with the messages that it took and gave."""
+    """Return a step's computations in order, each with its input and output messages."""
     messages = {(s.kind, s.name, s.stage, s.microbatch): s for s in spans if s.stage >= 0 and s.kind != "compute"}
     actions = []
     for span in sorted((s for s in spans if s.kind == "compute"), key=lambda s: s.begin_s):
@@ -199,7 +200,7 @@ def _actions(spans: Sequence[Span]) -> list[Done]:
 
 
 def _lines(steps: Sequence[Step], replicas: Sequence[Sequence[int]]) -> dict[Line, float]:
-    """Return how long messages between two stages are usually under way, seen where a receiver waited for one."""
+    """Return the usual seconds in flight of messages between two stages, observed when a receiver waited."""
     seen: dict[Line, list[float]] = defaultdict(list)
     for step in steps:
         for replica in replicas:
@@ -212,7 +213,7 @@ def _lines(steps: Sequence[Step], replicas: Sequence[Sequence[int]]) -> dict[Lin
                 giver, line = made.get((source, direction, taker.microbatch)), (source, taker.stage, direction)
                 if giver is None or replica[source] == replica[taker.stage]:
                     continue
-                # a link carries one message after the other
+                # messages on a link are sequential
                 begin_s = max(giver.gave_s, last.get(line, giver.gave_s))
                 waited = taker.arrived_s - taker.asked_s > NO_WAIT_S
                 last[line] = taker.arrived_s if waited else begin_s

@@ -1,7 +1,7 @@
-"""The account of a training: n devices, minus what its steps reached, split by cause.
+"""The account of a training: n devices, minus the speed-up of its steps, split by cause.
 
-As for a stream, each line is the difference between two speed-ups, the second with one more cost. The replays are the
-simulator's: each step's own actions, in the order in which the devices did them. `docs/account.md` has the definition.
+As for a stream, each line is the difference between two speed-ups, the second with one more cost. The replays use the
+simulator: each step's own actions, in the devices' recorded order. `docs/account.md` has the definition.
 """
 
 import statistics
@@ -24,31 +24,31 @@ _COUNTED = {
     "bubble": "alone", "slower": "slower", "communication_cpu": "bytes", "overhead": "fixed", "between": "between",
     "loading": "load", "communication": "lines", "synchronization": "synchronize",
 }  # fmt: skip
-# actions of the simulator that are none of the schedule's: what a device does before its first one
+# pseudo-microbatch of a device's work before its first scheduled action
 _BEFORE = -1
 _AS_SCHEDULED: Mapping[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W", "R": "U"}
 
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What an action takes alone, by rank, stage and kind: seconds."""
+    """Seconds of an action alone, by rank, stage and kind."""
 
     seconds: Mapping[tuple[int, int, str], float]
 
     def of(self, rank: int, done: Done) -> float:
-        """Return what this one would have taken."""
+        """Return the usual seconds of this action."""
         return self.seconds[rank, done.stage, done.kind]
 
     def load(self, part: Part) -> float:
-        """Return what a device's part of a step takes alone, the optimizer's update included."""
+        """Return the seconds of a device's part of a step alone, including the optimizer's update."""
         return part.update_s + sum(self.of(part.rank, done) for done in part.done)
 
 
 def usual_seconds(training: MeasuredTraining, threads: int) -> Usual:
-    """Find what actions take with nothing else on the machine.
+    """Estimate the seconds of actions on an otherwise idle machine.
 
-    Nothing is run again, which would change gradients and statistics. With one thread the CPU seconds say it, else
-    the quickest tenth does.
+    Nothing is run again, which would change gradients and statistics. With one thread the CPU seconds are used, else
+    the fastest tenth.
     """
     found: dict[tuple[int, int, str], list[Done]] = {}
     for step in training.steps:
@@ -96,9 +96,9 @@ def make_training_account(run: Run, training: MeasuredTraining) -> Account:
 
 
 def play_step(training: MeasuredTraining, step: Step, usual: Usual, counted: set[str]) -> float:
-    """Play a step with the costs that count; return its seconds."""
+    """Replay a step with the counted costs; return its seconds."""
     seconds = max(_play_replica(training, step, replica, usual, counted) for replica in training.replicas)
-    # who comes last waits for nobody: what it still takes is what adding up costs
+    # the last rank does not wait: its remaining seconds are the cost of the sum
     still_s = min(part.synchronize_s for part in step.parts.values())
     return seconds + (still_s if "synchronize" in counted else 0.0)
 
@@ -128,7 +128,7 @@ def _play_replica(
 
 
 def _before_s(part: Part, counted: set[str]) -> float:
-    """Return what a device does before its first action: the update comes from the step before."""
+    """Return the seconds of a device's work before its first action, including the update of the step before."""
     more = {"fixed": part.rest_s, "between": part.between_s, "load": part.load_s}
     return part.update_s + sum(seconds for name, seconds in more.items() if name in counted)
 
@@ -142,7 +142,7 @@ def _action_s(training: MeasuredTraining, rank: int, done: Done, usual: Usual, c
 
 
 def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[float]) -> dict[str, str]:
-    """Return for every cause the figures behind it, in words."""
+    """Return a sentence with the figures of every cause."""
     steps, devices = training.steps, run.facts.devices
     num = len(steps)
 
@@ -185,7 +185,7 @@ def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[
     }  # fmt: skip
 
 
-# what is gained less than this is not worth a sentence
+# smaller gains are not reported
 _WORTH = 0.01
 
 
@@ -224,7 +224,7 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> l
 
 
 def _seconds(training: MeasuredTraining) -> Duration:
-    """Return what an action took on average."""
+    """Return the mean seconds of an action."""
     replica = training.replicas[0]
     forward, backward = [], []
     for stage, rank in enumerate(replica):

@@ -117,7 +117,7 @@ def test_gradients_need_batches(timm_model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"ratio": 1.0}, "a ratio to prune is a part from 0 to under 1, not 1"), ({"ratio": 0.1, "round_to": 0}, "not 0"),
+    [({"ratio": 1.0}, "a ratio to prune must be from 0 to under 1; got 1"), ({"ratio": 0.1, "round_to": 0}, "got 0"),
      ({"ratio": 0.1, "heads": -1.0}, "a heads to prune")],
 )  # fmt: skip
 def test_how_it_cannot_be_pruned(fields: dict[str, float], message: str) -> None:

@@ -58,9 +58,9 @@ def test_what_is_measured_is_not_learned(tmp_path: Path, monkeypatch: pytest.Mon
 def test_images_that_do_not_do(tmp_path: Path, photos_without_labels: str) -> None:
     with pytest.raises(DataError, match="images without a label"):
         compress(settings(tmp_path, data=photos_without_labels))
-    with pytest.raises(DataError, match="every 5th image is kept to measure with, and there are only 3"):
+    with pytest.raises(DataError, match=r"every 5th image is kept .* got only 3"):
         compress(settings(tmp_path / "few", num_rows=3))
-    with pytest.raises(UsageError, match="a search has one aim"):
+    with pytest.raises(UsageError, match="a search needs exactly one aim"):
         compress(settings(tmp_path, max_drop=None))
 
 

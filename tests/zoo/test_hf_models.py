@@ -197,8 +197,8 @@ def test_a_configuration_alone_gives_random_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("hf:gpt2,n_layr=2", r"^the configuration of gpt2 has no n_layr; did you mean n_layer"),
-        ("hf:./none", r"^there is no directory \./none; check the path$"),
+        ("hf:gpt2,n_layr=2", r"^n_layr not found in the configuration of gpt2; did you mean n_layer"),
+        ("hf:./none", r"^directory \./none not found; check the path$"),
         (
             "hf:gpt2,n_layer=many",
             r"^hf:gpt2 cannot have \{'n_layer': 'many'\}|^transformers cannot build hf:gpt2",
@@ -212,7 +212,7 @@ def test_wrong_names_and_options_are_one_line(name: str, message: str) -> None:
 
 
 def test_a_directory_needs_a_readable_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"holds no config\.json; give a directory that save_pretrained made"):
+    with pytest.raises(ModelError, match=r"^config\.json not found in .*; give a directory made by save_pretrained"):
         load_model(f"hf:{tmp_path}")
     for text in ("{", "{}", '{"model_type": "nosuchmodel"}'):
         (tmp_path / "config.json").write_text(text)
@@ -236,7 +236,7 @@ def test_no_network_is_one_line(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError) as caught:
         load_model(name, pretrained=pretrained)
-    assert str(caught.value).startswith(f"the files of {name} cannot be fetched (")
+    assert str(caught.value).startswith(f"the files of {name} cannot be downloaded (")
     assert advice in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -118,9 +118,9 @@ def test_take_gives_the_first(folder: Path) -> None:
     assert (len(images), images.name(1), images.label(1)) == (2, "cats/9.jpg", 0)
     assert images.read(0).size == (8, 6)
     for num_images in (0, -1, 3):
-        with pytest.raises(DataError, match=f"the set has 2 images, not {num_images}; ask for 1 to 2"):
+        with pytest.raises(DataError, match=f"2 images; got {num_images}; request 1 to 2"):
             images.take(num_images)
-    with pytest.raises(DataError, match="the set has images 0 to 1, not 2"):
+    with pytest.raises(DataError, match="must be 0 to 1; got 2"):
         images.read(2)
 
 
@@ -182,12 +182,12 @@ def test_a_cut_archive_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_paths_that_hold_no_images(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^there is no .*none; give a folder, an image"):
+    with pytest.raises(DataError, match=r"none not found; give a folder, an image"):
         open_images(tmp_path / "none")
     with pytest.raises(DataError, match=r"holds no images; looked for \.jpg, \.jpeg, \.png, \.webp, \.bmp and CIFAR"):
         open_images(tmp_path)
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(DataError, match=r"a\.txt is no set of images"):
+    with pytest.raises(DataError, match=r"a\.txt is not a set of images"):
         open_images(tmp_path / "a.txt")
     with tarfile.open(tmp_path / "a.tar", "w"):
         pass
@@ -235,8 +235,8 @@ def test_cifar_100_has_coarse_and_fine_labels(tmp_path: Path) -> None:
 def test_damaged_cifar_files(tmp_path: Path) -> None:
     file = tmp_path / "test_batch.bin"
     for data, message in (
-        (b"", "has 0 bytes, not a multiple"),
-        (bytes(3072), "not a multiple of CIFAR's 3073"),
+        (b"", "3073 bytes; got 0;"),
+        (bytes(3072), "3073 bytes; got 3072;"),
     ):
         file.write_bytes(data)
         with pytest.raises(DataError, match=message):

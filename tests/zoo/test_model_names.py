@@ -26,7 +26,7 @@ def test_options_are_read_by_kind() -> None:
 
 @pytest.mark.parametrize("text", ["vit,depth", "vit,=2", "vit,a=1,a=2", "vit,a b=1", "vit,"])
 def test_a_strange_option_is_refused(text: str) -> None:
-    with pytest.raises(ModelError, match="an option of a model is key=value, each key once"):
+    with pytest.raises(ModelError, match="an option of a model must be key=value, each key once"):
         parse_name(text)
 
 

@@ -117,7 +117,9 @@ def test_another_classifier_is_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_names_and_options_are_one_line() -> None:
-    with pytest.raises(ModelError, match=r"^timm has no model vit_tiny_patch16_225; did you mean vit_tiny_patch16_224"):
+    with pytest.raises(
+        ModelError, match=r"^model vit_tiny_patch16_225 not found in timm; did you mean vit_tiny_patch16_224"
+    ):
         load_model("timm:vit_tiny_patch16_225")
     with pytest.raises(ModelError, match=r"^timm cannot build vit_tiny_patch16_224 with \{'dept': 2\} \(.*'dept'\)$"):
         load_model("timm:vit_tiny_patch16_224,dept=2")
@@ -128,7 +130,7 @@ def test_wrong_names_and_options_are_one_line() -> None:
 )
 def test_a_name_reads_no_files(option: str) -> None:
     """A plan may carry the name, and timm reads pickles."""
-    with pytest.raises(ModelError, match=r"weights come from --weights or --pretrained, not \w+; leave it out"):
+    with pytest.raises(ModelError, match=r"given by --weights or --pretrained; got \w+; leave it out"):
         load_model(f"timm:resnet18,{option}")
 
 
@@ -139,7 +141,7 @@ def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ModelError) as caught:
         load_model(TINY, pretrained=True)
     text = str(caught.value)
-    assert text.startswith("the files of timm:vit_tiny_patch16_224 cannot be fetched (")
+    assert text.startswith("the files of timm:vit_tiny_patch16_224 cannot be downloaded (")
     assert text.endswith("); give --weights FILE.safetensors or leave --pretrained out")
     assert "\n" not in text
 

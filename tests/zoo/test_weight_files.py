@@ -44,7 +44,7 @@ def test_names_may_be_changed(file: Path) -> None:
     weights = FileWeights(file, {"head.weight": "fc.weight"})
     assert sorted(weights.names()) == ["fc.bias", "head.weight"]
     assert weights.shape("head.weight") == (2, 3)
-    with pytest.raises(ModelError, match=r"has no tensor fc\.wieght; did you mean fc\.weight"):
+    with pytest.raises(ModelError, match=r"fc\.wieght.*; did you mean fc\.weight"):
         FileWeights(file, {"head.weight": "fc.wieght"})
 
 
@@ -66,7 +66,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_a_shard_lies_beside_its_index(tmp_path: Path, name: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ModelError, match="a shard lies beside its index"):
+    with pytest.raises(ModelError, match="a shard must be next to its index"):
         FileWeights(index)
 
 
@@ -85,7 +85,7 @@ def test_bad_files_get_one_line_each(file: Path, tmp_path: Path) -> None:
     (other / "text.safetensors").write_text("hello")
     (other / "empty.safetensors").write_bytes(b"")
     (other / "model.pth").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"^there is no weights file .*none\.safetensors; check the path$"):
+    with pytest.raises(ModelError, match=r"^weights file .*none\.safetensors not found; check the path$"):
         FileWeights(other / "none.safetensors")
     for name in ("cut", "text", "empty"):
         with pytest.raises(ModelError, match=r"is not a whole safetensors file \(.*\); copy or convert it again$"):
@@ -105,7 +105,7 @@ def test_a_directory_without_weights(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor_is_named(file: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.safetensors has no tensor fc\.wieght; did you mean fc\.weight"):
+    with pytest.raises(ModelError, match=r"fc\.wieght.*; did you mean fc\.weight"):
         FileWeights(file).load("fc.wieght")
 
 

@@ -1,4 +1,4 @@
-"""A picture of what a search has found: accuracy against throughput."""
+"""A figure of a search's results: accuracy against throughput."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from penstock.zoo.optional import optional_import
 
 
 def draw_frontier(outcome: Outcome, path: Path) -> None:
-    """Draw everything that was found, the frontier as a line, the floor and what was chosen.
+    """Draw all results, the frontier as a line, the floor and the chosen result.
 
     Example:
         draw_frontier(outcome, Path("frontier.png"))

@@ -1,4 +1,4 @@
-"""How accurate a model is on images, and how fast, on a runtime in this process."""
+"""Accuracy and throughput of a model on images, on a runtime in this process."""
 
 import statistics
 import time
@@ -29,14 +29,16 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Performance:
-    """What a model does on a runtime: the part of images classified rightly, and rows per second of one process."""
+    """Performance of a model on a runtime: the fraction of correctly classified images, and rows per second of one
+    process.
+    """
 
     accuracy: float
     rows_per_s: float
 
 
 def names_of_runtimes() -> list[str]:
-    """Return every runtime with each of its precisions, as people write them."""
+    """Return every runtime with each of its precisions, as written on the command line."""
     return [str(RuntimeChoice(name, precision)) for name, kind in RUNTIMES.items() for precision in kind.precisions]
 
 
@@ -57,11 +59,11 @@ class OnRuntimes:
         self.sizes = graph.sizes(1)
 
     def load(self, runtime: str) -> StageRuntime:
-        """Make the model on a runtime; raises `PlanError` where that cannot run it, or is not installed."""
+        """Load the model on a runtime; raises `PlanError` if the runtime cannot run it, or is not installed."""
         return parse_runtime(runtime).load(self.program, self.tensors)
 
     def linear_layers(self) -> list[str]:
-        """Return the paths of the modules whose weights linear operations multiply with, in order."""
+        """Return the paths of the modules whose weights linear operations use, in order."""
         sources = {state.value.name: state.source for state in self.program.states}
         found = (
             sources[name] for op in self.program.ops if op.target == "aten.linear.default"
@@ -70,10 +72,10 @@ class OnRuntimes:
         return list(dict.fromkeys(source.rpartition(".")[0] for source in found))
 
     def measure(self, runtime: str, examples: Examples, microbatch_size: int = 1) -> Performance:
-        """Measure accuracy and rate, so many images at a time.
+        """Measure accuracy and rate, with n images at a time.
 
-        The rate is that of the median microbatch, so what else the machine did for a moment does not count. Raises
-        what `load` raises, and `UsageError` for a model that takes another number of rows.
+        The rate is that of the median microbatch, so that short disturbances do not count. Raises as `load` does, and
+        `UsageError` for a model that takes another number of rows.
         """
         fixed = self._graph.fixed_batch
         if fixed not in (None, microbatch_size):

@@ -1,4 +1,6 @@
-"""Prune a model structurally: whole channels and widths of heads go, what is left is an ordinary, smaller module."""
+"""Structural pruning of a model: whole channels and widths of heads are removed, and the result is an ordinary, smaller
+module.
+"""
 
 import copy
 import warnings
@@ -26,10 +28,10 @@ from penstock.zoo.weights.weights import TensorWeights
 
 Batch = tuple[Tensor, Tensor]
 
-# what timm and transformers call the parts of attention: projections of queries, keys and values
+# names in timm and transformers of attention's projections of queries, keys and values
 _PROJECTIONS = (("qkv",), ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
-_LAYERS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.modules.conv._ConvNd)  # what gives a tensor other channels
-_HARDLY = 1e-9  # with a ratio of 0 Torch-Pruning leaves heads alone too
+_LAYERS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.modules.conv._ConvNd)  # layers that change the channels of a tensor
+_HARDLY = 1e-9  # with a ratio of 0 Torch-Pruning does not prune heads either
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size")
 _WIDTH = ("attn_dim", "all_head_size", "dim")
@@ -37,13 +39,13 @@ _WIDTH = ("attn_dim", "all_head_size", "dim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruning:
-    """How to prune.
+    """Options of pruning.
 
-    - `ratio`: the part of channels that goes, from 0 to 1, excluded;
-    - `importance`: by which the least are found: of weights alone, or of gradients too, which need batches;
-    - `everywhere`: compare channels of the whole model (global pruning), or take the same part of each layer;
+    - `ratio`: the fraction of channels to remove, from 0 to 1, excluded;
+    - `importance`: criterion of removal: by weights alone, or also by gradients, which need batches;
+    - `everywhere`: compare channels of the whole model (global pruning), or remove the same fraction of each layer;
     - `round_to`: widths stay multiples of this;
-    - `heads`: the part of each attention's heads that goes as a whole, rounded up, beside the channels.
+    - `heads`: the fraction of each attention's heads to remove as a whole, rounded up, in addition to channels.
     """
 
     ratio: float
@@ -55,19 +57,19 @@ class Pruning:
     def __post_init__(self) -> None:
         for name, value in (("ratio", self.ratio), ("heads", self.heads)):
             if not 0 <= value < 1:
-                raise UsageError(f"a {name} to prune is a part from 0 to under 1, not {value:g}")
+                raise UsageError(f"a {name} to prune must be from 0 to under 1; got {value:g}")
         if self.round_to < 1:
-            raise UsageError(f"widths are rounded to a multiple of 1 or more, not {self.round_to}")
+            raise UsageError(f"round_to must be at least 1; got {self.round_to}")
 
 
 def prune(
     module: nn.Module, example: Tensor | Mapping[str, Tensor], how: Pruning, batches: Iterable[Batch] = ()
 ) -> nn.Module:  # fmt: skip
-    """Return a narrower copy of a model that classifies, in eval mode; the model itself stays as it is.
+    """Return a narrower copy of a classification model, in eval mode; the model itself is unchanged.
 
-    `example` is its input, by its name where the model takes it so; `batches` of such inputs and labels are what
-    importances by gradients are found with. The layers that make the output keep theirs. Attention of timm and of
-    transformers keeps fitting its heads.
+    `example` is its input, by name if the model takes keywords; `batches` of such inputs and labels are needed for
+    importances by gradients. The layers that make the output keep their channels. Attention of timm and of transformers
+    stays consistent with its heads.
 
     Example:
         smaller = prune(model, images, Pruning(ratio=0.15), batches)
@@ -75,7 +77,7 @@ def prune(
     The method is that of Torch-Pruning (Fang et al., DepGraph, CVPR 2023), importances those of Taylor expansions
     (Molchanov et al., CVPR 2019) and of Hessians (LeCun et al., Optimal Brain Damage, 1989).
 
-    Raises `ModelError` for a model that cannot be traced, with the layer that it stopped in, and `UsageError` for an
+    Raises `ModelError` for a model that cannot be traced, with the layer of the error, and `UsageError` for an
     importance by gradients without batches.
     """
     pruning = optional_import("torch_pruning", "compress")
@@ -106,8 +108,8 @@ def prune(
         shape = scores_of(smaller, example).shape
     if shape != wanted:
         raise ModelError(
-            f"the model cannot be pruned: its output {list(wanted)} would be {list(shape)}; make what gives it a "
-            "linear layer or a convolution"
+            f"the model cannot be pruned: its output {list(wanted)} would be {list(shape)}; compute it by a linear "
+            "layer or a convolution"
         )
     return smaller
 
@@ -115,12 +117,12 @@ def prune(
 def save_pruned(
     pruned: nn.Module, original: nn.Module, target: Path, classes: Sequence[str] | None = None
 ) -> None:  # fmt: skip
-    """Write a pruned model's weights, with the sizes that differ from those of the model that it was made of.
+    """Write a pruned model's weights, with the sizes that differ from the original model.
 
-    The names of its `classes`, in the order of its outputs, go with them.
+    The names of its `classes`, in the order of its outputs, are saved with them.
 
-    `penstock infer MODEL --weights FILE` and everything else that takes `--weights` reads it. Raises `ModelError`
-    where it cannot be written.
+    `penstock infer MODEL --weights FILE` and everything else that takes `--weights` reads it. Raises `ModelError` if it
+    cannot be written.
 
     Example:
         save_pruned(smaller, model, Path("deit_small_pruned.safetensors"))
@@ -152,9 +154,9 @@ def _fit_heads(module: nn.Module, num_heads: int) -> None:
 
 
 def _outputs(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> list[nn.Module]:
-    """Return the layers whose outputs are the answer: those that the model's outputs are made of without another one.
+    """Return the layers that make the model's outputs, without other layers in between.
 
-    Views, activations, norms, means and sums keep channels, so they are looked through.
+    Views, activations, norms, means and sums keep channels, so they are skipped.
     """
     graph = capture(module, (example,), {}) if isinstance(example, Tensor) else capture(module, (), example)
     sources = {state.value.name: state.source for state in graph.states if state.kind == "parameter"}
@@ -188,7 +190,7 @@ def _importance(pruning: Any, module: nn.Module, how: Pruning, batches: Sequence
     if how.importance == "magnitude":
         return pruning.importance.GroupMagnitudeImportance()
     if not batches:
-        raise UsageError(f"the importance {how.importance} is found from gradients; give batches with labels")
+        raise UsageError(f"the importance {how.importance} needs gradients; give batches with labels")
     if how.importance == "taylor":
         for inputs, labels in batches:
             functional.cross_entropy(scores_of(module, inputs), labels).backward()
@@ -205,14 +207,14 @@ def _importance(pruning: Any, module: nn.Module, how: Pruning, batches: Sequence
 
 
 def _leave_some(pruner: Any, least: int) -> None:
-    """Leave a layer that would lose all its channels the most important few; Torch-Pruning leaves it whole."""
+    """Keep the few most important channels of a layer that would lose all, which Torch-Pruning would leave whole."""
     estimate, group_of = pruner.importance, pruner.DG.get_pruning_group
     kept: dict[tuple[nn.Module, Any], tuple[set[int], int]] = {}
 
     def remember(group: Any) -> Tensor | None:
         scores: Tensor | None = estimate(group)
         if scores is not None:
-            # the channels of all heads, or of all groups of a convolution, go alike
+            # the channels of all heads, or of all groups of a convolution, are removed alike
             alike = scores.view(pruner._get_channel_groups(group), -1).mean(0)
             most = set(alike.topk(min(least, len(alike))).indices.tolist())
             few = {index for index in range(len(scores)) if index % len(alike) in most}
@@ -230,7 +232,7 @@ def _leave_some(pruner: Any, least: int) -> None:
 
 @contextmanager
 def _naming_layers(module: nn.Module, original: nn.Module) -> Iterator[None]:
-    """Say in which layer it stopped, where something cannot be traced."""
+    """Convert exceptions of tracing to a `ModelError` that names the last entered layer."""
     entered = [type(original).__name__]
     handles = [
         each.register_forward_pre_hook(lambda _module, _given, path=path: entered.append(path))
@@ -239,7 +241,7 @@ def _naming_layers(module: nn.Module, original: nn.Module) -> Iterator[None]:
     ]
     try:
         yield
-    # whatever its tracing or the narrowed model raises
+    # any exception of tracing or of the narrowed model
     except Exception as error:
         raise ModelError(
             f"the model cannot be pruned: it stopped in {entered[-1]} ({first_line(error)}); try another ratio, or "

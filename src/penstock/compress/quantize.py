@@ -1,4 +1,4 @@
-"""Which layers lose most in 8 bits: each one quantized alone, what that changes and what it saves."""
+"""Sensitivity of layers to 8 bits: each one quantized alone, with its error and its saved time."""
 
 import statistics
 import time
@@ -17,9 +17,9 @@ _PASSES = 9
 
 
 class LayerLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """What 8 bits in one linear layer alone do.
+    """Effect of 8 bits in a single linear layer.
 
-    `error` is the length of what changes in the outputs, as a part of their length; `saved_s` what a row takes less.
+    `error` is the norm of the change of the outputs, relative to their norm; `saved_s` the saved seconds per row.
     """
 
     layer: str
@@ -28,13 +28,13 @@ class LayerLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layer_losses(model: OnRuntimes, inputs: Sequence[Tensor]) -> list[LayerLoss]:
-    """Quantize each linear layer alone, and return what that changes, worst first.
+    """Quantize each linear layer alone, and return the effects, the largest error first.
 
     Example:
         for loss in layer_losses(OnRuntimes(model, (image,)), images):
             print(loss.layer, f"{loss.error:.2%}")
 
-    Times are of one process, and of single layers of small models within noise.
+    Times are of one process; for single layers of small models they are within noise.
     """
     layers = model.linear_layers()
     exact = model.load(str(RuntimeChoice("onnxruntime")))

@@ -1,4 +1,4 @@
-"""What a search for a faster model is asked, what it may find, and which of that is best: values and rules alone."""
+"""Values and rules of a search for a faster model: its settings, its results, and the choice of the best."""
 
 import math
 from collections.abc import Sequence
@@ -22,30 +22,27 @@ Ratio = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 
 class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A trained model, its data, what is asked of it, and what may be tried.
+    """A trained model, its data, the aim, and the options to try.
 
-    One of `accuracy_floor`, `max_drop` and `target_speedup` is given. `runtimes` are all that there are where none is
-    named. In 8 bits models are also tried with as many of the layers that lose most in float32 as `keep` says. Nothing
-    is learned from the images of `test`, or from every fifth of `data` where none are given. Rates are of
-    `microbatch_size` images at a time and of `threads`; training takes all cores. A field with a description is an
-    option of `penstock compress`.
+    One of `accuracy_floor`, `max_drop` and `target_speedup` is given. `runtimes` are by default all installed ones.
+    8-bit models are also tried with the `keep` most sensitive layers in float32. The images of `test`, by default every
+    fifth of `data`, are never trained on. Rates are for `microbatch_size` images at a time and `threads`; training uses
+    all cores. A field with a description is an option of `penstock compress`.
     """
 
     model: str
-    data: Annotated[str, Meta(description="Labelled images: a folder, a tar, CIFAR, or 'digits'.")]
-    test: Annotated[
-        str | None, Meta(description="Images to measure with alone; every fifth of --data if not given.")
-    ] = None
+    data: Annotated[str, Meta(description="Labelled images: folder, tar, CIFAR, or 'digits'.")]
+    test: Annotated[str | None, Meta(description="Images only for measuring. Default: every fifth of --data.")] = None
     weights: WholePath | None = None
     pretrained: bool = False
     output: Annotated[
         PathText,
-        Meta(description="The search's folder; a second run goes on.", extra={"flags": ["--output", "-o"]}),
+        Meta(description="Folder of the search, which a second run continues.", extra={"flags": ["--output", "-o"]}),
     ] = "runs/compress"
-    accuracy_floor: Annotated[Ratio | None, Meta(description="Keep this part of the test images right.")] = None
-    max_drop: Annotated[Ratio | None, Meta(description="Lose at most this part, as in 0.01 for a point.")] = None
+    accuracy_floor: Annotated[Ratio | None, Meta(description="Lowest accuracy on the test images.")] = None
+    max_drop: Annotated[Ratio | None, Meta(description="Largest loss of accuracy, as in 0.01 for a point.")] = None
     target_speedup: Annotated[
-        float | None, Meta(description="Be this many times as fast as eager, as accurately as can be.")
+        float | None, Meta(description="Speed-up over eager to reach with the best accuracy.")
     ] = None
     ratios: tuple[Ratio, ...] = (0.0, 0.15, 0.3, 0.45, 0.6)
     runtimes: tuple[str, ...] = ()
@@ -60,9 +57,9 @@ class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         ),
     ] = True
     round_to: Annotated[Positive, Meta(description="Keep widths multiples of this.")] = 8
-    epochs: Annotated[int, Meta(ge=0, description="To train on after pruning.")] = 3
-    lr: Annotated[float, Meta(description="Learning rate of that.")] = 5e-4
-    batch_size: Annotated[Positive, Meta(description="Rows of a step of that.")] = 16
+    epochs: Annotated[int, Meta(ge=0, description="Epochs of fine-tuning after pruning.")] = 3
+    lr: Annotated[float, Meta(description="Learning rate of fine-tuning.")] = 5e-4
+    batch_size: Annotated[Positive, Meta(description="Batch size of fine-tuning.")] = 16
     weight_decay: float = 1e-4
     optimizer: Annotated[Literal["sgd", "adamw"], Meta(description="sgd or adamw.")] = "sgd"
     keep: tuple[Annotated[int, Meta(ge=1)], ...] = (2, 4)
@@ -85,14 +82,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Display name."""
         return f"{self.runtime}, {self.ratio:.0%} pruned" if self.ratio else self.runtime
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search has found; `best` is what was asked for, or the nearest to it where `met` is false.
+    """Results of a search; `best` reaches the aim, or is the nearest if `met` is false.
 
-    `model` is the name that goes with the weights of `best`.
+    `model` is the model name for the weights of `best`.
     """
 
     settings: CompressSettings
@@ -103,23 +100,25 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_asked(settings: CompressSettings) -> None:
-    """Check what is asked for; raises `UsageError`."""
+    """Check the settings; raises `UsageError`."""
     asked = [settings.accuracy_floor, settings.max_drop, settings.target_speedup]
     if sum(each is not None for each in asked) != 1:
-        raise UsageError("a search has one aim; give one of --accuracy-floor, --max-drop and --target-speedup")
+        raise UsageError(
+            "a search needs exactly one aim; give one of --accuracy-floor, --max-drop and --target-speedup"
+        )
     if settings.target_speedup is not None and not settings.target_speedup > 0:
-        raise UsageError(f"a target speed-up is above 0, not {settings.target_speedup:g}")
+        raise UsageError(f"a target speed-up must be above 0; got {settings.target_speedup:g}")
     from penstock.compress.measure import names_of_runtimes  # which needs torch
 
     unknown = [name for name in settings.runtimes if name not in names_of_runtimes()]
     if unknown:
-        raise UsageError(f"the runtime {unknown[0]!r} is not known; use some of {', '.join(names_of_runtimes())}")
+        raise UsageError(f"runtimes must be among {', '.join(names_of_runtimes())}; got {unknown[0]!r}")
 
 
 def floor_of(settings: CompressSettings, found: Sequence[Found]) -> float:
-    """Return the accuracy to hold; there is none where a speed-up is asked for.
+    """Return the lowest allowed accuracy, 0 if the aim is a speed-up.
 
-    `found` begins with the model as it was given, computed eagerly.
+    `found` begins with the original model on the eager runtime.
     """
     if settings.max_drop is not None:
         return baseline(found).accuracy - settings.max_drop
@@ -132,7 +131,7 @@ def baseline(found: Sequence[Found]) -> Found:
 
 
 def is_enough(settings: CompressSettings, found: Sequence[Found], ratio: float) -> bool:
-    """Return whether pruning more cannot help: the speed-up is reached, or none of the last step holds the floor."""
+    """Return True if pruning more cannot help: the speed-up is reached, or none of the last step holds the floor."""
     if settings.target_speedup is not None:
         return choose(settings, found)[1]
     return not any(each.accuracy >= floor_of(settings, found) for each in found if each.ratio == ratio)
@@ -153,7 +152,7 @@ def choose(settings: CompressSettings, found: Sequence[Found]) -> tuple[Found, b
 
 
 def frontier(found: Sequence[Found]) -> list[Found]:
-    """Return those that nothing else is both faster and at least as accurate than, fastest last.
+    """Return the Pareto-optimal results, fastest last.
 
     Example:
         [each.name for each in frontier(outcome.found)]
@@ -174,20 +173,20 @@ def write_losses(path: Path, losses: "Sequence[LayerLoss]") -> None:
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A search as it is kept in a file: what was asked, but for its aim, and what was found."""
+    """A search in a file: its settings, without the aim, and its results."""
 
     settings: CompressSettings
     found: tuple[Found, ...]
 
 
 def write_search(path: Path, settings: CompressSettings, found: Sequence[Found]) -> None:
-    """Keep what was found, for a search that goes on."""
+    """Save the results so that the search can be continued."""
     with written_whole(path) as file:
         file.write(msgspec.json.format(msgspec.json.encode(_Kept(settings=settings, found=tuple(found)))) + b"\n")
 
 
 def read_search(path: Path, settings: CompressSettings) -> list[Found]:
-    """Read what an earlier search has found; nothing where there was none.
+    """Read the results of an earlier search; empty if there was none.
 
     Raises `UsageError` for a search of another model, other data or other training.
     """
@@ -202,7 +201,7 @@ def read_search(path: Path, settings: CompressSettings) -> list[Found]:
     other = [name for name in now if name not in free and before[name] != now[name]]
     if other:
         raise UsageError(
-            f"{path} is of a search with {other[0]} {before[other[0]]!r}, not {now[other[0]]!r}; choose another "
-            "--output"
+            f"{other[0]} must be that of the search in {path}, {before[other[0]]!r}; got {now[other[0]]!r}; choose "
+            "another --output"
         )
     return list(kept.found)

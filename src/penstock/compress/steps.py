@@ -39,19 +39,19 @@ from penstock.zoo.models.models import ZooModel, classes_in, load_model, with_cl
 from penstock.zoo.weights.classes import read_classes, write_classes
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
 
-HOLD_OUT = 5  # every so many-th image is looked at only to measure
-_BATCHES, _BATCH = 10, 16  # of images, that importances are found with
-_LOSS_IMAGES = 32  # that show what single layers lose
+HOLD_OUT = 5  # every n-th image is used only for measuring
+_BATCHES, _BATCH = 10, 16  # number and size of batches for importances
+_LOSS_IMAGES = 32  # images for the sensitivity of single layers
 
 
 def compress(settings: CompressSettings, tell: Callable[[Found], None] = lambda _found: None) -> Outcome:
-    """Search, and write what was found into the output folder as it comes; a search that was cut short goes on.
+    """Run a search, writing results to the output folder as they arrive; an interrupted search is continued.
 
     Example:
         compress(CompressSettings(model="timm:vit_tiny_patch16_224", data="photos", max_drop=0.01)).best.runtime
 
-    Raises `UsageError` for settings that do not go together, `DataError` for images without labels, `ModelError` for a
-    model that cannot be pruned, and what `fit` raises.
+    Raises `UsageError` for settings that exclude each other, `DataError` for images without labels, `ModelError` for a
+    model that cannot be pruned, and as `fit` does.
     """
     check_asked(settings)
     folder = Path(settings.output)
@@ -69,7 +69,7 @@ def compress(settings: CompressSettings, tell: Callable[[Found], None] = lambda 
 
 
 class _Search:
-    """The steps of a search; what was found is kept."""
+    """The steps of a search, with their results."""
 
     def __init__(self, settings: CompressSettings, folder: Path, known: list[Found]) -> None:
         self._settings, self._folder = settings, folder
@@ -79,15 +79,15 @@ class _Search:
         self._name = with_classes(settings.model, len(images.classes))
         self._zoo = self._load(None)
         if self._zoo.transform is None or self._zoo.task != "image":
-            raise UsageError(f"{settings.model} does not classify images; name an image classification model")
+            raise UsageError(f"{settings.model} does not classify images; give an image classification model")
         learned, out = held_out(spread(len(images), settings.num_rows), None if settings.test else HOLD_OUT)
         tested = open_images(settings.test) if settings.test else images
         check_labelled(tested, settings.test or settings.data)
         rows = range(len(tested)) if settings.test else out
         if not rows:
             raise DataError(
-                f"every {HOLD_OUT}th image is kept to measure with, and there are only {len(learned)}; give more "
-                "images, or others with --test"
+                f"every {HOLD_OUT}th image is kept for measuring; got only {len(learned)} images; give more images, "
+                "or others with --test"
             )
         chosen = [rows[place] for place in spread(len(rows), settings.num_test_rows)]
         self._rows, self._learned = chosen, learned
@@ -130,7 +130,7 @@ class _Search:
         return new
 
     def name_for(self, found: Found) -> str:
-        """Return the model's name for a result: with the number of classes, unless its weights file has it."""
+        """Return the model's name for a result, with the number of classes unless its weights file has it."""
         says = read_classes(FileWeights(Path(found.weights)).metadata)
         return self._name if says is None else self._settings.model
 

@@ -8,9 +8,9 @@ from penstock.text import one_line
 
 
 def optional_import(name: str, extra: str, error: type[PenstockError] = ModelError) -> ModuleType:
-    """Import a library that is not part of the core, or say what to install.
+    """Import an optional library, with an error that has the package to install.
 
-    Raises `error` when the library is missing.
+    Raises `error` if the library is missing.
 
     >>> optional_import("math", "vision").sqrt(4.0)
     2.0

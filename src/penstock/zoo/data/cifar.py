@@ -24,7 +24,7 @@ _NAME_FILES = ("batches.meta.txt", "fine_label_names.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFile:
-    """One file of records: where its bytes are."""
+    """One file of records, with the position of its bytes."""
 
     name: str
     source: Path
@@ -33,7 +33,7 @@ class RecordFile:
 
     @property
     def leaf(self) -> str:
-        """The file's own name, without folders."""
+        """Name of the file without folders."""
         return self.name.rpartition("/")[2]
 
     @property
@@ -48,7 +48,7 @@ class RecordFile:
 
 
 def is_record_name(name: str) -> bool:
-    """Return whether a path is named like a file of CIFAR records.
+    """Return True if a path is named like a file of CIFAR records.
 
     >>> is_record_name("cifar-10-batches-bin/test_batch.bin")
     True
@@ -57,7 +57,7 @@ def is_record_name(name: str) -> bool:
 
 
 def is_names_file(name: str) -> bool:
-    """Return whether a path is named like a list of CIFAR class names.
+    """Return True if a path is named like a list of CIFAR class names.
 
     >>> is_names_file("cifar-10-batches-bin/batches.meta.txt")
     True
@@ -86,14 +86,14 @@ def records_in_folder(folder: Path, only: str | None = None) -> list[RecordFile]
 
 
 def open_records(files: Sequence[RecordFile], texts: Mapping[str, bytes] | None = None) -> ImageSet:
-    """Open CIFAR records, training files first; the bytes of the images are read when asked for.
+    """Open CIFAR records, training files first; the bytes of the images are read on access.
 
-    `texts` holds the lists of class names; without it they are looked for beside the files.
+    `texts` holds the lists of class names; without it they are searched next to the files.
 
     >>> len(open_records(records_in_folder(Path("cifar-10-batches-bin"))))  # doctest: +SKIP
     60000
 
-    Raises `DataError` when a file is not a whole number of records or both CIFARs are mixed.
+    Raises `DataError` if a file is not a whole number of records or both CIFARs are mixed.
     """
     ordered = sorted(files, key=lambda file: (file.leaf.startswith("test"), natural_key(file.name)))
     if len({file.num_label_bytes for file in ordered}) > 1:
@@ -118,7 +118,7 @@ def open_records(files: Sequence[RecordFile], texts: Mapping[str, bytes] | None 
 def _labels(file: RecordFile, num_classes: int) -> list[int]:
     if file.num_bytes == 0 or file.num_bytes % file.record_bytes:
         raise DataError(
-            f"{file.name} has {file.num_bytes} bytes, not a multiple of CIFAR's {file.record_bytes}; copy it again"
+            f"{file.name} must be a multiple of CIFAR's {file.record_bytes} bytes; got {file.num_bytes}; copy it again"
         )
     data = ByteRange(file.source).read(file.offset, file.num_bytes)
     labels: list[int] = np.frombuffer(data, np.uint8)[file.num_label_bytes - 1 :: file.record_bytes].tolist()
@@ -128,7 +128,7 @@ def _labels(file: RecordFile, num_classes: int) -> list[int]:
 
 
 def _classes(texts: Mapping[str, bytes], num_classes: int) -> tuple[str, ...]:
-    """Return the class names from a list that has the right number of them, else numbers."""
+    """Return the class names from a list with the right number of them, else numbers."""
     for text in texts.values():
         names = tuple(text.decode("utf-8", "replace").split())
         if len(names) == num_classes:

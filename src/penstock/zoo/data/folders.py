@@ -18,7 +18,7 @@ def open_folder(root: Path) -> ImageSet:
     >>> open_folder(Path("photos")).classes  # doctest: +SKIP
     ('cats', 'dogs')
 
-    Raises `DataError` when there is no image in it or below.
+    Raises `DataError` if it contains no image at any depth.
     """
     names, labels, classes = label_by_folder(filter(is_image_name, _walk(root)), is_archive=False)
     if not names:
@@ -30,7 +30,7 @@ def open_folder(root: Path) -> ImageSet:
 
 
 def label_by_folder(names: Iterable[str], is_archive: bool) -> tuple[list[str], list[int | None], tuple[str, ...]]:
-    """Put image paths into natural order and label them by the first folder in which they differ.
+    """Sort image paths in natural order and label them by the first folder in which they differ.
 
     >>> label_by_folder(["a/b/cat/10.jpg", "a/b/cat/9.jpg", "a/b/dog/1.jpg"], is_archive=True)
     (['a/b/cat/9.jpg', 'a/b/cat/10.jpg', 'a/b/dog/1.jpg'], [0, 0, 1], ('cat', 'dog'))
@@ -43,7 +43,7 @@ def label_by_folder(names: Iterable[str], is_archive: bool) -> tuple[list[str], 
     while folders and all(len(parts) > depth and parts[depth] == folders[0][depth] for parts in folders):
         depth += 1
     if all(len(parts) == depth for parts in folders) and not is_archive:
-        depth = 0  # all in one place: its first folder below the one that was opened is the class
+        depth = 0  # all in one place: its first folder below the opened one is the class
     found = [parts[depth] if len(parts) > depth else None for parts in folders]
     classes = tuple(sorted({name for name in found if name is not None}, key=natural_key))
     index = {name: position for position, name in enumerate(classes)}
@@ -69,7 +69,7 @@ def _part_key(part: str) -> tuple[int, int, str]:
 
 
 def is_image_name(name: str) -> bool:
-    """Return whether a path looks like an image that is not hidden.
+    """Return True if a path looks like an image that is not hidden.
 
     >>> is_image_name("cats/1.JPG"), is_image_name("cats/._1.jpg")
     (True, False)

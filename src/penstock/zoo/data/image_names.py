@@ -28,13 +28,13 @@ def open_images(path: str | Path) -> ImageSet:
     >>> open_images("photos").name(0)  # doctest: +SKIP
     'cats/1.jpg'
 
-    Raises `DataError` when there is no such path, or it holds no images.
+    Raises `DataError` if the path does not exist or holds no images.
     """
     if str(path) == "digits":
         return _digits()
     path = Path(path)
     if not path.exists():
-        raise DataError(f"there is no {path}; give a folder, an image, a .tar or .tar.gz, or the word digits")
+        raise DataError(f"{path} not found; give a folder, an image, a .tar or .tar.gz, or the word digits")
     if path.is_dir():
         files = records_in_folder(path)
         return open_records(files) if files else open_folder(path)
@@ -45,7 +45,7 @@ def open_images(path: str | Path) -> ImageSet:
     if path.name.lower().endswith((".tar", ".tar.gz", ".tgz")):
         return open_archive(path)
     known = ", ".join(IMAGE_SUFFIXES)
-    raise DataError(f"{path} is no set of images; give a folder, {known}, .tar, .tar.gz or CIFAR's .bin")
+    raise DataError(f"{path} is not a set of images; give a folder, {known}, .tar, .tar.gz or CIFAR's .bin")
 
 
 def _digits() -> ImageSet:
@@ -92,7 +92,7 @@ def _read_member(archive: ByteRange, places: Sequence[tuple[int, int]], index: i
 
 
 def _places(path: Path) -> dict[str, tuple[int, int]]:
-    """Return where each file in an archive begins and how long it is."""
+    """Return the offset and the length of each file in an archive."""
     compressed = path.name.lower().endswith("gz")
     places: dict[str, tuple[int, int]] = {}
     try:

@@ -1,4 +1,4 @@
-"""Images with names and labels, each decoded when it is asked for."""
+"""Images with names and labels, each decoded on access."""
 
 import gzip
 import os
@@ -28,7 +28,7 @@ MAX_FILE_BYTES = 2**26  # of an image as it is stored: an archive's header may a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSet:
-    """Images with names and perhaps labels, each read when it is asked for.
+    """Images with names and optional labels, each read on access.
 
     >>> images = open_images("digits")
     >>> len(images), images.label(0), images.classes[0]
@@ -44,7 +44,7 @@ class ImageSet:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """Return an image's name; raises `DataError` when there is no such image."""
+        """Return an image's name; raises `DataError` if there is no such image."""
         return self.names[self._check(index)]
 
     def label(self, index: int) -> int | None:
@@ -54,8 +54,7 @@ class ImageSet:
     def read(self, index: int) -> "Image":
         """Read one image as RGB, upright.
 
-        Raises `DataError` naming the image when it is damaged, too large or not there; the others
-        stay readable.
+        Raises `DataError` naming the image if it is damaged, too large or missing; the others stay readable.
         """
         name = self.names[self._check(index)]
         try:
@@ -65,24 +64,24 @@ class ImageSet:
         return decode(loaded, name) if isinstance(loaded, bytes) else loaded
 
     def take(self, num_images: int) -> "ImageSet":
-        """Return the first images; raises `DataError` when there are fewer than asked for."""
+        """Return the first images; raises `DataError` if there are fewer than requested."""
         if not 0 < num_images <= len(self):
-            raise DataError(f"the set has {len(self)} images, not {num_images}; ask for 1 to {len(self)}")
+            raise DataError(f"the set has {len(self)} images; got {num_images}; request 1 to {len(self)}")
         return replace(self, names=self.names[:num_images], labels=self.labels[:num_images])
 
     def _check(self, index: int) -> int:
         if not 0 <= index < len(self.names):
-            raise DataError(f"the set has images 0 to {len(self.names) - 1}, not {index}")
+            raise DataError(f"the index of an image must be 0 to {len(self.names) - 1}; got {index}")
         return index
 
 
 def decode(data: bytes, name: str) -> "Image":
-    """Decode an image's bytes to RGB, turned as its EXIF orientation says.
+    """Decode an image's bytes to RGB, rotated by its EXIF orientation.
 
     >>> decode(Path("photo.jpg").read_bytes(), "photo.jpg").mode  # doctest: +SKIP
     'RGB'
 
-    Raises `DataError` naming the image when the bytes are damaged or the image is too large.
+    Raises `DataError` naming the image if the bytes are damaged or the image is too large.
     """
     pillow = optional_import("PIL.Image", "vision", DataError)
     operations = optional_import("PIL.ImageOps", "vision", DataError)
@@ -96,7 +95,7 @@ def decode(data: bytes, name: str) -> "Image":
     except Exception as problem:  # damaged images fail in any way, which must not end the run
         reason = one_line(problem)
         if "cannot identify" in reason:
-            reason = "it is no JPEG, PNG, WebP or BMP"
+            reason = "it is not a JPEG, PNG, WebP or BMP"
         raise DataError(f"the image {name} cannot be read ({reason})") from problem
     raise DataError(f"the image {name} has {num_pixels} pixels, more than {_MAX_PIXELS}; make it smaller")
 

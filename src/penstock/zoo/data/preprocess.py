@@ -43,15 +43,15 @@ def timm_transform(module: nn.Module) -> Transform:
 
 
 def hf_transform(config: Any, directory: Path | None) -> Transform | None:
-    """Return the transform that belongs to a model of transformers, or None when it takes no images.
+    """Return the transform of a transformers model, or None if it takes no images.
 
-    A directory's preprocessor_config.json decides when there is one; otherwise it is the default of the
-    model type, at the configuration's image size.
+    It is made from a directory's preprocessor_config.json if there is one; otherwise it is the default of the model
+    type, at the configuration's image size.
 
     >>> hf_transform(config, None)(image).shape  # doctest: +SKIP
     torch.Size([3, 224, 224])
 
-    Raises `ModelError` when preprocessor_config.json cannot be read.
+    Raises `ModelError` if preprocessor_config.json cannot be read.
     """
     if directory is not None and (directory / "preprocessor_config.json").is_file():
         transformers = optional_import("transformers", "text")
@@ -92,7 +92,7 @@ def _default_processor(config: Any) -> Any:
 
 
 def _sizes(processor: Any, height: int, width: int) -> dict[str, dict[str, int]]:
-    """Return the processor's size options, scaled so that what comes out is height by width."""
+    """Return the processor's size options, scaled such that its output is height by width."""
     size = dict(processor.size)
     exact = {"height": height, "width": width}
     crop = getattr(processor, "crop_size", None)

@@ -1,6 +1,6 @@
-"""Text to numbers by a byte-pair tokenizer, and labelled sentences out of sentiment trees.
+"""Byte-pair tokenizers, and labelled sentences from sentiment trees.
 
-The trees are as the Stanford Sentiment Treebank has them:
+The trees have the format of the Stanford Sentiment Treebank:
 
     (3 (2 It) (4 (2 's) (4 lovely)))      one tree on each line; the first number is the sentence's
 """
@@ -22,7 +22,7 @@ NEUTRAL = 2
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Any:
-    """Train a byte-level byte-pair tokenizer (Sennrich et al. 2016) of at most so many tokens.
+    """Train a byte-level byte-pair tokenizer (Sennrich et al. 2016) of at most n tokens.
 
     Any text can be encoded, since every byte is a token. Number 0 is for padding, 1 begins a sentence.
 
@@ -35,8 +35,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Any:
     bytes_ = library.pre_tokenizers.ByteLevel.alphabet()
     if vocabulary_size < len(bytes_) + 2:
         raise DataError(
-            f"a byte-pair tokenizer needs at least {len(bytes_) + 2} tokens, not {vocabulary_size}; "
-            "give the model a larger vocabulary, as in hf:gpt2,vocab_size=1024"
+            f"a byte-pair tokenizer needs at least {len(bytes_) + 2} tokens; got {vocabulary_size}; give the model a "
+            "larger vocabulary, as in hf:gpt2,vocab_size=1024"
         )
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,19 +58,19 @@ def read_tokenizer(path: Path) -> Any:
     try:
         return library.Tokenizer.from_file(str(path))
     except Exception as problem:  # the library raises Exception itself
-        raise DataError(f"{path} is no tokenizer ({one_line(problem)}); give the one that belongs to it") from problem
+        raise DataError(f"{path} is not a tokenizer ({one_line(problem)}); give the one of the model") from problem
 
 
 @dataclass(frozen=True, slots=True)
 class Sentences:
-    """Sentences and what they are labelled with: 0 for negative, 1 for positive."""
+    """Sentences and their labels: 0 for negative, 1 for positive."""
 
     texts: list[str]
     labels: list[int]
 
 
 def is_trees(path: Path) -> bool:
-    """Return whether a file's first line is a tree.
+    """Return True if a file's first line is a tree.
 
     >>> is_trees(Path("sst2/train.txt"))  # doctest: +SKIP
     True

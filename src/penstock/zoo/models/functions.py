@@ -23,7 +23,7 @@ def find_function(name: str) -> Callable[[], object]:
     >>> find_function("collections:Counter")()
     Counter()
 
-    Raises `ModelError` when the module cannot be imported or has no such function.
+    Raises `ModelError` if the module cannot be imported or has no such function.
     """
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
@@ -33,8 +33,8 @@ def find_function(name: str) -> Callable[[], object]:
         if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
             raise ModelError(f"{module_name} cannot be imported ({one_line(problem)})") from problem
         raise ModelError(
-            f"there is no module {problem.name} in {here} or the installed packages; "
-            "a model is timm:NAME, hf:NAME_OR_PATH or package.module:function"
+            f"module {problem.name} not found in {here} or the installed packages; a model must be timm:NAME, "
+            "hf:NAME_OR_PATH or package.module:function"
         ) from problem
     except Exception as problem:  # the user's module can fail in any way
         raise ModelError(
@@ -42,17 +42,17 @@ def find_function(name: str) -> Callable[[], object]:
         ) from problem
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise ModelError(f"{module_name} has no function {attribute}{nearest(attribute, vars(module))}")
+        raise ModelError(f"function {attribute} not found in {module_name}{nearest(attribute, vars(module))}")
     found: Callable[[], object] = function
     return found
 
 
 def _import_from(folder: str, module_name: str) -> ModuleType:
-    """Import a module, from this folder if it lies there.
+    """Import a module, from this folder if it is there.
 
-    Only the module that was named comes first from there. What it imports itself may lie beside it, also when it is
-    called later, so the folder stays on the path; but as the last one, where a `torch.py` or `json.py` in it never
-    takes the place of what anybody else means by that name.
+    Only the named module is preferred from there. Its own imports may be next to it, including those at a later call,
+    so the folder stays on the path; but as the last entry, so that a `torch.py` or `json.py` in it never shadows
+    another module of that name.
     """
     if folder not in sys.path:
         sys.path.append(folder)
@@ -75,8 +75,8 @@ def call_function(name: str, function: Callable[[], object]) -> Made:
     >>> call_function("m:f", lambda: (nn.Identity(), (1,)))
     (Identity(), (1,), {})
 
-    Raises `ModelError` when the function fails or returns something else. Errors that speak of the meta
-    device pass through.
+    Raises `ModelError` when the function fails or returns something else. Errors that mention the meta device pass
+    through.
     """
     try:
         made = function()

@@ -1,4 +1,4 @@
-"""Models of transformers: by local directory, by hub name or by model type, and an example of what they take."""
+"""Models of transformers: by local directory, by hub name or by model type, and example inputs."""
 
 import inspect
 import json
@@ -17,7 +17,7 @@ from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.optional import optional_import
 
 _ADVICE = "give a local directory with config.json, or a model type such as hf:gpt2"
-# which head a model type gets when its configuration names none, the first that exists for it
+# heads of model types without one in their configuration: the first that exists
 _HEADS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_MAPPING",
@@ -35,23 +35,23 @@ _BATCH_SIZE = 2  # of an example
 
 
 def hf_directory(name: str, pretrained: bool) -> Path | None:
-    """Return the directory of a model's files, or None when the name is a bare model type.
+    """Return the directory of a model's files, or None if the name is only a model type.
 
-    A hub name is looked for in the local cache and then fetched: the configuration always, the weights
-    only when `pretrained`.
+    A hub name is searched in the local cache and then downloaded: the configuration always, the weights only if
+    `pretrained`.
 
     >>> hf_directory("gpt2", pretrained=False) is None
     True
 
-    Raises `ModelError` when there is no such directory, or the hub cannot be reached or lacks a file.
+    Raises `ModelError` if the directory does not exist, the hub cannot be reached, or a file is missing there.
     """
     directory = Path(name).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ModelError(f"{directory} holds no config.json; give a directory that save_pretrained made")
+            raise ModelError(f"config.json not found in {directory}; give a directory made by save_pretrained")
         return directory
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"there is no directory {name}; check the path")
+        raise ModelError(f"directory {name} not found; check the path")
     types = optional_import("transformers", "text").CONFIG_MAPPING
     if name in types and not pretrained:
         return None
@@ -87,9 +87,9 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
         raise ModelError(f"transformers cannot read the configuration of {name} ({one_line(problem)})") from problem
     for key in options:
         if not hasattr(known, key):
-            raise ModelError(f"the configuration of {name} has no {key}{nearest(key, known.to_dict())}")
+            raise ModelError(f"{key} not found in the configuration of {name}{nearest(key, known.to_dict())}")
     try:
-        # made anew rather than changed: some fields are computed from others
+        # created again rather than changed: some fields are computed from others
         config = type(known)(**options) if directory is None else type(known).from_pretrained(directory, **options)
     except Exception as problem:
         raise ModelError(f"hf:{name} cannot have {dict(options)} ({one_line(problem)})") from problem
@@ -101,15 +101,15 @@ def hf_config(name: str, directory: Path | None, options: Mapping[str, object]) 
 
 
 def build_hf(name: str, config: Any, seed: int, head: Head | None = None) -> nn.Module:
-    """Build a model of transformers with parameters on the meta device, with the head that is asked for.
+    """Build a transformers model with parameters on the meta device and the requested head.
 
-    Attention is PyTorch's own where the model has that choice, else the eager one. Parameters are
-    float32 unless the option `dtype` says otherwise.
+    Attention is PyTorch's own if the model supports it, else the eager one. Parameters are float32 by default; see the
+    option `dtype`.
 
     >>> build_hf("gpt2", hf_config("gpt2", None, {"n_layer": 2}), seed=0).config.n_layer
     2
 
-    Raises `ModelError` when transformers has no class for the configuration or cannot build it.
+    Raises `ModelError` if transformers has no class for the configuration or cannot build it.
     """
     model_class = _model_class(name, config, head)
 
@@ -128,7 +128,7 @@ def build_hf(name: str, config: Any, seed: int, head: Head | None = None) -> nn.
 
 
 def hf_class_names(config: Any, module: nn.Module) -> tuple[str, ...] | None:
-    """Return the names of a classifier's classes, if its configuration has any of its own.
+    """Return the names of a classifier's classes, or None if its configuration has none.
 
     >>> hf_class_names(config, module)  # doctest: +SKIP
     ('cat', 'dog')
@@ -159,7 +159,7 @@ def _model_class(name: str, config: Any, wanted: Head | None) -> Any:
 
 
 def hf_example(name: str, config: Any, module: Any, seed: int) -> tuple[dict[str, Tensor], Task]:
-    """Make the keyword arguments of one forward pass of two samples, and say what kind they are.
+    """Make the keyword arguments of one forward pass of two samples, and return them with their kind.
 
     >>> sorted(hf_example("gpt2", config, module, seed=0)[0])  # doctest: +SKIP
     ['attention_mask', 'input_ids']
@@ -185,13 +185,13 @@ def hf_example(name: str, config: Any, module: Any, seed: int) -> tuple[dict[str
             example["decoder_input_ids"] = torch.zeros(_BATCH_SIZE, 8, dtype=torch.long)
         return example, "other"
     raise ModelError(
-        f"no example input is known for hf:{name}, which takes {main}; "
-        "give package.module:function that returns the module and its example_args"
+        f"no example input is available for hf:{name}, which takes {main}; give package.module:function that returns "
+        "the module and its example_args"
     )
 
 
 def hf_image_size(config: Any) -> tuple[int, int]:
-    """Return the height and width of the images that a configuration speaks of.
+    """Return the height and width of images in a configuration.
 
     >>> hf_image_size(transformers.ViTConfig(image_size=32))  # doctest: +SKIP
     (32, 32)

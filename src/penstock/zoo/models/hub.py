@@ -17,11 +17,11 @@ _ADVICE = "give --weights FILE.safetensors or leave --pretrained out"
 
 
 def fetch_from_hub(model: str, repo: str, names: Sequence[str], extra: str, advice: str = _ADVICE) -> Path:
-    """Return the first of several files that a hub repository has, from the cache when it is there.
+    """Return the first of several files that a hub repository has, from the cache if possible.
 
     >>> fetch_from_hub("timm:resnet18", "timm/resnet18.a1_in1k", ["a.bin"], "vision")  # doctest: +SKIP
 
-    Raises `ModelError` when the hub cannot be reached or has none of the files.
+    Raises `ModelError` if the hub cannot be reached or has none of the files.
     """
     hub = optional_import("huggingface_hub", extra)
     repo, _, revision = repo.partition("@")
@@ -46,11 +46,11 @@ def fetch_from_hub(model: str, repo: str, names: Sequence[str], extra: str, advi
 
 
 def fetch_url(model: str, url: str) -> Path:
-    """Return a file from an address, from torch's cache when it is there.
+    """Return a file from an address, from torch's cache if possible.
 
     >>> fetch_url("timm:resnet18", "https://host.example/resnet18.pth")  # doctest: +SKIP
 
-    Raises `ModelError` when the address cannot be reached.
+    Raises `ModelError` if the address cannot be reached.
     """
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     target = folder / Path(urlparse(url).path).name
@@ -64,12 +64,12 @@ def fetch_url(model: str, url: str) -> Path:
 
 
 def as_safetensors(file: Path) -> Path:
-    """Return the file itself, or a converted copy kept beside a pickled one.
+    """Return the file itself, or a converted copy kept next to a pickled one.
 
     >>> as_safetensors(Path("model.safetensors"))
     PosixPath('model.safetensors')
 
-    Raises `ModelError` when the file cannot be converted.
+    Raises `ModelError` if the file cannot be converted.
     """
     if file.suffix == ".safetensors":
         return file
@@ -80,15 +80,15 @@ def as_safetensors(file: Path) -> Path:
 
 
 def _unreachable(model: str, problem: Exception, advice: str = _ADVICE) -> ModelError:
-    """Make the one line that says a published model cannot be had."""
-    # the hub's own message ends with advice and an address: its first sentence says what happened
+    """Make the one-line error for a published model that cannot be downloaded."""
+    # the hub's own message ends with advice and an address: its first sentence has the reason
     reason = one_line(problem, 1000).partition(". ")[0].rstrip(".")[:160]
-    return ModelError(f"the files of {model} cannot be fetched ({reason}); {advice}")
+    return ModelError(f"the files of {model} cannot be downloaded ({reason}); {advice}")
 
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Keep a library's retries out of the output: the error that follows says it once."""
+    """Suppress a library's messages on retries, since the final error reports the failure once."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

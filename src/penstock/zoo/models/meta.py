@@ -1,4 +1,4 @@
-"""Modules whose parameters have shapes but no values, so that a large model costs no memory."""
+"""Modules with parameters on the meta device, so that a large model takes no memory."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ _MARK = "_penstock_on_meta"
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Put every parameter that this thread registers on the meta device; buffers stay real.
+    """Create every parameter that this thread registers on the meta device; buffers stay real.
 
     A parameter registered under several names stays one parameter. Other threads are not affected.
 
@@ -41,13 +41,13 @@ def meta_parameters() -> Iterator[None]:
 def build_on_meta(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Build a module in eval mode with meta parameters and real buffers.
 
-    A module whose initialization reads its own parameters is built for real first. The global random
-    state is as before; random buffers depend on the seed.
+    A module whose initialization reads its own parameters is first built with values. The global random state is
+    unchanged; random buffers depend on the seed.
 
     >>> build_on_meta(lambda: nn.Linear(2, 2), seed=0).weight.device.type
     'meta'
 
-    What `build` raises passes through.
+    Raises as `build` does.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -105,7 +105,7 @@ def materialize(module: nn.Module, weights: Weights) -> None:
 
 
 def load_buffers(module: nn.Module, weights: Weights) -> None:
-    """Copy the values of a module's persistent buffers from the weights, those that the weights have.
+    """Copy the values of a module's persistent buffers from the weights, as far as they have them.
 
     >>> norm = nn.BatchNorm1d(1)
     >>> load_buffers(norm, TensorWeights({**norm.state_dict(), "running_mean": torch.tensor([5.0])}))
@@ -134,7 +134,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def parameter_shapes(module: nn.Module) -> Expected:
-    """Return the shape and dtype of each parameter, under every name it has.
+    """Return the shape and dtype of each parameter, under each of its names.
 
     >>> parameter_shapes(nn.Linear(2, 3))["weight"]
     ((3, 2), torch.float32)
@@ -144,7 +144,7 @@ def parameter_shapes(module: nn.Module) -> Expected:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
         if nn.parameter.is_lazy(parameter):
-            raise ModelError(f"the parameter {name} has no shape yet; run the model once before giving it away")
+            raise ModelError(f"the parameter {name} has no shape yet; run the model once first")
     return {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
 
 

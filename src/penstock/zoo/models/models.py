@@ -27,7 +27,7 @@ _CLASSES = {"timm": "num_classes", "hf": "num_labels"}  # the option of each sou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooModel:
-    """A model ready to be captured.
+    """A model ready for capture.
 
     The module is in eval mode. Its parameters are on the meta device unless it was loaded whole; its
     buffers are real. `weights` has every parameter and buffer under each of its names.
@@ -47,37 +47,36 @@ def load_model(
     name: str, *, weights: Path | None = None, pretrained: bool = False, seed: int = 0, whole: bool = False,
     head: hf.Head | None = None,
 ) -> ZooModel:  # fmt: skip
-    """Turn a model's name into a model, without holding its weights unless `whole`.
+    """Load a model by name, without its weights in memory unless `whole`.
 
-    All names but `gguf:` may be followed by options, `,key=value`. `hf:` takes a directory
-    with config.json, whose safetensors are used when there are any; a model type of transformers such
-    as `gpt2` or `bert`, which gives its default configuration when `pretrained` is not asked for; or a
-    hub name. `gguf:` takes a .gguf file, or an installed package that has one. `package.module:function`,
-    called with its options as keyword arguments, returns a module, `(module, example_args)` or
-    `(module, example_args, example_kwargs)`.
+    All names but `gguf:` may be followed by options, `,key=value`. `hf:` takes a directory with config.json, whose
+    safetensors are used if there are any; a model type of transformers such as `gpt2` or `bert`, with its default
+    configuration unless `pretrained`; or a hub name. `gguf:` takes a .gguf file, or an installed package that has one.
+    `package.module:function`, called with its options as keyword arguments, returns a module, `(module, example_args)`
+    or `(module, example_args, example_kwargs)`.
 
-    Weights come from `weights`, else from the published checkpoint when `pretrained`, else from the
-    model's own directory or function, else they are random and depend on `seed` only. `head` asks for what
-    an `hf:` model is to do, whatever its configuration names. Weights that say which classes they tell apart decide
-    how many the model has, and their names.
+    Weights are read from `weights`, else from the published checkpoint if `pretrained`, else from the model's own
+    directory or function, else they are random and depend only on `seed`. `head` overrides the head in an `hf:` model's
+    configuration. Weights with class names in their metadata determine the model's number of classes, and their names.
 
     >>> model = load_model("timm:vit_tiny_patch16_224,depth=2,num_classes=10")
     >>> model.example_args[0].shape, model.weights.shape("head.weight")
     (torch.Size([2, 3, 224, 224]), (10, 192))
 
-    Raises `ModelError` when the name is not known, a library is missing, or the weights cannot be had
-    or do not fit.
+    Raises `ModelError` if the name is unknown, a library is missing, or the weights cannot be read or do not fit.
     """
     if weights is not None and pretrained:
-        raise ModelError("weights come from one place; give either --weights or --pretrained")
+        raise ModelError("only one source of weights is possible; give either --weights or --pretrained")
     source, colon, rest = name.partition(":")
     if not colon or not source or not rest:
-        raise ModelError(f"a model is timm:NAME, hf:NAME_OR_PATH, gguf:FILE or package.module:function, not {name!r}")
+        wanted = "timm:NAME, hf:NAME_OR_PATH, gguf:FILE or package.module:function"
+        raise ModelError(f"a model must be {wanted}; got {name!r}")
     classes = read_classes(FileWeights(weights).metadata) if weights is not None else None
     counted = with_classes(name, len(classes)) if classes is not None else name
     if classes is not None and classes_in(counted) not in (None, len(classes)):
         raise ModelError(
-            f"{weights} has {len(classes)} classes, not the {classes_in(name)} of {name}; leave that option out"
+            f"the number of classes must be that of {weights}, {len(classes)}; got {classes_in(name)} in {name}; "
+            "leave that option out"
         )
     if source == "gguf":
         model = _load_gguf(name, weights, pretrained)
@@ -115,7 +114,7 @@ def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head:
         weights = directory
     found = None
     if weights is not None:
-        # of a narrowed model there is no checkpoint that needs to be mapped
+        # a narrowed model's checkpoint never needs to be mapped
         source = FileWeights(weights)
         found = _fitted(module, source if KEY in source.metadata else hf_weights(module, weights))
     example, task = hf.hf_example(base, config, module, seed)
@@ -169,9 +168,9 @@ def _load_function(name: str, weights: Path | None, pretrained: bool, seed: int)
 
 
 def _fitted(module: nn.Module, source: Weights) -> Weights:
-    """Return a checkpoint under the module's names, and put its buffers into the module.
+    """Return a checkpoint under the module's names, and load its buffers into the module.
 
-    A checkpoint that says so in its header is of a narrowed model: the module is cut down like it.
+    A checkpoint of a narrowed model, marked in its header, also narrows the module.
     """
     sizes = read_sizes(source.metadata) if isinstance(source, FileWeights) else None
     if sizes is not None:
@@ -194,7 +193,7 @@ def _complete(module: nn.Module, found: Weights | None, seed: int) -> Weights:
 
 
 def with_classes(name: str, num_classes: int) -> str:
-    """Add the number of classes to a model's name, unless it is there.
+    """Add the number of classes to a model's name, unless it has one.
 
     >>> with_classes("timm:resnet18", 10), with_classes("hf:vit,num_labels=4", 10)
     ('timm:resnet18,num_classes=10', 'hf:vit,num_labels=4')
@@ -204,7 +203,7 @@ def with_classes(name: str, num_classes: int) -> str:
 
 
 def classes_in(name: str) -> int | None:
-    """Return the number of classes that a model's name gives; None if it gives none.
+    """Return the number of classes in a model's name, or None.
 
     >>> classes_in("timm:resnet18,num_classes=10"), classes_in("timm:resnet18")
     (10, None)
@@ -220,7 +219,7 @@ def parse_hf(text: str) -> tuple[str, dict[str, object]]:
 
 
 def _has_weights(directory: Path) -> bool:
-    """Return whether a directory holds weights, in any form; a pickled form is refused when it is read."""
+    """Return True if a directory holds weights, in any form; a pickled form is refused when it is read."""
     patterns = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
     return any(next(directory.glob(pattern), None) is not None for pattern in patterns)
 
@@ -228,7 +227,7 @@ def _has_weights(directory: Path) -> bool:
 def parse_name(text: str) -> tuple[str, dict[str, object]]:
     """Split `NAME,key=value,...` into the name and its options.
 
-    Raises `ModelError` when an option has no key, no `=` or is given twice.
+    Raises `ModelError` if an option has no key, no `=` or is given twice.
 
     >>> parse_name("vit_tiny_patch16_224,num_classes=10,drop_rate=0.1")
     ('vit_tiny_patch16_224', {'num_classes': 10, 'drop_rate': 0.1})
@@ -239,7 +238,7 @@ def parse_name(text: str) -> tuple[str, dict[str, object]]:
         key, equals, value = part.partition("=")
         key = key.strip()
         if not equals or not key.isidentifier() or key in options:
-            raise ModelError(f"an option of a model is key=value, each key once, not {part!r} in {text!r}")
+            raise ModelError(f"an option of a model must be key=value, each key once; got {part!r} in {text!r}")
         options[key] = parse_value(value.strip())
     return name.strip(), options
 

@@ -27,27 +27,28 @@ def build_timm(name: str, options: Mapping[str, object], seed: int) -> nn.Module
     >>> build_timm("vit_tiny_patch16_224", {"depth": 2}, seed=0).embed_dim
     192
 
-    Raises `ModelError` for a name that timm does not know, with the nearest ones, and for options that
-    the model refuses.
+    Raises `ModelError` for a name unknown to timm, with the nearest ones, and for options that the model rejects.
     """
     timm = optional_import("timm", "vision")
     base = name.partition(".")[0]
     if not timm.is_model(base):
-        raise ModelError(f"timm has no model {name}{nearest(base, timm.list_models())}")
+        raise ModelError(f"model {name} not found in timm{nearest(base, timm.list_models())}")
     for option in _FILES.intersection(options):
-        raise ModelError(f"a timm model's weights come from --weights or --pretrained, not {option}; leave it out")
+        raise ModelError(
+            f"a timm model's weights must be given by --weights or --pretrained; got {option}; leave it out"
+        )
     try:
         return build_on_meta(lambda: timm.create_model(name, pretrained=False, **options), seed)
-    except Exception as problem:  # timm's builders fail in any way on options that do not fit
+    except Exception as problem:  # timm's builders raise any exception on invalid options
         raise ModelError(f"timm cannot build {name} with {dict(options)} ({one_line(problem)})") from problem
 
 
 def timm_checkpoint(name: str, module: nn.Module) -> Path:
-    """Return the published checkpoint of a timm model as a safetensors file, fetching it if need be.
+    """Return the published checkpoint of a timm model as a safetensors file, downloading it if necessary.
 
     >>> timm_checkpoint("resnet18", build_timm("resnet18", {}, seed=0))  # doctest: +SKIP
 
-    Raises `ModelError` when the model has no published checkpoint or it cannot be fetched.
+    Raises `ModelError` if the model has no published checkpoint or it cannot be downloaded.
     """
     config = _pretrained_config(module)
     if config.get("hf_hub_id") and config.get("custom_load") != "hf":
@@ -60,14 +61,14 @@ def timm_checkpoint(name: str, module: nn.Module) -> Path:
 
 
 def timm_weights(name: str, module: nn.Module, path: Path, check: Callable[[Weights], Weights]) -> Weights:
-    """Read a checkpoint for a timm model, with its own names or mapped as timm maps them.
+    """Read a checkpoint for a timm model, with its own names or timm's mapping.
 
     `check` returns the weights that fit the module, or raises. A mapped tensor that timm only renames
     stays memory-mapped; one that it computes, such as a resized position embedding, is held in memory.
 
     >>> timm_weights("deit_tiny_patch16_224", module, Path("deit.safetensors"), check)  # doctest: +SKIP
 
-    Raises `ModelError` when the checkpoint fits in neither way; the message is that of the first.
+    Raises `ModelError` if the checkpoint fits in neither way; the message is that of the first.
     """
     source = FileWeights(path)
     try:
@@ -102,7 +103,7 @@ def timm_input_size(module: nn.Module) -> tuple[int, int, int]:
 
 
 def timm_class_names(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the names of the classes that a timm model's checkpoint tells apart, if they are known.
+    """Return the class names of a timm model's checkpoint, or None if unknown.
 
     >>> timm_class_names(build_timm("resnet18", {}, seed=0))[0]
     'tench, Tinca tinca'
@@ -133,7 +134,7 @@ def _filters(name: str) -> list[Callable[..., Any]]:
 
 
 def _mapped(source: Weights, module: nn.Module, rules: Callable[..., Any] | None) -> Weights:
-    """Run timm's loader on memory-mapped tensors and keep what it would have loaded."""
+    """Run timm's loader on memory-mapped tensors and capture the tensors that it would load."""
     models = optional_import("timm.models", "vision")
     config = _pretrained_config(module)
     caught: dict[str, Tensor] = {}
@@ -145,7 +146,7 @@ def _mapped(source: Weights, module: nn.Module, rules: Callable[..., Any] | None
     config.update(state_dict={name: source.load(name) for name in source.names()}, source="", file=None, hf_hub_id=None)
     module.__dict__["load_state_dict"] = catch
     try:
-        num_classes = config.get("num_classes")  # another number is for our own check to refuse
+        num_classes = config.get("num_classes")  # another number is rejected by our own check
         models.load_pretrained(
             module, pretrained_cfg=config, num_classes=num_classes, in_chans=timm_input_size(module)[0], filter_fn=rules
         )

@@ -21,7 +21,7 @@ def write_classes(names: Sequence[str] | None) -> dict[str, str]:
 
 
 def read_classes(metadata: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Read the class names in a weights file's metadata; None if there are none.
+    """Return the class names in a weights file's metadata, or None.
 
     Raises `ModelError` if they are not a list of names.
     """

@@ -13,15 +13,15 @@ from penstock.text import one_line
 from penstock.zoo.weights.weight_files import save_weights
 from penstock.zoo.weights.weights import TensorWeights
 
-# where training scripts put the weights, in the order they are looked for: averaged weights first,
-# because those are what the scripts' own evaluation reports
+# keys under which training scripts save the weights, in search order: averaged weights first, because the scripts' own
+# evaluation uses those
 _NESTINGS = ("model_ema", "state_dict_ema", "ema", "model", "state_dict", "module", "model_state_dict")
 _PREFIXES = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What a conversion wrote, and the entries of the checkpoint that are no tensors."""
+    """Result of a conversion, with the entries of the checkpoint that are not tensors."""
 
     num_tensors: int
     num_bytes: int
@@ -31,10 +31,10 @@ class Converted:
 def convert_checkpoint(source: Path, target: Path) -> Converted:
     """Write the tensors of a .pth, .pt or .bin checkpoint as one safetensors file.
 
-    The weights may lie under `model_ema`, `state_dict_ema`, `ema`, `model`, `state_dict`, `module` or
-    `model_state_dict`, looked for in this order and within one another; `module.` and `_orig_mod.` in
-    front of every name are removed. Shapes and dtypes stay. A tensor that several names share is
-    written under each. The target appears only once it is whole.
+    The weights may be under `model_ema`, `state_dict_ema`, `ema`, `model`, `state_dict`, `module` or
+    `model_state_dict`, searched in this order and within one another; `module.` and `_orig_mod.` in front of every name
+    are removed. Shapes and dtypes stay. A tensor that several names share is written under each. The target is written
+    atomically.
 
     >>> convert_checkpoint(Path("deit.pth"), Path("deit.safetensors")).num_tensors  # doctest: +SKIP
     152
@@ -49,7 +49,7 @@ def convert_checkpoint(source: Path, target: Path) -> Converted:
 
 def _read(source: Path) -> object:
     if not source.is_file():
-        raise ModelError(f"there is no checkpoint {source}; check the path")
+        raise ModelError(f"checkpoint {source} not found; check the path")
     if source.suffix == ".safetensors":
         raise ModelError(f"{source} is safetensors already; give it with --weights")
     try:

@@ -1,4 +1,4 @@
-"""Do these weights fit this model? What fits is then read with the model's own names and dtypes."""
+"""Check that weights fit a model; fitting ones are then read with the model's own names and dtypes."""
 
 from collections.abc import Collection, Mapping
 
@@ -18,18 +18,18 @@ def check_weights(
     aliases: Mapping[str, str] | None = None,
     optional: Collection[str] = (),
 ) -> Weights:
-    """Compare weights with what a model expects and return them under exactly the model's names.
+    """Compare weights with a model's expected tensors and return them under exactly the model's names.
 
-    A floating tensor of another floating dtype fits: it is converted when it is loaded. Tensors that
-    the model does not have are left out. `aliases` maps each tied name to the first of its names; one
-    of them is enough. Names in `optional` are left out when they are missing or do not fit.
+    A floating tensor of another floating dtype fits: it is converted when loaded. Tensors that the model does not have
+    are left out. `aliases` maps each tied name to the first of its names; one of them suffices. Names in `optional` are
+    left out if they are missing or do not fit.
 
     >>> source = TensorWeights({"bias": torch.zeros(3, dtype=torch.float16)})
     >>> check_weights(source, {"bias": ((3,), torch.float32)}).load("bias").dtype
     torch.float32
 
-    Raises `ModelError` naming the first tensors that are missing or have another shape or kind, and
-    how many more there are.
+    Raises `ModelError` naming the first tensors that are missing or have another shape or kind, and the number of
+    others.
     """
     sources = _sources(set(weights.names()), expected, aliases or {})
     for name in optional:

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers read lazily, with the names and layouts that the model has now."""
+"""Checkpoints of transformers read lazily, with the model's current names and layouts."""
 
 from copy import deepcopy
 from pathlib import Path

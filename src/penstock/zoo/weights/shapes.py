@@ -1,4 +1,4 @@
-"""Models with narrower layers than their name says: how a weights file tells, and how a fresh model is cut down."""
+"""Models with narrower layers than named: their sizes in a weights file, and narrowing of a fresh model."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -25,7 +25,9 @@ def changed_sizes(original: nn.Module, narrowed: nn.Module) -> Sizes:
     modules = dict(narrowed.named_modules())
     for path, module in original.named_modules():
         if path not in modules:
-            raise ModelError(f"a narrowed model has the modules of the whole one, but lacks {path}; narrow it alone")
+            raise ModelError(
+                f"a narrowed model must have all modules of the whole one; {path} not found; only narrow its layers"
+            )
         now = _sizes_of(modules[path])
         for name, before in _sizes_of(module).items():
             value = now.get(name, before)
@@ -35,14 +37,14 @@ def changed_sizes(original: nn.Module, narrowed: nn.Module) -> Sizes:
 
 
 def write_sizes(sizes: Sizes) -> dict[str, str]:
-    """Return what a weights file says of a narrowed model, as metadata."""
+    """Return the sizes of a narrowed model as metadata of a weights file."""
     return {KEY: msgspec.json.encode(sizes).decode()}
 
 
 def read_sizes(metadata: Mapping[str, str]) -> Sizes | None:
-    """Read what a weights file says of a narrowed model; None where it says nothing.
+    """Read the sizes of a narrowed model from a weights file's metadata; None without them.
 
-    Raises `ModelError` for what is not such a text.
+    Raises `ModelError` for invalid text.
     """
     if KEY not in metadata:
         return None
@@ -53,7 +55,7 @@ def read_sizes(metadata: Mapping[str, str]) -> Sizes | None:
 
 
 def narrow(module: nn.Module, sizes: Sizes, shapes: Mapping[str, Shape]) -> None:
-    """Cut a model down in place, to the sizes and tensor shapes that a file has; tensors lose their values.
+    """Narrow a model in place to the sizes and tensor shapes of a file; tensors lose their values.
 
     Example:
         narrow(model, {"fc": {"out_features": 6}}, {"fc.weight": (6, 8), "fc.bias": (6,)})
@@ -71,7 +73,7 @@ def narrow(module: nn.Module, sizes: Sizes, shapes: Mapping[str, Shape]) -> None
             if before is None or type(given) is not type(before) or not _at_most(given, before):
                 raise ModelError(f"the weights narrow {path}.{name} from {before!r} to {value!r}; {_OTHER}")
             setattr(modules[path], name, given)
-    made: dict[int, Any] = {}  # of tied parameters there is one
+    made: dict[int, Any] = {}  # tied parameters stay one
     for path, owner in module.named_modules(remove_duplicate=False):
         for kept in (owner._parameters, owner._buffers):
             _cut(path, kept, shapes, made)

@@ -26,16 +26,15 @@ _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 class FileWeights(ByName[str]):
-    """The tensors of a safetensors file, of a sharded index, or of a directory that holds either.
+    """The tensors of a safetensors file, of a sharded index, or of a directory with either.
 
-    `rename` maps a model's name to the name in the file; names that it does not mention are the
-    file's own.
+    `rename` maps a model's name to the name in the file; other names are the file's own.
 
     >>> FileWeights(Path("deit.safetensors")).shape("cls_token")  # doctest: +SKIP
     (1, 1, 384)
 
-    Raises `ModelError` when there is no such file, it is damaged or is not safetensors, a shard is
-    missing, or a tensor is not in it.
+    Raises `ModelError` if the file is missing, damaged or not safetensors, a shard is missing, or a tensor is not in
+    it.
     """
 
     def __init__(self, path: Path, rename: Mapping[str, str] | None = None) -> None:
@@ -52,11 +51,11 @@ class FileWeights(ByName[str]):
         self._holder = f"{path} has"
         absent = [key for key in keys.values() if key not in self._shards]
         if absent:
-            raise ModelError(f"{path} has no tensor {absent[0]}{nearest(absent[0], self._shards)}")
+            raise ModelError(f"tensor {absent[0]} not found in {path}{nearest(absent[0], self._shards)}")
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the files' headers say beside the tensors."""
+        """Metadata in the files' headers."""
         found: dict[str, str] = {}
         for shard in dict.fromkeys(self._shards.values()):
             found |= self._open(shard).metadata() or {}
@@ -74,9 +73,9 @@ class FileWeights(ByName[str]):
         return DTYPES[kind]
 
     def load(self, name: str) -> Tensor:
-        """Return one tensor, mapped into memory and read from disk where it is touched.
+        """Return one tensor, mapped into memory and read from disk on access.
 
-        Each has a mapping of its own, so that what was read leaves memory together with the tensor.
+        Each has a separate mapping, so that the read pages are released together with the tensor.
         """
         key = self._find(name)
         tensor: Tensor = _open_file(self._shards[key]).get_tensor(key)
@@ -96,7 +95,7 @@ def _open_file(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt")
     except FileNotFoundError as problem:
-        raise ModelError(f"there is no weights file {path}; check the path") from problem
+        raise ModelError(f"weights file {path} not found; check the path") from problem
     except (SafetensorError, OSError, ValueError) as problem:
         raise ModelError(
             f"{path} is not a whole safetensors file ({one_line(problem)}); copy or convert it again"
@@ -104,11 +103,11 @@ def _open_file(path: Path) -> Any:
 
 
 def _shards(path: Path) -> list[Path]:
-    """Return the safetensors files that a path stands for."""
+    """Return the safetensors files of a path."""
     if path.is_dir():
         return _shards(_inside(path))
     if not path.exists():
-        raise ModelError(f"there is no weights file {path}; check the path")
+        raise ModelError(f"weights file {path} not found; check the path")
     if path.name.endswith(_INDEX_SUFFIX):
         return _indexed(path)
     if path.suffix in PICKLED_SUFFIXES:
@@ -136,11 +135,11 @@ def _indexed(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ModelError(f"{index} is not an index of shards: it has no weight_map of file names") from problem
-    # a shard lies beside its index: a path that leads elsewhere is not one
+        raise ModelError(f"{index} is not an index of shards: weight_map of file names not found") from problem
+    # a shard must be next to its index: other paths are rejected
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if strange:
-        raise ModelError(f"{index} names the shard {strange[0]!r}; a shard lies beside its index")
+        raise ModelError(f"a shard must be next to its index; {index} has {strange[0]!r}")
     absent = [name for name in names if not (index.parent / name).exists()]
     if absent:
         raise ModelError(f"{index.parent} lacks {len(absent)} of {len(names)} shards, first {absent[0]}; copy them")
@@ -150,15 +149,15 @@ def _indexed(index: Path) -> list[Path]:
 def save_weights(
     weights: Weights, target: Path, names: Iterable[str] | None = None, metadata: Mapping[str, str] | None = None
 ) -> int:
-    """Write tensors to a safetensors file and return how many bytes they take.
+    """Write tensors to a safetensors file and return their size in bytes.
 
-    One tensor is loaded at a time, and the target appears only once it is whole. `metadata` goes into its header.
+    One tensor is loaded at a time, and the target is written atomically. `metadata` goes into its header.
 
     >>> save_weights(TensorWeights({"w": torch.ones(4, 4)}), Path("w.safetensors"))  # doctest: +SKIP
     64
 
-    Raises `ModelError` when a name is not in the weights, its dtype has no name in safetensors, or the
-    target cannot be written.
+    Raises `ModelError` if a name is not in the weights, its dtype has no name in safetensors, or the target cannot be
+    written.
     """
     order = file_order(weights, names)
     header, num_bytes = _header(weights, order, metadata or {})

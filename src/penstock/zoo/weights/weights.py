@@ -1,4 +1,4 @@
-"""Where a model's tensors come from, one at a time and never all at once."""
+"""Sources of a model's tensors, loaded one at a time."""
 
 import hashlib
 import math
@@ -18,12 +18,12 @@ _FINGERPRINT_VALUES = 4096  # of each tensor: other weights differ in all of the
 
 
 class Weights(Protocol):
-    """Named tensors on the CPU, each loaded when it is asked for; callers only read them.
+    """Named tensors on the CPU, each loaded on request; callers only read them.
 
     >>> ModuleWeights(nn.Linear(2, 3)).shape("weight")
     (3, 2)
 
-    Every method raises `ModelError` for a name that is not there.
+    Every method raises `ModelError` for a missing name.
     """
 
     def names(self) -> Collection[str]:
@@ -54,7 +54,7 @@ def fingerprint_of(weights: Weights) -> str:
 
 
 class ByName(Generic[_Known]):
-    """What weights know of each tensor, by its name; see `Weights` for the methods of those that derive from this."""
+    """Base class of weights with an entry for each tensor name; see `Weights` for the methods of derived classes."""
 
     _holder = "the model has"
 
@@ -72,12 +72,12 @@ class ByName(Generic[_Known]):
 
 
 class TensorWeights(ByName[Tensor]):
-    """Tensors that are in memory already, or memory-mapped.
+    """Tensors in memory, or memory-mapped.
 
     >>> TensorWeights({"bias": torch.zeros(3)}).load("bias")
     tensor([0., 0., 0.])
 
-    `load` raises `ModelError` for a missing name, or a tensor that has no values.
+    `load` raises `ModelError` for a missing name, or a tensor without values.
     """
 
     _holder = "the weights have"
@@ -102,7 +102,7 @@ class TensorWeights(ByName[Tensor]):
 
 
 class ModuleWeights(TensorWeights):
-    """The parameters and buffers that a live module has now, under every name each of them has.
+    """The current parameters and buffers of a live module, under each of their names.
 
     >>> sorted(ModuleWeights(nn.Linear(2, 3)).names())
     ['bias', 'weight']
@@ -116,7 +116,7 @@ class ModuleWeights(TensorWeights):
 
 
 class RandomWeights(ByName[tuple[Shape, torch.dtype]]):
-    """Random values that depend only on the seed and the tensor's name, made when asked for.
+    """Random values that depend only on the seed and the tensor's name, made on request.
 
     Matrices and larger are normal with a standard deviation of 1/sqrt(fan-in), vectors and scalars
     are ones, biases are zeros. `aliases` maps a tied name to the name whose values it shares.
@@ -125,7 +125,7 @@ class RandomWeights(ByName[tuple[Shape, torch.dtype]]):
     >>> torch.equal(weights.load("fc.weight"), weights.load("fc.weight"))
     True
 
-    Every method raises `ModelError` for a name that is not there.
+    Every method raises `ModelError` for a missing name.
     """
 
     def __init__(self, shapes_and_dtypes: Expected, seed: int, aliases: Mapping[str, str] | None = None) -> None:
@@ -158,12 +158,12 @@ class RandomWeights(ByName[tuple[Shape, torch.dtype]]):
 
 
 class JoinedWeights(ByName[Weights]):
-    """Several sources as one; the first that has a name answers for it.
+    """Several sources as one; the first that has a name is used.
 
     >>> JoinedWeights(TensorWeights({"a": torch.ones(2)}), TensorWeights({"b": torch.ones(3)})).shape("b")
     (3,)
 
-    Every method raises `ModelError` for a name that none of them has.
+    Every method raises `ModelError` for a name missing in all of them.
     """
 
     def __init__(self, *parts: Weights) -> None:
@@ -183,12 +183,12 @@ class JoinedWeights(ByName[Weights]):
 
 
 class PrefixedWeights:
-    """A model's weights under the names that they have where it is part of another module.
+    """A model's weights with a prefix, as part of another module.
 
     >>> PrefixedWeights(TensorWeights({"bias": torch.zeros(3)}), "model.").shape("model.bias")
     (3,)
 
-    Every method raises `ModelError` for a name that is not there.
+    Every method raises `ModelError` for a missing name.
     """
 
     def __init__(self, weights: Weights, prefix: str) -> None:

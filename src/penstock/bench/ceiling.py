@@ -1,4 +1,4 @@
-"""What single devices do with the whole model: the limit that pipelines are compared with."""
+"""Throughput of single devices with the whole model, the limit for pipelines."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,18 +17,18 @@ from penstock.transport.base import FEEDER
 
 
 class Baseline(Protocol):
-    """Whatever runs the whole model on devices, each by itself."""
+    """Interface of a baseline that runs the whole model on single devices."""
 
     @property
     def beside(self) -> bool:
-        """Whether it can do so while stages are deployed."""
+        """True if it can run while stages are deployed."""
 
     def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
-        """Run `count` microbatches on each of these ranks, all at once; return outputs, and everyone's seconds."""
+        """Run `count` microbatches on each of these ranks in parallel; return outputs, and the seconds of each rank."""
 
 
 class WholeModel:
-    """The whole model on any devices of a world, each by itself, from memory to memory.
+    """The whole model on single devices of a world, from memory to memory.
 
     Example:
         outputs, seconds = WholeModel(world, program, load, inputs=inputs, sizes=sizes, threads=1).run([0, 1], 50)
@@ -44,9 +44,9 @@ class WholeModel:
         self.program, self.load, self.inputs, self.sizes, self.threads = program, load, inputs, sizes, threads
 
     def run(self, ranks: Sequence[int], count: int) -> tuple[list[list[Tensor]], list[float]]:
-        """Run `count` microbatches on each of these ranks, all at once.
+        """Run `count` microbatches on each of these ranks in parallel.
 
-        Returns the first rank's outputs, one list for each distinct input, and everyone's seconds.
+        Returns the first rank's outputs, one list for each distinct input, and the seconds of each rank.
         """
         others = [rank for rank in ranks if rank != FEEDER]
         transport = self._world.transport
@@ -67,10 +67,10 @@ class WholeModel:
 
 
 class Ceilings:
-    """The rows per second that single devices reach, all at once, measured on both sides of what is compared with them.
+    """Rows per second of single devices, running in parallel, measured before and after each compared run.
 
-    A machine's speed drifts by more than what is to be seen, so the limit of a run is the mean of one measurement
-    right before it and one right after. The one after a run is the one before the next.
+    A machine's speed drifts by more than the effects to be measured, so the limit of a run is the mean of one
+    measurement immediately before it and one immediately after. The one after a run is also the one before the next.
 
     Example:
         ceilings = Ceilings(whole, world.devices, num_microbatches=50, rows=1)
@@ -86,11 +86,11 @@ class Ceilings:
 
     @property
     def beside(self) -> bool:
-        """Whether they can be measured while stages are deployed."""
+        """True if they can be measured while stages are deployed."""
         return self._whole.beside
 
     def before(self, num_devices: int) -> list[float]:
-        """Return the rate of each of the first devices, measured now unless a run has just ended with it."""
+        """Return the rate of each of the first devices, reusing the measurement at the end of the previous run."""
         if num_devices not in self._last:
             self._last = {num_devices: self._measure(num_devices)}
         return self._last[num_devices]
@@ -105,7 +105,7 @@ class Ceilings:
 
     @contextmanager
     def around(self, num_devices: int) -> Iterator[list[float]]:
-        """Measure before and after what is done inside; the list is then each device's mean rate."""
+        """Measure before and after the block; the list then has each device's mean rate."""
         before = self.before(num_devices)
         rates: list[float] = []
         yield rates
@@ -114,7 +114,7 @@ class Ceilings:
         rates += [(first + second) / 2 for first, second in zip(before, after, strict=True)]
 
     def forget(self) -> None:
-        """Measure again where the next limit is needed, since something else has run in between."""
+        """Discard the last measurement, because something else has run in between."""
         self._last.clear()
 
     def _measure(self, num_devices: int) -> list[float]:

@@ -48,7 +48,7 @@ class Comparison:
     """
 
     def __init__(self, zoo: ZooModel, world: World, options: BenchOptions, *, max_stages: int) -> None:
-        self.last_run: Run | None = None  # what the last row's last pass recorded
+        self.last_run: Run | None = None  # run recorded in the last row's last pass
         self._zoo, self._world, self._options = zoo, world, options
         self._number = 0
         self.graph = capture(zoo.module, zoo.example_args, zoo.example_kwargs)
@@ -70,7 +70,7 @@ class Comparison:
         self._num_serial = max(1, (options.serial_images or options.num_images * options.passes) // self._rows)
 
     def take_limit_from(self, make: Callable[[WholeModel], Baseline]) -> None:
-        """Take the single-device baseline from something else, which gets the whole model to run."""
+        """Replace the single-device baseline by another one, made from the whole model."""
         self._ceilings = self._limited_by(make(self._whole))
 
     def _limited_by(self, baseline: Baseline) -> Ceilings:
@@ -83,7 +83,7 @@ class Comparison:
         return self._world
 
     def settings(self) -> dict[str, Any]:
-        """Return what all rows have in common."""
+        """Return the settings common to all rows."""
         return {
             "num_images": self._num_microbatches * self._rows, "passes": self._options.passes,
             "microbatch_size": self._rows, "threads": self._threads, "depth": self._options.depth,
@@ -92,8 +92,8 @@ class Comparison:
         }  # fmt: skip
 
     def serial(self) -> dict[str, Any]:
-        """Run the whole model on one device after the other; the mean counts."""
-        # workers of this machine are alike, so one stands for all
+        """Run the whole model on each device in sequence, and report the mean."""
+        # workers of this machine are identical, so one represents all
         devices = self._world.devices[:1] if self._world.workers else self._world.devices
         rates = []
         for rank in devices:
@@ -109,10 +109,10 @@ class Comparison:
         }  # fmt: skip
 
     def expected_s(self, num_devices: int) -> float:
-        """Return about how long a row takes on a number of devices, once the serial run has said how fast one is."""
+        """Estimate the seconds of a row on a number of devices, from the rate of the serial run."""
         count = min(num_devices, len(self._world.devices))
         images = self._num_microbatches * self._rows * self._options.passes
-        # the baseline of one device comes before and after
+        # the baseline of one device runs before and after
         alone = 2 * max(8, self._num_microbatches // 4) * self._rows
         return (images / (_EXPECTED * count) + alone) / self._serial_images_per_s
 
@@ -150,11 +150,11 @@ class Comparison:
         )  # fmt: skip
 
     def baseline(self, times: int) -> list[float]:
-        """Return the rows per second of every device with the whole model, all at once: the mean of `times` tries."""
+        """Return the rows per second of every device with the whole model, in parallel: the mean of `times` runs."""
         return self._ceilings.typical(len(self._world.devices), times)
 
     def planned(self, plan: Plan) -> dict[str, Any]:
-        """Stream as a plan says, on the devices that it names."""
+        """Stream by a plan, on its devices."""
         ranks = ranks_of(self._world, plan.devices)
 
         def deploy() -> Replicas:
@@ -204,7 +204,8 @@ class Comparison:
     ) -> Measured:
         """Warm up, then stream all passes and compare every result.
 
-        The single-device baseline is measured before and after all passes, or each where it can be beside the stages.
+        The single-device baseline is measured before and after all passes, or around each if it can run next to the
+        stages.
         """
         difference = self._samples.difference()
         reports = []
@@ -226,7 +227,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def _limit(self, num_devices: int, rates: list[Sequence[float]], *, beside: bool) -> Iterator[None]:
-        """Measure the limit around what is inside, where that is what the ceilings are for."""
+        """Measure the limit before and after the block, if the ceilings match `beside`."""
         if beside != self._ceilings.beside:
             yield
             return
@@ -235,7 +236,7 @@ class Comparison:
         rates.append(measured)
 
     def _recorded(self, deployment: Deployment | Replicas, cuts: Sequence[Cut]) -> Run:
-        """Return what the last stream left, as a run that is read."""
+        """Return the traces of the last stream as a run."""
         facts = stream_facts(
             deployment, deployment.last_report, model=self._zoo.name, cuts=[cut.name for cut in cuts],
             threads=self._threads,

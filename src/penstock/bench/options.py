@@ -11,9 +11,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     num_images: Annotated[int, Meta(ge=1, description="Images per pass.")] = 500
     serial_images: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Images of the serial run, if fewer.")
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Images of the serial run. Default: as many as per pass.")
     ] = None
-    passes: Annotated[int, Meta(ge=1, description="Counted passes per row; the full protocol has 5.")] = 1
+    passes: Annotated[int, Meta(ge=1, description="Counted passes per row, 5 in the full protocol.")] = 1
     microbatch_size: int = 1
     depth: Annotated[int, Meta(ge=1, description="Microbatches that may wait at a cut.")] = 2
     seed: int = 0

@@ -1,8 +1,8 @@
-"""The peer to compare with: torch.distributed.pipelining on the same devices.
+"""The peer for comparison: torch.distributed.pipelining on the same devices.
 
-The model is cut with `pipeline()` at the given modules, and ScheduleGPipe runs one microbatch for each
-image, all in one step. Unlike a stage of ours, every process builds the whole model by itself, from the name on its own
-command line: no process can be told over the network to load a model.
+The model is cut with `pipeline()` at the given modules, and ScheduleGPipe runs one microbatch for each image, all in
+one step. Unlike with Penstock's stages, every process builds the whole model itself, from the name on its own command
+line: a process cannot be made to load a model over the network.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run of the peer: where stages begin, as in `("blocks.3", "blocks.6")`, on which ranks, of how much."""
+    """A run of the peer: first modules of stages, as in `("blocks.3", "blocks.6")`, ranks, microbatches."""
 
     modules: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -38,16 +38,16 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     number: int
 
     def document(self) -> DoMore:
-        """Return the job for the other processes, which know the model by the command that started them."""
+        """Return the job for the other processes, which have the model's name from their command line."""
         return DoMore(name=PEER, settings=msgspec.to_builtins(self))
 
 
 def run_peer(world: World, settings: PeerSettings, model: nn.Module, example: Tensor) -> float:
-    """Run the peer's pipeline on the ranks that take part; returns the seconds of the slowest, on each of them.
+    """Run the peer's pipeline on the participating ranks; return the seconds of the slowest, on each of them.
 
-    `example` is one microbatch. Raises what torch raises for a model that it cannot cut.
+    `example` is one microbatch. Raises torch's exceptions for a model that it cannot cut.
     """
-    # loaded only where the peer runs: it brings in torch.export and a good part of a second
+    # imported only if the peer runs: it imports torch.export, which takes a good part of a second
     from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
     torch.set_num_threads(settings.threads)
@@ -87,7 +87,7 @@ def block_after(cut: Cut) -> str:
 
 
 def do_peer(world: World, settings: PeerSettings, model: str, seed: int) -> float | None:
-    """Take part in a run of a model that this process's own command line names."""
+    """Take part in a run of the model on this process's own command line."""
     if world.rank not in settings.ranks:
         return None
     zoo = load_model(model, seed=seed, whole=True)
@@ -96,7 +96,7 @@ def do_peer(world: World, settings: PeerSettings, model: str, seed: int) -> floa
 
 
 def peer_job(model: str, seed: int) -> dict[str, Job]:
-    """Return the job that lets a process of `penstock bench --peer` take part; see `engine.worker.work`."""
+    """Return the job of a process of `penstock bench --peer`; see `deploy.worker.work`."""
     return {PEER: lambda world, settings: do_peer(world, check_settings(settings, PeerSettings), model, seed)}
 
 

@@ -1,4 +1,4 @@
-"""Inputs whose results are known, what came of streaming them through one row's pipeline, and what limited it."""
+"""Inputs with known results, measurements of streaming them through one row's pipeline, and its limit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _NUM_DISTINCT = 8
 
 
 class Samples:
-    """A few distinct inputs of a model, which a stream takes round-robin, and what they should return.
+    """A few distinct inputs of a model, which a stream takes round-robin, and their expected results.
 
     Example:
         samples = Samples(zoo, graph, {"batch": 1})
@@ -39,7 +39,7 @@ class Samples:
         self._expected: Sequence[Sequence[Tensor]] = ()
 
     def expect(self, outputs: Sequence[Sequence[Tensor]]) -> None:
-        """Take these outputs for the right ones, unless there are some already."""
+        """Set the expected outputs, unless already set."""
         self._expected = self._expected or outputs
 
     def feed(self, count: int) -> Iterator[Microbatch]:
@@ -53,7 +53,7 @@ class Samples:
 
 
 class Difference:
-    """How far results are from the expected ones: equal or not, the largest distance, how often the top is the same."""
+    """Difference between results and expected ones: equality, the largest distance, top-1 agreement."""
 
     def __init__(self, expected: Sequence[Sequence[Tensor]]) -> None:
         self._expected = expected
@@ -73,14 +73,14 @@ class Difference:
 
     @property
     def top1_agreement(self) -> float | None:
-        """The part of the rows whose largest output is at the same place; None where outputs are no scores of rows."""
+        """Fraction of the rows whose largest output is at the same place; None if outputs are not scores of rows."""
         return self._alike / self._rows if self._rows else None
 
 
 def _example_input(
     zoo: ZooModel, graph: Graph, index: int, sizes: Mapping[str, int], generator: torch.Generator
 ) -> Tensor:
-    """Make one input like the example: other numbers where it has floats, other rows where it has integers."""
+    """Make one input like the example, with other floats, or other integers."""
     value = graph.tensor_inputs()[index]
     if value.dtype.is_floating_point:
         return random_input(value, dict(sizes), generator)

@@ -1,4 +1,4 @@
-"""What training a graph's units takes: seconds forward and backward, and the bytes kept in between."""
+"""Training costs of a graph's units: seconds forward and backward, and the bytes kept in between."""
 
 import statistics
 import time
@@ -22,19 +22,19 @@ Loss = Callable[[Sequence[Tensor], int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TrainingSeconds:
-    """What every unit takes for one batch size, as it goes forward and as it goes backward."""
+    """Seconds of every unit for one batch size, forward and backward."""
 
     forward: Seconds
     backward: Seconds
 
 
 class Trainable:
-    """A graph in training mode in parts that go forward and backward one after the other in this process.
+    """A graph in training mode, in parts that run forward and backward in sequence in this process.
 
     Example:
         forward_s, backward_s = Trainable(graph, load, list(Cuts(graph))).step({"batch": 4}, time.perf_counter)
 
-    Everything that is a parameter is trained. Needs the whole model in memory, with gradients.
+    All parameters are trained. Needs the whole model in memory, with gradients.
     """
 
     def __init__(self, graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut]) -> None:
@@ -46,9 +46,9 @@ class Trainable:
         self._inputs = {value.name: value for value in graph.tensor_inputs()}
 
     def step(self, sizes: Mapping[str, int], clock: Callable[[], float]) -> tuple[list[float], list[float]]:
-        """Take one microbatch forward and back; return the seconds of every part in both directions.
+        """Run one microbatch forward and backward; return the seconds of every part in both directions.
 
-        Whatever else rises may be read in place of a clock, at the beginning and the end of each part.
+        Instead of a clock any increasing counter may be read, at the beginning and the end of each part.
         """
         forward_s = []
         passed = []
@@ -67,7 +67,9 @@ class Trainable:
         return forward_s, backward_s[::-1]
 
     def kept_bytes(self, sizes: Mapping[str, int]) -> list[int]:
-        """Return what every part's forward keeps for its backward, beside parameters; each tensor counts once."""
+        """Return the bytes that every part's forward keeps for its backward, without parameters; each tensor counts
+        once.
+        """
         held = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
         found: list[list[int]] = [[]]
 
@@ -78,7 +80,7 @@ class Trainable:
                 found[-1].append(storage.nbytes())
             return tensor
 
-        passed = []  # so that no storage's place is given to another tensor
+        passed = []  # prevents reuse of a storage's address by another tensor
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             for _, given, outputs in self._forward(sizes, lambda: 0.0):
                 passed.append((given, outputs))
@@ -86,7 +88,7 @@ class Trainable:
         return [sum(sizes_of_part) for sizes_of_part in found[:-1]]
 
     def outputs(self, sizes: Mapping[str, int]) -> list[Tensor]:
-        """Return what the model puts out for random inputs."""
+        """Return the model's outputs for random inputs."""
         *_, (_, _, outputs) = self._forward(sizes, lambda: 0.0)
         return outputs
 
@@ -117,8 +119,8 @@ def measure_training(
 ) -> list[TrainingSeconds]:
     """Time every unit between possible cuts forward and backward, for each batch size.
 
-    Units are timed in passes of one unit after the other, which stops the flow of gradients at each cut as a
-    stage's end does; both directions are then brought to those of passes of the whole model.
+    Units are timed in passes unit by unit, which stop gradients at each cut like a stage's end; both directions are
+    then scaled to those of passes of the whole model.
     """
     torch.set_num_threads(timing.threads)
     units, whole = Trainable(graph, load, cuts), Trainable(graph, load, [])
@@ -149,9 +151,9 @@ def _loss_s(outputs: Sequence[Tensor], rows: int, loss: Loss, timing: Timing) ->
 
 
 def measure_update_s_per_byte(timing: Timing) -> float:
-    """Time what follows a step: gradients divided by their count, AdamW's step, gradients let go; per byte of weights.
+    """Time the end of a step: gradients divided by their count, AdamW's step, gradients released; per byte of weights.
 
-    With weights of the size of a transformer's, of which many do not fit the caches together.
+    Uses weights of the size of a transformer's, too large for the caches together.
     """
     torch.set_num_threads(timing.threads)
     weights = [torch.zeros(_UPDATED, requires_grad=True) for _ in range(4)]
@@ -170,7 +172,7 @@ def measure_update_s_per_byte(timing: Timing) -> float:
 
 
 def measure_sum_s_per_byte(timing: Timing) -> float:
-    """Time what a bucket of gradients takes beside its messages, per byte: laid side by side, another's added."""
+    """Time a bucket of gradients without its messages, per byte: concatenation, and addition of another one."""
     torch.set_num_threads(timing.threads)
     gradients = [torch.ones(_UPDATED // 4) for _ in range(4)]
     other = torch.ones(_UPDATED)

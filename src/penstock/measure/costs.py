@@ -1,4 +1,4 @@
-"""What a graph's operations and units take: seconds in place at several batch sizes, and bytes."""
+"""Costs of a graph's operations and units: seconds within the model at several batch sizes, and bytes."""
 
 import math
 import statistics
@@ -39,7 +39,7 @@ def measure_work(
 
 
 def random_input(value: Value, sizes: dict[str, int], generator: torch.Generator | None = None) -> Tensor:
-    """Make a random tensor for an input: normal floats, and ones where integers or booleans are wanted."""
+    """Make a random tensor for an input: normal floats, or ones for integers and booleans."""
     shape = value.evaluate(sizes)
     if value.dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(value.dtype)
@@ -63,7 +63,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How units are timed: batch sizes, threads, and passes at the smallest size; larger ones vary less."""
+    """Settings of timing units: batch sizes, threads, and passes at the smallest size; larger ones vary less."""
 
     rows: Sequence[int]
     threads: int = 1
@@ -71,7 +71,7 @@ class Timing:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """CPU time where one thread works, so that other work on the machine does not count; else the time of day."""
+        """CPU time with one thread, so that other work on the machine does not count; else wall time."""
         return time.thread_time if self.threads == 1 else time.perf_counter
 
     def repeats_for(self, rows: int) -> int:
@@ -161,7 +161,7 @@ def working_bytes(graph: Graph, positions: Sequence[int], rows: int) -> list[flo
         for name in used:
             lives[name][1] = index
         shared = [owner[name] for name in effect(op).shares if name in owner]
-        owner[op.name] = shared[0] if shared else op.name  # a view keeps what it views
+        owner[op.name] = shared[0] if shared else op.name  # a view keeps its base alive
         if not shared:
             lives[op.name] = [index, index]
     sizes = graph.sizes(rows)
@@ -175,6 +175,6 @@ def working_bytes(graph: Graph, positions: Sequence[int], rows: int) -> list[flo
 
 
 def line_through(values: Iterable[Value], graph: Graph) -> tuple[float, float]:
-    """Return bytes per row and constant bytes of some values; exact where sizes grow evenly with rows."""
+    """Return bytes per row and constant bytes of some values; exact if sizes are linear in rows."""
     one, two = (sum(value.num_bytes(graph.sizes(rows)) for value in values) for rows in (1, 2))
     return float(two - one), float(2 * one - two)

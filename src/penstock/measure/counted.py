@@ -1,4 +1,4 @@
-"""A profile without measuring: what a model's parts cost, counted from shapes."""
+"""A profile without measurements: costs of a model's parts counted from shapes."""
 
 from itertools import accumulate, pairwise
 
@@ -12,9 +12,9 @@ from penstock.spec.profile import Profile, Unit
 
 
 def counted_profile(graph: Graph, rows: int) -> Profile:
-    """Return a profile of a graph for microbatches of some rows, in seconds of a nominal core.
+    """Return a profile of a graph for microbatches of n rows, in seconds of a nominal core.
 
-    They are right in proportion: enough to plan for devices whose speeds are observed with the same counts.
+    They are proportional to the true times, which suffices for devices whose speeds are observed with the same counts.
 
     Example:
         plan = make_plan(counted_profile(graph, rows=1), cluster)

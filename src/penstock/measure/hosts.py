@@ -1,4 +1,4 @@
-"""How fast the hosts of a cluster are, what lies between them, and what messages cost in CPU time."""
+"""Measurements of a cluster: speeds of hosts, links, and CPU time of messages."""
 
 import itertools
 import statistics
@@ -35,10 +35,10 @@ from penstock.transport.base import (
 from penstock.transport.collectives import all_gather
 from penstock.zoo.weights.weights import ModuleWeights
 
-_FEW, _MANY = 16, 150_000  # numbers in a message: hardly any, and what a small ViT sends
+_FEW, _MANY = 16, 150_000  # numbers in a message: almost none, and as many as a small ViT sends
 _BYTES_PER_NUMBER = 4
 
-# far from the numbers of a run's own jobs, whose channels these must not meet
+# far from the numbers of a run's own jobs, to avoid sharing their channels
 _JOBS = 1_000_000
 
 
@@ -65,17 +65,17 @@ class _Give(_Stage):
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """CPU seconds per microbatch beside computing: of the last stage's process, and of the one that feeds."""
+    """CPU seconds per microbatch without computing: of the last stage's process, and of the driver."""
 
     stage_s: float
     feeder_s: float
 
 
 def measure_messages(world: World | None = None, *, num_microbatches: int = 100) -> MessageCosts:
-    """Measure the CPU seconds of a stage per microbatch and per byte, and of the process that feeds it.
+    """Measure the CPU seconds of a stage per microbatch and per byte, and of the driver.
 
-    What the stage's process takes beside its computing is laid to messages: the threads that move bytes, the
-    executor, the heartbeat. A process that feeds and holds the first stage, or all, takes less than the two apart.
+    CPU time of the stage's process outside computing is attributed to messages: the threads that move bytes, the
+    executor, the heartbeat. A driver that holds the first stage, or all, takes less than two separate processes.
     Without a world, or with no other device in it, a worker is started on this machine.
 
     Example:
@@ -146,7 +146,7 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredHosts:
-    """What was measured: seconds of a calibration round per rank, all at once; links; what messages cost."""
+    """Measurements: seconds of a calibration round per rank, in parallel; links; costs of messages."""
 
     calibration_s: list[float]
     links: list[MeasuredLink]
@@ -154,14 +154,14 @@ class MeasuredHosts:
 
 
 def measure_hosts(world: World, *, seconds: float = 2.0, threads: int = 1) -> MeasuredHosts | None:
-    """Measure a world whose processes all call this; the one that feeds gets the figures, the others None.
+    """Measure a world whose processes all call this; return the figures on the driver, None elsewhere.
 
     Example:
         with join_torchrun(followed=True) as world:
             measured = measure_hosts(world)
 
-    Hosts are calibrated at the same time, so that what they take from each other is in the figures; links
-    one after the other, in both directions.
+    Hosts are calibrated simultaneously, so that contention between them is included; links in sequence, in both
+    directions.
     """
     transport = world.transport
     all_gather(transport, {})  # once every rank is here
@@ -206,5 +206,5 @@ def _measure_link(transport: Transport, source: int, target: int) -> tuple[float
         send_tensor(transport, torch.zeros(num_bytes, dtype=torch.uint8), target)
         receive_bytes(transport, target, limit=WORD_BYTES)
         taken.append(time.perf_counter() - begin)
-    # the difference leaves out what every message costs, and what a link lets through at once
+    # the difference excludes the fixed cost of a message, and a link's burst
     return (_LINK_BYTES - _LINK_BYTES // 8) / max(1e-9, taken[1] - taken[0]), statistics.median(trips) / 2

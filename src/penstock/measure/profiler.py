@@ -1,4 +1,4 @@
-"""Make a profile: what a model and its data cost on this kind of device."""
+"""Measurement of a profile: costs of a model and its data on this kind of device."""
 
 import os
 import platform
@@ -36,7 +36,7 @@ ROWS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class MessageCosts:
-    """CPU seconds that messages take, beside the model's own work; see `measure_messages`."""
+    """CPU seconds of messages, without the model's own work; see `measure_messages`."""
 
     send_s_per_byte: float = 0.0
     receive_s_per_byte: float = 0.0
@@ -52,15 +52,15 @@ def profile_graph(
     training: bool = False, loss: Loss | None = None, messages: MessageCosts | None = None,
     cuts: Sequence[Cut] | None = None,
 ) -> Profile:  # fmt: skip
-    """Measure what every range between possible cuts takes, or between those given, at several batch sizes.
+    """Measure every range between possible or given cuts at several batch sizes.
 
     Example:
         profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages())
 
-    Needs the whole model in memory. Seconds are this device's with `threads` threads. With `training` the graph is
-    that of a model in training mode, and units get what they take backward and keep until then, the last one with
-    what `loss` takes. What belongs to the machine or the data and not to the graph is left at 0: base_bytes,
-    script_bytes, calibration_s, loader_s_per_row.
+    Needs the whole model in memory. Seconds are this device's with `threads` threads. With `training` the graph must be
+    of a model in training mode, and units get their backward seconds and kept bytes, the last one including `loss`.
+    Values of the machine or the data rather than the graph are left at 0: base_bytes, script_bytes, calibration_s,
+    loader_s_per_row.
     """
     cuts = list(Cuts(graph) if cuts is None else cuts)
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
@@ -114,9 +114,9 @@ def _with_loss(unit: Unit, seconds: Sequence[tuple[float, float]]) -> Unit:
 
 
 def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, after: Boundary | None = None) -> Unit:
-    """Add what is kept until a backward, and take its working memory where that is more, for `rows` rows.
+    """Add the bytes kept until a backward, and use its working memory if that is larger, for `rows` rows.
 
-    The backward of a unit begins with the gradient of what crosses after it.
+    The backward of a unit begins with the gradient of the values that cross after it.
     """
     per_row, constant = needs.working_per_row, needs.working
     if after is not None:
@@ -127,7 +127,7 @@ def _with_bytes(unit: Unit, needs: TrainingBytes, rows: int, after: Boundary | N
 
 
 def boundaries_of(graph: Graph, cuts: Sequence[Cut]) -> tuple[Boundary, ...]:
-    """Return a graph's ends and cuts, with what crosses there."""
+    """Return a graph's ends and cuts, with the bytes that cross there."""
     results = [graph.values[output.name] for output in graph.outputs if hasattr(output, "name")]
     groups = [("input", graph.tensor_inputs()), *((cut.name, cut.crossing) for cut in cuts), ("output", results)]
     boundaries = []
@@ -147,7 +147,7 @@ def device_kind() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-# under torchrun and on hosts a worker is the verb's own process, which has more than one that a process here starts
+# under torchrun and on hosts a worker is the verb's own process, which is larger than a locally started worker
 _MEASURE_BASE = """
 import torch
 import penstock.cli.main
@@ -161,24 +161,24 @@ print(penstock.memory.anonymous_bytes())
 
 
 def script_bytes(base_bytes: float) -> float:
-    """Return what this process takes beside a worker's base: call it with the model captured and no weights loaded.
+    """Return this process's memory beyond a worker's base: call it with the model captured and no weights loaded.
 
-    A process that feeds has the model's library and graph too, and so has every process that trains.
+    The driver also has the model's library and graph, and so does every process that trains.
     """
     return max(0.0, (anonymous_bytes() or 0.0) - base_bytes)
 
 
 def worker_bytes() -> float:
-    """Measure what a process that could hold a stage takes before it holds one: anonymous memory, in bytes.
+    """Measure the anonymous memory of a worker process before it holds a stage, in bytes.
 
-    Raises `RunError` on systems that do not say.
+    Raises `RunError` on systems that do not report it.
     """
     env = {**os.environ, "PYTHONPATH": module_path()}
     done = subprocess.run(code_command(_MEASURE_BASE), env=env, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise RunError(f"a worker's memory could not be measured: {(done.stderr.splitlines() or ['no reason'])[-1]}")
     if done.stdout.strip() == "None":
-        raise RunError("this system does not say how much memory a process has in use, so plans cannot respect it")
+        raise RunError("this system does not report the memory of a process, so plans cannot respect it")
     return float(done.stdout)
 
 
@@ -191,14 +191,14 @@ def measure_rows(rows: Sequence[object]) -> float:
 
 
 def measure_loader(model: ZooModel, images: ImageSet) -> float:
-    """Return the median CPU seconds that one image takes to be read and prepared for a model.
+    """Return the median CPU seconds of reading and preprocessing one image for a model.
 
-    Looks at up to 32 images, spread over the set; images that cannot be read do not count.
+    Uses up to 32 images, spread over the set; images that cannot be read do not count.
 
     Example:
         loader_s_per_row = measure_loader(load_model("timm:deit_small_patch16_224"), open_images("photos/"))
 
-    Raises `UsageError` for a model that takes no images, and `DataError` where none can be read.
+    Raises `UsageError` for a model that takes no images, and `DataError` if none can be read.
     """
     transform = model.transform
     if transform is None:

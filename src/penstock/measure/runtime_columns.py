@@ -1,4 +1,4 @@
-"""What a whole model takes on other runtimes than eager, and how far their outputs are from eager's."""
+"""Times of a whole model on other runtimes than eager, and the errors of their outputs relative to eager."""
 
 import statistics
 import time
@@ -24,12 +24,12 @@ _INPUTS = 3
 def measure_runtimes(
     graph: Graph, load: Callable[[State], Tensor], choices: Sequence[RuntimeChoice], timing: Timing
 ) -> tuple[RuntimeColumn, ...]:  # fmt: skip
-    """Return a column for each runtime, measured at every batch size in turns with eager, on random inputs.
+    """Measure a column for each runtime at every batch size, alternating with eager, on random inputs.
 
     Example:
         measure_runtimes(graph, load, [RuntimeChoice("openvino", "bfloat16")], Timing((1, 4)))
 
-    Needs the whole model in memory. What cannot run the model, or is not installed, is left out with a note.
+    Needs the whole model in memory. Runtimes that cannot run the model, or are not installed, are left out with a note.
     """
     if not choices:
         return ()
@@ -82,7 +82,7 @@ def _run(runtime: StageRuntime, sizes: Mapping[str, int], inputs: Sequence[Tenso
 
 
 def relative_error(wanted: Tensor, found: Tensor) -> float:
-    """Return the length of a difference, as a part of the length of what is wanted.
+    """Return the norm of a difference, relative to the norm of the expected tensor.
 
     >>> relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
     0.1

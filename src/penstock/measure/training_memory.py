@@ -1,4 +1,4 @@
-"""What training takes of memory beside weights, gradients and optimizer state: the bytes of tensors, unit by unit."""
+"""Memory of training beyond weights, gradients and optimizer state: the bytes of tensors, unit by unit."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,18 +16,18 @@ from penstock.measure.backward import Loss, Trainable
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make, until they are gone; backward as well as forward.
+    """A counter of the live bytes of tensors made by operations, forward and backward.
 
-    Called like a clock at the beginning and at the end of something, it gives what rises by the most bytes that
-    were held in between, beside those that were there when it began.
+    Called like a clock at the beginning and at the end of a block, its difference is the peak of bytes held in between,
+    beyond those held at the beginning.
 
     Example:
         with LiveBytes() as meter:
             begin = meter()
             result = function()
-        print(meter() - begin, meter.held)      # at most, and what is left
+        print(meter() - begin, meter.held)      # the peak, and the remaining bytes
 
-    What an operator's kernel holds within itself is not seen.
+    Memory internal to an operator's kernel is not counted.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __call__(self) -> float:
-        """Begin, and return 0; or end, and return the most bytes since then."""
+        """Begin, and return 0; or end, and return the peak since then."""
         self._running = not self._running
         if self._running:
             self._began = self._most = self.held
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         return float(self._most - self._began)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do the operation and look at what it made."""
+        """Run the operation and count its results."""
         result = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(result):
@@ -73,9 +73,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBytes:
-    """What a unit, or the loss, keeps until its backward, and what its backward takes at most beside that.
+    """Bytes that a unit, or the loss, keeps until its backward, and the peak of its backward beyond that.
 
-    Both for one row, and what does not depend on rows.
+    Both per row, with a constant for the peak.
     """
 
     kept_per_row: float
@@ -84,7 +84,7 @@ class TrainingBytes:
 
 
 def unit_bytes(graph: Graph, load: Callable[[State], Tensor], cuts: Sequence[Cut]) -> list[TrainingBytes]:
-    """Measure the memory of every unit: of a step that finds gradients to add its own to, as all but the first do."""
+    """Measure the memory of every unit, in a step that accumulates into existing gradients, like all but the first."""
     units = Trainable(graph, load, cuts)
     kept = _lines(graph, lambda rows: units.kept_bytes(graph.sizes(rows)))
 
@@ -120,7 +120,7 @@ def _few_rows(graph: Graph) -> int:
 
 
 def _lines(graph: Graph, measured: Callable[[int], Sequence[float]]) -> list[tuple[float, float]]:
-    """Return what grows with rows, per row, and what does not, of bytes measured for a number of rows."""
+    """Split bytes measured at several numbers of rows into bytes per row and constant bytes."""
     rows = _few_rows(graph)
     some = measured(rows)
     if graph.fixed_batch:

@@ -84,38 +84,44 @@ def test_without_a_device() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("devices = 3", r"devices are \[\[devices\]\] tables"),
-        ("a =", "a cluster file is TOML, but this one is not"),
-        ("", "a cluster has at least one device"),
-        ("[[devices]]\nname = 'a'", "device a has no speed; add it"),
-        ("[[devices]]\nname = 'a'\nspede = 1", "has the fields .* not 'spede'; did you mean 'speed'"),
-        ("[[devices]]\nname = 'a'\nspeed = 'x'\nmemory = '1 GiB'", "speed of device a is a number, not 'x'"),
-        ("[[devices]]\nname = 'a'\nspeed = 0\nmemory = '1 GiB'", "speed is above 0, but a has 0"),
-        ("[[devices]]\nname = 'a'\nspeed = 1\nmemory = 'much'", "memory of device a: a size is a number and a unit"),
+        ("devices = 3", r"devices must be \[\[devices\]\] tables"),
+        ("a =", "a cluster file must be TOML"),
+        ("", "a cluster must have at least one device"),
+        ("[[devices]]\nname = 'a'", "speed of device a not found; add it"),
+        ("[[devices]]\nname = 'a'\nspede = 1", "must be among .*; got 'spede'; did you mean 'speed'"),
+        ("[[devices]]\nname = 'a'\nspeed = 'x'\nmemory = '1 GiB'", "speed of device a must be a number; got 'x'"),
+        ("[[devices]]\nname = 'a'\nspeed = 0\nmemory = '1 GiB'", "speed must be above 0; a has 0"),
+        (
+            "[[devices]]\nname = 'a'\nspeed = 1\nmemory = 'much'",
+            "memory of device a: a size must be a number and a unit",
+        ),
         (
             "feeder = 'b'\n[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'",
-            "the feeder is one of the devices, not 'b'",
+            "the feeder must be one of the devices; got 'b'",
         ),
-        ("latency = '3'\n[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'", "latency of the cluster: a duration is"),
-        ("[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'\n[[hosts]]\nname = 'h'", "not both; keep one kind"),
+        (
+            "latency = '3'\n[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'",
+            "latency of the cluster: a duration must be",
+        ),
+        ("[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'\n[[hosts]]\nname = 'h'", "keep one kind"),
         (
             "[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'\n[[links]]\nbetween = ['a', 'b']",
-            "a link is between devices, not 'b'",
+            "a link must be between devices; got 'b'",
         ),
         (
             "[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'\n[[links]]\nbetween = ['a', 'a']",
-            "a link is between two devices and given once, not a and a",
+            "a link must be between two devices and given once; got a and a",
         ),
         (
             "[[devices]]\nname = '../../x'\nspeed = 1\nmemory = '1 B'",
-            "a device's name is 1 to 128 letters, digits or .*, not '../../x'; rename it",
+            "a device's name is 1 to 128 letters, digits or .*; got '../../x'; rename it",
         ),
-        ('[[devices]]\nname = "a\\nb"\nspede = 1', r"a device's name is 1 to 128 letters.*, not 'a\\nb'; rename it"),
+        ('[[devices]]\nname = "a\\nb"\nspede = 1', r"a device's name is 1 to 128 letters.*; got 'a\\nb'; rename it"),
         (
             "[[hosts]]\nname = '/'\ncpu = 1\nmemory = '1 B'",
-            "a device's name is 1 to 128 letters, digits or .*, not '/'",
+            "a device's name is 1 to 128 letters, digits or .*; got '/'",
         ),
-        (2 * "[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'\n", "each device has its own name, but 'a'"),
+        (2 * "[[devices]]\nname = 'a'\nspeed = 1\nmemory = '1 B'\n", "names of devices must be unique; 'a'"),
     ],
 )
 def test_wrong_files(text: str, message: str) -> None:
@@ -124,14 +130,14 @@ def test_wrong_files(text: str, message: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"a cluster file must be readable, but .* is not \(No such file"):
+    with pytest.raises(ClusterError, match=r"cluster file .* cannot be read \(No such file"):
         read_cluster(tmp_path / "none.toml")
 
 
 def test_durations() -> None:
     assert parse_seconds("0.2 ms") == 0.2e-3
     assert parse_seconds("50us") == 50e-6
-    with pytest.raises(UsageError, match="a duration is a number and a unit, not '5'"):
+    with pytest.raises(UsageError, match="a duration must be a number and a unit; got '5'"):
         parse_seconds("5")
 
 

@@ -44,24 +44,24 @@ def test_lines_are_kept(rows: int, start: float, slope: float) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rows": ()}, r"rows are batch sizes from 1 up in rising order, not \[\]"),
-        ({"rows": (4, 1)}, r"rows are batch sizes from 1 up in rising order, not \[4, 1\]"),
-        ({"rows": (1, 2)}, r"units\[0\].forward_s has one number for each of the profile's 2 batch sizes, not 1"),
-        ({"units": ()}, "one boundary more than units and at least one unit, not 3 boundaries and 0 units"),
-        ({"feed_s": -1.0}, "feed_s is a number from 0 up, not -1"),
+        ({"rows": ()}, r"rows must be batch sizes of at least 1 in rising order; got \[\]"),
+        ({"rows": (4, 1)}, r"rows must be batch sizes of at least 1 in rising order; got \[4, 1\]"),
+        ({"rows": (1, 2)}, r"units\[0\].forward_s must have one number for each of the profile's 2 batch sizes; got 1"),
+        ({"units": ()}, "got 3 boundaries and 0 units"),
+        ({"feed_s": -1.0}, "feed_s must be a number of at least 0; got -1"),
         (
             {"feed_s": 0.1, "own_input_s": 0.1, "own_output_s": 0.1},
             r"own_input_s and own_output_s are at most stage_overhead_s, feed_s and result_s together, not 0.2 of 0.1",
         ),
-        ({"threads": 0}, "threads is at least 1, not 0"),
-        ({"version": 2}, "this penstock reads profiles of version 1, not 2"),
+        ({"threads": 0}, "threads must be at least 1; got 0"),
+        ({"version": 2}, "must be 1; got 2"),
         (
             {"boundaries": (Boundary(name="a", bytes_per_row=1),) * 3},
-            "each boundary has its own name, but 'a' is given twice",
+            "names of boundaries must be unique; 'a' is given twice",
         ),
         (
             {"units": tuple(Unit(forward_s=(1.0,), parameters=(("w", size),)) for size in (3, 4))},
-            r"a tensor has one size, but w has 3 and 4 bytes in units\[1\].parameters",
+            r"a tensor must have one size; w has 3 and 4 bytes in units\[1\].parameters",
         ),
     ],
 )
@@ -73,5 +73,5 @@ def test_parts_that_do_not_fit_together(change: dict[str, Any], message: str) ->
 def test_a_file_that_is_no_profile(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     file.write_text('{"model": 3}')
-    with pytest.raises(ProfileError, match=r"profile.json: a profile does not hold what it should at model: Expected"):
+    with pytest.raises(ProfileError, match=r"profile.json: a profile is not valid at model: Expected"):
         read_profile(file)

@@ -64,10 +64,10 @@ def test_a_folder_is_read_on_one_clock(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has no run\.json"):
+    with pytest.raises(DataError, match=r"run\.json not found"):
         read_run(tmp_path)
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(DataError, match="does not hold what a run leaves"):
+    with pytest.raises(DataError, match="does not hold a valid run"):
         read_run(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="choose another folder"):

@@ -1,1 +1,1 @@
-"""What is measured, what there is, and what is to be done, as values that can be saved and loaded. No torch here."""
+"""Profiles, clusters and plans as values that can be saved and loaded, without torch."""

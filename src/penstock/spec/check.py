@@ -1,4 +1,4 @@
-"""Refuse a plan that contradicts itself, or what it is used with: one line with the field and the reason."""
+"""Checks of a plan against itself and its inputs, with one-line errors that have the field and the reason."""
 
 import math
 import os
@@ -55,15 +55,15 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_purpose(plan: Plan, *, trains: bool) -> None:
-    """Raise `PlanError` unless the plan is for training, or for inference, as is wanted."""
+    """Raise `PlanError` unless the plan's purpose, training or inference, matches `trains`."""
     if trains and not plan.trains:
         raise PlanError(
-            "the plan is for inference, but the model is to be trained; plan with --schedule 1f1b and --batch-size, "
-            "from a profile made with --training"
+            "the plan must be for training; got one for inference; plan with --schedule 1f1b and --batch-size, from "
+            "a profile made with --training"
         )
     if not trains and plan.trains:
         raise PlanError(
-            f"the plan is for training (schedule {plan.schedule}), but the model is to stream; plan without "
+            f"the plan must be for inference; got one for training (schedule {plan.schedule}); plan without "
             "--schedule, from a profile made without --training"
         )
 
@@ -95,11 +95,11 @@ def check_devices(plan: Plan, cluster: Cluster) -> None:
 
 
 def check_made_from(plan: Plan, profile: Profile, cluster: Cluster) -> None:
-    """Raise `PlanError` unless the plan was made from this profile and this cluster, as they are now."""
+    """Raise `PlanError` unless the plan was made from exactly this profile and this cluster."""
     made_from = {"graph": profile.graph, "profile": fingerprint(profile), "cluster": fingerprint(cluster)}
     for field, made in made_from.items():
         if (given := getattr(plan, field)) != made:
-            raise PlanError(f"{field} of the plan is {given}, but what is given here is {made}; plan again")
+            raise PlanError(f"{field} of the plan is {given}; got {made}; replan")
     check_cuts(plan, profile.cuts)
     check_devices(plan, cluster)
 
@@ -120,18 +120,20 @@ def _check_schedule(plan: Plan) -> None:
             _refuse(f"pipelines[{index}].cut_sets", f"has one cut set with the schedule {plan.schedule}",
                     len(pipeline.cut_sets))  # fmt: skip
     if not 0 <= plan.optimizer_state_factor < math.inf:
-        _refuse("optimizer_state_factor", "is from 0 up", plan.optimizer_state_factor)
+        _refuse("optimizer_state_factor", "is at least 0", plan.optimizer_state_factor)
 
 
 def _check_devices_once(plan: Plan) -> None:
-    """Check that each device holds one stage, or those of one pipeline that are interleaved on it."""
+    """Check that each device holds one stage, or the interleaved stages of one pipeline."""
     interleaved = plan.schedule == "interleaved"
     if interleaved and len(plan.pipelines) > 1:
         _refuse("pipelines", "has one pipeline with the schedule interleaved", f"{len(plan.pipelines)}")
     names = [name for _, name in _device_places(plan)]
     for place, (where, name) in enumerate(_device_places(plan)):
         if interleaved and name != names[place % len(plan.devices)]:
-            wanted = f"is that of stage {place % len(plan.devices)}, since stages go round-robin to the devices"
+            wanted = (
+                f"is that of stage {place % len(plan.devices)}, since stages are assigned round-robin to the devices"
+            )
             _refuse(where, wanted, repr(name))
         if not interleaved and names.count(name) > 1:
             _refuse(where, "is a device that holds no other stage", repr(name))
@@ -156,7 +158,7 @@ def _check_pipeline(where: str, pipeline: Pipeline, plan: Plan) -> None:
     if len(set(sets)) < len(sets):
         _refuse(f"{where}.cut_sets", "has each cut set once", f"{len(sets)} of which {len(set(sets))} differ")
     if len(sets) > 1 and any(len(stage.devices) > 1 for stage in pipeline.stages):
-        _refuse(f"{where}.cut_sets", "has one cut set where devices share a stage", f"{len(sets)}")
+        _refuse(f"{where}.cut_sets", "has one cut set if devices share a stage", f"{len(sets)}")
 
 
 def _check_stage(where: str, stage: Stage, plan: Plan) -> None:
@@ -188,7 +190,7 @@ def _check_prediction(plan: Plan) -> None:
     for index, load in enumerate(prediction.devices):
         for field in ("load_s", "memory_bytes"):
             if not 0 <= getattr(load, field) < math.inf:
-                _refuse(f"prediction.devices[{index}].{field}", "is from 0 up", getattr(load, field))
+                _refuse(f"prediction.devices[{index}].{field}", "is at least 0", getattr(load, field))
 
 
 def _check_parts(where: str, parts: Sequence[float]) -> None:
@@ -212,4 +214,4 @@ def _check_name(field: str, name: str) -> None:
 
 
 def _refuse(field: str, rule: str, value: object) -> None:
-    raise PlanError(f"{field} of a plan {rule}, not {value}; correct it or plan again")
+    raise PlanError(f"{field} of a plan {rule}; got {value}; correct it or replan")

@@ -1,27 +1,27 @@
-"""Which devices there are and what lies between them.
+"""Clusters: devices and the links between them.
 
 name = "office"                   # optional
-feeder = "desk"                   # loads the data and takes the results; optional, else the first device
-bandwidth = "1 Gbit/s"            # of every device that gives none; optional, else not limited
+feeder = "desk"                   # the driver: loads the data and receives the results; optional, else the first device
+bandwidth = "1 Gbit/s"            # of every device without one; optional, else not limited
 latency = "0.2 ms"                # optional
 [[devices]]
 name = "desk"
 speed = 1.0                       # times the speed of the device that was profiled
-memory = "8 GiB"                  # what penstock may use
+memory = "8 GiB"                  # memory for penstock
 threads = 4                       # optional
 address = "192.168.1.10"          # optional
-ssh = "pi@board0"                 # optional: what `ssh` calls it, if not by its address or name
-folder = "penstock"               # optional: where things lie there, from the home folder on; people who share a board
-venv = "penstock/.venv"           #   give each their own; and the virtual environment
-python = "python3"                # optional: what makes the virtual environment
-runtimes = ["onnxruntime:int8"]   # optional: what it computes on beside eager; all that a profile has, if not given
+ssh = "pi@board0"                 # optional: its `ssh` target, if not its address or name
+folder = "penstock"               # optional: folder on the machine, relative to the home folder; users who share it
+venv = "penstock/.venv"           #   need separate ones; and the virtual environment
+python = "python3"                # optional: interpreter that makes the virtual environment
+runtimes = ["onnxruntime:int8"]   # optional: its runtimes besides eager; default: all in a profile
 bandwidth = "100 Mbit/s"          # optional, as is latency
-[[links]]                         # optional: what two devices have between them, if not what each has
+[[links]]                         # optional: a specific link between two devices
 between = ["desk", "board"]
 bandwidth = "300 Mbit/s"
 latency = "2 ms"
 
-A lab file is a cluster file too: its hosts are devices, their share of a core is their speed.
+A lab file is also a cluster file: its hosts are devices, their share of a core is their speed.
 """
 
 import math
@@ -56,8 +56,8 @@ _LINK_FIELDS = ("between", "bandwidth", "latency")
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One device: its speed in multiples of the profiled one's, its memory, and its link to the others.
 
-    `bandwidth_bytes_per_s` is each direction's, and None where nothing limits it. `runtimes` are those that it has
-    beside eager, None for all that a profile has.
+    `bandwidth_bytes_per_s` is per direction, None if unlimited. `runtimes` are those available besides eager, None for
+    all in a profile.
 
     >>> Device(name="board", speed=0.25, memory_bytes=2**30).threads
     1
@@ -84,18 +84,18 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 )
         check_name("a device's name", self.name, ClusterError)
         if not 0 < self.speed < math.inf:
-            raise ClusterError(f"speed is above 0, but {self.name} has {self.speed:g}; write it like speed = 0.5")
+            raise ClusterError(f"speed must be above 0; {self.name} has {self.speed:g}; write it like speed = 0.5")
         if self.memory_bytes < 1:
             raise ClusterError(
-                f"memory is above 0, but {self.name} has {self.memory_bytes}; write it like memory = '1 GiB'"
+                f"memory must be above 0; {self.name} has {self.memory_bytes}; write it like memory = '1 GiB'"
             )
         if self.threads < 1:
-            raise ClusterError(f"threads is at least 1, but {self.name} has {self.threads}; write it like threads = 4")
+            raise ClusterError(f"threads must be at least 1; {self.name} has {self.threads}; write it like threads = 4")
         _check_link(self.name, self.bandwidth_bytes_per_s, self.latency_s)
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What two devices have between them, in both directions alike, instead of what each of them has."""
+    """A symmetric link between two devices, in place of their own."""
 
     between: tuple[str, str]
     bandwidth_bytes_per_s: float | None = None
@@ -106,9 +106,9 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The devices that a plan may use, the links between them, and the device that feeds.
+    """The devices that a plan may use, the links between them, and the driver.
 
-    Raises `ClusterError` where names repeat or are not known.
+    Raises `ClusterError` for repeated or unknown names.
 
     >>> Cluster(devices=(Device(name="a", speed=1, memory_bytes=2**30),)).feeding.name
     'a'
@@ -121,23 +121,25 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         if not self.devices:
-            raise ClusterError("a cluster has at least one device; write one [[devices]] table per device")
+            raise ClusterError("a cluster must have at least one device; write one [[devices]] table per device")
         names = [device.name for device in self.devices]
         known = set(names)
         if len(known) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ClusterError(f"each device has its own name, but {twice!r} is given twice; rename one")
+            raise ClusterError(f"names of devices must be unique; {twice!r} is given twice; rename one")
         if self.feeder and self.feeder not in known:
-            raise ClusterError(f"the feeder is one of the devices, not {self.feeder!r}{nearest(self.feeder, names)}")
+            raise ClusterError(
+                f"the feeder must be one of the devices; got {self.feeder!r}{nearest(self.feeder, names)}"
+            )
         pairs: set[frozenset[str]] = set()
         for link in self.links:
             for name in link.between:
                 if name not in known:
-                    raise ClusterError(f"a link is between devices, not {name!r}{nearest(name, names)}")
+                    raise ClusterError(f"a link must be between devices; got {name!r}{nearest(name, names)}")
             pair = frozenset(link.between)
             if len(pair) < 2 or pair in pairs:
                 raise ClusterError(
-                    f"a link is between two devices and given once, not {' and '.join(link.between)}; remove it"
+                    f"a link must be between two devices and given once; got {' and '.join(link.between)}; remove it"
                 )
             pairs.add(pair)
 
@@ -147,12 +149,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.device(self.feeder) if self.feeder else self.devices[0]
 
     def device(self, name: str) -> Device:
-        """Return the device of a name; raises `ClusterError` where there is none."""
+        """Return the device of a name; raises `ClusterError` if not found."""
         for device in self.devices:
             if device.name == name:
                 return device
         names = [device.name for device in self.devices]
-        raise ClusterError(f"there is no device {name!r} in {self.name}{nearest(name, names)}")
+        raise ClusterError(f"device {name!r} not found in {self.name}{nearest(name, names)}")
 
     def at_speeds(self, speeds: Mapping[str, float]) -> "Cluster":
         """Return the cluster with devices of these names at other speeds."""
@@ -160,10 +162,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return msgspec.structs.replace(self, devices=devices)
 
     def at_mean_speeds(self, speeds: Sequence[float]) -> "Cluster":
-        """Return the cluster with devices of other speeds; those that were equally fast before stay so, at their mean.
+        """Return the cluster with other speeds; devices with equal speeds before stay equal, at their mean.
 
-        Of two processes that do the same on equal devices one may be some percent faster throughout, which says
-        nothing about the next process there.
+        Of two identical processes on equal devices one may be some percent faster throughout, which does not carry over
+        to the next process.
 
         >>> text = "".join(f"[[devices]]\\nname='{name}'\\nmemory='1 GiB'\\nspeed={speed}\\n"
         ...                for name, speed in [("a", 1), ("b", 1), ("c", 0.5)])
@@ -176,7 +178,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.at_speeds({device.name: fmean(alike[device.speed]) for device in self.devices})
 
     def without(self, names: Collection[str]) -> "Cluster":
-        """Return the cluster without some devices; the first that is left feeds where the feeder is gone."""
+        """Return the cluster without some devices; if the driver is removed, the first remaining device replaces it."""
         return msgspec.structs.replace(
             self,
             devices=tuple(device for device in self.devices if device.name not in names),
@@ -196,11 +198,11 @@ def parse_cluster(text: str) -> Cluster:
     try:
         table = msgspec.toml.decode(text)
     except msgspec.DecodeError as error:
-        raise ClusterError(f"a cluster file is TOML, but this one is not: {error}; correct that line") from None
+        raise ClusterError(f"a cluster file must be TOML: {error}; correct that line") from None
     check_fields("a cluster file", table, _CLUSTER_FIELDS)
     devices, hosts = read_tables(table, "devices"), read_tables(table, "hosts")
     if devices and hosts:
-        raise ClusterError("a file has [[devices]] or, as a lab, [[hosts]], not both; keep one kind")
+        raise ClusterError("a file must have either [[devices]] or, for a lab, [[hosts]]; keep one kind")
     bandwidth = read_quantity("bandwidth of the cluster", table.get("bandwidth"), parse_rate)
     latency_s = read_quantity("latency of the cluster", table.get("latency"), parse_seconds) or 0.0
     kind = "host" if hosts else "device"
@@ -214,12 +216,12 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """Read a cluster file or a lab file; raises `ClusterError` that starts with the path where it is wrong."""
+    """Read a cluster file or a lab file; raises `ClusterError` that starts with the path if it is invalid."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ClusterError(f"a cluster file must be readable, but {path} is not ({reason}); give another") from None
+        raise ClusterError(f"the cluster file {path} cannot be read ({reason}); give another") from None
     try:
         return parse_cluster(text)
     except ClusterError as error:
@@ -227,7 +229,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 
 def write_cluster(cluster: Cluster) -> str:
-    """Write a cluster as the text of a cluster file; reading it gives an equal cluster."""
+    """Write a cluster as the text of a cluster file; reading it returns an equal cluster."""
     lines = [f'name = "{cluster.name}"']
     if cluster.feeder:
         lines.append(f'feeder = "{cluster.feeder}"')
@@ -248,7 +250,7 @@ def write_cluster(cluster: Cluster) -> str:
 
 
 def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: float, *, kind: str) -> Device:
-    """Read a device of a cluster file, or a host of a lab file, which has its share of a core for a speed."""
+    """Read a device of a cluster file, or a host of a lab file, whose speed is its share of a core."""
     where = _named(table)
     check_fields(where, table, HOST_FIELDS if kind == "host" else _DEVICE_FIELDS)
     name = read_text(f"a {kind}'s name", needed(where, table, "name"))
@@ -269,7 +271,7 @@ def _device(table: Mapping[str, object], bandwidth: float | None, latency_s: flo
 
 def _runtimes(where: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) and name and '"' not in name for name in value):
-        raise ClusterError(f'runtimes of {where} are names, not {value!r}; write them like ["onnxruntime:int8"]')
+        raise ClusterError(f'runtimes of {where} must be names; got {value!r}; write them like ["onnxruntime:int8"]')
     return tuple(value)
 
 
@@ -277,7 +279,7 @@ def _link(table: Mapping[str, object]) -> Link:
     check_fields("a link", table, _LINK_FIELDS)
     between = needed("a link", table, "between")
     if not isinstance(between, list) or len(between) != 2 or not all(isinstance(name, str) for name in between):
-        raise ClusterError(f'a link is between two devices, not {between!r}; write it like between = ["a", "b"]')
+        raise ClusterError(f'a link must be between two devices; got {between!r}; write it like between = ["a", "b"]')
     return Link(
         between=(between[0], between[1]),
         bandwidth_bytes_per_s=read_quantity("bandwidth of a link", table.get("bandwidth"), parse_rate),
@@ -308,6 +310,8 @@ def _named(table: Mapping[str, object]) -> str:
 
 def _check_link(where: str, bandwidth_bytes_per_s: float | None, latency_s: float) -> None:
     if bandwidth_bytes_per_s is not None and not 0 < bandwidth_bytes_per_s < math.inf:
-        raise ClusterError(f"bandwidth is above 0, but {where} has {bandwidth_bytes_per_s:g}; write it like '1 Gbit/s'")
+        raise ClusterError(
+            f"bandwidth must be above 0; {where} has {bandwidth_bytes_per_s:g}; write it like '1 Gbit/s'"
+        )
     if not 0 <= latency_s < math.inf:
-        raise ClusterError(f"latency is from 0 up, but {where} has {latency_s:g}; write it like '0.2 ms'")
+        raise ClusterError(f"latency must be at least 0; {where} has {latency_s:g}; write it like '0.2 ms'")

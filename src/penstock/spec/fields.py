@@ -1,4 +1,4 @@
-"""Read and write specs: their files, the fields of those that people write, names, and names by content."""
+"""Reading and writing of specs: files, fields of hand-written ones, names, and fingerprints."""
 
 import difflib
 import hashlib
@@ -19,12 +19,12 @@ _Number = TypeVar("_Number", int, float)
 def read_text(what: str, value: object) -> str:
     """Return a field that is text; raises `ClusterError` for anything else."""
     if not isinstance(value, str):
-        raise ClusterError(f"{what} is text, not {value!r}; put it in quotes")
+        raise ClusterError(f"{what} must be text; got {value!r}; put it in quotes")
     return value
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Return what to do about a name that is not known, as the end of an error.
+    """Return advice on an unknown name, as the end of an error.
 
     >>> nearest("bandwith", ["bandwidth", "latency"])
     "; did you mean 'bandwidth'?"
@@ -34,29 +34,31 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def read_tables(table: Mapping[str, object], field: str) -> list[Mapping[str, object]]:
-    """Return the tables of a field, none where it is not given; raises `ClusterError` for anything else."""
+    """Return the tables of a field, empty if it is missing; raises `ClusterError` for other values."""
     value = table.get(field, [])
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ClusterError(f"{field} are [[{field}]] tables; write one [[{field}]] for each")
+        raise ClusterError(f"{field} must be [[{field}]] tables; write one [[{field}]] for each")
     return value
 
 
 def needed(where: str, table: Mapping[str, object], field: str) -> object:
-    """Return a field; raises `ClusterError` where it is missing."""
+    """Return a field; raises `ClusterError` if it is missing."""
     if field not in table:
-        raise ClusterError(f"{where} has no {field}; add it")
+        raise ClusterError(f"{field} of {where} not found; add it")
     return table[field]
 
 
 def check_fields(where: str, table: Mapping[str, object], known: tuple[str, ...]) -> None:
-    """Raise `ClusterError` for a field that is not known."""
+    """Raise `ClusterError` for an unknown field."""
     for field in table:
         if field not in known:
-            raise ClusterError(f"{where} has the fields {', '.join(known)}, not {field!r}{nearest(field, known)}")
+            raise ClusterError(
+                f"the fields of {where} must be among {', '.join(known)}; got {field!r}{nearest(field, known)}"
+            )
 
 
 def read_quantity(what: str, value: object, parse: Callable[[str], _Number]) -> _Number | None:
-    """Return a quantity with its unit, None where it is not given; raises `ClusterError` for what is none."""
+    """Return a quantity with its unit, None if missing; raises `ClusterError` for other values."""
     if value is None:
         return None
     try:
@@ -70,7 +72,7 @@ def read_quantity(what: str, value: object, parse: Callable[[str], _Number]) -> 
 def read_number(what: str, value: object, kind: type[_Number]) -> _Number:
     """Return a number of a kind; raises `ClusterError` for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise ClusterError(f"{what} is a {'whole ' if kind is int else ''}number, not {value!r}; correct it")
+        raise ClusterError(f"{what} must be a {'whole ' if kind is int else ''}number; got {value!r}; correct it")
     return kind(value)
 
 
@@ -91,11 +93,11 @@ def is_name(name: object) -> bool:
 def check_name(what: str, name: object, error: type[PenstockError]) -> None:
     """Raise `error` unless this can be the name of a device, a host or a file."""
     if not is_name(name):
-        raise error(f"{what} {NAME_RULE}, not {repr(name)[:80]}; rename it")
+        raise error(f"{what} {NAME_RULE}; got {repr(name)[:80]}; rename it")
 
 
 def as_name(text: str) -> str:
-    """Make a name of what people call a process: what a name may not have becomes a dash.
+    """Make a name from a process's display name: other characters become dashes.
 
     >>> as_name("worker 1"), as_name("stage 0 on board")
     ('worker-1', 'stage-0-on-board')
@@ -126,27 +128,27 @@ def decode_json(data: bytes, kind: type[_Spec], what: str, error: type[PenstockE
     except msgspec.ValidationError as wrong:
         reason, _, field = str(wrong).partition(" - at ")
         place = field.strip("`").removeprefix("$.") or "its top level"
-        raise error(f"{what} does not hold what it should at {place}: {reason}; correct it or make it again") from None
+        raise error(f"{what} is not valid at {place}: {reason}; correct it or make it again") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
-        raise error(f"{what} is JSON, but this one is not ({wrong}); make it again") from None
+        raise error(f"{what} must be JSON ({wrong}); make it again") from None
 
 
 def read_bytes(path: str | os.PathLike[str], what: str, error: type[PenstockError]) -> bytes:
-    """Read a file; raises `error` where it cannot be."""
+    """Read a file; raises `error` if this fails."""
     try:
         return Path(path).read_bytes()
     except OSError as wrong:
-        raise error(f"{what} must be readable, but {path} is not ({wrong.strerror}); give another path") from None
+        raise error(f"{what} cannot be read from {path} ({wrong.strerror}); give another path") from None
 
 
 def write_json(path: str | os.PathLike[str], value: msgspec.Struct) -> None:
-    """Write a spec as JSON for people and machines; raises `UsageError` where the file cannot be written."""
+    """Write a spec as indented JSON; raises `UsageError` if the file cannot be written."""
     data = msgspec.json.format(msgspec.json.encode(value), indent=1)
     write_text(path, data.decode() + "\n")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file; raises `UsageError` where it cannot be."""
+    """Write a text file; raises `UsageError` if this fails."""
     try:
         write_whole(Path(path), text)
     except OSError as wrong:

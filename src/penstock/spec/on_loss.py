@@ -1,4 +1,4 @@
-"""What a stream does when a device is lost."""
+"""Policies for a lost device."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,4 @@
-"""Which units run on which device, in what portions, and what is expected of it."""
+"""Plans: the assignment of units to devices, portions of microbatches, and the prediction."""
 
 import os
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ Precision = Literal["float32", "float16", "bfloat16", "int8"]
 
 
 class CutSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a pipeline is cut, by name and in order, and the part of the microbatches that take these cuts."""
+    """Cuts of a pipeline, by name and in order, and the part of the microbatches that use them."""
 
     cuts: tuple[str, ...]
     weight: float = 1.0
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage: the devices that share its microbatches round-robin, and what part each of them takes.
+    """One stage: the devices that share its microbatches round-robin, and each one's part.
 
-    With the schedule `interleaved` a device holds several stages of a pipeline, far apart in the model. In 8 bits the
+    With the schedule `interleaved` a device holds several stages of a pipeline, far apart in the model. With int8 the
     layers in `keep`, modules by their paths, stay in float32.
     """
 
@@ -35,7 +35,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def runtime_name(runtime: str, precision: str, keep: Sequence[str] = ()) -> str:
-    """Return what people call a runtime with its precision, and with the layers that stay in float32.
+    """Return the display name of a runtime with its precision, and with the layers that stay in float32.
 
     >>> runtime_name("onnxruntime", "int8", ["head"])
     'onnxruntime:int8+head'
@@ -44,7 +44,7 @@ def runtime_name(runtime: str, precision: str, keep: Sequence[str] = ()) -> str:
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Stages one after the other, where they are cut, and the part of all microbatches that goes through them."""
+    """Successive stages, their cuts, and the pipeline's part of all microbatches."""
 
     stages: tuple[Stage, ...]
     cut_sets: tuple[CutSet, ...]
@@ -52,7 +52,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a device is expected to do for each microbatch of the plan, on average, and what memory it needs."""
+    """Predicted mean load of a device per microbatch of the plan, and its memory."""
 
     device: str
     load_s: float
@@ -60,13 +60,13 @@ class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plan is expected to do.
+    """The predicted performance of a plan.
 
     - `rows_per_s`: steady throughput, without filling and draining;
-    - `bound_rows_per_s`: no plan of the kind that was searched is faster than this;
-    - `latency_s`: from feeding a microbatch into the empty pipeline until its result;
-    - `total_s`: for a stream of `num_rows` rows, filling and draining included;
-    - `limit`: what sets the pace.
+    - `bound_rows_per_s`: upper bound for plans of the searched kind;
+    - `latency_s`: from sending a microbatch into the empty pipeline until its result;
+    - `total_s`: for a stream of `num_rows` rows, including filling and draining;
+    - `limit`: the bottleneck.
     """
 
     rows_per_s: float
@@ -79,12 +79,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to run where.
+    """A plan: stages, devices and cuts of a model.
 
-    `profile` and `cluster` are the fingerprints of what the plan was made from, `graph` that of the model's
-    graph. Microbatches have `microbatch_rows` rows, a cut holds `depth` messages on each side; a training
-    step has `num_microbatches`, of which each pipeline takes its share. Data is loaded on the device `loader`,
-    results are written on `writer`.
+    `profile` and `cluster` are the fingerprints of its inputs, `graph` that of the model's graph. Microbatches have
+    `microbatch_rows` rows, a cut holds `depth` messages on each side; a training step has `num_microbatches`, of which
+    each pipeline takes its share. Data is loaded on the device `loader`, results are written on `writer`.
 
     Example:
         plan = read_plan("plan.json")
@@ -108,12 +107,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def trains(self) -> bool:
-        """Whether microbatches also go backward."""
+        """True if microbatches also run backward."""
         return self.schedule != "forward-only"
 
     @property
     def microbatches(self) -> tuple[int, ...]:
-        """How many of a training step's microbatches each pipeline takes."""
+        """Number of a training step's microbatches for each pipeline."""
         return tuple(round(pipeline.share * (self.num_microbatches or 0)) for pipeline in self.pipelines)
 
     @property
@@ -134,10 +133,10 @@ def encode_plan(plan: Plan) -> bytes:
 
 
 def decode_plan(data: bytes) -> Plan:
-    """Read a plan from JSON; raises `PlanError` for what is not a plan. `check_plan` looks at what it says."""
+    """Decode a plan from JSON; raises `PlanError` for other data. Use `check_plan` to check its contents."""
     return decode_json(data, Plan, "a plan", PlanError)
 
 
 def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Write a plan file; reading it gives an equal plan."""
+    """Write a plan file; reading it returns an equal plan."""
     write_json(path, plan)

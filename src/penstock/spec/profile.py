@@ -1,4 +1,4 @@
-"""What a model costs on one kind of device."""
+"""Profiles: costs of a model on one kind of device."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from penstock.spec.plan import Precision, runtime_name
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A place between two units, or one of the model's ends: its name and the bytes of one message across it.
 
-    In training a `gradient` of the same size comes back, unless what lies before is frozen.
+    In training a `gradient` of the same size returns, unless everything before is frozen.
 
     >>> Boundary(name="blocks.0:after", bytes_per_row=100, constant_bytes=8).num_bytes(3)
     308
@@ -32,14 +32,14 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What lies between two boundaries: seconds at each of the profile's batch sizes, and bytes.
+    """Costs between two boundaries: seconds at each of the profile's batch sizes, and bytes.
 
     - `forward_s[i]`, `backward_s[i]`: median seconds for `profile.rows[i]` rows; no backward, no training plan;
-    - `forward_spread_s`, `backward_spread_s`: how far measurements lay apart (interquartile range), or empty;
+    - `forward_spread_s`, `backward_spread_s`: interquartile range of the measurements, or empty;
     - `parameters`: names and bytes of the tensors it uses; a name that several units use is one tensor;
-    - `fixed_bytes`: of weights that are not trained, and so have neither gradients nor optimizer state;
-    - `kept_bytes_per_row`: what its forward keeps for its backward;
-    - `working_bytes_per_row`, `working_bytes`: what its values take while it runs, per row and constant.
+    - `fixed_bytes`: of weights that are not trained, without gradients and optimizer state;
+    - `kept_bytes_per_row`: kept by its forward for its backward;
+    - `working_bytes_per_row`, `working_bytes`: of its values while it runs, per row and constant.
     """
 
     forward_s: tuple[float, ...]
@@ -54,9 +54,9 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RuntimeColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the whole model takes on another runtime than eager, and how far from eager's its outputs are.
+    """Seconds of the whole model on another runtime than eager, and the error of its outputs relative to eager.
 
-    - `forward_s[i]`: median seconds for `profile.rows[i]` rows, beside `eager_s[i]` of the same minute;
+    - `forward_s[i]`: median seconds for `profile.rows[i]` rows, with `eager_s[i]` of the same minute;
     - `error`: the length of the difference of outputs, as a part of the length of eager's.
     """
 
@@ -69,27 +69,27 @@ class RuntimeColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def name(self) -> str:
-        """What people call it, as in `onnxruntime:int8+head`."""
+        """Display name, as in `onnxruntime:int8+head`."""
         return runtime_name(self.runtime, self.precision, self.keep)
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a model costs on one kind of device: `boundaries[u]` and `boundaries[u + 1]` enclose `units[u]`.
+    """Costs of a model on one kind of device: `boundaries[u]` and `boundaries[u + 1]` enclose `units[u]`.
 
     The first boundary is the model's input and the last its output; those between are cuts by name.
     Seconds are this kind of device's at speed 1:
 
-    - `loader_s_per_row`: to read and prepare a row where the data is loaded;
-    - `feed_s`, `result_s`: to hand over a microbatch, and to take back and write its result;
+    - `loader_s_per_row`: to read and preprocess a row on the loading device;
+    - `feed_s`, `result_s`: to send a microbatch, and to receive and write its result;
     - `send_s_per_byte`, `receive_s_per_byte`: CPU time of the two sides of a message;
-    - `stage_overhead_s`: what a stage spends on each microbatch beside its units;
-    - `own_input_s`, `own_output_s`: of that and of feeding, what a process is spared that feeds and holds the first
-      or the last stage, since nothing crosses between the two;
-    - `sum_s_per_byte`: of gradients, to lay them into a bucket and to add another device's;
+    - `stage_overhead_s`: of a stage per microbatch, without its units;
+    - `own_input_s`, `own_output_s`: savings of a driver that holds the first or the last stage, since nothing crosses
+      between the two;
+    - `sum_s_per_byte`: of gradients, to copy them into a bucket and to add another device's;
     - `update_s_per_byte`: of weights, for AdamW's step after a step of training;
-    - `base_bytes`: what a process takes before it holds a stage;
-    - `script_bytes`: what one takes beside that which has the model's library and graph: it feeds, or trains;
-    - `calibration_s`: a round of reference work, by which other devices' speed is compared; 0 where not measured.
+    - `base_bytes`: of a process before it holds a stage;
+    - `script_bytes`: additional memory of a process with the model's library and graph: the driver, or one that trains;
+    - `calibration_s`: of a round of reference work, for comparing other devices' speeds; 0 if not measured.
 
     `runtimes` has a column for each other runtime that was measured.
 
@@ -97,7 +97,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         profile = read_profile("profile.json")
         profile.boundaries[3].name, profile.units[3].forward_s
 
-    Raises `ProfileError` where the parts do not fit together.
+    Raises `ProfileError` if the parts are inconsistent.
     """
 
     model: str
@@ -125,20 +125,22 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         if self.version != 1:
-            raise ProfileError(f"this penstock reads profiles of version 1, not {self.version}; profile again")
+            raise ProfileError(f"the version of a profile must be 1; got {self.version}; profile again")
         if self.threads < 1:
-            raise ProfileError(f"threads is at least 1, not {self.threads}; profile again")
+            raise ProfileError(f"threads must be at least 1; got {self.threads}; profile again")
         if not self.units or len(self.boundaries) != len(self.units) + 1:
             raise ProfileError(
-                f"a profile has one boundary more than units and at least one unit, not {len(self.boundaries)} "
-                f"boundaries and {len(self.units)} units; profile again"
+                "a profile must have at least one unit, and one boundary more than units; got "
+                f"{len(self.boundaries)} boundaries and {len(self.units)} units; profile again"
             )
         if not self.rows or list(self.rows) != sorted(set(self.rows)) or self.rows[0] < 1:
-            raise ProfileError(f"rows are batch sizes from 1 up in rising order, not {list(self.rows)}; profile again")
+            raise ProfileError(
+                f"rows must be batch sizes of at least 1 in rising order; got {list(self.rows)}; profile again"
+            )
         names = [boundary.name for boundary in self.boundaries]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ProfileError(f"each boundary has its own name, but {twice!r} is given twice; profile again")
+            raise ProfileError(f"names of boundaries must be unique; {twice!r} is given twice; profile again")
         self._check_numbers()
 
     @property
@@ -167,14 +169,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 for value in table:
                     _check_number(f"{where}.{name}", value)
             if not all(column.eager_s):
-                raise ProfileError(f"{where}.eager_s is above 0; profile again")
+                raise ProfileError(f"{where}.eager_s must be above 0; profile again")
         sizes: dict[str, int] = {}
         for index, unit in enumerate(self.units):
             _check_unit(f"units[{index}]", unit, len(self.rows))
             for name, num_bytes in unit.parameters:
                 if sizes.setdefault(name, num_bytes) != num_bytes:
                     raise ProfileError(
-                        f"a tensor has one size, but {name} has {sizes[name]} and {num_bytes} bytes in "
+                        f"a tensor must have one size; {name} has {sizes[name]} and {num_bytes} bytes in "
                         f"units[{index}].parameters; profile again"
                     )
 
@@ -182,7 +184,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: int) -> float:
     """Return the seconds at a batch size, on straight lines between those measured.
 
-    Beyond them the nearest line goes on; with one measurement seconds are in proportion to rows.
+    Beyond them the nearest line is extrapolated; with one measurement seconds are proportional to rows.
 
     >>> interpolate((1, 4), (2.0, 5.0), 3)
     4.0
@@ -198,7 +200,7 @@ def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: int) -> f
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile file; raises `ProfileError` where it cannot be read or does not fit together."""
+    """Read a profile file; raises `ProfileError` if it cannot be read or is inconsistent."""
     try:
         return decode_json(read_bytes(path, "a profile", ProfileError), Profile, "a profile", ProfileError)
     except ProfileError as error:
@@ -206,7 +208,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
-    """Write a profile file; reading it gives an equal profile."""
+    """Write a profile file; reading it returns an equal profile."""
     write_json(path, profile)
 
 
@@ -235,10 +237,11 @@ def _check_unit(where: str, unit: Unit, num_rows: int) -> None:
 def _check_length(where: str, table: Sequence[float], num_rows: int) -> None:
     if len(table) != num_rows:
         raise ProfileError(
-            f"{where} has one number for each of the profile's {num_rows} batch sizes, not {len(table)}; profile again"
+            f"{where} must have one number for each of the profile's {num_rows} batch sizes; got {len(table)}; "
+            "profile again"
         )
 
 
 def _check_number(where: str, value: float) -> None:
     if not 0 <= value < math.inf:
-        raise ProfileError(f"{where} is a number from 0 up, not {value}; profile again")
+        raise ProfileError(f"{where} must be a number of at least 0; got {value}; profile again")

@@ -1,1 +1,1 @@
-"""What people see while they wait: bars, and the stages at work. Quiet where there is no terminal."""
+"""Progress bars and the live view of stages, silent without a terminal."""

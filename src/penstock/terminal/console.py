@@ -9,7 +9,7 @@ from penstock.text import plain
 
 
 class PlainConsole(Console):
-    """A console that shows texts as they are: controls are written out, and what looks like markup is none.
+    """A console that shows text literally: control characters are escaped, and markup is not interpreted.
 
     Example:
         PlainConsole(stderr=True).print(f"{host} has left")
@@ -19,5 +19,5 @@ class PlainConsole(Console):
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **settings})
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Turn text into what is drawn; tables, cells and plain prints all come here."""
+        """Convert text to a renderable; called for tables, cells and plain prints."""
         return super().render_str(plain(text, lines=True), **options)

@@ -1,6 +1,6 @@
-"""The stages at work: how busy each is, what waits in front of it, how quick it is; and how far a training is.
+"""Live view of the stages: busy time, queue and rate of each; and progress of a training.
 
-Processes say how far they are with every heartbeat, once a second; the view only looks at what has been said.
+Processes report progress with every heartbeat, once a second; the view only reads these reports.
 """
 
 import contextlib
@@ -21,17 +21,18 @@ from penstock.terminal.progress import how_far, telling
 from penstock.text import plain
 from penstock.units import format_rate
 
-# rates are over so many seconds, so that they are readable
+# window of rates in seconds, long enough to be readable
 _WINDOW_S = 5.0
 _REFRESH_PER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What a stage has counted so far: microbatches that it computed, its seconds of computing, bytes that it sent.
+    """Counters of a stage so far: computed microbatches, seconds of computing, bytes sent.
 
-    `queue` is how many wait in front of it; the two ends of a cut count at different moments, so that this is no more
-    exact than their heartbeats, and at most what the cut's buffers hold. What only feeds others computes nothing.
+    `queue` is the number of microbatches waiting before it; the two ends of a cut count at different times, so this is
+    only as exact as their heartbeats, and at most the capacity of the cut's buffers. A driver without a stage computes
+    nothing.
     """
 
     name: str
@@ -43,14 +44,14 @@ class StageState:
 
 
 class LiveView:
-    """Shows the stages while something runs.
+    """A view of the stages during a run.
 
     Example:
         with LiveView(console, look, total=500, unit="images") as view:
             for output in pipe.stream(images):
                 view.advance()
 
-    Without a terminal it says so in one line and shows nothing.
+    Without a terminal it prints one line about that and shows nothing.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class LiveView:
         self._live.stop()
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """So many more are done; `note` is shown beside them."""
+        """Advance the count; `note` is shown next to it."""
         self._done += count
         self._note = note or self._note
 
     def render(self) -> RenderableType:
-        """Draw what is known now."""
+        """Draw the current state."""
         now_s, states = self._clock(), self._look()
-        # what has not changed since is the same heartbeat
+        # unchanged states are from the same heartbeat
         if not self._seen or states != self._seen[-1][1]:
             self._seen.append((now_s, states))
         while len(self._seen) > 2 and now_s - self._seen[1][0] > _WINDOW_S:
@@ -119,7 +120,7 @@ class LiveView:
 
 
 def _clock(seconds: float) -> str:
-    """Write a duration as a clock does.
+    """Format a duration like a clock.
 
     >>> _clock(75.4)
     '1:15'
@@ -129,9 +130,9 @@ def _clock(seconds: float) -> str:
 
 
 class FitProgress:
-    """Shows how far training is: without a terminal by a line every half a minute; only on the first process.
+    """Progress of training, without a terminal by a line every half a minute; only on the first process.
 
-    With `look`, which says how far the stages are, it shows them too.
+    With `look`, which returns the states of the stages, it shows them too.
 
     Example:
         with FitProgress(100, "images", shown=True) as progress:

@@ -1,4 +1,4 @@
-"""Lines for people: what is printed goes through here or `console.py`, so that no name commands a terminal."""
+"""Output of lines: all prints pass through here or `console.py`, so that names cannot control the terminal."""
 
 import sys
 
@@ -11,5 +11,5 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line that a person should know although nothing failed, to standard error."""
+    """Print an informational line to standard error."""
     say(f"note: {plain(text)}", err=True)

@@ -1,4 +1,4 @@
-"""What is being done, and for how long: on everything that may take more than a moment."""
+"""Progress lines with elapsed time, for operations that may take longer."""
 
 import contextlib
 import sys
@@ -13,24 +13,24 @@ from penstock.terminal.console import PlainConsole
 from penstock.text import plain
 
 EVERY_S = 30.0
-# says what is done now
+# sets the current activity
 Say = Callable[[str], None]
 
 
 @contextlib.contextmanager
 def working(what: str, console: Console | None = None) -> Iterator[Say]:
-    """Show a line with what is being done and the time that it has taken, while something runs; gone at its end.
+    """Show a line with the current activity and its elapsed time within the context; removed at its end.
 
     Example:
         with working("measuring messages") as say:
             ...
             say("measuring the model")
 
-    It goes to standard error; where that is no terminal a plain line comes every half a minute.
+    It is written to standard error; if that is not a terminal, a plain line is printed every half a minute.
     """
     console = console or PlainConsole(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    # what is printed meanwhile goes where standard output goes
+    # concurrent prints stay on standard output
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal,
         redirect_stdout=sys.stdout.isatty(),
@@ -48,7 +48,7 @@ def working(what: str, console: Console | None = None) -> Iterator[Say]:
 
 @contextlib.contextmanager
 def telling(line: Callable[[], str], console: Console, every_s: float = EVERY_S) -> Iterator[None]:
-    """Write a plain line every so often where there is no terminal to draw on: a log, `nohup`, ssh.
+    """Print a plain line periodically if there is no terminal: a log, `nohup`, ssh.
 
     Example:
         with telling(lambda: f"{done} of {total} images", PlainConsole(stderr=True)):
@@ -73,7 +73,7 @@ def telling(line: Callable[[], str], console: Console, every_s: float = EVERY_S)
 
 
 def how_far(done: int, total: int, unit: str, seconds: float) -> str:
-    """Return how far something is and how long it will still take.
+    """Return the progress and the remaining time.
 
     >>> how_far(120, 500, "images", 40.0)
     '120 of 500 images, 3.0 images/s, about 2 min left'
@@ -85,7 +85,7 @@ def how_far(done: int, total: int, unit: str, seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as people say them.
+    """Format seconds for display.
 
     >>> duration(40.2), duration(600.0)
     ('40 s', '10 min')

@@ -1,1 +1,1 @@
-"""What a run did and when. This room only records: nothing here knows of stages' work or of the network."""
+"""Recording of a run's timeline, independent of the stages' work and of the network."""

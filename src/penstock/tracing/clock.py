@@ -1,12 +1,12 @@
-"""Two clocks over a network: how far one is off, how fast that changes, and how well this is known.
+"""Alignment of two clocks over a network: offset, drift, and their uncertainty.
 
     here    sent ─────────────────────────────── returned
                 ╲                               ╱
     there        received ──────────── answered
 
-If both ways take the same time, the other clock is ahead by the mean of (received - sent) and
-(answered - returned); if they do not, the error is at most half of what the two ways take together. The quickest
-of many exchanges is the one that waited least (Mills 1991, the Network Time Protocol's clock filter).
+If both ways take the same time, the other clock is ahead by the mean of (received - sent) and (answered - returned); if
+they do not, the error is at most half of the two ways together. The fastest of many exchanges is the one that waited
+least (Mills 1991, the Network Time Protocol's clock filter).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import msgspec
 
 
 class Exchange(msgspec.Struct, frozen=True, array_like=True):
-    """One question and answer: when it was sent and returned here, received and answered there."""
+    """Times of one request and reply: sent and returned on this clock, received and answered on the other."""
 
     sent_s: float
     received_s: float
@@ -29,7 +29,7 @@ class Exchange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reading(msgspec.Struct, frozen=True, array_like=True):
-    """At `at_s` on the other clock, adding `offset_s` gives this one, at most `error_s` off."""
+    """An offset: at `at_s` on the other clock, adding `offset_s` gives this one, with an error of at most `error_s`."""
 
     at_s: float
     offset_s: float
@@ -37,7 +37,7 @@ class Reading(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Alignment(msgspec.Struct, frozen=True):
-    """A clock in terms of another one, as a straight line; `error_s` is the most that it may be off."""
+    """A clock as a linear function of another one; `error_s` is the largest error."""
 
     at_s: float = 0.0
     offset_s: float = 0.0
@@ -61,7 +61,7 @@ def read_clock(exchanges: Sequence[Exchange]) -> Reading:
 
 
 def fit_clock(readings: Sequence[Reading]) -> Alignment:
-    """Put a straight line through the first and the last reading: between them it is off by no more than they are.
+    """Fit a line through the first and the last reading; between them its error does not exceed theirs.
 
     >>> fit_clock([Reading(0.0, 5.0, 0.1), Reading(10.0, 5.001, 0.2)]).drift
     0.0001

@@ -1,4 +1,4 @@
-"""Record spans and counters: an append to a list each, and nothing at all where nobody asked."""
+"""Recording of spans and counters, one list append each, without any cost when disabled."""
 
 import time
 from collections.abc import Callable
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from penstock.memory import peak_bytes, resident_bytes
 
 Clock = Callable[[], float]
-# What recording takes of a process at most, which plans keep free. A span is 170 bytes, and on its way to the process
-# that feeds twice 70 more: MAX_SPANS of them 15 MB, some 8,000 microbatches of a stage.
+# Largest memory of recording in a process, which plans keep free. A span takes 170 bytes, and on its way to the driver
+# twice 70 more: MAX_SPANS of them 15 MB, some 8,000 microbatches of a stage.
 RECORDING_BYTES = 32 * 2**20
 MAX_SPANS = 50_000
-# of one microbatch for each set of cuts, kept to be run again; then of what fills the caches in between
+# inputs of one microbatch for each set of cuts, kept for a rerun; then the buffer that flushes the caches in between
 KEPT_BYTES = 6 * 2**20
 SCRATCH_BYTES = 12 * 2**20
-# memory is looked at between microbatches, at most this often
+# shortest interval of memory samples, taken between microbatches
 SAMPLE_S = 0.1
-# the rank of the process that feeds, and that the others come to; it has no stage of its own in the pipeline's order
+# rank of the driver, which the others connect to; it has no stage of its own in the pipeline's order
 FEEDER = 0
-FEEDER_STAGE = -1  # and of further pipelines side by side -2, -3 and so on
+FEEDER_STAGE = -1  # -2, -3 and so on for further parallel pipelines
 
 
 def feeder_stage(pipeline: int) -> int:
-    """Return the number of the feeder as a stage of one of several pipelines side by side."""
+    """Return the driver's stage number in one of several parallel pipelines."""
     return FEEDER_STAGE - pipeline
 
 
 class Recorder:
-    """Keeps what one process does: spans, and counters over time.
+    """A recorder of one process's activity: spans, and counters over time.
 
     Example:
         recorder = Recorder()
@@ -35,10 +35,10 @@ class Recorder:
         ...
         recorder.span("compute", 0, 7, begin, recorder.clock(), name="F")
 
-    Kinds of spans: compute, receive and send (a message's checking and laying out), wait (for a message), buffer
-    (for room for one), between (the thread's CPU time from one computation to the next), load (a microbatch's data, in
-    training a batch's), unit (one operation), profile (one of torch.profiler's, its shapes in `detail`). In training
-    also synchronize (gradients and losses), update (the optimizer), step (all of a step). Seconds are those of `clock`;
+    Kinds of spans: compute, receive and send (a message's checking and layout), wait (for a message), buffer (for space
+    for one), between (the thread's CPU time from one computation to the next), load (a microbatch's data, in training a
+    batch's), unit (one operation), profile (one of torch.profiler's, its shapes in `detail`). In training also
+    synchronize (gradients and losses), update (the optimizer), step (all of a step). Seconds are those of `clock`;
     `step` is that of training. Beyond `limit` spans are counted in `num_dropped` and not kept.
     """
 
@@ -56,21 +56,21 @@ class Recorder:
         self, kind: str, stage: int, microbatch: int, begin_s: float, end_s: float,
         name: str = "", num_bytes: int = 0, cpu_s: float = 0.0, detail: str = "",
     ) -> None:  # fmt: skip
-        """Keep one span."""
+        """Record one span."""
         if len(self.spans) < self._limit:
             self.spans.append((kind, name, stage, microbatch, begin_s, end_s, num_bytes, cpu_s, self.step, detail))
         else:
             self.num_dropped += 1
 
     def sample(self, now_s: float) -> None:
-        """Keep this process's memory, if the last look was long enough ago."""
+        """Record this process's memory, if the last sample was long enough ago."""
         if now_s >= self._next_sample_s:
             self._next_sample_s = now_s + SAMPLE_S
-            # its highest so far where the system does not say
+            # the peak so far if the system does not report the current value
             self.counters.append(("memory_bytes", now_s, float(resident_bytes() or peak_bytes())))
 
     def clear(self) -> None:
-        """Forget everything, for another stream."""
+        """Discard everything, for another stream."""
         self.spans = []
         self.counters = []
         self.num_dropped = 0

@@ -1,4 +1,4 @@
-"""What a traced run leaves in its folder: one file for each process, and what all of them have in common."""
+"""Files of a traced run: one for each process, and one with the facts of the run."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ RUN_FILE = "run.json"
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Something that took time: seconds on the process's clock until `align` has been called."""
+    """An interval of time, in seconds on the process's clock until `align` has been called."""
 
     kind: str
     name: str
@@ -32,7 +32,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.end_s - self.begin_s
 
 
@@ -45,8 +45,9 @@ class Counter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Alone(msgspec.Struct, frozen=True):
-    """What a stage takes by itself on its device, with no messages, per microbatch: seconds, and CPU seconds of the
-    thread that computes."""
+    """Costs of a stage alone on its device, without messages, per microbatch: seconds, and CPU seconds of the computing
+    thread.
+    """
 
     stage: int
     seconds: float
@@ -54,10 +55,10 @@ class Alone(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What a device can do: seconds of a round of reference work, the CPUs that it may use, CPU seconds per byte sent.
+    """Capacity of a device: seconds of a round of reference work, the CPUs that it may use, CPU seconds per byte sent.
 
-    `memory_bytes` is what a process may hold, 0 where that is not known.
-    `byte_s` is for one side of a message: laid out or checked, and through the system's network.
+    `memory_bytes` is the limit of a process, 0 if unknown. `byte_s` is for one side of a message: laid out or checked,
+    and through the system's network.
     """
 
     calibration_s: float = 0.0
@@ -67,7 +68,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class _Recorded(msgspec.Struct, frozen=True):
-    """What one process recorded during one stream, but for its spans."""
+    """One process's record of one stream, without its spans."""
 
     rank: int
     device: str
@@ -81,7 +82,7 @@ class _Recorded(msgspec.Struct, frozen=True):
 
     @property
     def peak_bytes(self) -> float:
-        """The most memory that the process was seen to have; 0 where nobody looked."""
+        """Peak of the process's sampled memory, 0 without samples."""
         return max((counter.value for counter in self.counters if counter.name == "memory_bytes"), default=0.0)
 
 
@@ -91,7 +92,7 @@ class ProcessTrace(_Recorded, frozen=True):
     spans: tuple[Span, ...] = ()
 
     def aligned(self) -> "ProcessTrace":
-        """Return the same with all moments on the feeding process's clock."""
+        """Return the trace with all times on the driver's clock."""
         align = self.alignment.align
         spans = tuple(msgspec.structs.replace(s, begin_s=align(s.begin_s), end_s=align(s.end_s)) for s in self.spans)
         counters = tuple(msgspec.structs.replace(c, at_s=align(c.at_s)) for c in self.counters)
@@ -99,25 +100,25 @@ class ProcessTrace(_Recorded, frozen=True):
 
 
 class PackedTrace(_Recorded, frozen=True, kw_only=True, rename={"packed": "spans"}):
-    """A process's trace as it came, whose spans stay text until somebody reads them: a fifth of the memory."""
+    """A received trace, whose spans stay encoded until read, which takes a fifth of the memory."""
 
     packed: msgspec.Raw
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Read the spans; raises `DataError` where they are none."""
+        """Spans of the trace; raises `DataError` if they cannot be decoded."""
         try:
             return msgspec.json.decode(self.packed, type=tuple[Span, ...])
         except msgspec.MsgspecError as error:
             raise DataError(f"{self.device} sent spans that cannot be read: {error}; record again") from None
 
     def unpacked(self) -> ProcessTrace:
-        """Return the same with its spans read."""
+        """Return the trace with decoded spans."""
         recorded = {name: getattr(self, name) for name in _Recorded.__struct_fields__}
         return ProcessTrace(spans=self.spans, **recorded)
 
     def aligned(self) -> ProcessTrace:
-        """Return the same with all moments on the feeding process's clock."""
+        """Return the trace with all times on the driver's clock."""
         return self.unpacked().aligned()
 
 
@@ -139,13 +140,13 @@ class StageTotals(msgspec.Struct, frozen=True):
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for the whole run.
+    """Facts of the whole run.
 
-    - `ranks`: the process of every stage, pipeline by pipeline; `pipelines`: how many stages each of them has, where
-      several stand side by side; microbatch m goes through number `turns[m % len(turns)]`;
-    - `devices`: every rank's name, `hosts` what plans call it;
+    - `ranks`: the process of every stage, pipeline by pipeline; `pipelines`: the number of stages of each of several
+      parallel ones; microbatch m uses number `turns[m % len(turns)]`;
+    - `devices`: every rank's name, `hosts` its name in plans;
     - `bandwidths`: bytes per second of each rank's link, where known;
-    - `units`: the model between its possible cuts: the cut in front, counted work, bytes that cross there.
+    - `units`: the model between its possible cuts: the cut before, counted work, bytes that cross there.
     """
 
     kind: str
@@ -178,24 +179,24 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(range(begin, end) for begin, end in zip((0, *ends), ends, strict=False))
 
     def pipeline_of(self, microbatch: int) -> int:
-        """Return which pipeline a microbatch goes through."""
+        """Return the pipeline of a microbatch."""
         return self.turns[microbatch % len(self.turns)]
 
 
 class Run(msgspec.Struct, frozen=True):
-    """A run's folder, read: facts and processes, all of them on the clock of the one that feeds."""
+    """Contents of a run's folder: facts and processes, all on the driver's clock."""
 
     facts: RunFacts
     processes: tuple[ProcessTrace, ...]
 
     @property
     def spans(self) -> list[Span]:
-        """The spans of all processes in the order in which they began."""
+        """Spans of all processes in the order of their beginnings."""
         return sorted((s for process in self.processes for s in process.spans), key=lambda s: s.begin_s)
 
 
 def make_run(facts: RunFacts, processes: Iterable[StreamTrace]) -> Run:
-    """Put a run together: on one clock, stages and microbatches of pipelines side by side numbered through."""
+    """Assemble a run: on one clock, with stages and microbatches of parallel pipelines numbered consecutively."""
     aligned = [process.aligned() for process in processes]
     if len(facts.routes) > 1:
         numbers = [
@@ -207,7 +208,7 @@ def make_run(facts: RunFacts, processes: Iterable[StreamTrace]) -> Run:
 
 
 def _numbered_through(process: ProcessTrace, facts: RunFacts, numbers: Sequence[Sequence[int]]) -> ProcessTrace:
-    """Return a process's trace, whose pipelines count from zero each, with the numbers of the whole run."""
+    """Return a process's trace with the numbers of the whole run instead of its pipelines' own."""
     own = next((p for p, route in enumerate(facts.routes) if process.rank in facts.ranks[route.start : route.stop]), 0)
 
     def numbered(span: Span) -> Span:
@@ -215,7 +216,7 @@ def _numbered_through(process: ProcessTrace, facts: RunFacts, numbers: Sequence[
             return span
         pipeline = own if span.stage >= 0 else FEEDER_STAGE - span.stage
         here = numbers[pipeline]
-        # what has no number is the end of the stream
+        # a span without a number is the end of the stream
         microbatch = here[span.microbatch] if span.microbatch < len(here) else facts.num_microbatches + span.microbatch
         stage = facts.routes[pipeline].start + span.stage if span.stage >= 0 else FEEDER_STAGE
         return msgspec.structs.replace(span, stage=stage, microbatch=microbatch)
@@ -233,7 +234,7 @@ def write_run(folder: str | os.PathLike[str], facts: RunFacts, processes: Sequen
     Example:
         write_run("runs/one", facts, traces)
 
-    Raises `UsageError` where the folder cannot be written.
+    Raises `UsageError` if the folder cannot be written.
     """
     place = Path(folder)
     try:
@@ -248,7 +249,7 @@ def write_run(folder: str | os.PathLike[str], facts: RunFacts, processes: Sequen
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read a run's folder; raises `DataError` where it is not one.
+    """Read a run's folder; raises `DataError` for other folders.
 
     Example:
         read_run("runs/one").facts.total_s
@@ -256,12 +257,12 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     place = Path(folder)
     if not (place / RUN_FILE).is_file():
         raise DataError(
-            f"{place} is not the folder of a run: it has no {RUN_FILE}; make one with infer or train --trace {place}"
+            f"{place} is not the folder of a run: {RUN_FILE} not found; make one with infer or train --trace {place}"
         )
     try:
         facts = msgspec.json.decode((place / RUN_FILE).read_bytes(), type=RunFacts)
         files = sorted(place.glob("trace-*.json"), key=lambda file: int(file.stem.partition("-")[2]))
         processes = [msgspec.json.decode(file.read_bytes(), type=ProcessTrace) for file in files]
     except (msgspec.MsgspecError, ValueError, OSError) as error:
-        raise DataError(f"{place} does not hold what a run leaves: {error}; run it again with --trace") from None
+        raise DataError(f"{place} does not hold a valid run: {error}; run it again with --trace") from None
     return make_run(facts, processes)

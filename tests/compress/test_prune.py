@@ -111,7 +111,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
 
 
 def test_gradients_need_batches(timm_model: nn.Module) -> None:
-    with pytest.raises(UsageError, match="the importance hessian is found from gradients; give batches with labels"):
+    with pytest.raises(UsageError, match="the importance hessian needs gradients; give batches with labels"):
         prune(timm_model, images(), Pruning(ratio=0.3))
 
 

@@ -117,7 +117,7 @@ def test_names_that_are_no_cuts(deit_small: Graph, name: str, message: str) -> N
 def test_cuts_are_put_in_order_and_not_repeated(deit_small: Graph) -> None:
     cuts = Cuts(deit_small)
     assert [c.name for c in cuts.find_all(["blocks.5:after", "blocks.2:after"])] == ["blocks.2:after", "blocks.5:after"]
-    with pytest.raises(CutError, match=r"^two cuts lie in the same place, blocks\.2:after; give each place once$"):
+    with pytest.raises(CutError, match=r"^two cuts are in the same place, blocks\.2:after; give each place once$"):
         cuts.find_all(["blocks.2:after", "blocks.3:before"])
 
 

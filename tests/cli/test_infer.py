@@ -55,7 +55,7 @@ def test_predictions_on_another_runtime(penstock: Run, photos: Path, tmp_path: P
     assert [row["prediction"] for row in other] == [row["prediction"] for row in eager]
     status, _, err = penstock(*given, "--runtime", "abacus", "-o", tmp_path / "none.csv")
     assert status == 2
-    assert "the runtime 'abacus' is not known; use one of eager, onnxruntime" in err
+    assert "one of eager, onnxruntime, openvino; got 'abacus'" in err
 
 
 def test_an_unreadable_image_is_named_and_the_rest_is_done(penstock: Run, photos: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_ctrl_c_leaves_rows_on_disk_and_no_process_behind(tmp_path: Path) -> Non
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "go on with --resume" in err
+    assert "continue with --resume" in err
     assert not psutil.wait_procs(workers, timeout=5)[1]
     rows = rows_of(output)
     images = open_images("digits")
@@ -202,5 +202,5 @@ def test_a_full_disk_is_one_line(penstock: Run, photos: Path) -> None:
     assert status == 1
     assert err == (
         "error: /dev/full cannot be written any further (No space left on device); its 0 rows are kept: "
-        "make room and go on with --resume\n"
+        "free space and continue with --resume\n"
     )

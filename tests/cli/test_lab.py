@@ -43,7 +43,7 @@ def test_init_writes_a_lab_file(tmp_path: Path) -> None:
 def test_init_does_not_overwrite(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text("mine")
-    assert refused("init", "-o", file) == f"init does not overwrite, but {file} exists; use --force or another -o"
+    assert refused("init", "-o", file) == f"{file} exists, and init does not overwrite files; use --force or another -o"
     assert file.read_text() == "mine"
     done("init", "--like", "raspberry-pi-3", "--bandwidth", "10 Mbit/s", "--force", "-o", file)
     assert read_lab(file).hosts[0].bandwidth_bytes_per_s == 1.25e6
@@ -51,7 +51,7 @@ def test_init_does_not_overwrite(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     assert "did you mean 'raspberry-pi-5'" in refused("init", "--like", "raspberrypi5", "-o", tmp_path / "x")
-    assert "at least one host, not 0" in refused("init", "--hosts", 0, "-o", tmp_path / "x")
+    assert "at least one host; got 0" in refused("init", "--hosts", 0, "-o", tmp_path / "x")
     assert "penstock lab init" in refused("down", tmp_path / "none.toml")
 
 

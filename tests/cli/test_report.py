@@ -46,11 +46,11 @@ def test_from_a_run_to_its_page(penstock: Run, photos: Path, tmp_path: Path) -> 
 def test_what_is_no_run(penstock: Run, tmp_path: Path) -> None:
     status, _, errors = penstock("report", tmp_path)
     assert status == 2
-    assert "has no run.json" in errors
+    assert "run.json not found" in errors
     status, _, errors = penstock("report", tmp_path, "-o", tmp_path / "page.html")
     assert (status, errors) == (
         2,
-        "error: --output is for several runs: the page of one lies in its folder; leave it out\n",
+        "error: --output is for several runs, the page of one is written to its folder; leave it out\n",
     )
 
 
@@ -69,4 +69,4 @@ def test_an_elastic_training_without_a_trace(penstock: Run, tmp_path: Path) -> N
 def test_a_training_without_plans_or_trace(penstock: Run, tmp_path: Path) -> None:
     status, _, errors = penstock("report", write_metrics(tmp_path / "vit", [epoch(0)]))
     assert status == 2
-    assert "has no run.json" in errors
+    assert "run.json not found" in errors

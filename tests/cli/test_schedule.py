@@ -27,4 +27,4 @@ def test_a_schedule_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert main(["schedule", str(file)]) == 1
     assert "does B0.0 before F0.0" in capsys.readouterr().err
     assert main(["schedule", "2f2b"]) == 2
-    assert "no schedule and no file" in capsys.readouterr().err
+    assert "'2f2b' is neither" in capsys.readouterr().err

@@ -36,15 +36,15 @@ def bench(
         "balanced"
     ),
     cut: Annotated[
-        list[str] | None, typer.Option("--cut", metavar="A:after,B:after", help="One more row with these cuts.")
+        list[str] | None, typer.Option("--cut", metavar="A:after,B:after", help="Cuts of an additional row.")
     ] = None,
     plan: Annotated[
-        list[Path] | None, typer.Option("--plan", metavar="plan.json", help="One more row with this plan.")
+        list[Path] | None, typer.Option("--plan", metavar="plan.json", help="Plan of an additional row.")
     ] = None,
     given: Given,
-    peer: Annotated[bool, typer.Option("--peer", help="Also run torch.distributed.pipelining.")] = False,
+    peer: Annotated[bool, typer.Option("--peer", help="Comparison with torch.distributed.pipelining.")] = False,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="PAGE.html", help="Also compare the rows on a page, in words.")
+        Path | None, typer.Option("--report", metavar="PAGE.html", help="Page that compares the rows.")
     ] = None,
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
@@ -52,7 +52,7 @@ def bench(
     cluster: Cluster = None,
     json: opt.JsonFile = None,
 ) -> None:
-    """Measure a model serially and as pipelines: images per second, speed-up, equality, where the time goes."""
+    """Measure a model serially and as pipelines: images per second, speed-up, equality, time per activity."""
     from penstock.bench.compare import Comparison
     from penstock.bench.peer import peer_job, start_peers
     from penstock.deploy.worker import follow
@@ -100,7 +100,7 @@ def bench(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What is to be measured beside the serial run."""
+    """Rows to measure in addition to the serial run."""
 
     stages: list[int]
     policies: list[str]
@@ -109,27 +109,25 @@ class _Rows:
     peer: bool
 
     def check(self, device: str) -> None:
-        """Raise `UsageError` for a policy that is not known, and for a peer where it does not run."""
+        """Raise `UsageError` for an unknown policy, and for --peer on a device other than the CPU."""
         from penstock.deploy.policies import POLICIES
 
         for name in self.policies:
             if name not in POLICIES:
-                raise UsageError(f"the policy {name!r} is not known; use {', '.join(POLICIES)}")
+                raise UsageError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}")
         if self.peer and device != "cpu":
-            raise UsageError(
-                f"--peer runs on the CPU alone, so nothing on {device} can be held against it; leave one out"
-            )
+            raise UsageError(f"--peer runs only on the CPU and cannot be compared with {device}; leave one out")
 
     @property
     def num_devices(self) -> int:
-        """How many devices the largest row takes."""
+        """Number of devices of the largest row."""
         return max([*self.stages, *(len(plan.devices) for plan in self.plans)])
 
 
 def _measure(
     comparison: "Comparison", wanted: _Rows, say: Callable[[str], None], keep: Callable[[list[dict[str, Any]]], None]
 ) -> list[tuple[dict[str, Any], Run | None]]:
-    """Measure all rows, each with what a pipeline recorded; each is said and kept as it ends."""
+    """Measure all rows, each with a pipeline's trace; report and save each as it ends."""
     measured: list[tuple[dict[str, Any], Run | None]] = []
     measurements = list(_measurements(comparison, wanted))
     for place, (said, _, measure) in enumerate(measurements, 1):
@@ -149,7 +147,7 @@ def _write(json: Path | None, model: str, comparison: "Comparison", rows: list[d
 
 
 def _measurements(comparison: "Comparison", wanted: _Rows) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]]:
-    """Return the rows to measure, in order: how each is called, on how many devices, and what measures it."""
+    """Yield the rows to measure, in order: the name, the number of devices, and a function that measures it."""
     yield "serial", 1, comparison.serial
     for count in wanted.stages if wanted.peer else []:
         if count > 1:
@@ -169,8 +167,8 @@ def _read_plan(file: Path, microbatch_size: int) -> Plan:
     plan = read_plan(file)
     if plan.microbatch_rows != microbatch_size:
         raise UsageError(
-            f"all rows have one microbatch size, but {file} is for {plan.microbatch_rows} images and "
-            f"--microbatch-size is {microbatch_size}; give --microbatch-size {plan.microbatch_rows}"
+            f"all rows must have one microbatch size; {file} has {plan.microbatch_rows} images, --microbatch-size is "
+            f"{microbatch_size}; give --microbatch-size {plan.microbatch_rows}"
         )
     return plan
 

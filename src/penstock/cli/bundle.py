@@ -16,19 +16,19 @@ from penstock.units import format_bytes
 
 
 def bundle(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="What `penstock plan` wrote.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="The bundle's folder.")] = Path(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan written by `penstock plan`.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder of the bundle.")] = Path(
         "bundle"
     ),
     model: Annotated[
-        str | None, typer.Option(help="The model, if not the plan's; needed where that is package.module:function.")
+        str | None, typer.Option(help="Model, required if the plan's is package.module:function. Default: the plan's.")
     ] = None,
     weights: WeightsFile = None,
     pretrained: Pretrained = False,
     seed: Seed = 0,
     json: JsonFile = None,
 ) -> None:
-    """Write each stage's programs and only its weights into a folder for its device."""
+    """Write each stage's programs and weights into a folder for its device."""
     from penstock.deploy.bundle import write_bundle
     from penstock.deploy.state import load_state
     from penstock.graph.capture import capture
@@ -53,10 +53,10 @@ def bundle(
 
 
 def _model_of(plan: Plan, path: Path) -> str:
-    """Return the model that a plan names, unless loading it would import a module: a plan may come from anywhere."""
+    """Return a plan's model; raise `UsageError` if loading it would import a module, since plans may be untrusted."""
     if plan.model.startswith(("timm:", "hf:")):
         return plan.model
     raise UsageError(
-        f"a plan may name a timm: or hf: model, but {path} names {plan.model[:120]!r}, which would be imported; "
-        "if that is your code, add --model package.module:function"
+        f"the model of a plan must be timm: or hf:; {path} has {plan.model[:120]!r}, which would be imported; if "
+        "that is your code, add --model package.module:function"
     )

@@ -17,24 +17,24 @@ _SHARED = {
     "model": opt.Model, "weights": opt.WeightsFile, "pretrained": opt.Pretrained, "seed": opt.Seed,
     "threads": opt.Threads, "microbatch_size": opt.MicrobatchSize,
     "ratios": Annotated[
-        list[float], typer.Option("--ratio", help="Part of the channels to prune; may be repeated.")
+        list[float], typer.Option("--ratio", help="Fraction of channels to prune; may be repeated.")
     ],
     "runtimes": Annotated[
-        list[str], typer.Option("--runtime", help="A runtime to try; may be repeated. All there are if not given.")
+        list[str], typer.Option("--runtime", help="Runtime to try; may be repeated. Default: all installed.")
     ],
 }  # fmt: skip
 
 
 @takes_settings(CompressSettings, _SHARED)
 def compress(*, given: Given, json: opt.JsonFile = None) -> None:
-    """Prune, train on and try runtimes; print what was found and keep the fastest that is accurate enough."""
+    """Prune, fine-tune and try runtimes; print the results and keep the fastest form that is accurate enough."""
     from penstock.compress.frontier import draw_frontier
     from penstock.compress.steps import compress as search
 
     try:
         settings = msgspec.convert(given, CompressSettings)
     except msgspec.ValidationError as error:
-        raise UsageError(f"a search cannot have these settings: {error}") from None
+        raise UsageError(f"settings of a search are not valid: {error}") from None
     outcome = search(settings, _tell)
     console = opt.make_console()
     console.print(_table(outcome))
@@ -55,7 +55,7 @@ def compress(*, given: Given, json: opt.JsonFile = None) -> None:
             f"{settings.target_speedup:g} times as fast" if settings.target_speedup is not None
             else f"{floor_of(settings, outcome.found):.2%} right"
         )  # fmt: skip
-        raise RunError(f"nothing that was tried is {wanted}; the nearest is {best.name}, which is kept")
+        raise RunError(f"no form tried is {wanted}; the nearest is {best.name}, which is kept")
 
 
 def _tell(found: Found) -> None:

@@ -12,8 +12,8 @@ from penstock.units import format_bytes
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="FILE.pth", help="A checkpoint that torch.save wrote.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The safetensors file to write.")],
+    source: Annotated[Path, typer.Argument(metavar="FILE.pth", help="Checkpoint written by torch.save.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Safetensors file to write.")],
     json: JsonFile = None,
 ) -> None:
     """Convert a checkpoint to safetensors with the model's own names."""

@@ -1,4 +1,4 @@
-"""`penstock demo`: the whole flow on this machine, on data that needs no download."""
+"""`penstock demo`: the whole workflow on this machine, on data that needs no download."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,8 +25,8 @@ _PROMPT = "The capital of France is"
 
 
 def demo(
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 30,
-    seed: Annotated[int, typer.Option(help="For the first weights and the order of images.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Number of passes over the training images.")] = 30,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and the order of images.")] = 0,
     json: JsonFile = None,
 ) -> None:
     """Train a small ViT on scikit-learn's digits, then stream it through 1, 2 and 4 processes."""
@@ -113,7 +113,7 @@ def _small_vit(seed: int) -> "nn.Module":
 
 
 def _train(model: "nn.Module", images: "Tensor", labels: "Tensor", *, epochs: int, seed: int) -> None:
-    """Train in this process, with a progress bar where there is a terminal."""
+    """Train in this process, with a progress bar on a terminal."""
     import torch
     from torch.nn import functional
 
@@ -140,7 +140,7 @@ def _train(model: "nn.Module", images: "Tensor", labels: "Tensor", *, epochs: in
 
 
 def _one_process(model: "nn.Module", images: "Tensor") -> "list[Tensor]":
-    """Run the same microbatches with the same number of threads as a stage has: the reference."""
+    """Run the same microbatches with a stage's number of threads, as the reference."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""`penstock hosts`: how fast the machines of a cluster are, and what lies between them."""
+"""`penstock hosts`: checks, runs and measurements on the machines of a cluster."""
 
 import math
 import shlex
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Reach, prepare and measure the machines of a cluster.")
 
-ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file, as penstock plan takes it.")]
+ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER", help="Cluster file, as for `penstock plan`.")]
 
 
 @app.callback()
 def _hosts() -> None:
-    """Reach the machines of a cluster by ssh, bring them what a run needs, run there, and measure them."""
+    """Connect to the machines of a cluster by ssh, prepare them, run on them, and measure them."""
 
 
 @app.command()
 def check(cluster: ClusterFile, json: JsonFile = None) -> None:
-    """Show what every machine has, and the command that mends what is missing."""
+    """Report each machine's properties, and the command that fixes the first missing requirement."""
     spec = _machines(cluster)
-    with working("looking at all machines"):
+    with working("checking all machines"):
         found = check_hosts(spec, hosts_of(spec), str(cluster))
     console = make_console()
     table = Table("host", "ssh", "Python", "penstock", "torch", "cores", "memory", "disk", "clock", "plain Python")
@@ -71,47 +71,50 @@ def check(cluster: ClusterFile, json: JsonFile = None) -> None:
 @app.command(name="push")
 def push_(
     cluster: ClusterFile,
-    bundle: Annotated[Path | None, typer.Option(metavar="DIR", help="Also each machine's part of this bundle.")] = None,
-    requirement: Annotated[
-        list[str] | None, typer.Option("-r", "--requirement", metavar="PACKAGE", help="Also this package.")
+    bundle: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Bundle of which each machine gets its part.")
     ] = None,
-    install: Annotated[bool, typer.Option(help="Make virtual environments and install packages.")] = True,
+    requirement: Annotated[
+        list[str] | None,
+        typer.Option("-r", "--requirement", metavar="PACKAGE", help="Additional package; may be repeated."),
+    ] = None,
+    install: Annotated[bool, typer.Option(help="Virtual environments and packages.")] = True,
 ) -> None:
-    """Bring every machine the source, the packages and its part of a bundle: only what has changed."""
+    """Send every machine the source, the packages and its part of a bundle, as far as they changed."""
     spec = _machines(cluster)
     sent = push(
         hosts_of(spec), bundle=bundle, requirements=requirement or (), install=install,
         tell=lambda name, what: say(f"{name}: {what}", err=True),
     )  # fmt: skip
     for name, num_bytes in sent.items():
-        say(f"{name}: {format_bytes(num_bytes)} sent" if num_bytes else f"{name}: nothing had changed")
+        say(f"{name}: {format_bytes(num_bytes)} sent" if num_bytes else f"{name}: unchanged")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def run(
     context: typer.Context,
     cluster: ClusterFile,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Where the first machine is met.")] = PORT,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run nothing.")] = False,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first machine.")] = PORT,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")] = False,
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a batch script for Slurm instead.")] = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Print a manifest for Kubernetes instead.")] = False,
-    setup: Annotated[bool, typer.Option("--push", help="Push first.")] = False,
+    setup: Annotated[bool, typer.Option("--push", help="Push before the run.")] = False,
     key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The run's key; a new one for each run if not given.")
+        Path | None, typer.Option(metavar="FILE", help="Key file of the run. Default: a new key for each run.")
     ] = None,
     trusted: Annotated[
-        bool, typer.Option("--trusted", help="No key and no encryption: the network is trusted.")
+        bool, typer.Option("--trusted", help="No key and no encryption, for a trusted network.")
     ] = False,
 ) -> None:
     """Run a verb on every machine: penstock hosts run cluster.toml -- infer MODEL --images photos/.
 
-    Paths are those of the machines, from each one's folder on. All processes end together, and nothing is left behind.
+    Paths are relative to each machine's folder. All processes end together, and nothing is left running.
     """
     from penstock.transport.curve import read_key
 
     arguments = [word for index, word in enumerate(context.args) if index or word != "--"]
     if not arguments:
-        raise UsageError("hosts run takes a verb after the file, as in: penstock hosts run cluster.toml -- bench MODEL")
+        raise UsageError("hosts run needs a verb after the file, as in: penstock hosts run cluster.toml -- bench MODEL")
     spec = _machines(cluster)
     threads = max(device.threads for device in spec.devices)
     if slurm:
@@ -138,11 +141,11 @@ def run(
 def join(
     context: typer.Context,
     cluster: ClusterFile,
-    host: Annotated[str, typer.Argument(metavar="HOST", help="One of the cluster's machines.")],
-    key: Annotated[Path | None, typer.Option(metavar="FILE", help="The run's key, as hosts run was given it.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Where the first machine is met.")] = PORT,
+    host: Annotated[str, typer.Argument(metavar="HOST", help="Name of one of the cluster's machines.")],
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help="Key file of the run to join.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first machine.")] = PORT,
 ) -> None:
-    """Have a machine take part in a run that is under way: one that comes back, or another one.
+    """Add a machine to a running job: a returning one or a new one.
 
     In a stream as a worker; in a training with its command: penstock hosts join CLUSTER HOST -- train MODEL --data DIR
     """
@@ -160,7 +163,7 @@ def join(
 
 
 def join_arguments(given: Sequence[str], place: str) -> list[str]:
-    """Return the verb with which a machine joins a run at HOST:PORT: the one that was given, or a worker's.
+    """Return the verb with which a machine joins a run at HOST:PORT: the given one, or a worker's.
 
     >>> join_arguments([], "10.0.0.1:29500")
     ['worker', '--join', '10.0.0.1:29500']
@@ -172,7 +175,7 @@ def join_arguments(given: Sequence[str], place: str) -> list[str]:
 
 
 def _machines(path: Path) -> Cluster:
-    """Read a cluster file of machines; raises `ClusterError` for a lab, whose hosts are here."""
+    """Read a cluster file of machines; raises `ClusterError` for a lab, whose hosts are on this machine."""
     if is_lab(path):
         raise ClusterError(f"{path} is a lab, whose hosts are on this machine; run in it with penstock lab run")
     return read_cluster(path)
@@ -180,18 +183,21 @@ def _machines(path: Path) -> Cluster:
 
 @app.command()
 def measure(
-    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="A lab file, or under torchrun any cluster file.")],
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="Lab file, or under torchrun any cluster file.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="measured.toml", help="The cluster file as measured.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="measured.toml", help="Cluster file to write with measured values."),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="profile.json", help="Compare speeds with the device of this profile.")
+        Path | None, typer.Option(metavar="profile.json", help="Profile whose device has speed 1.")
     ] = None,
-    update: Annotated[bool, typer.Option("--update", help="Write what messages cost here into the profile.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long each host computes.")] = 2.0,
+    update: Annotated[
+        bool, typer.Option("--update", help="Write the measured cost of messages into the profile.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of computation on each host.")] = 2.0,
     json: JsonFile = None,
 ) -> None:
-    """Measure all hosts at once and the links one by one; write a cluster file that `penstock plan` takes."""
+    """Measure all hosts simultaneously and the links one by one; write a cluster file for `penstock plan`."""
     from penstock.group.entry import join_torchrun, under_torchrun
     from penstock.measure.hosts import measure_hosts
 
@@ -207,7 +213,7 @@ def measure(
     given = read_cluster(cluster)
     compared = read_profile(profile) if profile else None
     if compared is not None and not compared.calibration_s:
-        raise UsageError(f"{profile} has no calibration; make it again with penstock profile")
+        raise UsageError(f"calibration not found in {profile}; make the profile again with penstock profile")
     with join_torchrun(followed=True) as world:
         measured = measure_hosts(world, seconds=seconds, threads=compared.threads if compared else 1)
         if measured is None:
@@ -224,7 +230,7 @@ def measure(
 def _measure_by_ssh(
     cluster: Path, output: Path | None, profile: Path | None, seconds: float, json: Path | None, *, update: bool
 ) -> int:
-    """Measure machines that are reached by ssh: files go there and what was written comes back."""
+    """Measure machines over ssh: send the input files and fetch the results."""
     spec = read_cluster(cluster)
     hosts = hosts_of(spec)
     given = {"cluster.toml": cluster.read_bytes()} | ({"profile.json": profile.read_bytes()} if profile else {})
@@ -242,11 +248,11 @@ def _measure_by_ssh(
 
 
 def _as_measured(cluster: Cluster, world: "World", measured: "MeasuredHosts", profile: Profile | None) -> Cluster:
-    """Return the cluster with measured speeds and links; raises `ClusterError` for a host that the file lacks."""
+    """Return the cluster with measured speeds and links; raises `ClusterError` for a host missing in the file."""
     known = {device.name for device in cluster.devices}
     missing = [name for name in world.hosts if name not in known]
     if missing:
-        raise ClusterError(f"{', '.join(missing)} took part but is not in the cluster file; add it as a device")
+        raise ClusterError(f"{', '.join(missing)} took part but was not found in the cluster file; add it as a device")
     if profile is not None:
         seconds = zip(world.hosts, measured.calibration_s, strict=True)
         cluster = cluster.at_speeds({name: profile.calibration_s / taken for name, taken in seconds})

@@ -1,4 +1,4 @@
-"""`penstock infer`: predictions for a set of images, written as they come."""
+"""`penstock infer`: predictions for a set of images, written as they are computed."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,19 +13,21 @@ from penstock.terminal.notes import say
 
 def infer(
     model: opt.Model,
-    images: Annotated[str, typer.Option(help="A folder, a tar, an image, CIFAR in its binary form, or 'digits'.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where predictions go: .csv, or JSON lines.")] = Path(
+    images: Annotated[str, typer.Option(help="Folder, tar, image, CIFAR in its binary form, or 'digits'.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File of predictions: .csv, or JSON lines.")] = Path(
         "predictions.csv"
     ),
     stages: Annotated[
-        int | None, typer.Option(min=1, help="How many; 2 on one machine, under torchrun one per process.")
+        int | None, typer.Option(min=1, help="Number of stages. Default: 2, or one per process under torchrun.")
     ] = None,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
-    plan: Annotated[Path | None, typer.Option(metavar="plan.json", help="Run this plan; it says how to cut.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="plan.json", help="Plan to run, which has the cuts.")] = None,
     microbatch_size: opt.MicrobatchSize = 1,
-    num_images: Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue after the rows that are there.")] = False,
+    num_images: Annotated[
+        int | None, typer.Option(min=1, help="Number of images, from the first. Default: all.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue after the existing rows.")] = False,
     trace: opt.Trace = None,
     profile: opt.Profiled = False,
     live: opt.Live = False,
@@ -38,16 +40,16 @@ def infer(
     on_loss: opt.OnLoss = None,
     wait_for: opt.WaitFor = 300.0,
     profiled: Annotated[
-        Path | None, typer.Option("--from-profile", metavar="profile.json", help="What --plan was made from.")
+        Path | None, typer.Option("--from-profile", metavar="profile.json", help="Profile that the plan was made from.")
     ] = None,
     planned_for: Annotated[
-        Path | None, typer.Option("--from-cluster", metavar="cluster.toml", help="What --plan was made for.")
+        Path | None, typer.Option("--from-cluster", metavar="cluster.toml", help="Cluster that the plan was made for.")
     ] = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,
     json: opt.JsonFile = None,
 ) -> None:
-    """Classify images through a pipeline: predictions in order, throughput, and accuracy where there are labels."""
+    """Classify images through a pipeline: predictions in order, throughput, and accuracy if there are labels."""
     from penstock.deploy.worker import follow
     from penstock.group.entry import join_torchrun, under_torchrun
     from penstock.runtime.registry import parse_runtime
@@ -63,7 +65,7 @@ def infer(
     if world is not None and world.rank != FEEDER:
         follow(world)
         return
-    # what a worker does not need, and takes seconds and memory on a small board
+    # not needed by workers, and takes seconds and memory on a small board
     from penstock.recipes.predict_images import PredictSettings, predict_images
 
     settings = PredictSettings(
@@ -75,7 +77,7 @@ def infer(
     try:
         summary, failed = predict_images(settings, world)
     except KeyboardInterrupt as error:
-        if not error.args:  # before there was anything to lose
+        if not error.args:  # before the first prediction
             raise
         say(str(error), err=True)
         raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""`penstock keys`: the secret by which the processes of a run know each other."""
+"""`penstock keys`: the secret with which the processes of a run authenticate each other."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,19 +7,19 @@ import typer
 
 from penstock.terminal.notes import say
 
-app = typer.Typer(no_args_is_help=True, help="Make a key by which the processes of a run know each other.")
+app = typer.Typer(no_args_is_help=True, help="Make a key with which the processes of a run authenticate each other.")
 
 
 @app.callback()
 def _keys() -> None:
-    """Make a key by which the processes of a run know each other."""
+    """Make a key with which the processes of a run authenticate each other."""
 
 
 @app.command()
 def new(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="The key's file, which only this account reads.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="File of the key, readable only by this account.")],
 ) -> None:
-    """Write a new key: give it to every process of a run by --key or PENSTOCK_KEY, and keep it to yourself."""
+    """Write a new key, to be passed to every process of a run by --key or PENSTOCK_KEY, and kept secret."""
     from penstock.transport.curve import write_key
 
     write_key(path)

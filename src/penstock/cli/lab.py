@@ -28,16 +28,16 @@ from penstock.units import format_bytes, format_rate, parse_bytes, parse_rate
 app = typer.Typer(no_args_is_help=True, help="An emulated cluster on this Linux machine (needs root).")
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
-LabOrName = Annotated[str, typer.Argument(metavar="LAB", help="A lab file, or the name of a lab that is up.")]
-HostName = Annotated[str, typer.Argument(metavar="HOST", help="One of the lab's hosts.")]
+LabOrName = Annotated[str, typer.Argument(metavar="LAB", help="Lab file, or the name of a lab that is up.")]
+HostName = Annotated[str, typer.Argument(metavar="HOST", help="Name of one of the lab's hosts.")]
 
 
 @app.command()
 def init(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The lab file to write.")] = Path("lab.toml"),
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 4,
-    like: Annotated[str, typer.Option(help=f"The board: {', '.join(PRESETS)}.")] = "raspberry-pi-4",
-    name: Annotated[str, typer.Option(help="The lab's name.")] = "lab",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Lab file to write.")] = Path("lab.toml"),
+    hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 4,
+    like: Annotated[str, typer.Option(help=f"Board to emulate: {', '.join(PRESETS)}.")] = "raspberry-pi-4",
+    name: Annotated[str, typer.Option(help="Name of the lab.")] = "lab",
     cpu: Annotated[float | None, typer.Option(help="Share of a core per host.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory per host, like '1 GiB'.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Bandwidth per host, like '1 Gbit/s'.")] = None,
@@ -46,7 +46,7 @@ def init(
 ) -> None:
     """Write a lab file: equal hosts with the memory and network of a known board."""
     if output.exists() and not force:
-        raise ClusterError(f"init does not overwrite, but {output} exists; use --force or another -o")
+        raise ClusterError(f"{output} exists, and init does not overwrite files; use --force or another -o")
     spec = preset(
         like, hosts, num_cores(), name=name, cpu=cpu, memory_bytes=parse_bytes(memory) if memory else None,
         bandwidth_bytes_per_s=parse_rate(bandwidth) if bandwidth else None,
@@ -64,11 +64,11 @@ def init(
 
 
 @app.command()
-def up(lab: Annotated[Path, typer.Argument(help="The lab file.")], json: JsonFile = None) -> None:
-    """Put a lab up: namespaces, links, CPU shares and memory limits."""
+def up(lab: Annotated[Path, typer.Argument(help="Lab file.")], json: JsonFile = None) -> None:
+    """Start a lab: namespaces, links, CPU shares and memory limits."""
     target = Lab.from_file(lab)
     with ended_by_signals():
-        with working(f"putting up {len(target.spec.hosts)} hosts"):
+        with working(f"starting {len(target.spec.hosts)} hosts"):
             warnings = target.up()
         _warn(warnings)
     _print_status(target.status(), json)
@@ -76,15 +76,15 @@ def up(lab: Annotated[Path, typer.Argument(help="The lab file.")], json: JsonFil
 
 @app.command()
 def status(lab: LabOrName, json: JsonFile = None) -> None:
-    """Show a lab's hosts: what they have, what they use."""
+    """Report the resources and usage of a lab's hosts."""
     _print_status(_find(lab).status(), json)
 
 
 @app.command()
 def down(lab: LabOrName, json: JsonFile = None) -> None:
-    """Take a lab down with all that runs in it; also cleans up after a crash."""
+    """Stop a lab with everything that runs in it; also cleans up after a crash."""
     name = read_lab(lab).name if _is_file(lab) else lab
-    with working("taking the lab down"):
+    with working("stopping the lab"):
         take_down(name)
     say(f"{name} is down")
     write_json(json, LabStatus(name=name, state="down"))
@@ -93,10 +93,10 @@ def down(lab: LabOrName, json: JsonFile = None) -> None:
 @app.command()
 def run(
     lab: LabOrName,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run on every host.")],
-    on: Annotated[list[str] | None, typer.Option(help="Only on this host; may be repeated.")] = None,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Command to run on every host.")],
+    on: Annotated[list[str] | None, typer.Option(help="Host to run on; may be repeated. Default: all hosts.")] = None,
     nproc_per_host: Annotated[int, typer.Option(help="Processes per host.")] = 1,
-    port: Annotated[int, typer.Option(help="The port where rank 0 is met.")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(help="Port of rank 0.")] = DEFAULT_PORT,
     json: JsonFile = None,
 ) -> None:
     """Run a command on the lab's hosts with torchrun's environment; the first failure ends all."""
@@ -110,17 +110,17 @@ def run(
             result = {"exit_codes": started.exit_codes, "first_failure": started.first_failure}
             write_json(json, {"lab": target.spec.name, **result})
     if started.first_failure:
-        raise RunError(f"every process must end with status 0, but {started.first_failure}; its output is above")
+        raise RunError(f"every process must exit with status 0, but {started.first_failure}; its output is above")
 
 
 @app.command()
 def cut(
     lab: LabOrName,
     host: HostName,
-    restore: Annotated[bool, typer.Option("--restore", help="Plug it in again.")] = False,
+    restore: Annotated[bool, typer.Option("--restore", help="Reconnect the host.")] = False,
     json: JsonFile = None,
 ) -> None:
-    """Unplug a host's network, or plug it in again."""
+    """Disconnect a host's network, or reconnect it."""
     target = _find(lab)
     (target.restore if restore else target.cut)(host)
     say(f"{host} is {'connected' if restore else 'cut off'}")
@@ -131,13 +131,13 @@ def cut(
 def slow(
     lab: LabOrName,
     host: HostName,
-    cpu: Annotated[float | None, typer.Option(help="The new share of a core.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="What its link carries now, as in '10 Mbit/s'.")] = None,
+    cpu: Annotated[float | None, typer.Option(help="New share of a core.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="New bandwidth of its link, as in '10 Mbit/s'.")] = None,
     json: JsonFile = None,
 ) -> None:
     """Change a host's share of a core, or the bandwidth of its link, while it runs."""
     if cpu is None and bandwidth is None:
-        raise UsageError("a host is slowed in one way at least; give --cpu 0.1 or --bandwidth '10 Mbit/s'")
+        raise UsageError("slow needs a new share or bandwidth; give --cpu 0.1 or --bandwidth '10 Mbit/s'")
     rate = None if bandwidth is None else parse_rate(bandwidth)
     _find(lab).slow(host, cpu=cpu, bandwidth_bytes_per_s=rate)
     has = [*([] if cpu is None else [f"{cpu:g} of a core"]), *([] if rate is None else [f"{format_rate(rate)}"])]
@@ -147,14 +147,14 @@ def slow(
 
 @app.command()
 def kill(lab: LabOrName, host: HostName, json: JsonFile = None) -> None:
-    """End every process of a host at once, as a power failure would."""
+    """Kill every process of a host immediately, like a power failure."""
     num_processes = _find(lab).kill(host)
     say(f"{host}: {num_processes} processes ended")
     write_json(json, {"host": host, "num_processes": num_processes})
 
 
 def _is_file(lab: str) -> bool:
-    # a name has neither a dot nor a slash, so a mistyped path is not taken for one
+    # a name has neither a dot nor a slash, so a mistyped path is not mistaken for one
     return "." in lab or "/" in lab or Path(lab).is_file()
 
 

@@ -16,55 +16,60 @@ from penstock.spec.on_loss import ON_LOSS
 from penstock.terminal.console import PlainConsole
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_OR_PATH or package.module:function.")]
-WeightsFile = Annotated[Path | None, typer.Option("--weights", help="A safetensors file, index or folder.")]
-Pretrained = Annotated[bool, typer.Option("--pretrained", help="Fetch the model's published weights.")]
-Seed = Annotated[int, typer.Option(help="For random weights.")]
-Policy = Annotated[str, typer.Option(help="balanced, equal-blocks, equal-size or smallest-crossing.")]
-CutNames = Annotated[list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Cut here; may be repeated.")]
-MicrobatchSize = Annotated[int, typer.Option(min=1, help="Rows that go through the stages together.")]
+WeightsFile = Annotated[Path | None, typer.Option("--weights", help="Safetensors file, index or folder.")]
+Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the model's published weights.")]
+Seed = Annotated[int, typer.Option(help="Seed of random weights.")]
+Policy = Annotated[str, typer.Option(help="Policy of cuts: balanced, equal-blocks, equal-size or smallest-crossing.")]
+CutNames = Annotated[
+    list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Position of a cut; may be repeated.")
+]
+MicrobatchSize = Annotated[int, typer.Option(min=1, help="Rows per microbatch.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads per stage.")]
 ComputesOn = Annotated[
-    str, typer.Option("--device", metavar="cpu|cuda", help="What stages compute on: cpu, or a GPU for each process.")
+    str, typer.Option("--device", metavar="cpu|cuda", help="Device of the stages: cpu, or a GPU for each process.")
 ]
 Runtime = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="What computes the stages: eager, onnxruntime or openvino, with a precision as in onnxruntime:int8.",
+        help="Runtime of the stages: eager, onnxruntime or openvino, with a precision as in onnxruntime:int8.",
     ),
 ]
 OnLoss = Annotated[
     str | None,
     typer.Option(
         metavar="stop|continue|wait",
-        help="When a device is lost: stop, go on with the others (the default unless --trace is given), or wait.",
+        help="Action on a lost device: stop, continue on the others, or wait. Default: continue, with --trace stop.",
     ),
 ]
-WaitFor = Annotated[float, typer.Option("--wait-for", min=1.0, help="Seconds that --on-loss wait waits for another.")]
+WaitFor = Annotated[
+    float, typer.Option("--wait-for", min=1.0, help="Seconds that --on-loss wait waits for another device.")
+]
 Trace = Annotated[
-    Path | None, typer.Option("--trace", metavar="DIR", help="Record what happens when, for `penstock report DIR`.")
+    Path | None,
+    typer.Option("--trace", metavar="DIR", help="Folder for a trace of the run, read by `penstock report DIR`."),
 ]
 Profiled = Annotated[
-    bool, typer.Option("--profile", help="Also torch.profiler's operations of a few microbatches, into --trace DIR.")
+    bool, typer.Option("--profile", help="Record torch.profiler's operations of a few microbatches in --trace DIR.")
 ]
-Live = Annotated[bool, typer.Option("--live", help="Show the stages at work while it runs.")]
+Live = Annotated[bool, typer.Option("--live", help="Live view of the stages during the run.")]
 Bind = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Listen on this address; the one towards the first host, or on one machine none, if not given.",
+        help="Address to listen on. Default: the one that reaches the first host, none on a single machine.",
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the result as JSON.")]
 
 
 def make_console() -> PlainConsole:
-    """Make a console for results; what goes to a file or a pipe is not folded to 80 columns."""
+    """Make a console for results; output to a file or a pipe is not wrapped at 80 columns."""
     return PlainConsole(width=None if sys.stdout.isatty() else 160)
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Write a verb's result for machines, if a file was asked for."""
+    """Write a verb's result as JSON, if a file was given."""
     if path is None:
         return
     try:
@@ -76,46 +81,48 @@ def write_json(path: Path | None, value: Any) -> None:
 def check_profiled(*, profile: bool, trace: Path | str | None) -> None:
     """Check that the profiler has a trace to write into; raises `UsageError` without one."""
     if profile and trace is None:
-        raise UsageError("--profile writes into the run's trace; give --trace DIR too")
+        raise UsageError("--profile needs a trace to write into; give --trace DIR too")
 
 
 def choose_on_loss(on_loss: str | None, *, trace: Path | None) -> str:
-    """Return what a stream does when a device is lost; raises `UsageError` for anything else than it can."""
+    """Return the action on a lost device; raises `UsageError` for other values."""
     if on_loss is not None and on_loss not in ON_LOSS:
-        raise UsageError(f"--on-loss takes {', '.join(ON_LOSS)}, not {on_loss!r}")
+        raise UsageError(f"--on-loss must be one of {', '.join(ON_LOSS)}; got {on_loss!r}")
     if on_loss not in {None, "stop"} and trace is not None:
-        raise UsageError("a run whose devices may change is not recorded; leave --trace or --on-loss out")
+        raise UsageError("a run whose devices may change cannot be traced; leave --trace or --on-loss out")
     return on_loss or ("stop" if trace is not None else "continue")
 
 
 def bind_to(address: str | None, cluster: Path | None = None) -> None:
-    """Have this process and those that it starts listen on this address only, if one was given.
+    """Restrict listening of this process and its children to one address, if given.
 
     Raises `UsageError` for an address that is not this machine's, and for the hosts of a lab.
     """
     if address is None:
         return
     if cluster is not None:
-        raise UsageError("--bind is for processes of this machine, and a lab's hosts have their own; leave it out")
+        raise UsageError(
+            "--bind is for processes of this machine, and a lab's hosts have their own addresses; leave it out"
+        )
     try:
         with listen(address) as listener:
             found = str(listener.getsockname()[0])
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"--bind takes an address of this machine, not {address!r} ({reason}); see `ip address`"
+            f"--bind must be an address of this machine; got {address!r} ({reason}); see `ip address`"
         ) from None
     if is_everywhere(found):
-        raise UsageError(f"--bind takes one address, and {address!r} means all of this machine; see `ip address`")
+        raise UsageError(f"--bind must be a single address; {address!r} means all of this machine; see `ip address`")
     os.environ[BIND] = found
 
 
 def parse_numbers(text: str, option: str) -> list[int]:
-    """Read a list such as `1,2,4`; raises `UsageError` for anything else."""
+    """Parse a list such as `1,2,4`; raises `UsageError` for anything else."""
     try:
         numbers = [int(item) for item in text.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UsageError(f"{option} takes whole numbers from 1 up, separated by commas, not {text!r}")
+        raise UsageError(f"{option} must be integers of at least 1, separated by commas; got {text!r}")
     return numbers

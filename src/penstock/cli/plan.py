@@ -28,30 +28,33 @@ _BOTH: dict[str, Any] = {"flags": []}  # --name and --no-name
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted of a plan, as it is given; a field with a description is an option."""
+    """Requirements of a plan as given; a field with a description is an option."""
 
-    aim: Annotated[str, Meta(description="throughput, latency, or devices: the fewest for --target.")] = "throughput"
-    target: Annotated[float | None, Meta(description="Rows per second to reach with --aim devices.")] = None
-    rows: Annotated[str | None, Meta(description="Microbatch sizes to choose from, like 1,2,4.")] = None
-    num_rows: Annotated[int, Meta(ge=1, description="Rows of the stream that is predicted.")] = 500
-    depth: Annotated[int, Meta(ge=1, description="Microbatches that may wait at a cut.")] = 2
-    schedule: Annotated[str, Meta(description="forward-only; to train gpipe, 1f1b, interleaved or zero-bubble.")] = (
-        "forward-only"
+    aim: Annotated[str, Meta(description="Objective: throughput, latency, or devices, the fewest for --target.")] = (
+        "throughput"
     )
-    batch_size: Annotated[_Count | None, Meta(description="Rows of a training step, all replicas.")] = None
-    microbatches: Annotated[_Count | None, Meta(description="Or its microbatches, all replicas.")] = None
+    target: Annotated[float | None, Meta(description="Required rows per second with --aim devices.")] = None
+    rows: Annotated[str | None, Meta(description="Microbatch sizes to choose from, like 1,2,4.")] = None
+    num_rows: Annotated[int, Meta(ge=1, description="Rows of the predicted stream.")] = 500
+    depth: Annotated[int, Meta(ge=1, description="Microbatches that may wait at a cut.")] = 2
+    schedule: Annotated[
+        str, Meta(description="forward-only, or for training gpipe, 1f1b, interleaved or zero-bubble.")
+    ] = "forward-only"
+    batch_size: Annotated[_Count | None, Meta(description="Rows of a training step over all replicas.")] = None
+    microbatches: Annotated[
+        _Count | None, Meta(description="Microbatches of a training step over all replicas, instead of --batch-size.")
+    ] = None
     optimizer_state: Annotated[
         float | None,
-        Meta(description="Bytes per byte of weights; in training AdamW's 2 if not given.", extra={"min": 0}),
+        Meta(description="Optimizer state per byte of weights. Training default: AdamW's 2.", extra={"min": 0}),
     ] = None
     alternate: Annotated[bool, Meta(description="Rotate microbatches over several cut sets.", extra=_BOTH)] = True
-    replicas: Annotated[bool, Meta(description="Also consider whole pipelines side by side.", extra=_BOTH)] = True
+    replicas: Annotated[bool, Meta(description="Also consider parallel pipelines.", extra=_BOTH)] = True
     shared: Annotated[bool, Meta(description="Also consider stages that several devices share.", extra=_BOTH)] = False
     max_error: Annotated[
         float | None,
         Meta(
-            description="Compute on the fastest runtime measured that a device has and whose outputs differ by at most "
-            "this part.",
+            description="Largest relative error of outputs for choosing a device's fastest measured runtime.",
             extra={"min": 0},
         ),
     ] = None
@@ -61,13 +64,13 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
 
     def request(self) -> Request:
-        """Return the planner's request; raises `UsageError` for options that do not go together."""
+        """Return the planner's request; raises `UsageError` for options that exclude each other."""
         if self.aim not in _AIMS:
-            raise UsageError(f"--aim is one of {', '.join(_AIMS)}, not {self.aim!r}")
+            raise UsageError(f"--aim must be one of {', '.join(_AIMS)}; got {self.aim!r}")
         if self.schedule not in _SCHEDULES:
-            raise UsageError(f"--schedule is one of {', '.join(_SCHEDULES)}, not {self.schedule!r}")
+            raise UsageError(f"--schedule must be one of {', '.join(_SCHEDULES)}; got {self.schedule!r}")
         if self.target is not None and self.aim != "devices":
-            raise UsageError("--target goes with --aim devices; leave it out or add --aim devices")
+            raise UsageError("--target needs --aim devices; leave it out or add --aim devices")
         state = self.optimizer_state
         if state is None:
             state = 0.0 if self.schedule == "forward-only" else ADAMW_STATE
@@ -83,14 +86,14 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
 @takes_settings(PlanOptions, {})
 def plan(
     *,
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What `penstock profile` wrote.")],
-    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file or a lab file.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="plan.json", help="Write it here.")] = None,
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Profile written by `penstock profile`.")],
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="Cluster file or lab file.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="plan.json", help="File to write.")] = None,
     given: Given,
-    explanation: Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")] = False,
+    explanation: Annotated[bool, typer.Option("--explain", help="Print the reasons, and what would help.")] = False,
     json: JsonFile = None,
 ) -> None:
-    """Choose how to run a profiled model on a cluster, and predict what that will do."""
+    """Choose a plan for a profiled model on a cluster, and predict its performance."""
     request = PlanOptions(**given).request()
     measured, devices = read_profile(profile), read_cluster(cluster)
     console = make_console()

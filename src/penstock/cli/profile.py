@@ -1,4 +1,4 @@
-"""`penstock profile`: measure what a model costs on this kind of device."""
+"""`penstock profile`: measured costs of a model on this kind of device."""
 
 from functools import partial
 from pathlib import Path
@@ -19,27 +19,27 @@ from penstock.units import format_bytes, format_seconds
 
 def profile(
     model: opt.Model,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="profile.json", help="Write it here.")] = Path(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="profile.json", help="File to write.")] = Path(
         "profile.json"
     ),
-    rows: Annotated[str, typer.Option(help="Rows per microbatch to measure, like 1,2,4,8.")] = "1,2,4,8",
+    rows: Annotated[str, typer.Option(help="Microbatch sizes to measure, like 1,2,4,8.")] = "1,2,4,8",
     images: Annotated[
-        str | None, typer.Option(help="Also measure what it costs to read one of these images and prepare it.")
+        str | None, typer.Option(help="Images whose cost of reading and preprocessing is measured too.")
     ] = None,
-    training: Annotated[bool, typer.Option("--training", help="As it trains: forward and backward.")] = False,
-    data: Annotated[str | None, typer.Option(help="As it trains on this data, as `penstock train` takes it.")] = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a row of text.")] = 128,
+    training: Annotated[bool, typer.Option("--training", help="Measure forward and backward.")] = False,
+    data: Annotated[str | None, typer.Option(help="Data to measure training on, as for `penstock train`.")] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens per row of text.")] = 128,
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
-    repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size; more where they differ.")] = 7,
+    repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size, more if they vary.")] = 7,
     runtime: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Also measure it on this runtime; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="Additional runtime to measure; may be repeated.")
     ] = None,
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     seed: opt.Seed = 0,
     json: opt.JsonFile = None,
 ) -> None:
-    """Time every part of a model between two possible cuts, and what messages cost; write it for `penstock plan`."""
+    """Time every part of a model between two possible cuts, and messages; write a profile for `penstock plan`."""
     from penstock.deploy.state import load_state
     from penstock.engine.reference import calibrate
     from penstock.graph.capture import capture
@@ -55,7 +55,7 @@ def profile(
     sizes = opt.parse_numbers(rows, "--rows")
     choices = [parse_runtime(name) for name in runtime or ()]
     if choices and (training or data is not None):
-        raise UsageError("other runtimes than eager do not train; leave --runtime out, or --training and --data")
+        raise UsageError("only the eager runtime can train; leave --runtime out, or --training and --data")
     console = opt.make_console()
     if data is not None:
         if images is not None:
@@ -64,7 +64,7 @@ def profile(
             "model": model, "data": data, "length": length, "threads": threads, "pretrained": pretrained, "seed": seed,
             "weights": str(weights) if weights else None,
         })  # fmt: skip
-        with working(f"measuring how {model} trains at {rows} rows"):
+        with working(f"measuring training of {model} at {rows} rows"):
             made = profile_task(settings, rows=sizes, repeats=repeats)
         _show(console, made, output, json)
         return
@@ -107,7 +107,7 @@ def _table(profile: Profile) -> Table:
     table = Table("rows", "seconds per microbatch", "rows per second", "spread of the unit sums")
     for index, rows in enumerate(profile.rows):
         seconds = sum(unit.forward_s[index] for unit in profile.units)
-        # units vary independently of each other at most, so their ranges add up to more than the whole varies
+        # upper bound: units vary at most independently, so the sum of their ranges exceeds the range of the whole
         spread = sum(unit.forward_spread_s[index] for unit in profile.units)
         said = format_seconds(seconds)
         backward = [unit.backward_s[index] for unit in profile.units if unit.backward_s is not None]

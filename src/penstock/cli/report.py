@@ -1,4 +1,4 @@
-"""`penstock report`: the page of a run, and why it was not n times."""
+"""`penstock report`: the page of a run, with an account of its speed-up."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,22 +18,22 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="The folder that --trace was given, or that of an elastic training; of several streams, what differs.",
+            help="Folder of --trace or of an elastic training; several folders of streams are compared.",
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The page of several runs.  [default: beside.html]")
+        Path | None, typer.Option("-o", "--output", help="Page of several runs.  [default: beside.html]")
     ] = None,
-    pictures: Annotated[bool, typer.Option(help="Also draw PNG and SVG files.")] = True,
+    pictures: Annotated[bool, typer.Option(help="PNG and SVG files of the figures.")] = True,
     json: JsonFile = None,
 ) -> None:
-    """Write a run's page, its trace for Perfetto, tables and pictures, and print the account; or several runs' page."""
+    """Write a run's page, its trace for Perfetto, tables and pictures, and print the account; or compare runs."""
     console = make_console()
     if len(runs) > 1:
         _beside(runs, output or Path("beside.html"), json)
         return
     if output is not None:
-        raise UsageError("--output is for several runs: the page of one lies in its folder; leave it out")
+        raise UsageError("--output is for several runs, the page of one is written to its folder; leave it out")
     (run,) = runs
     with working("reading the run"):
         made = write_any_report(run, pictures=pictures)
@@ -58,7 +58,7 @@ def report(
 
 
 def _beside(runs: list[Path], output: Path, json: Path | None) -> None:
-    """Write the page of several runs, and print what differs."""
+    """Write the page of several runs, and print the differences."""
     console = make_console()
     with working("reading the runs"):
         made = write_beside(runs, output)

@@ -1,4 +1,4 @@
-"""`penstock schedule`: what a training schedule looks like, and what it costs."""
+"""`penstock schedule`: a drawing of a training schedule, with its bubble and memory."""
 
 from typing import Annotated, Any
 
@@ -13,10 +13,10 @@ from penstock.plan.schedule.validate import check_schedule
 
 def schedule(
     name: Annotated[str, typer.Argument(metavar="NAME", help="gpipe, 1f1b, interleaved, zero-bubble, or a file.")],
-    stages: Annotated[int, typer.Option(min=1, help="How many stages.")] = 4,
-    microbatches: Annotated[int, typer.Option(min=1, help="How many microbatches.")] = 8,
+    stages: Annotated[int, typer.Option(min=1, help="Number of stages.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Number of microbatches.")] = 8,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="How many devices; half the stages if interleaved.")
+        int | None, typer.Option(min=1, help="Number of devices. Default: one per stage, half of that if interleaved.")
     ] = None,
     json: JsonFile = None,
 ) -> None:

@@ -1,8 +1,8 @@
-"""Options of a verb made from the fields of a struct: name, type, default and help are written once, there.
+"""Options of a verb made from the fields of a struct, the only place of their name, type, default and help.
 
-A field's help is the description of its `msgspec.Meta`. What else the command line needs is in the meta's `extra`:
-`flags` other than its name (none for `--name` and `--no-name`), `metavar`, `min` where the struct itself has no limit,
-`default` where the option's is another, `path` for a text that is one.
+A field's help is the description of its `msgspec.Meta`. Additional values for the command line are in the meta's
+`extra`: `flags` other than its name (none for `--name` and `--no-name`), `metavar`, `min` if the struct itself has no
+limit, `default` if the option's differs, `path` for a text that is a path.
 """
 
 import functools
@@ -21,9 +21,9 @@ Given = dict[str, Any]
 def takes_settings(
     struct: type[msgspec.Struct], shared: Mapping[str, Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add to a verb an option for each field of a struct that has a description, or is in `shared` by its name.
+    """Add to a verb an option for each field of a struct with a description or an entry in `shared`.
 
-    The verb's parameter `given` gets the values by field name, as the struct takes them.
+    The verb's parameter `given` receives the values by field name, ready for the struct.
 
     Example:
         @takes_settings(FitSettings, {"model": Model})
@@ -60,7 +60,7 @@ def _parameters(struct: type[msgspec.Struct], shared: Mapping[str, Any]) -> Iter
         if fields[name].required:
             default = inspect.Parameter.empty
         elif default is msgspec.NODEFAULT:
-            default = None  # a list, which is empty unless the option is given
+            default = None  # a list, empty by default
         default = extra.get("default", default)
         if "path" in extra and isinstance(default, str):
             default = Path(default)
@@ -74,7 +74,7 @@ def _option(name: str, base: Any, default: Any, extra: Mapping[str, Any]) -> Any
     if "path" in extra:
         base = Path
     elif get_origin(base) is Literal:
-        base = str  # the struct says which ones there are
+        base = str  # the struct checks the values
     elif get_origin(base) is list:
         base = list[str]
     flags = extra.get("flags", [f"--{name.replace('_', '-')}"])
@@ -83,7 +83,7 @@ def _option(name: str, base: Any, default: Any, extra: Mapping[str, Any]) -> Any
 
 
 def _fields(struct: type[msgspec.Struct]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Return each field's name, its type without None and metas, and what the metas say."""
+    """Yield each field's name, its type without None and metas, and the values of the metas."""
     for name, base in get_type_hints(struct, include_extras=True).items():
         extra: dict[str, Any] = {}
         while get_origin(base) is Annotated or NoneType in get_args(base):

@@ -1,4 +1,4 @@
-"""`penstock split`: where a model would be cut, and what each policy costs."""
+"""`penstock split`: the stages of a model, and a comparison of policies."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,18 +18,20 @@ if TYPE_CHECKING:
 
 def split(
     model: opt.Model,
-    stages: Annotated[int, typer.Option(min=1, help="How many stages.")] = 4,
+    stages: Annotated[int, typer.Option(min=1, help="Number of stages.")] = 4,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
-    work: Annotated[str, typer.Option(help="Weigh operations by 'counted' or 'measured' work.")] = "counted",
+    work: Annotated[
+        str, typer.Option(help="Cost model for balancing stages: 'counted' FLOPs or 'measured' seconds.")
+    ] = "counted",
     microbatch_size: opt.MicrobatchSize = 1,
-    all_cuts: Annotated[bool, typer.Option("--all", help="List every cut that the model allows.")] = False,
+    all_cuts: Annotated[bool, typer.Option("--all", help="List of every cut that the model allows.")] = False,
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     seed: opt.Seed = 0,
     json: opt.JsonFile = None,
 ) -> None:
-    """Print the stages, what crosses between them, and how the policies compare."""
+    """Print the stages, the bytes that cross between them, and a comparison of the policies."""
     from penstock.deploy.policies import choose_cuts
     from penstock.deploy.state import load_state
     from penstock.graph.capture import capture
@@ -39,7 +41,7 @@ def split(
     from penstock.zoo.models.models import load_model
 
     if work not in {"counted", "measured"}:
-        raise UsageError(f"--work is 'counted' or 'measured', not {work!r}")
+        raise UsageError(f"--work must be 'counted' or 'measured'; got {work!r}")
     console = opt.make_console()
     with working("capturing the model"):
         zoo = load_model(model, weights=weights, pretrained=pretrained, seed=seed)

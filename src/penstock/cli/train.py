@@ -1,4 +1,4 @@
-"""`penstock train`: train or fine-tune a model, in one way, in several to compare, or as a table says."""
+"""`penstock train`: training or fine-tuning of a model, in one mode, in several to compare, or from a table."""
 
 import contextlib
 import os
@@ -33,15 +33,21 @@ def train(
     *,
     given: Given,
     bind: opt.Bind = None,
-    cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Train on the hosts of a lab.")] = None,
-    compare: Annotated[str | None, typer.Option(help="single,model,pipeline,data,both: train in each way.")] = None,
+    cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Lab to train in.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="Modes to train in and compare: single,model,pipeline,data,both.")
+    ] = None,
     weak_scaling: Annotated[
-        bool, typer.Option("--weak-scaling", help="With --compare: the batch grows with the number of processes.")
+        bool, typer.Option("--weak-scaling", help="With --compare, a batch that grows with the number of processes.")
     ] = False,
-    sweep: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with [[settings]]: train with each.")] = None,
-    ablation: Annotated[bool, typer.Option("--ablation", help="Train with each part of --elastic off and on.")] = False,
-    find_max_batch: Annotated[bool, typer.Option("--find-max-batch", help="The largest batch that fits.")] = False,
-    memory: Annotated[str | None, typer.Option(help="What each process may hold, as in 2GiB.")] = None,
+    sweep: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file with [[settings]] tables, one for each run.")
+    ] = None,
+    ablation: Annotated[bool, typer.Option("--ablation", help="Runs with each part of --elastic off and on.")] = False,
+    find_max_batch: Annotated[
+        bool, typer.Option("--find-max-batch", help="Search for the largest batch that fits.")
+    ] = False,
+    memory: Annotated[str | None, typer.Option(help="Memory limit of each process, as in 2GiB.")] = None,
     json: opt.JsonFile = None,
 ) -> None:
     """Train a model: in one process, in stages, in replicas, in both, with metrics and checkpoints in a folder."""
@@ -74,13 +80,13 @@ def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: P
     from penstock.group.entry import under_torchrun
 
     if len(chosen) > 1 or (chosen and under_torchrun()):
-        raise UsageError(f"{' and '.join(chosen)} starts processes of its own; use one of them, without torchrun")
+        raise UsageError(f"{' and '.join(chosen)} starts its processes itself; use one of them, without torchrun")
     if settings.plan is not None and chosen and chosen != ["--sweep"]:
         raise UsageError(f"{chosen[0]} chooses stages, replicas and batches itself; leave --plan out")
     if chosen and settings.trace is not None:
-        raise UsageError(f"{chosen[0]} makes several runs and --trace records one; leave one of them out")
+        raise UsageError(f"{chosen[0]} starts several runs and --trace records one; leave one of them out")
     if memory is not None and cluster is not None:
-        raise UsageError("--memory is for processes on this machine; give a lab's hosts theirs in its file")
+        raise UsageError("--memory is for processes on this machine; set that of a lab's hosts in its file")
     if memory is not None and not chosen:
         raise UsageError("--memory is for --compare, --sweep and --find-max-batch; leave it out")
 
@@ -89,7 +95,7 @@ def _several(
     settings: FitSettings, place: "Place", compare: str | None, sweep: Path | None, json: Path | None, *,
     ablation: bool, weak_scaling: bool,
 ) -> None:  # fmt: skip
-    """Run what consists of several runs, and print their table."""
+    """Run several trainings, and print their table."""
     from penstock.recipes.launch import available_memory
     from penstock.recipes.several import (
         Place,
@@ -125,7 +131,7 @@ def _several(
     console.print(_table(rows))
     name = "compare" if compare is not None else "ablation" if ablation else "sweep"
     document = {"rows": [row.document() for row in rows]}
-    settings.folder.mkdir(parents=True, exist_ok=True)  # a sweep may have put every run elsewhere
+    settings.folder.mkdir(parents=True, exist_ok=True)  # with a sweep, all runs may be in other folders
     opt.write_json(settings.folder / f"{name}.json", document)
     opt.write_json(json, document)
     if compare is not None or ablation:
@@ -170,7 +176,7 @@ def _show_one(result: "FitResult", json: Path | None) -> None:
     console = opt.make_console()
     console.print(table)
     if result.new_tensors:
-        console.print(f"not in the given weights, so begun anew: {', '.join(result.new_tensors)}", markup=False)
+        console.print(f"not in the given weights, newly initialized: {', '.join(result.new_tensors)}", markup=False)
     console.print(f"{result.num_processes} processes; model, checkpoints and metrics are in {result.settings.folder}")
     opt.write_json(json, {"processes": result.num_processes, "epochs": result.epochs})
 

@@ -1,4 +1,4 @@
-"""`penstock worker`: a process that computes for a run which another one has begun."""
+"""`penstock worker`: a process that computes for a run started elsewhere."""
 
 import os
 from pathlib import Path
@@ -13,15 +13,15 @@ from penstock.terminal.notes import say
 
 def worker(
     join: Annotated[
-        str, typer.Option("--join", metavar="HOST:PORT", help="The run's first host, as it says when it begins.")
+        str, typer.Option("--join", metavar="HOST:PORT", help="First host of the run, as printed at its start.")
     ],
-    patience: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the run to begin.")] = 120.0,
+    patience: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the run to start.")] = 120.0,
     key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The run's key; PENSTOCK_KEY names it where not given.")
+        Path | None, typer.Option(metavar="FILE", help="Key file of the run. Default: PENSTOCK_KEY.")
     ] = None,
     bind: opt.Bind = None,
 ) -> None:
-    """Join a run that is under way, as a device that comes back or a new one; leave when it is over."""
+    """Join a running job as a returning device or a new one; leave at its end."""
     from penstock.deploy.worker import follow
     from penstock.group.regroup import join_later, read_place
     from penstock.group.variables import KEY
@@ -32,6 +32,6 @@ def worker(
         os.environ[KEY] = str(key)
     world = join_later(host, port, patience)
     if world is None:
-        raise RunError(f"the run at {join} ended before it took this process in; join the next one")
-    say(f"taken in by the run at {join}")
+        raise RunError(f"the run at {join} ended before it admitted this process; join the next one")
+    say(f"admitted to the run at {join}")
     say(follow(world) or "the run is over")

@@ -36,7 +36,7 @@ def test_a_tokenizer_takes_any_text() -> None:
     tokenizer = train_tokenizer(["to be or not to be"] * 3, 300)
     assert tokenizer.decode(tokenizer.encode("not ünknown").ids) == "not ünknown"
     assert (tokenizer.token_to_id(PAD), tokenizer.token_to_id(CLS)) == (0, 1)
-    with pytest.raises(DataError, match="at least 258 tokens, not 100"):
+    with pytest.raises(DataError, match="at least 258 tokens; got 100"):
         train_tokenizer(["a"], 100)
 
 
@@ -69,7 +69,7 @@ def test_rows_kept_for_validation_are_not_learned_from() -> None:
     assert sorted([*learned, *kept]) == list(range(30))
     assert len(kept) == 3
     assert list(spread(10, 4)) == [0, 2, 5, 7]
-    with pytest.raises(DataError, match="there are only 9; give more rows, or validation data with --validation"):
+    with pytest.raises(DataError, match="got only 9 rows; give more rows, or validation data with --validation"):
         keep_some(9)
 
 

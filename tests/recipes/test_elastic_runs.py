@@ -201,7 +201,7 @@ def test_settings_are_the_same_after_a_file(costs: Path, tmp_path: Path) -> None
     ("wrong", "said"),
     [
         ({"elastic": False}, "--elastic"),
-        ({"freeze": "thaw"}, "is no freezing policy"),
+        ({"freeze": "thaw"}, "'thaw'"),
         ({"cache_limit": "much"}, "much"),
         ({"costs": "nowhere.json"}, "nowhere.json"),
         ({"from_cluster": "nowhere.toml"}, "nowhere.toml"),

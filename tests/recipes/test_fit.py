@@ -70,7 +70,7 @@ def test_a_run_leaves_metrics_checkpoints_and_the_model(tmp_path: Path) -> None:
     assert result.epochs[1].train_loss < result.epochs[0].train_loss
     model = load_model(VIT + ",num_classes=10", whole=True).module
     model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
-    with pytest.raises(UsageError, match="holds a run already; go on with --resume"):
+    with pytest.raises(UsageError, match="already holds a run"):
         fit(settings(tmp_path / "run"))
 
 
@@ -82,7 +82,7 @@ def test_a_run_is_continued_where_it_stopped(tmp_path: Path) -> None:
         line["loss"] for line in lines(tmp_path / "whole", "step")
     ]
     assert rest.epochs[-1].validation_loss == whole.epochs[-1].validation_loss
-    with pytest.raises(UsageError, match="holds no whole checkpoint to go on from"):
+    with pytest.raises(UsageError, match="leave --resume out"):
         fit(settings(tmp_path / "nothing", resume=True))
 
 
@@ -91,14 +91,14 @@ def test_what_a_run_cannot_do_beside_its_plan(tmp_path: Path) -> None:
     for changes, said in (
         ({"stages": 2}, "a plan sets its stages; leave it out"),
         ({"replicas": 2, "devices": 3}, "a plan sets its replicas and devices; leave them out"),
-        ({"batch_size": 32}, "the plan is for batches of 20 rows, not 32; leave --batch-size out, or plan again with"),
-        ({"schedule": "gpipe"}, "the plan's schedule is 1f1b, not gpipe; leave --schedule out"),
+        ({"batch_size": 32}, "20 rows; got 32; leave --batch-size out"),
+        ({"schedule": "gpipe"}, "1f1b; got gpipe; leave --schedule out"),
     ):
         with pytest.raises(UsageError, match=said):
             fit(settings(tmp_path / "run", plan=plan, **changes))
     streams = replace(read_plan(plan), schedule="forward-only", num_microbatches=None)
     write_plan(tmp_path / "streams.json", streams)
-    with pytest.raises(PlanError, match="the plan is for inference, but the model is to be trained"):
+    with pytest.raises(PlanError, match="the plan must be for training"):
         fit(settings(tmp_path / "run", plan=str(tmp_path / "streams.json")))
 
 
@@ -116,7 +116,7 @@ def test_what_goes_wrong_apart_is_said_here(tmp_path: Path) -> None:
     row = run_row("small", settings(tmp_path / "small"), Place(memory_bytes=50 * 2**20))
     assert row.out_of_memory
     assert "rank 0 is out of memory: it holds" in str(row.failed)
-    with pytest.raises(DataError, match="there is no nowhere"):
+    with pytest.raises(DataError, match="nowhere not found"):
         fit_apart(settings(tmp_path / "nowhere", data="nowhere"))
 
 
@@ -157,7 +157,7 @@ def test_the_modes_to_compare(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {run.threads for run in runs.values()} == {2}
     assert [runs[name].microbatches for name in ("model", "pipeline")] == [1, 4]
-    with pytest.raises(UsageError, match=r"the modes to compare are single, .* not both ways"):
+    with pytest.raises(UsageError, match=r"single, .*; got both ways"):
         mode_runs(["both ways"], settings(tmp_path), 2)
     weak = dict(mode_runs(["single", "both"], settings(tmp_path, batch_size=8), 8, weak_scaling=True))
     assert [run.batch_size for run in weak.values()] == [8, 8 * weak["both"].num_processes]
@@ -169,8 +169,8 @@ def test_a_sweep_changes_what_it_names(tmp_path: Path) -> None:
     runs = read_sweep(file, settings(tmp_path))
     assert [(name, run.batch_size, run.lr) for name, run in runs] == [("large", 64, 1e-3), ("row 2", 20, 0.1)]
     for text, said in (
-        ("batch_size = 1", "holds no settings"),
-        ("settings = [1]", "holds no settings"),
+        ("batch_size = 1", "settings not found in"),
+        ("settings = [1]", "settings not found in"),
         ("[[", "as TOML"),
         ("[[settings]]\nlrr = 1", "lrr"),
     ):
@@ -246,9 +246,9 @@ def test_a_torn_checkpoint_is_passed_over_and_named(tmp_path: Path, capsys: pyte
     index = folder / "step-000006" / "checkpoint.json"
     index.write_bytes(index.read_bytes()[:400])
     fit(settings(tmp_path / "run", steps=8, resume=True, validate=False))
-    said = [line for line in capsys.readouterr().err.splitlines() if "passed over" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "step-000006" in line]
     assert len(said) == 1
-    assert said[0].startswith("note: passed over step-000006: ")
+    assert said[0].startswith("note: skipped step-000006: ")
     assert "is not a checkpoint" in said[0]
     assert [line["step"] for line in lines(tmp_path / "run", "step")] == list(range(1, 9))
 
@@ -270,7 +270,7 @@ def test_training_goes_on_where_metrics_do_not_fit(
     said = [line for line in capsys.readouterr().err.splitlines() if "metrics" in line]
     assert len(said) == 1
     assert said[0].startswith("note: metrics of rank 0 cannot be written to ")
-    assert "(No space left on device); training goes on" in said[0]
+    assert "(No space left on device); " in said[0]
 
 
 def test_the_best_epoch_is_kept_and_stays_the_best_when_a_run_goes_on(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_what_a_teacher_adds_to_the_loss(labels: Tensor) -> None:
         own = 0.5 * own + 0.5 * 4 * (p * (p.log() - q.log())).sum()
     assert count == 2
     torch.testing.assert_close(loss, own)
-    with pytest.raises(UsageError, match="the teacher tells 3 classes apart and the model 2"):
+    with pytest.raises(UsageError, match="3 classes; got 2"):
         taught_loss(logits, torch.zeros(2, 4))
 
 

@@ -26,25 +26,25 @@ from penstock.units import format_bytes
 
 WORKER = "penstock.recipes.training_worker"
 _POLL_S = 0.1
-_GRACE_S = 12.0  # in which the others hear that one has failed, and say why
+_GRACE_S = 12.0  # grace period in which the others detect a failure and report its reason
 
 
 def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
-    """Train a model by name on data by name, and return what came out.
+    """Train a model by name on data by name, and return the result.
 
-    Under torchrun it uses the processes that it finds, and every one of them calls this. Alone it starts as
-    many processes as stages and replicas need, or with `cluster` one on each host of a lab.
+    Under torchrun it uses the existing processes, and each of them calls this. Otherwise it starts as many processes as
+    stages and replicas need, or with `cluster` one on each host of a lab.
 
     Example:
         result = fit(FitSettings(model="timm:vit_tiny_patch16_224,img_size=8,patch_size=2", data="digits", stages=2))
         print(result.epochs[-1].accuracy)
 
-    Raises `UsageError` for settings, names and data that do not fit together, `RunError` where training
-    fails and `DeviceLost` where a process is gone.
+    Raises `UsageError` for settings, names and data that do not match, `RunError` if training fails and `DeviceLost` if
+    a process is lost.
     """
     if cluster is not None:
         if under_torchrun():
-            raise UsageError("--cluster starts processes of its own; use it without torchrun")
+            raise UsageError("--cluster starts its processes itself; use it without torchrun")
         with lab_session(read_lab(cluster)) as lab:
             return fit_apart(settings, lab=lab)
     if settings.join is None and under_torchrun():
@@ -55,7 +55,7 @@ def fit(settings: FitSettings, cluster: Path | None = None) -> FitResult:
 
 
 def _check_enough(settings: FitSettings, num_started: int) -> None:
-    """Refuse to train on fewer devices than were asked for; raises `UsageError`."""
+    """Raise `UsageError` if fewer devices were started than requested."""
     if settings.devices is not None and settings.devices > num_started:
         raise UsageError(
             f"--devices expected {settings.devices} processes; got {num_started}; start one for each, or leave it out"
@@ -63,16 +63,16 @@ def _check_enough(settings: FitSettings, num_started: int) -> None:
 
 
 def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: int | None = None) -> FitResult:
-    """Train in processes apart from this one, which are gone when this returns.
+    """Train in separate processes, which have exited when this returns.
 
-    A process on this machine that comes to hold more than `memory_bytes` is ended.
+    A process on this machine that uses more than `memory_bytes` is killed.
 
-    Raises what `fit` raises, and `OutOfMemory` naming the process or host where one ran out of memory.
+    Raises as `fit` does, and `OutOfMemory` naming the process or host that ran out of memory.
     """
-    plan = plan_of(settings)  # what is wrong with it is said before processes are started
+    plan = plan_of(settings)  # errors in it are raised before processes are started
     folder = settings.folder
     with sole_run(folder):
-        check_new(settings)  # before anything is written: what is refused changes nothing
+        check_new(settings)  # before anything is written, so that an error changes nothing
         file, result = folder / "asked.json", folder / "result.json"
         try:
             write_settings(settings, file)
@@ -93,15 +93,15 @@ def fit_apart(settings: FitSettings, *, lab: Lab | None = None, memory_bytes: in
 
 
 def write_result(path: Path, found: FitResult | BaseException) -> None:
-    """Write what came out of a run, or how it failed, for the process that started it.
+    """Write the result of a run, or its error, for the process that started it.
 
-    Raises `RunError` where the file does not fit.
+    Raises `RunError` if the disk has no space for the file.
     """
     try:
         with written_whole(path) as file:
             file.write(_result(found))
     except OSError as error:
-        raise RunError(f"{path} cannot be written ({error.strerror}); make room and go on with --resume") from None
+        raise RunError(f"{path} cannot be written ({error.strerror}); free space and continue with --resume") from None
 
 
 def _result(found: FitResult | BaseException) -> bytes:
@@ -114,20 +114,20 @@ def _result(found: FitResult | BaseException) -> bytes:
 
 
 def _read_result(path: Path, problem: RunError | None) -> FitResult:
-    """Read what the first process wrote; raises what it raised, or what is known without it."""
+    """Read the result of the first process; raises its error, or the one observed by this process."""
     if path.exists():
         document = json.loads(path.read_text(encoding="utf-8"))
         if "failed" not in document:
             return msgspec.convert(document, FitResult)
         path.unlink()
         kind = getattr(errors, document["failed"])
-        # who ran out of memory is known better here than to those who only saw it go
+        # this process identifies the one out of memory better than the ranks that only lost it
         raise problem if isinstance(problem, OutOfMemory) else kind(document["message"])
-    raise problem or RunError("the first process ended without a result; its own output above says why")
+    raise problem or RunError("the first process exited without a result; its output above has the reason")
 
 
 def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_bytes: int | None) -> RunError | None:
-    """Run on this machine; returns what went wrong as seen from here."""
+    """Run on this machine; return the error observed by this process, if any."""
     count = num_processes(settings, plan)
     address, folder = meeting_place()
     env = {
@@ -138,7 +138,7 @@ def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_byte
         env["OMP_NUM_THREADS"] = "1"
     arguments = [[str(file), "--rank", str(rank)] for rank in range(count)]
     for rank, name in enumerate(plan.devices if plan is not None else ()):
-        arguments[rank] += ["--host", name]  # processes here stand for the plan's devices, in order
+        arguments[rank] += ["--host", name]  # processes here represent the plan's devices, in order
     workers = LocalWorkers(WORKER, arguments, env)
     try:
         return _watch(workers, memory_bytes, outlives=settings.on_loss != "stop")
@@ -149,7 +149,7 @@ def _run_local(settings: FitSettings, plan: Plan | None, file: Path, memory_byte
 
 
 def _watch(workers: LocalWorkers, memory_bytes: int | None, *, outlives: bool) -> RunError | None:
-    """Wait for the end of all; where the run `outlives` the loss of others, the first one's brings it about."""
+    """Wait for all processes to exit; if the run `outlives` the loss of others, the first one's exit ends the run."""
     running = dict(enumerate(workers.pids))
     killed_before = num_killed()
     problem: RunError | None = None
@@ -182,23 +182,23 @@ def explain_exit(exit_: WorkerExit, killed_before: int | None) -> RunError:
 
 
 def available_memory() -> int:
-    """Return the memory that is free on this machine; raises `UsageError` where the system does not say."""
+    """Return the available memory of this machine; raises `UsageError` if the system does not report it."""
     available = available_bytes()
     if available is None:
-        raise UsageError("this system does not say how much memory is free; give --memory")
+        raise UsageError("this system does not report its available memory; give --memory")
     return available
 
 
 def _run_in_lab(settings: FitSettings, plan: Plan | None, file: Path, lab: Lab) -> RunError | None:
-    """Run on as many hosts as there are processes; returns what went wrong as seen from here."""
+    """Run one process per host of a lab; return the error observed by this process, if any."""
     hosts = [host.name for host in lab.spec.hosts]
     missing = [name for name in plan.devices if name not in hosts] if plan is not None else []
     if missing:
-        raise UsageError(f"the plan uses {', '.join(missing)}, but the lab has {', '.join(hosts)}; plan for this lab")
+        raise UsageError(f"the plan uses {', '.join(missing)}; the lab has {', '.join(hosts)}; plan for this lab")
     given = settings.devices or settings.stages or settings.replicas
     count = settings.num_processes if given else len(hosts)
     if count > len(hosts):
-        raise UsageError(f"{count} processes do not fit the {len(hosts)} hosts of the lab; use fewer, or more hosts")
+        raise UsageError(f"the lab has {len(hosts)} hosts for {count} processes; use fewer processes, or more hosts")
 
     def show(line: OutputLine) -> None:
         if line.stream == "stderr" and "hostname of the client socket" not in line.text:

@@ -47,9 +47,10 @@ WARM_UP = 2  # the first steps make connections and buffers
 
 
 def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
-    """Train in the processes that are there: in this one only, or in all that torchrun started.
+    """Train in the existing processes: only this one, or all that torchrun started.
 
-    The process that has started this one `holds_folder`, or the first process does. Raises what `fit` raises.
+    With `holds_folder` the parent process holds the folder's lock, otherwise the first process takes it. Raises as
+    `fit` does.
     """
     starts = under_torchrun() and settings.join is None
     world = join_torchrun(again=settings.on_loss != "stop") if starts else None
@@ -65,12 +66,12 @@ def fit_here(settings: FitSettings, *, holds_folder: bool = False) -> FitResult:
         with make_pipeline(settings, task, world) as pipe:
             pipe.model_name = settings.model
             if first and settings.on_loss != "stop" and pipe.joins_at is not None:
-                note(f"another process joins with the same command and --join {pipe.joins_at}")
+                note(f"further processes can join with the same command and --join {pipe.joins_at}")
             return _Fit(settings, task, pipe).run()
 
 
 def make_pipeline(settings: FitSettings, task: Task, world: World | None) -> TrainingPipeline:
-    """Make the pipeline that the settings ask for, of the task's model."""
+    """Make the settings' pipeline of the task's model."""
     plan = plan_of(settings)
     one = 1 if world is None and plan is None and settings.join is None else None
     args, kwargs = task.example
@@ -132,7 +133,7 @@ class _Fit:
         self._num_changes = 0
 
     def _changed(self, change: PlanChange) -> None:
-        """Write down how the training goes on."""
+        """Record a change of the training's plan."""
         if self._world.rank == FEEDER:
             fields = dataclasses.asdict(change)
             self._folder.write("plan", step=fields.pop("step"), **fields)
@@ -155,7 +156,7 @@ class _Fit:
         )
 
     def _resume(self) -> None:
-        """Go on from the last checkpoint, the first process's choice."""
+        """Continue from the last checkpoint, as chosen by the first process."""
         if not self._settings.resume:
             return
         found = newest_checkpoint(self._settings) if self._world.rank == FEEDER else None
@@ -166,13 +167,17 @@ class _Fit:
         gathered = self._trainer.together(lambda: mine)
         self._best = gathered[FEEDER]["best"]
         if gathered[FEEDER]["name"] is None:
-            raise UsageError(f"{self._settings.folder} holds no whole checkpoint any more; leave --resume out to start")
+            raise UsageError(
+                f"{self._settings.folder} no longer holds a complete checkpoint; leave --resume out to start"
+            )
         folder = self._settings.folder / "checkpoints" / gathered[FEEDER]["name"]
         self._pipe.load_checkpoint(folder, self._optimizer, self._scheduler)
         self._apply_settings()
 
     def _apply_settings(self) -> None:
-        """Apply the learning rate, weight decay and number of steps of these settings to what a checkpoint restored."""
+        """Apply the learning rate, weight decay and number of steps of these settings to the restored state of a
+        checkpoint.
+        """
         given, scheduler = self._settings, self._scheduler
         for group in self._optimizer.param_groups:
             group["weight_decay"] = given.weight_decay
@@ -222,7 +227,7 @@ class _Fit:
         return self._finish(epoch, tally)
 
     def _note_changes(self) -> bool:
-        """Write down how the training went on after a loss; return whether it went back to a checkpoint."""
+        """Record a recovery from a loss; return True if the training returned to a checkpoint."""
         went_back = False
         for change in self._trainer.changes[self._num_changes :]:
             if change.went_back:
@@ -268,7 +273,7 @@ class _Fit:
         )  # fmt: skip
 
     def _finish(self, epoch: int, tally: _Tally) -> EpochResult:
-        """Evaluate, gather what the devices took, and write it down."""
+        """Evaluate, gather the devices' costs, and record the epoch."""
         loss, accuracy = self._validate() if self._settings.validate else (None, None)
         if self._elastic is not None:
             self._elastic.validated(loss=loss, accuracy=accuracy)
@@ -291,7 +296,7 @@ class _Fit:
         self._folder.write("epoch", **msgspec.structs.asdict(result))
         if self._settings.save or self._is_checkpoint_due():
             self._checkpoint()
-        self._best = gathered[FEEDER]["best"]  # which one that has come meanwhile does not know
+        self._best = gathered[FEEDER]["best"]  # a process that joined meanwhile does not have it
         keeps = self._settings.save and self._settings.keep_best
         if keeps and accuracy is not None and (self._best is None or accuracy > self._best):
             self._best = accuracy

@@ -1,4 +1,4 @@
-"""What a run leaves behind: settings, a line for every step and epoch, checkpoints, the model.
+"""Files of a run: settings, a line for every step and epoch, checkpoints, the model.
 
 runs/NAME/
     run.lock                 held while a process trains here
@@ -6,7 +6,7 @@ runs/NAME/
     metrics.jsonl            of the first process; every other one has metrics-rank1.jsonl and so on
     checkpoints/step-000100/
     model.safetensors
-    best.safetensors         of the most accurate epoch, but with --no-keep-best
+    best.safetensors         of the most accurate epoch, unless --no-keep-best
     result.json
 """
 
@@ -38,21 +38,21 @@ ACCURACY = "penstock.accuracy"  # of the best model, in its file's metadata
 
 
 def best_model(settings: FitSettings) -> Path:
-    """Return where the model of the most accurate epoch is kept."""
+    """Return the path of the most accurate epoch's model."""
     return settings.folder / "best.safetensors"
 
 
 def best_accuracy(settings: FitSettings) -> float | None:
-    """Return the accuracy of the best epoch so far, or None where no model was kept."""
+    """Return the accuracy of the best epoch so far, or None if no model was kept."""
     path = best_model(settings)
     return float(FileWeights(path).metadata.get(ACCURACY, "-inf")) if path.exists() else None
 
 
 class EpochResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One epoch: what was learned, and what it took.
+    """Results and costs of one epoch.
 
-    `train_s` is the mean over devices and `units_per_s` the sum over them, both without the first steps
-    of the run. `batch_rows` are those of the largest batch. Peaks of memory and bytes are for each device in turn.
+    `train_s` is the mean over devices and `units_per_s` the sum over them, both without the first steps of the run.
+    `batch_rows` are those of the largest batch. Peaks of memory and bytes are by device.
     """
 
     epoch: int
@@ -69,7 +69,7 @@ class EpochResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FitResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out of a run."""
+    """The result of a run."""
 
     settings: FitSettings
     num_processes: int
@@ -78,7 +78,7 @@ class FitResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last(self) -> EpochResult | None:
-        """The last epoch; None where the run that was resumed had already ended."""
+        """The last epoch; None if the resumed run had already ended."""
         return self.epochs[-1] if self.epochs else None
 
     @property
@@ -112,13 +112,13 @@ def sole_run(folder: Path) -> Iterator[None]:
 
 
 class RunFolder:
-    """Writes one process's metrics as JSON lines, and knows where the rest of a run lies.
+    """Writer of one process's metrics as JSON lines, with the paths of a run's files.
 
     Example:
         folder = RunFolder(settings, rank=0, first_step=0)
         folder.write("step", step=1, loss=2.3)
 
-    Raises `UsageError` where the folder cannot be written, or holds another run and is not to be resumed.
+    Raises `UsageError` if the folder cannot be written, or holds another run without `resume`.
     """
 
     def __init__(self, settings: FitSettings, rank: int, first_step: int) -> None:
@@ -151,14 +151,14 @@ class RunFolder:
         return [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= first_step]
 
     def go_back(self, step: int) -> None:
-        """Leave out the lines of later steps, which will come again; where that cannot be, they stay."""
+        """Remove the lines of later steps, which will be written again; if this fails, they stay."""
         self._file.close()
         with self._losing_lines(), written_whole(self._metrics) as file:
             file.writelines(line.encode() for line in self._before(step))
         self._file = LineFile(self._metrics, append=True)
 
     def write(self, kind: str, *, step: int, **values: Any) -> None:
-        """Write one line; numbers also go to the trackers. What cannot be written is lost, and training goes on."""
+        """Write one line; numbers also go to the trackers. On an error the line is lost and training continues."""
         with self._losing_lines():
             self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
@@ -183,7 +183,7 @@ class RunFolder:
                 self._told = True
                 note(
                     f"metrics of rank {self._rank} cannot be written to {self.path} ({error.strerror or error}); "
-                    "training goes on without those that do not fit"
+                    "training continues without them"
                 )
 
 
@@ -203,25 +203,25 @@ def checkpoint_folder(settings: FitSettings, step: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """The checkpoint to go on from, and why newer ones were passed over, a line for each."""
+    """The checkpoint to continue from, and a line for each newer one with the reason why it was skipped."""
 
     name: str
     passed_over: tuple[str, ...]
 
 
 def newest_checkpoint(settings: FitSettings) -> Resumable | None:
-    """Find the checkpoint of the latest step that is whole, or None; what is not whole is passed over."""
+    """Find the latest complete checkpoint, or None; incomplete ones are skipped."""
     passed_over: list[str] = []
     for folder in reversed(_checkpoints(settings)):
         wrong = _why_not_whole(folder)
         if not wrong:
             return Resumable(folder.name, tuple(passed_over))
-        passed_over.append(f"passed over {folder.name}: {wrong}")
+        passed_over.append(f"skipped {folder.name}: {wrong}")
     return None
 
 
 def _why_not_whole(folder: Path) -> str:
-    """Return what is wrong with a checkpoint, or nothing."""
+    """Return the defect of a checkpoint, or an empty string."""
     try:
         check_whole(folder, read_index(folder))
     except ModelError as error:
@@ -230,12 +230,12 @@ def _why_not_whole(folder: Path) -> str:
 
 
 def drop_old_checkpoints(settings: FitSettings, newest: Path) -> None:
-    """Remove what is earlier than the newest whole checkpoints; `newest` has just been written."""
+    """Remove all but the newest complete checkpoints; `newest` has just been written."""
     earlier = [folder for folder in _checkpoints(settings) if _step(folder) < _step(newest)]
     kept = [folder for folder in earlier if not _why_not_whole(folder)][1 - _KEPT :]
     for folder in earlier:
         if folder not in kept:
-            # the index first: what is half removed is no checkpoint
+            # the index first, so that a partly removed folder is not a checkpoint
             with contextlib.suppress(OSError):
                 (folder / INDEX).unlink()
             shutil.rmtree(folder, ignore_errors=True)
@@ -259,23 +259,23 @@ def check_new(settings: FitSettings) -> None:
     if changes:
         note(f"resuming with {', '.join(changes)}")
     if settings.resume and newest_checkpoint(settings) is None:
-        raise UsageError(f"{settings.folder} holds no whole checkpoint to go on from; leave --resume out to start")
+        raise UsageError(f"{settings.folder} holds no complete checkpoint; leave --resume out to start")
     if there and not settings.resume:
-        raise UsageError(f"{settings.folder} holds a run already; go on with --resume, or choose another --output")
+        raise UsageError(f"{settings.folder} already holds a run; continue with --resume, or choose another --output")
 
 
 class Tracker(Protocol):
-    """Where numbers go beside the JSON lines."""
+    """A destination of numbers in addition to the JSON lines."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of one line."""
+        """Record the numbers of one line."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write buffered values."""
 
 
 def open_trackers(settings: FitSettings) -> list[Tracker]:
-    """Open what the settings ask for; raises `UsageError` where it is not installed."""
+    """Open the settings' trackers; raises `UsageError` if one is not installed."""
     makers: dict[str, Callable[[FitSettings], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     return [makers[name](settings) for name in settings.track]
 

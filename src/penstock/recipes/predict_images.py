@@ -30,7 +30,7 @@ from penstock.zoo.weights.weights import fingerprint_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictSettings:
-    """What `penstock infer` was asked for; see its options."""
+    """Options of `penstock infer`."""
 
     model: str
     images: str
@@ -58,12 +58,12 @@ class PredictSettings:
 
 
 def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[dict[str, Any], str | None]:
-    """Write a row for every image, in order; returns the counts and the stream's times, and which images failed if any.
+    """Write a row for every image, in order; return the counts and the stream's times, and a line on failed images.
 
     Example:
         predict_images(PredictSettings(model="timm:deit_small_patch16_224", images="photos", output=Path("out.csv")))
 
-    Raises `UsageError` for names and files that do not fit together, and `KeyboardInterrupt` that says what is on disk.
+    Raises `UsageError` for names and files that do not match, and `KeyboardInterrupt` with the number of rows on disk.
     """
     with world if world is not None else contextlib.nullcontext():
         known = read_profile(asked.profiled) if asked.profiled else None
@@ -73,7 +73,7 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
             found = open_images(asked.images)
         chosen = found.take(asked.num_images) if asked.num_images else found
         if zoo.transform is None or zoo.task != "image":
-            raise UsageError(f"{asked.model} does not classify images; name an image classification model")
+            raise UsageError(f"{asked.model} does not classify images; give an image classification model")
         plan = read_plan(asked.plan) if asked.plan else None
         microbatch_size = asked.microbatch_size if plan is None else plan.microbatch_rows
         about = PredictionRun(
@@ -115,7 +115,7 @@ def _example(zoo: ZooModel, rows: int) -> torch.Tensor:
 
 
 def _check_done(file: PredictionFile, images: ImageSet) -> None:
-    """The rows of the earlier run must be the first images of this one."""
+    """Check that the rows of the earlier run are the first images of this one."""
     for index, row in enumerate(file.done):
         if index >= len(images) or row.get("image") != images.name(index):
             raise UsageError(
@@ -127,7 +127,7 @@ def _check_done(file: PredictionFile, images: ImageSet) -> None:
 def _run(
     pipe: Pipeline, zoo: ZooModel, images: ImageSet, file: PredictionFile, microbatch_size: int, *, live: bool
 ) -> "_Tally":  # fmt: skip
-    """Write a row for every image; returns what came out."""
+    """Write a row for every image; return the tally."""
     tally = _Tally(zoo, images, file)
     console = PlainConsole(stderr=True)
     progress = Progress(
@@ -149,13 +149,13 @@ def _run(
     except KeyboardInterrupt:
         pipe.abandon()
         raise KeyboardInterrupt(
-            f"interrupted: {start + tally.num_rows} of {len(images)} images are in {file.path}; go on with --resume"
+            f"interrupted: {start + tally.num_rows} of {len(images)} images are in {file.path}; continue with --resume"
         ) from None
     return tally
 
 
 class _Tally:
-    """Counts what came out."""
+    """A tally of the written rows."""
 
     def __init__(self, zoo: ZooModel, images: ImageSet, file: PredictionFile) -> None:
         self._zoo, self._images = zoo, images
@@ -180,7 +180,7 @@ class _Tally:
 
     @property
     def seconds(self) -> float:
-        """Return how long it has taken so far."""
+        """Seconds since the start."""
         return time.monotonic() - self._began_s
 
     def summary(self, pipe: Pipeline) -> dict[str, Any]:

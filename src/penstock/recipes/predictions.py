@@ -1,4 +1,4 @@
-"""Predictions on disk: one row per image or prompt, written as it comes, and found again to go on from."""
+"""Predictions on disk: one row per image or prompt, written when computed, and read again to continue."""
 
 import csv
 import io
@@ -21,7 +21,8 @@ COLUMNS = ("image", "label", "prediction", "class", "confidence", "error")
 class PredictionFile:
     """A CSV (`.csv`) or JSON-lines (anything else) file that grows by one complete row at a time.
 
-    The first of `columns` says what a row is about. `again` is how a person goes on with a file, `anew` how without it.
+    The first of `columns` identifies a row. `again` is the advice for continuing a file, `anew` for starting without
+    it.
 
     Example:
         with PredictionFile(Path("predictions.csv")) as file:
@@ -30,7 +31,7 @@ class PredictionFile:
 
     def __init__(
         self, path: Path, *, resume: bool = False, columns: Sequence[str] = COLUMNS,
-        again: str = "go on with --resume", anew: str = "leave --resume out",
+        again: str = "continue with --resume", anew: str = "leave --resume out",
     ) -> None:  # fmt: skip
         self.path, self.anew = path, anew
         self._columns, self._again = columns, again
@@ -47,9 +48,9 @@ class PredictionFile:
             self._write_line(_csv_line(dict(zip(columns, columns, strict=True)), columns))
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row and hand it to the operating system, so that a crash later on loses nothing.
+        """Append a row and pass it to the operating system, so that a later crash loses nothing.
 
-        Raises `RunError` where it does not fit; the rows before it are kept.
+        Raises `RunError` if the disk has no space; earlier rows are kept.
         """
         self._write_line(_csv_line(row, self._columns) if self._is_csv else json.dumps(row, ensure_ascii=False) + "\n")
         self._num_rows += 1
@@ -71,7 +72,7 @@ class PredictionFile:
             self._file.close()
             raise RunError(
                 f"{self.path} cannot be written any further ({error.strerror}); its {self._num_rows} rows are kept: "
-                f"make room and {self._again}"
+                f"free space and {self._again}"
             ) from None
 
     def _keep_complete_rows(self) -> list[dict[str, Any]]:
@@ -110,14 +111,14 @@ class PredictionRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def go_on_with(file: PredictionFile, run: msgspec.Struct) -> None:
-    """Save which run writes a prediction file, or compare it with the run that wrote its rows.
+    """Save the run that writes a prediction file, or compare it with the run that wrote its rows.
 
-    Raises `UsageError` naming what differs.
+    Raises `UsageError` naming the difference.
     """
     path = file.path.with_name(f"{file.path.name}.run.json")
     if file.done and path.exists():
         before = decode_json(
-            read_bytes(path, "what has made predictions", UsageError), type(run), f"{path}", UsageError
+            read_bytes(path, "the record of a prediction file", UsageError), type(run), f"{path}", UsageError
         )
         for name in run.__struct_fields__:
             now, was = getattr(run, name), getattr(before, name)
@@ -146,8 +147,8 @@ def _unguarded(row: dict[str, Any]) -> dict[str, Any]:
 
 def _csv_line(row: dict[str, Any], columns: Sequence[str]) -> str:
     buffer = io.StringIO()
-    # names of images are not to be computed by whoever opens the file in a spreadsheet
+    # image names must not be evaluated as formulas when the file is opened in a spreadsheet
     row = {key: guard_cell(value) if isinstance(value, str) else value for key, value in row.items()}
-    # the writer quotes what looks like its line end, so it is given the longer one
+    # the writer quotes values that contain its line terminator, so it gets the longer one
     csv.DictWriter(buffer, columns, lineterminator="\r\n", restval="").writerow(row)
     return buffer.getvalue().removesuffix("\r\n") + "\n"

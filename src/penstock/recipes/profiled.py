@@ -1,4 +1,4 @@
-"""Profile a model as it is trained on data: with the input and the loss that `penstock train` gives it."""
+"""Profile of a model in training on data, with the input and the loss of `penstock train`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,19 +24,19 @@ from penstock.train.loss_convention import call_loss
 
 
 def profile_task(settings: FitSettings, *, rows: Sequence[int], repeats: int = 7) -> Profile:
-    """Measure what training a model on data takes, loading and loss included.
+    """Measure the costs of training a model on data, including loading and loss.
 
     Example:
         profile = profile_task(FitSettings(model="hf:gpt2,n_layer=6", data="text.txt"), rows=(1, 2, 4))
 
-    Raises what `make_task` raises, and `UsageError` for data whose rows vary in length.
+    Raises as `make_task` does, and `UsageError` for data whose rows vary in length.
     """
     threads = settings.threads or 1
     messages, base_bytes = measure_messages(), worker_bytes()
     task = make_task(settings)
     if task.batches is not None:
         raise UsageError(
-            f"a profile is of rows of one size, and those of {settings.data} vary in length; name images or a text"
+            f"a profile needs rows of one size, and those of {settings.data} vary in length; give images or a text"
         )
     graph = capture(task.module, *task.example, dynamic=task.dynamic)
     more_bytes = script_bytes(base_bytes)

@@ -1,4 +1,4 @@
-"""What a training run is asked to do, as one value that a file can hold."""
+"""Settings of a training run, storable in a file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,9 +31,9 @@ _KEPT = (
     "model", "data", "validation", "batch_size", "length", "num_rows", "hold_out", "seed", "optimizer", "lr_schedule",
     "weights", "pretrained", "teacher", "elastic",
 )  # fmt: skip
-# settings that may change on resuming, which is then noted
+# settings that may change on resuming; changes are printed
 _CHANGEABLE = ("lr", "weight_decay", "clip", "autocast", "epochs", "steps", "freeze")
-# what only an elastic training is asked
+# settings of an elastic training only
 _ELASTIC = (
     "freeze", "pack", "replicate", "cache", "cache_dir", "cache_limit", "cache_dtype", "cache_views", "keep_cache",
 )  # fmt: skip
@@ -53,108 +53,117 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str
     data: Annotated[str, Meta(description="Images (folder, tar, CIFAR, 'digits'), a text file, or sentiment trees.")]
-    validation: Annotated[str | None, Meta(description="Data of the same kind; a tenth is kept if not given.")] = None
-    output: Annotated[PathText, Meta(description="The run's folder.", extra={"flags": ["--output", "-o"]})] = (
+    validation: Annotated[
+        str | None, Meta(description="Validation data of the same kind. Default: every tenth row.")
+    ] = None
+    output: Annotated[PathText, Meta(description="Folder of the run.", extra={"flags": ["--output", "-o"]})] = (
         "runs/train"
     )
-    stages: Annotated[Positive | None, Meta(description="Parts of the model, each in a process.")] = None
-    replicas: Annotated[Positive | None, Meta(description="Data-parallel copies of the pipeline.")] = None
-    devices: Annotated[Positive | None, Meta(description="Processes; stages times replicas if not given.")] = None
-    schedule: Annotated[str, Meta(description="gpipe, 1f1b, interleaved, zero-bubble, or a file.")] = DEFAULT_SCHEDULE
-    microbatches: Annotated[Positive | None, Meta(description="Parts of each replica's batch.")] = None
+    stages: Annotated[Positive | None, Meta(description="Number of stages, one per process.")] = None
+    replicas: Annotated[Positive | None, Meta(description="Number of data-parallel pipelines.")] = None
+    devices: Annotated[Positive | None, Meta(description="Number of processes. Default: stages times replicas.")] = None
+    schedule: Annotated[str, Meta(description="Schedule: gpipe, 1f1b, interleaved, zero-bubble, or a file.")] = (
+        DEFAULT_SCHEDULE
+    )
+    microbatches: Annotated[Positive | None, Meta(description="Number of microbatches of each replica's batch.")] = None
     policy: str = "balanced"
     cuts: list[str] | None = None
     plan: Annotated[
         WholePath | None,
-        Meta(description="Stages, replicas and batch as planned.", extra={"metavar": "plan.json"}),
+        Meta(description="Plan for stages, replicas and batch.", extra={"metavar": "plan.json"}),
     ] = None
-    batch_size: Annotated[Positive, Meta(description="Rows of all replicas together; 32.", extra={"default": None})] = (
-        32
+    batch_size: Annotated[
+        Positive, Meta(description="Rows of a batch over all replicas. Default: 32.", extra={"default": None})
+    ] = 32
+    epochs: Annotated[Positive, Meta(description="Number of passes over the data.")] = 1
+    steps: Annotated[Positive | None, Meta(description="Largest number of optimizer steps.")] = None
+    optimizer: Annotated[Literal["adamw", "sgd"], Meta(description="Optimizer: adamw, or sgd with momentum 0.9.")] = (
+        "adamw"
     )
-    epochs: Annotated[Positive, Meta(description="Passes over the data.")] = 1
-    steps: Annotated[Positive | None, Meta(description="Stop after this many optimizer steps.")] = None
-    optimizer: Annotated[Literal["adamw", "sgd"], Meta(description="adamw, or sgd with momentum 0.9.")] = "adamw"
     lr: Annotated[Rate, Meta(description="Learning rate.")] = 1e-3
-    lr_schedule: Annotated[Literal["constant", "cosine"], Meta(description="constant or cosine.")] = "constant"
+    lr_schedule: Annotated[
+        Literal["constant", "cosine"], Meta(description="Schedule of the learning rate: constant or cosine.")
+    ] = "constant"
     weight_decay: Annotated[Rate, Meta(description="Weight decay of the optimizer.")] = 0.0
-    clip: Annotated[Rate | None, Meta(description="Clip gradients to this norm.")] = None
-    autocast: Annotated[bool, Meta(description="Compute in bfloat16 where that is safe.")] = False
+    clip: Annotated[Rate | None, Meta(description="Largest gradient norm, for clipping.")] = None
+    autocast: Annotated[bool, Meta(description="Automatic mixed precision in bfloat16.")] = False
     checkpointing: Annotated[bool, Meta(description="Recompute forwards in the backward to save memory.")] = False
-    seed: Annotated[int, Meta(description="Of weights, dropout and the order of data.")] = 0
+    seed: Annotated[int, Meta(description="Seed of weights, dropout and the order of data.")] = 0
     weights: PathText | None = None
     pretrained: bool = False
     threads: Positive | None = None
     device: str = "cpu"
-    length: Annotated[int, Meta(ge=2, description="Tokens of a row of text; of a sentence at most.")] = 128
-    num_rows: Annotated[Positive | None, Meta(description="Use only this many rows of the data.")] = None
-    num_workers: Annotated[int, Meta(ge=0, description="Processes that load data for each one that trains.")] = 0
+    length: Annotated[int, Meta(ge=2, description="Tokens per row of text, or largest number per sentence.")] = 128
+    num_rows: Annotated[Positive | None, Meta(description="Number of rows to use. Default: all.")] = None
+    num_workers: Annotated[int, Meta(ge=0, description="Data-loading processes for each training process.")] = 0
     checkpoint_every: Annotated[
         Positive | None,
         Meta(
-            description="Steps from checkpoint to checkpoint; each epoch has one anyway. Hosts must share the "
-            "folder --output."
+            description="Steps between checkpoints, in addition to one per epoch. Hosts must share the folder --output."
         ),
     ] = None
-    resume: Annotated[bool, Meta(description="Go on from the last whole checkpoint.")] = False
+    resume: Annotated[bool, Meta(description="Continue from the last complete checkpoint.")] = False
     keep_best: Annotated[bool, Meta(description="Keep the model of the most accurate epoch as best.safetensors.")] = (
         True
     )
     teacher: Annotated[
         PathText | None,
         Meta(
-            description="Weights of the model whose outputs are learned beside the labels.", extra={"metavar": "FILE"}
+            description="Weights of the teacher whose outputs are learned in addition to the labels.",
+            extra={"metavar": "FILE"},
         ),
     ] = None
     hold_out: Annotated[
-        Annotated[int, Meta(ge=2)] | None, Meta(description="Leave every so many-th row out, for a test afterwards.")
+        Annotated[int, Meta(ge=2)] | None,
+        Meta(description="Interval of rows left out for a later test: every n-th row."),
     ] = None
     save: bool = True
     validate: bool = True
     track: Annotated[
-        list[Literal["tensorboard", "wandb"]], Meta(description="tensorboard or wandb; may be repeated.")
+        list[Literal["tensorboard", "wandb"]], Meta(description="Tracker: tensorboard or wandb; may be repeated.")
     ] = msgspec.field(default_factory=list)
-    elastic: Annotated[
-        bool, Meta(description="Freeze layers that have converged, and plan again with what that frees.")
-    ] = False
+    elastic: Annotated[bool, Meta(description="Freeze converged layers, and replan with the freed devices.")] = False
     freeze: Annotated[
         str,
-        Meta(description="gradient-norms[:ALPHA], schedule[:ALPHA], plateau, layers by epoch as 0,4,7, or none; "
-             "+after[:EPOCHS] begins later, +guard[:DROP] stops where accuracy drops."),
+        Meta(description="Policy: gradient-norms[:ALPHA], schedule[:ALPHA], plateau, layers by epoch like 0,4,7, none; "
+            "+after[:EPOCHS] begins later, +guard[:DROP] stops if accuracy drops."),
     ] = DEFAULT_FREEZE  # fmt: skip
     pack: Annotated[bool, Meta(description="Elastic: change stages.", extra={"flags": []})] = True
     replicate: Annotated[bool, Meta(description="Elastic: change the number of replicas.", extra={"flags": []})] = True
-    cache: Annotated[
-        bool, Meta(description="Elastic: keep what frozen layers put out on disk.", extra={"flags": []})
-    ] = True
-    cache_dir: Annotated[PathText | None, Meta(description="Each machine's folder for that.")] = None
-    cache_limit: Annotated[str | None, Meta(description="What it may take there, as in 4GiB.")] = None
-    cache_dtype: Annotated[Stored, Meta(description="float32 or bfloat16.")] = "float32"
-    cache_views: Annotated[Positive, Meta(description="Variants of a sample that is drawn anew each time.")] = 1
-    keep_cache: Annotated[bool, Meta(description="Leave it there after the run.")] = False
+    cache: Annotated[bool, Meta(description="Elastic: keep outputs of frozen layers on disk.", extra={"flags": []})] = (
+        True
+    )
+    cache_dir: Annotated[PathText | None, Meta(description="Folder of the cache on each machine.")] = None
+    cache_limit: Annotated[str | None, Meta(description="Size limit of the cache on each machine, as in 4GiB.")] = None
+    cache_dtype: Annotated[Stored, Meta(description="Dtype of cached floats: float32 or bfloat16.")] = "float32"
+    cache_views: Annotated[Positive, Meta(description="Cached variants of a sample that is drawn again each time.")] = 1
+    keep_cache: Annotated[bool, Meta(description="Keep the cache after the run.")] = False
     costs: Annotated[
         WholePath | None,
         Meta(
-            description="Of `penstock profile --data`, for --elastic, which else measures, and --on-loss.",
+            description="Profile written by `penstock profile --data`, for --elastic and --on-loss. Default: --elastic "
+            "measures.",
             extra={"metavar": "profile.json"},
         ),
     ] = None
     on_loss: Annotated[
         Literal["stop", "continue", "wait"],
-        Meta(description="When a process is lost: stop, go on with the others, or first wait for another."),
+        Meta(description="Action on a lost process: stop, continue with the others, or first wait for another."),
     ] = "stop"
     from_cluster: Annotated[
         WholePath | None,
         Meta(
-            description="The devices that the planner arranges the training for: with --elastic, which else measures, "
-            "or with --on-loss and --costs.",
+            description="Cluster to plan for, with --elastic, which otherwise measures, or with --on-loss and --costs.",
             extra={"metavar": "cluster.toml"},
         ),
     ] = None
-    wait_for: Annotated[float, Meta(ge=1.0, description="Seconds that --on-loss wait waits for another.")] = 300.0
+    wait_for: Annotated[float, Meta(ge=1.0, description="Seconds that --on-loss wait waits for another process.")] = (
+        300.0
+    )
     join: Annotated[
         str | None,
         Meta(
-            description="Join such a training that is under way, with the same command; it says where.",
+            description="Address of a running training to join with the same command, as printed at its start.",
             extra={"metavar": "HOST:PORT"},
         ),
     ] = None
@@ -182,13 +191,13 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def make_settings(fields: dict[str, Any]) -> FitSettings:
-    """Make settings of named values; raises `UsageError` naming the one that is wrong."""
+    """Make settings from named values; raises `UsageError` naming an invalid one."""
     from penstock.group.regroup import read_place
 
     try:
         settings = msgspec.convert(fields, FitSettings)
     except msgspec.ValidationError as error:
-        raise UsageError(f"a training run cannot have these settings: {error}") from None
+        raise UsageError(f"settings of a training run are not valid: {error}") from None
     settings = msgspec.structs.replace(settings, schedule=find_schedule(settings.schedule))
     defaults = {field.name: field.default for field in msgspec.structs.fields(FitSettings)}
     given = [name for name in _ELASTIC if getattr(settings, name) != defaults[name]]
@@ -196,20 +205,22 @@ def make_settings(fields: dict[str, Any]) -> FitSettings:
         raise UsageError(f"{given[0]} is for an elastic training; add elastic=True (--elastic), or leave it out")
     survives = settings.on_loss != "stop"
     if settings.costs is not None and not settings.elastic and not survives:
-        raise UsageError("costs are for an elastic training, or one that goes on after a loss; leave --costs out")
+        raise UsageError("costs are for an elastic training, or one that continues after a loss; leave --costs out")
     if settings.from_cluster is not None and not (settings.elastic or (survives and settings.costs is not None)):
         raise UsageError(
-            "devices are planned for in an elastic training, or by costs after a loss; add --elastic, or --on-loss and "
-            "--costs, or leave --from-cluster out"
+            "a cluster is for planning an elastic training, or with costs after a loss; add --elastic, or --on-loss "
+            "and --costs, or leave --from-cluster out"
         )
     if survives and (settings.elastic or settings.trace is not None):
-        raise UsageError("an elastic training, or one with a trace, does not go on after a loss; leave --on-loss out")
+        raise UsageError("an elastic training, or one with a trace, cannot continue after a loss; leave --on-loss out")
     if settings.join is not None:
         read_place(settings.join)
     if settings.elastic:
         elastic_options(settings)
         if settings.trace is not None:
-            raise UsageError("a trace is of one plan, and an elastic training changes its plan; leave the trace out")
+            raise UsageError(
+                "a trace needs a single plan, and an elastic training changes its plan; leave the trace out"
+            )
     return settings
 
 
@@ -230,7 +241,7 @@ def elastic_options(settings: FitSettings) -> "ElasticOptions":
 
 
 def survival_options(settings: FitSettings, *, first: bool) -> "SurvivalOptions":
-    """Return what a run does after a loss; the `first` process reads the files that the planner goes by, and has them.
+    """Return the options for lost devices; only the `first` process reads the planner's files.
 
     Raises `ProfileError` and `ClusterError` for files that cannot be read.
     """
@@ -247,7 +258,7 @@ def survival_options(settings: FitSettings, *, first: bool) -> "SurvivalOptions"
 
 
 def write_settings(settings: FitSettings, path: Path) -> None:
-    """Write settings as JSON, whole or not at all; raises `OSError` where they cannot be."""
+    """Write settings as JSON atomically; raises `OSError` if this fails."""
     write_whole(path, msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
 
 
@@ -260,7 +271,7 @@ def read_settings(path: Path) -> FitSettings:
 
 
 def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
-    """Compare a resumed run's settings with those it began with; returns what changes.
+    """Compare a resumed run's settings with its original ones; return the changes.
 
     Example:
         check_resumed(settings.replace(lr=1e-4), settings)      # ["lr 0.0001 instead of 0.001"]
@@ -273,7 +284,7 @@ def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
             option = name.replace("_", "-")
             way = f"give --{option} {was}" if was not in (None, True, False) else f"leave --{option} out"
             raise UsageError(
-                f"a resumed run keeps its {name}, which was {was}, not {now}; {way}, or start another run with another "
+                f"a resumed run must keep its {name} of {was}; got {now}; {way}, or start another run with another "
                 "--output"
             )
     pairs = ((name, getattr(settings, name), getattr(before, name)) for name in _CHANGEABLE)
@@ -281,7 +292,7 @@ def check_resumed(settings: FitSettings, before: FitSettings) -> list[str]:
 
 
 def _means_same(now: Any, was: Any) -> bool:
-    """Return whether two settings are equal, or name the same file."""
+    """Return True if two settings are equal, or name the same file."""
     if now == was or not (isinstance(now, str) and isinstance(was, str)):
         return bool(now == was)
     return Path(now).exists() and Path(now).resolve() == Path(was).resolve()
@@ -290,7 +301,7 @@ def _means_same(now: Any, was: Any) -> bool:
 def plan_of(settings: FitSettings) -> Plan | None:
     """Read the plan that a run follows, or return None for a run without one.
 
-    Raises `PlanError` for a plan for inference, `UsageError` where the settings say something else than the plan.
+    Raises `PlanError` for a plan for inference, `UsageError` if the settings contradict the plan.
     """
     from penstock.train.arrangement import check_given_once
 
@@ -303,11 +314,13 @@ def plan_of(settings: FitSettings) -> Plan | None:
         microbatches=settings.microbatches, cuts=settings.cuts,
     )  # fmt: skip
     if settings.schedule not in {DEFAULT_SCHEDULE, plan.schedule}:
-        raise UsageError(f"the plan's schedule is {plan.schedule}, not {settings.schedule}; leave --schedule out")
+        raise UsageError(
+            f"the schedule must be the plan's, {plan.schedule}; got {settings.schedule}; leave --schedule out"
+        )
     if settings.batch_size != plan.batch_rows:
         raise UsageError(
-            f"the plan is for batches of {plan.batch_rows} rows, not {settings.batch_size}; leave --batch-size out, or "
-            f"plan again with --batch-size {settings.batch_size}"
+            f"the batch size must be the plan's, {plan.batch_rows} rows; got {settings.batch_size}; leave "
+            f"--batch-size out, or replan with --batch-size {settings.batch_size}"
         )
     return plan
 

@@ -18,12 +18,12 @@ from penstock.recipes.settings import FitSettings, make_settings
 from penstock.zoo.optional import optional_import
 
 MODES = ("single", "model", "pipeline", "data", "both")
-_STEPS = 2  # of a try of a batch: the second one has the optimizer's state
+_STEPS = 2  # steps of a trial of a batch size: the second one has the optimizer's state
 _COLOR = "#3b6ea5"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One run among several: its name, and what came out or why nothing did."""
+    """One run among several: its name, and its result or error."""
 
     name: str
     settings: FitSettings
@@ -47,14 +47,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where runs take place: on this machine, with a limit of memory for each process if given, or in a lab."""
+    """The place of runs: this machine, with an optional memory limit for each process, or a lab."""
 
     lab: Lab | None = None
     memory_bytes: int | None = None
 
 
 def run_row(name: str, settings: FitSettings, place: Place) -> Row:
-    """Train once in processes of its own; returns a row in any case but wrong usage of the lab."""
+    """Train once in separate processes; return a row in all cases except wrong usage of the lab."""
     try:
         result = fit_apart(settings, lab=place.lab, memory_bytes=place.memory_bytes)
     except ClusterError:
@@ -91,7 +91,7 @@ def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
     tables = document.get("settings")
     whole = isinstance(tables, list) and tables and all(isinstance(table, dict) for table in tables)
     if not whole or set(document) != {"settings"}:
-        raise UsageError(f"{path} holds no settings; write [[settings]] tables, each with what it changes")
+        raise UsageError(f"settings not found in {path}; write [[settings]] tables, each with its changes")
     runs: list[tuple[str, FitSettings]] = []
     for index, table in enumerate(tables):
         name = str(table.pop("name", f"row {index + 1}"))
@@ -103,11 +103,11 @@ def read_sweep(path: Path, base: FitSettings) -> list[tuple[str, FitSettings]]:
 def mode_runs(
     names: Sequence[str], base: FitSettings, cores: int, *, weak_scaling: bool = False
 ) -> list[tuple[str, FitSettings]]:  # fmt: skip
-    """Return the settings of the modes to compare, all with the same threads for each process.
+    """Return the settings of the modes to compare, all with the same number of threads per process.
 
-    single: one process. model: stages one after the other, one microbatch. pipeline: stages with microbatches.
-    data: replicas. both: replicas of a pipeline. Stages and replicas are the base's, two where not given. The batch is
-    the same in all, or with `weak_scaling` as many times the base's as there are processes.
+    single: one process. model: stages in sequence, one microbatch. pipeline: stages with microbatches. data: replicas.
+    both: replicas of a pipeline. Stages and replicas are the base's, by default two. The batch is the same in all, or
+    with `weak_scaling` the base's times the number of processes.
 
     Raises `UsageError` for other names.
     """
@@ -122,7 +122,7 @@ def mode_runs(
     }
     strange = [name for name in names if name not in changes]
     if strange or not names:
-        raise UsageError(f"the modes to compare are {', '.join(MODES)}, not {', '.join(strange) or 'none'}")
+        raise UsageError(f"the modes to compare must be among {', '.join(MODES)}; got {', '.join(strange) or 'none'}")
     runs = {name: base.replace(**changes[name], devices=None, output=str(base.folder / name)) for name in names}
     if weak_scaling:
         runs = {name: run.replace(batch_size=run.batch_size * run.num_processes) for name, run in runs.items()}
@@ -131,10 +131,10 @@ def mode_runs(
 
 
 def ablation_runs(base: FitSettings) -> list[tuple[str, FitSettings]]:
-    """Return the settings that show what each part of elastic training gives; all freeze alike but the first.
+    """Return the settings that isolate the parts of elastic training; all freeze alike except the first.
 
-    none: as it is begun. freeze: nothing moves. pack + cache: one pipeline, on as few devices as are fastest, that
-    reads what frozen layers put out. pack + replicate: also more pipelines, and nothing cached. all: everything.
+    none: the initial placement. freeze: nothing migrates. pack + cache: one pipeline, on as few devices as are fastest,
+    that reads cached outputs of frozen layers. pack + replicate: also more pipelines, without a cache. all: everything.
     """
     off = {"pack": False, "replicate": False, "cache": False}
     changes: dict[str, dict[str, Any]] = {
@@ -153,15 +153,15 @@ def ablation_runs(base: FitSettings) -> list[tuple[str, FitSettings]]:
 def find_largest_batch(
     settings: FitSettings, place: Place, tell: Callable[[Row], None] = lambda _row: None
 ) -> tuple[int, list[Row]]:
-    """Double the batch until it no longer fits, then halve the distance; returns the size and every try.
+    """Double the batch until it no longer fits, then bisect; return the size and every trial.
 
-    Each try trains two steps in processes of its own. The answer is exact to a sixteenth of itself, and no
-    more than the rows that there are.
+    Each trial runs two steps in separate processes. The result is exact to one sixteenth, and at most the number of
+    rows.
 
-    Raises `RunError` where a try fails for another reason than memory, or the smallest batch does not fit.
+    Raises `RunError` if a trial fails for another reason than memory, or the smallest batch does not fit.
     """
     rows: list[Row] = []
-    tried: list[int] = []  # how large batches really were
+    tried: list[int] = []  # actual sizes of batches
     smallest = (settings.replicas or 1) * (settings.microbatches or 1)
 
     def fits(size: int) -> bool:
@@ -173,7 +173,7 @@ def find_largest_batch(
         rows.append(row)
         tell(row)
         if row.failed is not None and not row.out_of_memory:
-            raise RunError(f"a batch of {size} fails for another reason than memory: {row.failed}")
+            raise RunError(f"a batch of {size} failed for another reason than memory: {row.failed}")
         if row.result is None:
             return False
         tried.append(max(epoch.batch_rows for epoch in row.result.epochs))

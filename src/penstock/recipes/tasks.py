@@ -1,4 +1,4 @@
-"""What is learned: a model in training mode, its data, its loss and what else is measured."""
+"""Training tasks: a model in training mode, its data, its loss and its metrics."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,10 +22,10 @@ SHARE_KEPT = 10  # every tenth row is for validation
 
 
 class Batches(Protocol):
-    """The order of rows, for data that wants one of its own."""
+    """The order of rows, for data with a specific one."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of another epoch from here on."""
+        """Switch to the order of another epoch."""
 
     def __iter__(self) -> Iterator[list[int]]:
         """Return the rows of each batch."""
@@ -36,10 +36,10 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A model and what it is to learn.
+    """A model and its training task.
 
-    `example` is one call of two rows, `dynamic` names sizes that vary beside the batch. `units_per_row`
-    is one image, one sentence, or a number of tokens. `loss_fn` and `accuracy` return (sum, count).
+    `example` is one call of two rows, `dynamic` names sizes other than the batch that vary. `units_per_row` is one
+    image, one sentence, or a number of tokens. `loss_fn` and `accuracy` return (sum, count).
     """
 
     unit: str
@@ -54,13 +54,13 @@ class Task:
     units_per_row: int = 1
     collate: Callable[[list[Any]], Any] | None = None
     batches: Callable[[Dataset[Any], int, bool], Batches] | None = None
-    new_tensors: Sequence[str] = field(default_factory=tuple)  # not in the weights that were given
-    metadata: Mapping[str, str] = field(default_factory=dict)  # what the weights' file says of the model
-    save_beside: Callable[[Path], None] | None = None  # writes what else the model is read with
+    new_tensors: Sequence[str] = field(default_factory=tuple)  # not in the given weights
+    metadata: Mapping[str, str] = field(default_factory=dict)  # of the model, from the weights' file
+    save_beside: Callable[[Path], None] | None = None  # saves the configuration and tokenizer of a model of text
 
 
 def logits_of(output: Any) -> Tensor:
-    """Find the logits in what a model returns; raises `UsageError` where there are none."""
+    """Return the logits in a model's output; raises `UsageError` if there are none."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise UsageError(f"the model returns a {type(output).__name__} without logits; choose a model that classifies")
@@ -84,10 +84,10 @@ def class_accuracy(output: Any, labels: Tensor) -> tuple[Tensor, int]:
 
 
 def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooModel, Weights, list[str]]:
-    """Load a model with the head that the data asks for; returns it, its weights, and the tensors that are new.
+    """Load a model with the data's head; return it, its weights, and the names of new tensors.
 
-    Given weights may be of a model with another head: tensors of another shape, or not there, start anew. Those of a
-    narrowed model are taken as they are.
+    Given weights may be of a model with another head: missing tensors, and those of another shape, are initialized.
+    Those of a narrowed model are used unchanged.
     """
     path = Path(settings.weights) if settings.weights else None
     if metadata_of(settings):
@@ -102,7 +102,7 @@ def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooMod
     shapes = {n: (tuple(p.shape), p.dtype) for n, p in zoo.module.named_parameters(remove_duplicate=False)}
     new = [n for n, (shape, _) in shapes.items() if n not in known or given.shape(n) != shape]
     if len(new) == len(shapes):
-        raise UsageError(f"nothing in the given weights fits {name}; give the weights of this model")
+        raise UsageError(f"no tensor of the given weights fits {name}; give the weights of this model")
     buffers = dict(zoo.module.named_buffers(remove_duplicate=False))
     kept = [n for n in known if (n in shapes and n not in new) or n in buffers]
     fitting = check_weights(given, {n: (given.shape(n), given.dtype(n)) for n in kept})
@@ -110,13 +110,13 @@ def load_for(settings: FitSettings, name: str, head: Any = None) -> tuple[ZooMod
 
 
 def metadata_of(settings: FitSettings) -> dict[str, str]:
-    """Return what the weights' file says of a narrowed model, which what is trained of it says too."""
+    """Return a narrowed model's metadata from its weights' file, to be saved with the trained model too."""
     found = FileWeights(Path(settings.weights)).metadata if settings.weights else {}
     return {KEY: found[KEY]} if KEY in found else {}
 
 
 def held_out(rows: Sequence[int], every: int | None) -> tuple[list[int], list[int]]:
-    """Divide rows into those to use and every so many-th, which is left out.
+    """Divide rows into those to use and every n-th, which is left out.
 
     >>> held_out(range(6), 3)
     ([0, 1, 3, 4], [2, 5])
@@ -127,7 +127,7 @@ def held_out(rows: Sequence[int], every: int | None) -> tuple[list[int], list[in
 
 
 class Rows(Dataset[Any]):
-    """Some rows of a sequence, each made when it is asked for."""
+    """Some rows of a sequence, each made on access."""
 
     def __init__(self, rows: Sequence[int], make: Callable[[int], Any]) -> None:
         self._rows, self._make = rows, make
@@ -140,7 +140,7 @@ class Rows(Dataset[Any]):
 
 
 def spread(num_rows: int, wanted: int | None) -> Sequence[int]:
-    """Choose `wanted` rows evenly, since files often come one class after the other.
+    """Choose `wanted` rows evenly, since files are often sorted by class.
 
     >>> spread(10, 4)
     [0, 2, 5, 7]
@@ -151,16 +151,16 @@ def spread(num_rows: int, wanted: int | None) -> Sequence[int]:
 
 
 def keep_some(num_rows: int) -> tuple[list[int], list[int]]:
-    """Divide rows into those to learn from and every tenth, which is kept for validation.
+    """Divide rows into training rows and every tenth, which is kept for validation.
 
     >>> keep_some(11)
     ([0, 1, 2, 3, 4, 5, 6, 7, 8, 10], [9])
 
-    Raises `DataError` where there are too few to keep any.
+    Raises `DataError` if there are too few to keep any.
     """
     if num_rows < SHARE_KEPT:
         raise DataError(
-            f"every {SHARE_KEPT}th row is kept for validation, and there are only {num_rows}; give more rows, or "
+            f"every {SHARE_KEPT}th row is kept for validation; got only {num_rows} rows; give more rows, or "
             "validation data with --validation"
         )
     return held_out(range(num_rows), SHARE_KEPT)

@@ -1,4 +1,4 @@
-"""Learn from a model's outputs beside the labels (distillation)."""
+"""Distillation: learning from a teacher's outputs in addition to the labels."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,12 @@ _BATCH = 64
 
 
 def taught(task: Task, name: str, teacher: Path) -> Task:
-    """Return a task to classify whose training rows have a teacher's logits after their labels.
+    """Return a classification task whose training rows have a teacher's logits after their labels.
 
     The loss is half that of the labels, half the Kullback-Leibler divergence from the teacher's classes at a
     temperature of 2, times its square (Hinton et al., Distilling the Knowledge in a Neural Network, 2015).
 
-    Raises `ModelError` for weights that do not fit, `UsageError` for a teacher of other classes.
+    Raises `ModelError` for weights that do not fit, `UsageError` for a teacher with other classes.
     """
     model = load_model(name, weights=teacher, whole=True).module.eval()
     for parameter in model.parameters():
@@ -35,12 +35,12 @@ def taught(task: Task, name: str, teacher: Path) -> Task:
 
 
 class _Taught(Dataset[Any]):
-    """Rows whose label is a vector: the class, then the teacher's logits, which are found for all rows at once."""
+    """Rows whose label is a vector: the class, then the teacher's logits, which are computed once for all rows."""
 
     def __init__(self, rows: Any, teacher: torch.nn.Module) -> None:
         self._rows = rows
         found: list[Tensor] = []
-        with working("asking the teacher"), torch.no_grad():
+        with working("computing the teacher's logits"), torch.no_grad():
             for inputs, _ in DataLoader(rows, batch_size=_BATCH):
                 found.append(scores_of(teacher, inputs).float())
         self._logits = torch.cat(found)
@@ -54,13 +54,13 @@ class _Taught(Dataset[Any]):
 
 
 def taught_loss(output: Any, targets: Tensor) -> tuple[Tensor, int]:
-    """Return what is learned from labels and teacher, as a sum; of labels alone where there is no teacher."""
+    """Return the summed loss of labels and teacher, or of labels alone without a teacher."""
     if targets.dim() == 1:
         return class_loss(output, targets)
     logits = logits_of(output).float()
     labels, wanted = targets[:, 0].long(), targets[:, 1:]
     if wanted.shape != logits.shape:
-        raise UsageError(f"the teacher tells {wanted.shape[1]} classes apart and the model {logits.shape[1]}")
+        raise UsageError(f"the model must have the teacher's {wanted.shape[1]} classes; got {logits.shape[1]}")
     own, _ = class_loss(logits, labels)
     told = functional.kl_div(
         (logits / TEMPERATURE).log_softmax(-1), (wanted / TEMPERATURE).softmax(-1), reduction="sum"

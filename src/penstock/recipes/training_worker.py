@@ -1,4 +1,4 @@
-"""One process of a training run that another process has started."""
+"""A process of a training run, started by another process."""
 
 import argparse
 import os
@@ -14,11 +14,11 @@ from penstock.recipes.settings import read_settings
 
 
 def main() -> int:
-    """Train as the file says; the first process writes the result beside it."""
+    """Train with the file's settings; the first process writes the result next to it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("settings", type=Path)
-    parser.add_argument("--rank", type=int, help="where torchrun's variables do not say it")
-    parser.add_argument("--host", help="the device of a plan that this process stands for")
+    parser.add_argument("--rank", type=int, help="rank of this process, if torchrun's variables are not set")
+    parser.add_argument("--host", help="device of a plan that this process represents")
     given = parser.parse_args()
     if given.rank is not None:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(given.rank)
@@ -30,7 +30,7 @@ def main() -> int:
     result = given.settings.parent / "result.json"
     try:
         found = fit_here(read_settings(given.settings), holds_folder=True)
-    # whatever it is, the process that started this one tells it
+    # any error is reported by the process that started this one
     except Exception as error:
         if writes:
             write_result(result, error)

@@ -30,7 +30,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU on
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:1:2", "meta", "", "mps"])
 def test_an_unknown_device_is_one_line(name: str) -> None:
-    with pytest.raises(UsageError, match=r"stages run on cpu or cuda, not on '.*'; give") as caught:
+    with pytest.raises(UsageError, match=r"must be cpu or cuda; got '.*'; give") as caught:
         find_device(name)
     assert "\n" not in str(caught.value)
 
@@ -49,7 +49,7 @@ def test_processes_of_a_machine_share_its_gpus(monkeypatch: pytest.MonkeyPatch) 
     assert [find_device("cuda", position).index for position in range(4)] == [0, 1, 0, 1]
     assert [find_device("cuda:1", position).index for position in range(2)] == [1, 1]
     assert find_device("cpu", 3) == HOST
-    with pytest.raises(UsageError, match=r"cuda:2 is not there: the GPUs of .* go up to cuda:1"):
+    with pytest.raises(UsageError, match=r"cuda:2 not found: .* cuda:1"):
         find_device("cuda:2")
 
 

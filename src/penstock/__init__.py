@@ -2,8 +2,8 @@
 
     import penstock
 
-    halves = penstock.split(model, (images,), stages=2)          # in this process, to look at
-    with penstock.Pipeline(model, (image,), stages=4) as pipe:   # in processes, to be fast
+    halves = penstock.split(model, (images,), stages=2)          # in this process, for inspection
+    with penstock.Pipeline(model, (image,), stages=4) as pipe:   # in processes, for speed
         for output in pipe.stream(images):
             ...
 
@@ -13,7 +13,7 @@
         loss = pipe.train_step(images, labels, loss_fn=F.cross_entropy)
         optimizer.step(); optimizer.zero_grad()
 
-Names are loaded when they are first used, so that a worker never loads what it does not run.
+Names are imported at their first use, so that a worker never imports unused modules.
 """
 
 import importlib

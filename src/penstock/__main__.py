@@ -7,7 +7,7 @@ import sys
 def run() -> int:
     """Run the command line without the current folder, which `-m` has put first on the path.
 
-    What lies there by chance must not be imported in place of what is meant; see `module_command`.
+    Files there must not shadow other modules; see `module_command`.
     """
     here, source = os.path.realpath(os.getcwd()), os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     if not getattr(sys.flags, "safe_path", False) and os.path.realpath(sys.path[0]) == here != source:

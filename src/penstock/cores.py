@@ -1,4 +1,4 @@
-"""The cores that this process may use: by its affinity, its container's or lab host's quota, and who shares them."""
+"""The cores that this process may use: by its affinity, its container's or lab host's quota, and its share of them."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def usable_cpus() -> float:
-    """Return how many CPUs this process may use, a fraction where a quota says so."""
+    """Return the number of CPUs that this process may use, a fraction under a quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(float(cores), cpu_quota() or float(cores))
 
@@ -18,7 +18,7 @@ def available_cores() -> int:
 
 
 def processor_features() -> frozenset[str]:
-    """Return what the processor can do, as Linux names it (`avx2`, `avx512_vnni`, `bf16`); nothing if it does not say.
+    """Return the processor's features by their Linux names (`avx2`, `avx512_vnni`, `bf16`), empty if unknown.
 
     >>> "" in processor_features()
     False
@@ -31,7 +31,7 @@ def processor_features() -> frozenset[str]:
 
 
 def cpu_quota() -> float | None:
-    """Return the cores that this process was told it has, or that its cgroup leaves it if they are fewer; else None."""
+    """Return the cores set by PENSTOCK_CPU or the cgroup's quota, the smaller of both; None without either."""
     told = [float(os.environ["PENSTOCK_CPU"])] if "PENSTOCK_CPU" in os.environ else []
     left = quota_cores()
     return min([*told, *([left] if left is not None else [])], default=None)
@@ -68,8 +68,7 @@ def _quota(cgroup: Path) -> float | None:
 def keep_to_share(position: int, num_processes: int) -> int:
     """Bind this thread, and those that it starts from now on, to one process's share of the cores.
 
-    Gives how many cores that are. Nothing is bound where the cores do not divide evenly, or where a
-    quota decides instead.
+    Returns the number of these cores. Nothing is bound if the cores do not divide evenly, or under a quota.
 
     Example:
         keep_to_share(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))

@@ -1,27 +1,27 @@
 """Every error that Penstock raises on purpose; the tree below is the whole list.
 
     PenstockError
-    ├── UsageError            the caller asked for something that cannot be: wrong value, wrong name
+    ├── UsageError            an impossible request of the caller: wrong value, wrong name
     │   ├── CaptureError      the model cannot be captured as one graph
     │   ├── CutError          a cut that does not exist or is not allowed, or more stages than cuts
-    │   ├── ModelError        a model name, its source or its weights cannot be had
+    │   ├── ModelError        a model, its source or its weights cannot be loaded
     │   ├── DataError         a data set, an image or a text cannot be read
-    │   ├── ClusterError      a cluster or lab file, or what it asks of this machine
-    │   ├── ProfileError      a profile cannot be read or does not fit together
-    │   └── CacheError        a cache on disk cannot be had, or is another's; training goes on without one
-    ├── PlanError             no plan satisfies the limits, or a plan contradicts itself or what it is used with
+    │   ├── ClusterError      a cluster or lab file, or its demands on this machine
+    │   ├── ProfileError      a profile cannot be read or is inconsistent
+    │   └── CacheError        a cache on disk cannot be used, or is another's; training continues without one
+    ├── PlanError             no plan satisfies the limits, or a plan contradicts itself or its inputs
     ├── ProgramError          a stage program or bundle is damaged, forged or of another plan
     └── RunError              something failed while running
         ├── TransportError    a message was lost, repeated, damaged or out of order
-        │   └── ConnectionBroken   a connection is gone; why is known elsewhere, if at all
+        │   └── ConnectionBroken   a connection broke; another process may know the reason
         ├── DeviceLost        a process or machine stopped answering
-        └── OutOfMemory       a process needed more memory than its machine or its limit gives
+        └── OutOfMemory       a process needed more memory than its machine or its limit has
 
-Each message is one line: the rule, the values, the next step. The command line prints the message
-and ends with status 2 for a `UsageError` and 1 for the others.
+Each message is one line: the rule, the values, the next step. The command line prints the message and exits with status
+2 for a `UsageError` and 1 for the others.
 """
 
-# what a message quotes may come from a stranger's file
+# quoted text may be from an untrusted file
 _LONGEST = 1500
 
 
@@ -29,19 +29,19 @@ class PenstockError(Exception):
     """Base of every error raised on purpose."""
 
     def __str__(self) -> str:
-        """Return the message in one line that a terminal shows as it is, whatever it quotes."""
+        """Return the message in one line, with unprintable characters of quoted text escaped."""
         text = super().__str__()
         text = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
         return text if text.isprintable() else "".join(map(_printable, text))
 
 
 def _printable(character: str) -> str:
-    """Escape what would end the line, move the cursor or turn the direction of writing."""
+    """Escape characters that would end the line, move the cursor or change the direction of writing."""
     return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
 
 
 class UsageError(PenstockError):
-    """The caller asked for something that cannot be."""
+    """An impossible request of the caller."""
 
 
 class CaptureError(UsageError):
@@ -53,7 +53,7 @@ class CutError(UsageError):
 
 
 class ModelError(UsageError):
-    """A model name, its source or its weights cannot be had."""
+    """A model, its source or its weights cannot be loaded."""
 
 
 class DataError(UsageError):
@@ -61,19 +61,19 @@ class DataError(UsageError):
 
 
 class ClusterError(UsageError):
-    """A cluster or lab file is wrong, or asks what this machine cannot do."""
+    """A cluster or lab file is invalid, or demands more than this machine supports."""
 
 
 class ProfileError(UsageError):
-    """A profile cannot be read or does not fit together."""
+    """A profile cannot be read or is inconsistent."""
 
 
 class CacheError(UsageError):
-    """A cache on disk cannot be had, or is another's; training goes on without one."""
+    """A cache on disk cannot be used, or is another's; training continues without one."""
 
 
 class PlanError(PenstockError):
-    """No plan satisfies the limits, or a plan contradicts itself or what it is used with."""
+    """No plan satisfies the limits, or a plan contradicts itself or its inputs."""
 
 
 class ProgramError(PenstockError):
@@ -89,11 +89,11 @@ class TransportError(RunError):
 
 
 class ConnectionBroken(TransportError):  # noqa: N818 -- what happened is that it broke
-    """A connection is gone; why is known elsewhere, if at all."""
+    """A connection broke; another process may know the reason."""
 
 
 class OutOfMemory(RunError):  # noqa: N818 -- what happened is that it ran out
-    """A process needed more memory than its machine or its limit gives."""
+    """A process needed more memory than its machine or its limit has."""
 
 
 class DeviceLost(RunError):  # noqa: N818 -- what happened is that it was lost

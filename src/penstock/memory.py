@@ -1,4 +1,4 @@
-"""The memory of processes and of this machine, as the system tells it."""
+"""The memory of processes and of this machine, as reported by the system."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
-    """Return the memory that a process holds now, this one where none is named; None where the system does not say."""
+    """Return the resident memory of a process, by default this one; None if the system does not report it."""
     try:
         pages = int(Path(f"/proc/{pid or 'self'}/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
@@ -21,32 +21,33 @@ def resident_bytes(pid: int | None = None) -> int | None:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held at once."""
+    """Return the peak resident memory of this process."""
     own = _kilobytes("/proc/self/status", "VmHWM")
     if own is not None:
         return own
-    # on Linux this one begins at the peak of who started the process, so it serves where there is no /proc
+    # on Linux this one begins at the parent's peak, so it is used only without /proc
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def anonymous_bytes(process: int | str = "self") -> int | None:
-    """Return the bytes of a process that no file stands behind: what it holds itself, without programs and libraries.
+    """Return the anonymous memory of a process in bytes, without programs and libraries.
 
-    None on systems that do not say, and for a process that has ended.
+    None on systems that do not report it, and for a process that has exited.
     """
     return _kilobytes(f"/proc/{process}/status", "RssAnon")
 
 
 def available_bytes() -> int | None:
-    """Return the memory that is free on this machine; None where the system does not say."""
+    """Return the available memory of this machine; None if the system does not report it."""
     return _kilobytes("/proc/meminfo", "MemAvailable")
 
 
 def allowed_bytes() -> int:
-    """Return the most that this process may still take: what is free on this machine, or less where a cgroup says so.
+    """Return the memory that this process may still allocate: the machine's available memory, or less under a cgroup
+    limit.
 
-    What comes from outside and asks for more than this is refused before anything is allocated.
+    External requests for more than this are rejected before any allocation.
     """
     limit = limit_bytes()
     left = None if limit is None else max(0, limit - (resident_bytes() or 0))
@@ -55,7 +56,7 @@ def allowed_bytes() -> int:
 
 
 def limit_bytes() -> int | None:
-    """Return the most memory that this process may hold: this machine's, or less where a cgroup says so."""
+    """Return the memory limit of this process: this machine's memory, or less under a cgroup limit."""
     limits = [_kilobytes("/proc/meminfo", "MemTotal")]
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -75,9 +76,9 @@ def _number(path: Path) -> int | None:
 
 
 def num_killed() -> int | None:
-    """Count the processes that the system has ended for want of memory since it started; None where it does not say.
+    """Return the number of processes killed by the system for lack of memory since boot; None if not reported.
 
-    Those that came to the limit of their own group (cgroup) count too.
+    Processes killed at the limit of their own cgroup count too.
     """
     try:
         rows = dict(line.split() for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines())
@@ -87,13 +88,13 @@ def num_killed() -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or one behind it, is that memory could not be had.
+    """Return True if an error, or one of its causes, is a failed allocation of memory.
 
-    torch has a kind of its own for GPUs; of its CPU allocator the words are the only sign.
+    torch has an exception type for GPUs; its CPU allocator is recognized only by the message.
     """
     seen: list[BaseException] = []
     cause: BaseException | None = error
-    # an error may be its own cause, where the reason found behind it is itself
+    # an error may be its own cause, if the reason found for it is itself
     while cause is not None and cause not in seen:
         if isinstance(cause, MemoryError | OutOfMemory) or type(cause).__name__ == "OutOfMemoryError":
             return True

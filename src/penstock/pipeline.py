@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 def _of_training(
     method: Callable[Concatenate[TrainingPipeline, _Given], _Result],
 ) -> "Callable[Concatenate[Pipeline, _Given], _Result]":
-    """Delegate a method to the pipeline that trains, under the name and with the documentation that it has there."""
+    """Delegate a method to the training pipeline, with its name and documentation."""
 
     @functools.wraps(method)
     def call(self: "Pipeline", *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
@@ -53,10 +53,10 @@ def _of_training(
 
 
 class Pipeline:
-    """A model cut into stages that run in processes of their own, fed from this one.
+    """A model cut into stages that run in separate processes, with this one as the driver.
 
-    Started alone it makes one fresh worker process per stage. Under torchrun it uses the processes it
-    finds, on one machine or many; the first one feeds, and the same script runs in all of them.
+    Started alone it makes one new worker process per stage. Under torchrun it uses the existing processes, on one
+    machine or many; the first one is the driver, and the same script runs in all of them.
 
     Example:
         with penstock.Pipeline(model, (image,), stages=4) as pipe:
@@ -64,61 +64,60 @@ class Pipeline:
                 print(output.argmax())
 
     Arguments:
-        model: any module that `torch.export` takes; its parameters may lie on the meta device if `weights` is given.
-            Or a list of modules, one per stage, called one after the other: the way in for what does not export.
-            They run as threads of this process, or under torchrun in the processes, which all have the list.
+        model: any module that `torch.export` accepts; its parameters may be on the meta device if `weights` is given.
+            Or a list of modules, one per stage, called in sequence: the route for models that do not export. They run
+            as threads of this process, or under torchrun in the processes, which all have the list.
         args, kwargs: an example call with the largest microbatch that will be streamed.
         stages: number of stages; by default one per process under torchrun, 4 for a stream started alone.
-        policy, cuts: how the model is cut, by a policy or by hand, as for `penstock.split`.
-        plan: what `penstock plan` chose, or the path of its file, in place of stages, policy, cuts and depth; for
+        policy, cuts: cuts of the model, by a policy or by hand, as for `penstock.split`.
+        plan: a plan of `penstock plan`, or the path of its file, in place of stages, policy, cuts and depth; for
             training, made with `--schedule`, also of replicas, schedule and microbatches.
         dynamic: further symbolic dimensions, as for `penstock.capture`.
-        world: processes that have met already; this one joins or starts some where not given.
-        weights: where tensors are read from, one at a time; the model itself where not given.
-        threads: per stage; what this machine's cores allow where not given.
+        world: already connected processes; by default this one joins or starts some.
+        weights: source of tensors, read one at a time; default: the model itself.
+        threads: per stage; default: by this machine's cores.
         depth: microbatches that may wait at a cut.
-        device: what stages compute on, `cpu` or `cuda`: then each process takes the GPU of its number on its machine,
-            and shares it where there are fewer. Outputs come to the CPU. A list of modules computes where they lie.
-        runtime: what computes the stages of a stream: `eager`, `onnxruntime`, or `onnxruntime:int8`, linear layers in
-            8 bits. A plan says it itself, stage by stage.
-        between_gpus: how tensors get from one GPU to the next: `gloo`, by way of the hosts; `nccl`, which needs a GPU
-            for each process; or `auto`, the second where it can be. NCCL is unverified, as it has never run on two
-            GPUs, so it has to be asked for.
-        trace: a folder for what a stream did and when, which `penstock report` reads; each stream replaces the last.
-            A training is written when the pipeline is closed.
+        device: of the stages, `cpu` or `cuda`: then each process takes the GPU of its number on its machine, and shares
+            it if there are fewer. Outputs are on the CPU. A list of modules computes on the modules' own devices.
+        runtime: of the stages of a stream: `eager`, `onnxruntime`, or `onnxruntime:int8`, linear layers in 8 bits. A
+            plan has its own, stage by stage.
+        between_gpus: transport of tensors between GPUs: `gloo`, through the hosts; `nccl`, which needs a GPU for each
+            process; or `auto`, the second if possible. NCCL is unverified, as it has never run on two GPUs, so it must
+            be requested.
+        trace: a folder for the timeline of a stream, read by `penstock report`; each stream replaces the last. A
+            training is written when the pipeline is closed.
         trace_units: also record every operation, which costs a few percent.
         trace_profile: also run torch.profiler for a few microbatches, in training for one step: operators with their
             shapes and memory.
-        on_loss: what a run does when a device is lost: `stop` raises `DeviceLost`; `continue` plans again for the
-            devices that are left, puts the stages in place there and goes on, with the same results; `wait` first waits
-            `wait_s` for another device to join (`penstock worker --join`, in training the same script with
-            PENSTOCK_JOIN). With the latter two, devices that come are taken in, and in a stream one that has become
-            slower does less. In training what moves comes from replicas, or everything from the last checkpoint. Not
-            for lists of modules, traces, or under torchrun's agents, which end all processes. The first process itself
-            cannot be lost.
-        profile, cluster: what the planner goes by after a loss, or the paths of their files, as with `plan`; a training
-            takes both. Without them what parts cost is counted from shapes, and devices are taken for equal until they
-            are seen at work.
-        stall_s: how long nothing at all may move while a result is due and no stage computes, before a message
-            counts as lost; longer than the slowest link takes for one message. In training, while all wait.
+        on_loss: policy for a lost device: `stop` raises `DeviceLost`; `continue` replans for the survivors, places the
+            stages there and continues, with the same results; `wait` first waits `wait_s` for another device to join
+            (`penstock worker --join`, in training the same script with PENSTOCK_JOIN). With the latter two, joining
+            devices are admitted, and in a stream a device that has become slower gets less work. In training migrated
+            state is read from replicas, or everything from the last checkpoint. Not for lists of modules, traces, or
+            under torchrun's agents, which end all processes. The loss of the first process always ends the run.
+        profile, cluster: inputs of the planner after a loss, or the paths of their files, as with `plan`; a training
+            takes both. Without them costs of parts are counted from shapes, and devices are assumed equal until their
+            speeds are observed.
+        stall_s: longest time without any progress while a result is due and no stage computes, before a message counts
+            as lost; must exceed the time of one message on the slowest link. In training, while all wait.
 
-    A model in training mode, or a function that makes one, can be trained: see the methods from `optimizer` on. Whether
-    it trains or streams is decided by what is called first. To train, all processes run the same script,
-    and alone this one does everything.
+    A model in training mode, or a function that makes one, can be trained: see the methods from `optimizer` on. The
+    first call decides between training and streaming. For training, all processes run the same script, and alone this
+    one does everything.
 
     Arguments of training:
-        replicas: how many whole pipelines share each batch; as many as fit beside `stages`.
-        schedule: gpipe, 1f1b, interleaved, zero-bubble, or a schedule of your own: its text, or the path of a file.
+        replicas: number of whole pipelines that share each batch; default: as many as fit with `stages`.
+        schedule: gpipe, 1f1b, interleaved, zero-bubble, or a custom schedule: its text, or the path of a file.
             A line for each device, with its actions in order: F a forward, B a backward (or I and W, its halves: the
-            gradient of inputs, then of weights), with a microbatch, and after a dot a stage where a device has several.
-        microbatches: how many a replica's rows of a batch are cut into; two for each stage where not given.
+            gradient of inputs, then of weights), with a microbatch, and after a dot a stage if a device has several.
+        microbatches: number of microbatches of a replica's rows of a batch; default: two for each stage.
         seed: of dropout and of the order of data.
-        autocast: a dtype for `torch.autocast`, such as torch.bfloat16; no autocast where not given.
+        autocast: a dtype for `torch.autocast`, such as torch.bfloat16; default: no autocast.
         checkpointing: keep only a stage's inputs until its backward, and recompute the forward then.
 
-    Raises `CaptureError` and `CutError` as `penstock.split` does, `RunError` when the processes do not
-    come together, and `DeviceLost` while streaming when one of them is gone. After a `RunError` nothing
-    more can be streamed; after an exception of the caller's own the next stream works.
+    Raises `CaptureError` and `CutError` as `penstock.split` does, `RunError` if the processes fail to connect, and
+    `DeviceLost` while streaming if one of them is lost. After a `RunError` nothing more can be streamed; after an
+    exception of the caller's own the next stream works.
     """
 
     def __init__(
@@ -192,21 +191,21 @@ class Pipeline:
     def _streaming(self) -> StreamingPipeline:
         if isinstance(self._pipe, StreamingPipeline):
             return self._pipe
-        raise UsageError("this pipeline has not streamed; stream with it, or with a model in evaluation mode")
+        raise UsageError("this pipeline has not streamed; call stream first, or use a model in evaluation mode")
 
     @property
     def graph(self) -> Graph:
-        """The whole model, as it was captured."""
+        """The captured graph of the whole model."""
         return self._pipe.graph
 
     @property
     def cuts(self) -> Sequence[Cut]:
-        """Where the model is cut."""
+        """Cuts of the model."""
         return self._pipe.cuts
 
     @property
     def model_name(self) -> str:
-        """The model's name in what is written of a run; the class's where nobody sets another."""
+        """Name of the model in a run's files; default: that of its class."""
         return self._pipe.model_name
 
     @model_name.setter
@@ -214,30 +213,29 @@ class Pipeline:
         self._pipe.model_name = name
 
     def stream(self, inputs: Iterable[Any]) -> Iterator[Any]:
-        """Return the model's output for every input, in order, while later inputs are on their way.
+        """Yield the model's output for every input, in order, while later inputs are in flight.
 
-        Each input is one microbatch: a tensor, a tuple of positional inputs, or a dict of keyword
-        inputs. The batch size may be smaller than the example's at any time. In a process that does
-        not feed, `inputs` is not touched and no output comes: it works on its stage until the stream
-        has ended. Leaving the loop early cancels what is under way, as does an exception of `inputs` or
-        of the loop's body, which then reaches the caller; the pipeline stays ready for another stream.
-        Only an interrupt while this waits for microbatches or results gives the pipeline up.
+        Each input is one microbatch: a tensor, a tuple of positional inputs, or a dict of keyword inputs. The batch
+        size may be smaller than the example's at any time. In a worker process `inputs` is not read and nothing is
+        yielded: it serves its stage until the stream has ended. Leaving the loop early cancels microbatches in flight,
+        as does an exception of `inputs` or of the caller's loop, which is then raised; the pipeline stays ready for
+        another stream. Only an interrupt while this waits for microbatches or results abandons the pipeline.
 
-        Raises `UsageError` for a closed pipeline, an input unlike the example and a second stream at once.
+        Raises `UsageError` for a closed pipeline, an input unlike the example and a second simultaneous stream.
         """
         if isinstance(self._pipe, TrainingPipeline):
-            # a model in training mode that is streamed first was never meant to be trained
+            # a model in training mode that is streamed first is not meant to be trained
             world, name = self._pipe.release(), self._pipe.model_name
             self._pipe = self._stream_instead(world)
             self._pipe.model_name = name
         yield from self._pipe.stream(inputs)
 
     def __call__(self, *args: Any, microbatch_size: int = 1, **kwargs: Any) -> Any:
-        """Run one batch of any size: cut into microbatches, streamed, and put together again.
+        """Run one batch of any size: cut into microbatches, streamed, and concatenated again.
 
-        Returns None in a process that does not feed. A pipeline that trains returns the outputs of its current
-        weights in evaluation mode, for this replica's rows, on every process of the replica. Raises
-        `UsageError` for an empty batch, and where an output has no batch dimension to put together.
+        Returns None in a worker process. A pipeline that trains returns the outputs of its current weights in
+        evaluation mode, for this replica's rows, on every process of the replica. Raises `UsageError` for an empty
+        batch, and for an output without a batch dimension to concatenate.
         """
         if isinstance(self._pipe, TrainingPipeline):
             return self._pipe(*args, **kwargs)
@@ -245,21 +243,23 @@ class Pipeline:
 
     @property
     def last_report(self) -> StreamReport:
-        """The times of the last stream, on the process that feeds."""
+        """Times of the last stream, on the driver."""
         return self._streaming.deployment.last_report
 
     @property
     def changes(self) -> Sequence[Any]:
-        """What changed, each time: a `StreamChange` of the last stream, or a `TrainingChange`; none with `stop`."""
+        """Changes of devices: each a `StreamChange` of the last stream, or a `TrainingChange`; empty with `stop`."""
         return self._pipe.changes
 
     @property
     def joins_at(self) -> str | None:
-        """Where one joins: a stream with `penstock worker --join`, a training with PENSTOCK_JOIN; None if nowhere."""
+        """Address for joining: a stream with `penstock worker --join`, a training with PENSTOCK_JOIN; None if
+        impossible.
+        """
         return self._pipe.joins_at
 
     def stage_states(self) -> list[StageState]:
-        """Return how far each stage is, as of the last heartbeats, which come once a second; for `LiveView`."""
+        """Return the progress of each stage at the last heartbeat, one per second; for `LiveView`."""
         return self._streaming.deployment.stage_states()
 
     optimizer = _of_training(TrainingPipeline.optimizer)
@@ -280,12 +280,12 @@ class Pipeline:
         cache_views: int = 1, keep_cache: bool = False, profile: Profile | str | Path | None = None,
         cluster: Cluster | str | Path | None = None,
     ) -> ElasticTraining:  # fmt: skip
-        """Freeze layers that have converged, and plan again with what that frees, at the beginning of each epoch.
+        """Freeze converged layers, and replan with the freed resources, at the beginning of each epoch.
 
-        Call this once, after `optimizer` and `loader`; the loop stays as it is. Layers are the model's blocks, frozen
-        from the first on: they run as in evaluation, without dropout and with BatchNorm's statistics as they are. The
-        planner then chooses stages and replicas anew for the epochs that are left, and whether what frozen layers put
-        out is read from a cache on disk. Apart from freezing, nothing of this changes what is learned.
+        Call this once, after `optimizer` and `loader`; the loop is unchanged. Layers are the model's blocks, frozen
+        from the first on: they run as in evaluation, without dropout and with fixed BatchNorm statistics. The planner
+        then chooses stages and replicas again for the remaining epochs, and decides whether outputs of frozen layers
+        are read from a cache on disk. Apart from freezing, none of this changes what is learned.
 
         Example:
             loader = pipe.loader(dataset, batch_size=64, shuffle=True)
@@ -294,21 +294,21 @@ class Pipeline:
                 for images, labels in loader:
                     pipe.train_step(images, labels, loss_fn=F.cross_entropy)
                     optimizer.step(); optimizer.zero_grad()
-                elastic.validated(accuracy=measure(pipe))      # where a policy looks at it
+                elastic.validated(accuracy=measure(pipe))      # if a policy uses it
 
         Args:
             freeze: a policy of `penstock.elastic.freezing`, its name, or the frozen layers of each epoch.
-            epochs: how many there will be: to move, and to fill a cache, has to pay in those that are left.
-            pack, replicate: whether stages may change, and numbers of replicas.
-            cache, cache_dir, cache_limit, cache_dtype: whether to cache, in which folder on each machine, with how many
-                bytes there, and floats as float32 or bfloat16.
-            cache_views: how many variants to keep of a sample that is drawn anew each time.
-            keep_cache: whether the cache stays after the run.
-            profile, cluster: of `penstock profile --training` and a cluster file; measured where not given.
+            epochs: their total number, within which a migration or filling a cache must pay off.
+            pack, replicate: allow changes of stages, and of the number of replicas.
+            cache, cache_dir, cache_limit, cache_dtype: use of a cache, its folder on each machine, its size limit
+                there, and the dtype of floats, float32 or bfloat16.
+            cache_views: number of variants to keep of a sample that is drawn again each time.
+            keep_cache: keep the cache after the run.
+            profile, cluster: of `penstock profile --training` and a cluster file; measured if not given.
 
-        Raises `UsageError` for a training with a trace or a schedule of the user's own, for optimizers whose groups
-        differ between processes, and where a frozen layer shares a weight with one that trains. A cache that cannot be
-        written is noted, and the training goes on without it. After He et al. 2021, PipeTransformer
+        Raises `UsageError` for a training with a trace or a custom schedule, for optimizers whose groups differ between
+        processes, and if a frozen layer shares a weight with a trained one. If a cache cannot be written, a note is
+        printed and training continues without it. After He et al. 2021, PipeTransformer
         (https://arxiv.org/abs/2102.03161).
         """
         options = ElasticOptions(
@@ -320,20 +320,20 @@ class Pipeline:
 
     @property
     def last_step(self) -> StepReport:
-        """Where this process's last step went."""
+        """Times of this process's last step."""
         return self._training.last_step
 
     @property
     def trainer(self) -> Trainer:
-        """The training that this pipeline does, begun by the first call that needs it."""
+        """The training of this pipeline, started by the first call that needs it."""
         return self._training.trainer
 
     def close(self) -> None:
-        """End the stages and the worker processes; nothing is left behind."""
+        """Stop the stages and the worker processes, and release everything."""
         self._pipe.close()
 
     def abandon(self) -> None:
-        """Give everything up at once, without waiting for work under way."""
+        """Stop immediately, without waiting for work in flight."""
         self._pipe.abandon()
 
     def __enter__(self) -> "Pipeline":
@@ -346,7 +346,7 @@ class Pipeline:
 
 
 def _read(read: Callable[[str | Path], _Result], given: "_Result | str | Path | None") -> _Result | None:
-    """Return what was given, read from its file if that is a path."""
+    """Return the value, read from its file if it is a path."""
     return read(given) if isinstance(given, (str, Path)) else given
 
 

@@ -1,15 +1,15 @@
-"""Where tensors lie: on which device of their process, and with which strides.
+"""Devices and memory layouts of tensors.
 
-Weights, and what a stage computes, lie on its device. Messages are laid out, checked and read on the host:
+Weights and values of a stage are on its device. Messages are laid out, checked and read on the host:
 
     stage 0 on a GPU ──copy──▶ host buffer ──transport──▶ host buffer ──copy──▶ stage 1 on a GPU
 
-Where every process has a GPU of its own, what a stage gives goes to the next one's GPU instead (`transport/nccl.py`).
-Stages within one process hand tensors over as they are.
+If every process has a separate GPU, outputs are sent directly to the next stage's GPU instead (`transport/nccl.py`).
+Stages within one process pass tensors without a copy.
 
-Some operators give other last bits for another memory layout, so a tensor arrives with the strides it left with. One
-that covers its memory without gaps (any order of dimensions, those repeated by `expand` counted once) travels as it
-lies; one with gaps is packed and spread out again.
+Some operators return other last bits for another memory layout, so a tensor arrives with the strides of the sender. One
+that covers its memory without gaps (any order of dimensions, those repeated by `expand` counted once) is sent
+unchanged; one with gaps is packed and unpacked again.
 """
 
 import math
@@ -28,18 +28,20 @@ KINDS = ["cpu", "cuda"]
 
 
 def find_device(name: str | torch.device, position: int = 0) -> torch.device:
-    """Return the device that a name means in one process; `position` is its number among those of its machine.
+    """Return the device of a name in one process; `position` is the process's number on its machine.
 
-    `cuda` is one GPU for each process, shared where there are fewer; `cuda:1` is that one for all of them.
+    `cuda` is one GPU for each process, shared if there are fewer; `cuda:1` is the same one for all of them.
 
     >>> find_device("cpu", position=3)
     device(type='cpu')
 
-    Raises `UsageError` for a name that is not known and for a GPU that is not there.
+    Raises `UsageError` for an unknown name and for a missing GPU.
     """
     kind, _, number = str(name).partition(":")
     if kind not in KINDS or not (number.isdecimal() or (not number and str(name) == kind)):
-        raise UsageError(f"stages run on {' or '.join(KINDS)}, not on {str(name)!r}; give one of these, or cuda:N")
+        raise UsageError(
+            f"the device of stages must be {' or '.join(KINDS)}; got {str(name)!r}; give one of these, or cuda:N"
+        )
     if kind == HOST.type:
         return HOST
     module = torch.get_device_module(kind)
@@ -51,29 +53,29 @@ def find_device(name: str | torch.device, position: int = 0) -> torch.device:
         )
     index = int(number) if number else position % count
     if index >= count:
-        raise UsageError(f"{kind}:{index} is not there: the GPUs of {socket.gethostname()} go up to {kind}:{count - 1}")
+        raise UsageError(f"{kind}:{index} not found: the last GPU of {socket.gethostname()} is {kind}:{count - 1}")
     return torch.device(kind, index)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, with the strides that it has: itself where it is there, or has no values at all."""
+    """Return a tensor on a device with the same strides: itself if it is already there, or is a meta tensor."""
     return tensor if tensor.device == device or tensor.device.type == "meta" else copy_exactly(tensor, device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything that was begun on a device is done: on a GPU operations return before they are."""
+    """Wait for all operations queued on a device, since on a GPU they return before completion."""
     if device.type != HOST.type:
-        # of the stream alone that computes: a message to another device may lie on its own for long
+        # only of the computing stream: a message to another device may stay on its own stream for long
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def held_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process holds where it computes; None where the system does not say."""
+    """Return the bytes in use by this process on its device; None if the system does not report them."""
     return anonymous_bytes() if device.type == HOST.type else int(_memory(device).memory_allocated(device))
 
 
 def most_bytes(device: torch.device) -> int:
-    """Return the most bytes that this process has held at once where it computes."""
+    """Return the peak bytes in use by this process on its device."""
     return peak_bytes() if device.type == HOST.type else int(_memory(device).max_memory_allocated(device))
 
 
@@ -99,7 +101,7 @@ def stored_shape(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether elements fill their memory without gaps or overlaps, in some order of dimensions."""
+    """Return True if elements fill their memory without gaps or overlaps, in some order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride != expected:
@@ -126,15 +128,15 @@ def num_spread_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int
     if 0 in stored or is_dense(stored, strides):
         return 0
     reach = 1 + sum((size - 1) * stride for size, stride in zip(stored, strides, strict=True))
-    # where elements share memory their places are listed too, as int64: once for the memory, once for the elements
+    # if elements share memory their places are also listed, as int64: once for the memory, once for the elements
     places = 8 * (reach + math.prod(stored)) if _overlaps(stored, strides) else 0
     return reach * itemsize + places
 
 
 def place(tensor: Tensor, target: Tensor) -> tuple[Tensor, list[int] | None]:
-    """View a flat uint8 buffer of `num_payload_bytes` as the place where tensors of this layout are copied to.
+    """View a flat uint8 buffer of `num_payload_bytes` as the target of copying tensors of this layout.
 
-    Gives the view, and the shape of what is copied where it is not the tensor's own.
+    Returns the view, and the shape to copy if it is not the tensor's own.
     """
     if target.numel() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype), None
@@ -151,7 +153,7 @@ def pack(tensor: Tensor, target: Tensor) -> None:
 
 
 def unpack(source: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """View a flat uint8 buffer as the tensor that was packed, or copy it where it had gaps."""
+    """View a flat uint8 buffer as the packed tensor, or copy it if the tensor had gaps."""
     if source.numel() == 0:
         return torch.empty_strided(shape, strides, dtype=dtype)
     stored = stored_shape(shape, strides)
@@ -178,7 +180,7 @@ def _spread(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     if not _overlaps(tensor.shape, strides):
         return copy.copy_(tensor)
-    # as of `unfold`: elements share memory, which `copy_` refuses; equal values may be written twice
+    # as from `unfold`: elements share memory, which `copy_` refuses; equal values may be written twice
     memory = copy.as_strided((copy.untyped_storage().nbytes() // copy.itemsize,), (1,))
     places = torch.arange(memory.numel(), device=memory.device).as_strided(tensor.shape, strides)
     memory[places.flatten()] = tensor.flatten()
@@ -186,7 +188,7 @@ def _spread(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether elements may share memory; sometimes says so where they do not."""
+    """Return True if elements may share memory; a conservative test."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
         if stride <= reach:

@@ -1,4 +1,4 @@
-"""Text of others made safe and short: a terminal obeys what stands in names of files, hosts and devices."""
+"""Escaping and shortening of untrusted text: names of files, hosts and devices could control a terminal."""
 
 import difflib
 import re
@@ -10,7 +10,7 @@ _SHOWN = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
     for code in _CONTROLS
 }  # fmt: skip
-# what a spreadsheet computes; a number or a quantity, such as -3.2% or +12 ms, is none
+# text that a spreadsheet evaluates; a number or a quantity, such as -3.2% or +12 ms, is none
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
 _QUANTITY = re.compile(r"[+-]?\d[\d.,]*([eE][+-]?\d+)?( ?[A-Za-z%/µ]{1,8})?")
 _SURROGATES = range(0xD800, 0xE000)
@@ -39,12 +39,12 @@ def plain_cell(text: str) -> str:
 
 
 def guard_cell(text: str) -> str:
-    """Put an apostrophe before what a spreadsheet would take for a formula; `unguard_cell` takes it away."""
+    """Put an apostrophe before text that a spreadsheet would treat as a formula; `unguard_cell` removes it."""
     return f"'{text}" if _FORMULA.match(text) else text
 
 
 def unguard_cell(text: str) -> str:
-    """Return what `guard_cell` was given.
+    """Undo `guard_cell`.
 
     >>> unguard_cell(guard_cell("'=1+1")), unguard_cell(guard_cell("=1+1"))
     ("'=1+1", '=1+1')
@@ -53,7 +53,7 @@ def unguard_cell(text: str) -> str:
 
 
 def one_line(problem: BaseException, max_length: int = 200) -> str:
-    """Return what an exception says as one line of bounded length.
+    """Return the message of an exception as one line of bounded length.
 
     >>> one_line(ValueError("first\\n   second"))
     'first second'
@@ -63,7 +63,7 @@ def one_line(problem: BaseException, max_length: int = 200) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of torch's, without where in its source it was raised.
+    """Return the first line of a torch error, without its source location.
 
     >>> first_line(RuntimeError("[enforce fail at pair.cc:534] connection closed\\nmore"))
     'connection closed'

@@ -85,7 +85,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def structure(tree: Any) -> Any:
-    """Return what two trees of the same containers have alike: types, keys and order."""
+    """Return the common structure of two trees of the same containers: types, keys and order."""
     entries = children(tree)
     if entries is None:
         return None

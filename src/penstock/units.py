@@ -18,7 +18,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def write_bytes(num_bytes: int) -> str:
-    """Write a number of bytes exactly, in the largest binary unit that does; `parse_bytes` reads it.
+    """Format a number of bytes exactly, in the largest possible binary unit; `parse_bytes` reads it.
 
     >>> write_bytes(4 * 2**30), write_bytes(1000)
     ('4 GiB', '1000 B')
@@ -65,10 +65,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     prefixes = _BYTE_PREFIXES | _BINARY_PREFIXES
     if match is None or match[2] not in prefixes:
-        raise UsageError(f"a size is a number and a unit, not {text!r}; write it like 512MiB or 2GB")
+        raise UsageError(f"a size must be a number and a unit; got {text!r}; write it like 512MiB or 2GB")
     num_bytes = round(float(match[1]) * prefixes[match[2]])
     if num_bytes <= 0:
-        raise UsageError(f"a size must be positive, not {text!r}; write it like 512MiB or 2GB")
+        raise UsageError(f"a size must be positive; got {text!r}; write it like 512MiB or 2GB")
     return num_bytes
 
 
@@ -82,7 +82,9 @@ def parse_rate(text: str) -> float:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?\s*", text.lower())
     if match is None or float(match[1]) <= 0:
-        raise UsageError(f"a bandwidth is a positive number of bits per second, not {text!r}; write it like 100Mbit/s")
+        raise UsageError(
+            f"a bandwidth must be a positive number of bits per second; got {text!r}; write it like 100Mbit/s"
+        )
     return float(match[1]) * _BYTE_PREFIXES[match[2]] / 8
 
 
@@ -96,7 +98,7 @@ def parse_seconds(text: str) -> float:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us|µs)\s*", text.lower())
     if match is None:
-        raise UsageError(f"a duration is a number and a unit, not {text!r}; write it like 0.2 ms")
+        raise UsageError(f"a duration must be a number and a unit; got {text!r}; write it like 0.2 ms")
     return float(match[1]) / {"s": 1, "ms": 10**3, "us": 10**6, "µs": 10**6}[match[2]]
 
 

@@ -127,8 +127,8 @@ def test_what_a_plan_cannot_be_used_for() -> None:
         penstock.Pipeline(small().train(), inputs, plan=plan, stages=1, microbatches=2)
     with penstock.Pipeline(small().train(), inputs, plan=streams) as pipe, pytest.raises(PlanError) as caught:
         pipe.train_step(inputs, labels, F.cross_entropy)
-    assert "the plan is for inference, but the model is to be trained; plan with --schedule 1f1b" in str(caught.value)
-    with pytest.raises(PlanError, match=r"the plan is for training \(schedule 1f1b\), but the model is to stream"):
+    assert "the plan must be for training; got one for inference; plan with --schedule 1f1b" in str(caught.value)
+    with pytest.raises(PlanError, match=r"must be for inference; got one for training \(schedule 1f1b\)"):
         penstock.Pipeline(small().eval(), inputs, plan=plan)
     with pytest.raises(PlanError, match="the plan is for the graph 0000"):
         penstock.Pipeline(small().train(), inputs, plan=replace(plan, graph="0000")).train_step(inputs, labels)

@@ -275,7 +275,7 @@ def test_bad_models(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="Unused uses no trainable parameter"):
         penstock.Pipeline(Unused(), torch.zeros(2, 4)).train_step(torch.zeros(2, 4))
-    with pytest.raises(UsageError, match="is no schedule and no file"):
+    with pytest.raises(UsageError, match="'2f2b' is neither"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="2f2b")
     with pytest.raises(UsageError, match="leave U out"):
         penstock.Pipeline(small(), images(2)[0], stages=2, schedule="F0 B0 U.0\nF0 B0 U.1")

@@ -99,7 +99,7 @@ def run(*ops: list[Any]) -> None:
 )  # fmt: skip
 def test_what_is_larger_than_the_memory_left_is_not_made(ops: list[list[Any]]) -> None:
     with pytest.raises(
-        OutOfMemory, match=r"operation \w+ \(aten\..* would allocate up to .*B; this process may allocate 67"
+        OutOfMemory, match=r"operation \w+ \(aten\..* would allocate up to .*B, this process may allocate 67"
     ) as e:
         run(*ops)
     assert "\n" not in str(e.value)

@@ -346,8 +346,8 @@ def _check_caches(program: StageProgram, tensors: Mapping[str, Tensor]) -> None:
     wanted = sum(state.value.num_bytes({}) for state in program.caches if state.value.name not in tensors)
     if wanted and wanted > (allowed := allowed_bytes()):
         raise OutOfMemory(
-            f"the caches of this stage need {wanted / 1e6:.0f} MB; {allowed / 1e6:.0f} MB are free; use fewer slots "
-            "or a shorter max_length"
+            f"the caches of this stage need {wanted / 1e6:.0f} MB, and {allowed / 1e6:.0f} MB are free; use fewer "
+            "slots or a shorter max_length"
         )
 
 

@@ -38,7 +38,7 @@ def check_result(name: str, target: str, arguments: Sequence[Any], keywords: Map
     num_bytes = _on_meta(name, target, arguments, keywords) if rule is None else rule(*given) * _item_bytes(given)
     if num_bytes > _SMALL_BYTES and num_bytes > (allowed := allowed_bytes()):
         raise OutOfMemory(
-            f"operation {name} ({target}) would allocate up to {format_bytes(num_bytes)}; this process may allocate "
+            f"operation {name} ({target}) would allocate up to {format_bytes(num_bytes)}, this process may allocate "
             f"{format_bytes(allowed)} more; use smaller microbatches or more stages"
         )
 

@@ -55,6 +55,30 @@ def test_products_are_rounded_and_the_rest_is_not() -> None:
     assert torch.equal(runtime.copied()({"batch": 2}, [x])[0], wanted)
 
 
+def test_a_tied_weight_is_rounded_once_and_not_if_it_is_written_to() -> None:
+    class Written(nn.Module):
+        weight: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.eye(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.add_(1.0)
+            return functional.linear(x, self.weight)
+
+    x = torch.ones(2, 8)
+    program, tensors = parts(Written(), x)
+    runtime = Bfloat16Runtime(program, {name: tensor.clone() for name, tensor in tensors.items()})
+    found = [runtime({"batch": 2}, [x])[0] for _ in range(2)]
+    assert [float(each[0, 0]) for each in found] == [9.0, 17.0]
+    model = Model().eval()
+    program, tensors = parts(model, torch.randn(2, 4, 8))
+    plain = sum(tensor.nbytes for tensor in tensors.values())
+    halved = model.first.weight.nbytes // 2 + model.first.bias.nbytes // 2
+    assert Bfloat16Runtime(program, tensors).weight_bytes == plain - halved + model.tied.weight.nbytes // 2
+
+
 def test_a_model_that_is_in_16_bits_or_64_stays_so() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU()).to(dtype).eval()

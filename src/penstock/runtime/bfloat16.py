@@ -13,6 +13,7 @@ from penstock.errors import PlanError
 from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram
 from penstock.runtime.eager import Runtime
+from penstock.runtime.layers import may_be_written
 from penstock.tensors import HOST
 
 # most of a model's work, with processor instructions
@@ -28,7 +29,7 @@ _FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}  # the last is AR
 class Bfloat16Runtime(Runtime):
     """A stage program with products in bfloat16 and results in float32, so that cuts do not change outputs.
 
-    Weights read only by products are kept in 16 bits.
+    Weights read only by products are kept in 16 bits, those that other operations read too in both forms.
 
     Example:
         outputs = Bfloat16Runtime(program, {"head.weight": weight, ...})({"batch": 1}, [image])
@@ -41,6 +42,14 @@ class Bfloat16Runtime(Runtime):
             check_bfloat16()
         super().__init__(program, tensors, device)
         halved = read_by_products(program)
+        read = {name for op in program.ops if is_product(op) for name in op.uses()}
+        written = may_be_written(program)
+        # a weight that others read too, such as a tied embedding, is there twice: rounding it in each call reads it all
+        self._halves = {
+            state.value.name: tensor.to(torch.bfloat16)
+            for state, tensor in zip(program.states, self._state, strict=True)
+            if state.value.name in read - halved - written and tensor.dtype == torch.float32
+        }
         self._state = [
             tensor.to(torch.bfloat16) if state.value.name in halved and tensor.dtype == torch.float32 else tensor
             for state, tensor in zip(program.states, self._state, strict=True)
@@ -54,7 +63,18 @@ class Bfloat16Runtime(Runtime):
 
     def _function(self, op: Op) -> Callable[..., Any]:
         function = super()._function(op)
-        return _in_bfloat16(function) if is_product(op) else function
+        if not is_product(op):
+            return function
+        halves = {
+            position: self._halves[argument.name] for position, argument in enumerate(op.arguments)
+            if isinstance(argument, Ref) and argument.name in self._halves
+        }  # fmt: skip
+        return _in_bfloat16(function, halves)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return super().weight_bytes + sum(tensor.nbytes for tensor in self._halves.values())
 
 
 def is_product(op: Op) -> bool:
@@ -96,9 +116,9 @@ def read_by_products(program: StageProgram) -> set[str]:
     return {state.value.name for state in program.states} & products - others
 
 
-def _in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_bfloat16(function: Callable[..., Any], halves: Mapping[int, Tensor]) -> Callable[..., Any]:
     def call(*arguments: Any, **keywords: Any) -> Any:
-        given = [_rounded(argument) for argument in arguments]
+        given = [halves[i] if i in halves else _rounded(argument) for i, argument in enumerate(arguments)]
         result = function(*given, **keywords)
         return result if all(map(operator.is_, given, arguments)) else result.float()
 

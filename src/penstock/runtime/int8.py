@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import PlanError
-from penstock.graph.ops import CALLBACK, GETITEM, Op, Ref, resolve_operator
+from penstock.graph.ops import Op, Ref
 from penstock.graph.program import StageProgram
 from penstock.runtime.eager import Runtime
-from penstock.runtime.layers import operations_of
+from penstock.runtime.layers import is_in_place, may_be_written, operations_of
 from penstock.tensors import HOST
 
 _LINEAR = "aten.linear.default"
@@ -47,7 +47,7 @@ class Int8Runtime(Runtime):
         read = {name for op in program.ops if (name := self._weight_of(op)) is not None and name in values}
         places = {state.value.name: index for index, state in enumerate(program.states)}
         self._weights = {
-            name: quantize(self._state[places[name]]) for name in read
+            name: quantize(self._state[places[name]]) for name in read - may_be_written(program)
             if values[name].dtype == torch.float32 and len(values[name].shape) == 2
         }  # fmt: skip
         self._rows = _Rows()
@@ -145,6 +145,6 @@ def _same_inputs(program: StageProgram, layers: Collection[str]) -> set[str]:
             if inputs == last:
                 found.add(op.name)
             last = inputs if isinstance(inputs, Ref) else None
-        elif op.target in {GETITEM, CALLBACK} or resolve_operator(op.target)._schema.is_mutable:
+        elif is_in_place(op):
             last = None  # it may write into them
     return found

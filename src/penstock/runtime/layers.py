@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from penstock.graph.ops import CALLBACK, GETITEM, Op, resolve_operator
 from penstock.graph.program import StageProgram
 
 
@@ -16,3 +17,13 @@ def operations_of(program: StageProgram, layers: Sequence[str]) -> set[str]:
         if any(state.source == layer or state.source.startswith(f"{layer}.") for layer in layers)
     }  # fmt: skip
     return {op.name for op in program.ops if read & set(op.uses())}
+
+
+def is_in_place(op: Op) -> bool:
+    """Return True if an operation may write to its arguments."""
+    return op.target == CALLBACK or (op.target != GETITEM and resolve_operator(op.target)._schema.is_mutable)
+
+
+def may_be_written(program: StageProgram) -> set[str]:
+    """Return the names that in-place operations take: rounded copies of these would become stale."""
+    return {name for op in (*program.prelude, *program.ops) if is_in_place(op) for name in op.uses()}

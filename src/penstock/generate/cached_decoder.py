@@ -41,12 +41,14 @@ class CachedDecoder(nn.Module):
         self._eager = model.config.get_text_config()._attn_implementation == "eager"
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._sizes = _cache_sizes(model)
+        room = self.length + 1  # a slice of all of it would fix its size at capture
         for index, (heads, key_width, value_width, dtype) in enumerate(self._sizes):
-            add_cache(self, f"keys{index}", slots, self.length, heads, key_width, dtype=dtype)
-            add_cache(self, f"values{index}", slots, self.length, heads, value_width, dtype=dtype)
+            add_cache(self, f"keys{index}", slots, room, heads, key_width, dtype=dtype)
+            add_cache(self, f"values{index}", slots, room, heads, value_width, dtype=dtype)
 
     def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, last: Tensor, places: Tensor) -> Tensor:
         """Run one microbatch."""
+        torch._check(places.shape[0] <= self.length)
         layers = [(getattr(self, f"keys{index}"), getattr(self, f"values{index}")) for index in range(len(self._sizes))]
         output = self.model(
             input_ids=ids, position_ids=positions, attention_mask=self._masks(positions, places), use_cache=True,
@@ -151,7 +153,11 @@ def _cache_sizes(model: Any) -> list[tuple[int, int, int, torch.dtype]]:
 def _slot_cache(layers: list[tuple[Tensor, Tensor]], rows: Tensor, positions: Tensor, places: Tensor) -> Any:
     """Make transformers' cache of one call, which writes into the slots and reads from them."""
     utils = optional_import("transformers.cache_utils", "text")
-    written, read = (rows[:, None], positions), (rows[:, None], places[None, :])
+    written = rows[:, None], positions
+
+    def read(cache: Tensor) -> Tensor:
+        # ten times as fast as indexing rows and places, which copies element by element
+        return cache.narrow(1, 0, places.shape[0]).index_select(0, rows).transpose(1, 2)
 
     class Layer(utils.CacheLayerMixin):  # type: ignore[misc, name-defined]
         is_initialized = True
@@ -164,7 +170,7 @@ def _slot_cache(layers: list[tuple[Tensor, Tensor]], rows: Tensor, positions: Te
         def update(self, keys: Tensor, values: Tensor, *_given: Any, **_named: Any) -> tuple[Tensor, Tensor]:
             self.keys.index_put_(written, keys.transpose(1, 2))
             self.values.index_put_(written, values.transpose(1, 2))
-            return self.keys[read].transpose(1, 2), self.values[read].transpose(1, 2)
+            return read(self.keys), read(self.values)
 
         def get_mask_sizes(self, _query: Any) -> tuple[int, int]:
             return places.shape[0], 0

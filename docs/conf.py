@@ -1,4 +1,4 @@
-"""How the documentation is built: by `make docs`, strictly."""
+"""Sphinx configuration; `make docs` builds with warnings as errors."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ include_patterns = [
     "CONTRIBUTING.md",
 ]
 myst_heading_anchors = 4
-# docstrings say `name` for code
+# `name` in docstrings is code
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -37,5 +37,5 @@ def _examples_are_code(_app: Any, _kind: str, _name: str, _of: Any, _options: An
 
 
 def setup(app: Any) -> None:
-    """Have docstrings read before napoleon reads them."""
+    """Register the docstring filter with a priority before napoleon's."""
     app.connect("autodoc-process-docstring", _examples_are_code, priority=400)

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
 from penstock.elastic.elastic_training import ElasticTraining
-from penstock.elastic.freezing.history import FreezePolicy
+from penstock.elastic.epochs import FreezePolicy
 from penstock.elastic.options import ElasticOptions, Stored
 from penstock.engine.observer import StreamReport
 from penstock.engine.stall import STALL_S

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.elastic.elastic_training import ElasticTraining
-from penstock.elastic.freezing.by_hand import ByHand
-from penstock.elastic.freezing.guard import Guarded
+from penstock.elastic.freezing import ByHand, Guarded
 from penstock.errors import RunError
 from penstock.train.checkpoint import load_checkpoint, save_checkpoint
 from penstock.train.evaluation import evaluate

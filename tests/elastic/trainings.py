@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from penstock.elastic.elastic_training import ElasticTraining, PlanChange
-from penstock.elastic.freezing.history import EpochRecord, FreezePolicy
+from penstock.elastic.epochs import EpochRecord, FreezePolicy
 from penstock.elastic.options import ElasticOptions
 from penstock.graph.cuts import Cuts
 from penstock.graph.stages import fingerprint

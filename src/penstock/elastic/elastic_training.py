@@ -14,11 +14,8 @@ from penstock.elastic.arranging import arrangement_of, near, plan_of, same_place
 from penstock.elastic.caching import Caching
 from penstock.elastic.costs import Costs, find_costs
 from penstock.elastic.decide import Decision, Situation, decide
-from penstock.elastic.freezing.by_hand import ByHand
-from penstock.elastic.freezing.delayed import Delayed
-from penstock.elastic.freezing.guard import Guarded
-from penstock.elastic.freezing.history import EpochRecord, FreezePolicy, next_frozen
-from penstock.elastic.freezing.never import Never
+from penstock.elastic.epochs import EpochRecord, FreezePolicy, next_frozen
+from penstock.elastic.freezing import ByHand, Delayed, Guarded, Never
 from penstock.elastic.norms import LayerNorms, layer_of
 from penstock.elastic.options import ElasticOptions
 from penstock.errors import UsageError

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from penstock.elastic.freezing.by_hand import ByHand
-from penstock.elastic.freezing.history import FreezePolicy
-from penstock.elastic.freezing.named import read_policy
+from penstock.elastic.epochs import FreezePolicy
+from penstock.elastic.freezing import ByHand, read_policy
 from penstock.errors import UsageError
 from penstock.spec.cluster import Cluster
 from penstock.spec.profile import Profile

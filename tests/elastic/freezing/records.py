@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from penstock.elastic.freezing.history import EpochRecord, FreezePolicy, next_frozen
+from penstock.elastic.epochs import EpochRecord, FreezePolicy, next_frozen
 
 
 def epochs(

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.elastic.freezing.by_hand import ByHand
-from penstock.elastic.freezing.never import Never
+from penstock.elastic.freezing import ByHand, Never
 from penstock.errors import UsageError
 from tests.elastic.freezing.records import follow
 

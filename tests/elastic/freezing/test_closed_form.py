@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.elastic.freezing.closed_form import ClosedForm
-from penstock.elastic.freezing.share import exact_share, most_frozen
+from penstock.elastic.epochs import exact_share, most_frozen
+from penstock.elastic.freezing import ClosedForm
 from penstock.errors import UsageError
 from tests.elastic.freezing.records import alphas, follow
 

@@ -4,10 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.elastic.freezing.by_hand import ByHand
-from penstock.elastic.freezing.closed_form import ClosedForm
-from penstock.elastic.freezing.delayed import Delayed
-from penstock.elastic.freezing.gradient_norms import GradientNorms
+from penstock.elastic.freezing import ByHand, ClosedForm, Delayed, GradientNorms
 from penstock.errors import UsageError
 from tests.elastic.freezing.records import follow, trainings
 

@@ -6,9 +6,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from penstock.elastic.freezing.gradient_norms import GradientNorms
-from penstock.elastic.freezing.history import next_frozen
-from penstock.elastic.freezing.share import most_frozen
+from penstock.elastic.epochs import most_frozen, next_frozen
+from penstock.elastic.freezing import GradientNorms
 from penstock.errors import UsageError
 from tests.elastic.freezing.records import alphas, epochs, follow, trainings
 

@@ -6,11 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.elastic.freezing.by_hand import ByHand
-from penstock.elastic.freezing.closed_form import ClosedForm
-from penstock.elastic.freezing.gradient_norms import GradientNorms
-from penstock.elastic.freezing.guard import Guarded, Then
-from penstock.elastic.freezing.history import next_frozen
+from penstock.elastic.epochs import next_frozen
+from penstock.elastic.freezing import ByHand, ClosedForm, GradientNorms, Guarded, Then
 from penstock.errors import UsageError
 from tests.elastic.freezing.records import follow, trainings, validated
 

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.elastic.freezing.by_hand import ByHand
-from penstock.elastic.freezing.history import EpochRecord, next_frozen, norms_of, relative_change
+from penstock.elastic.epochs import EpochRecord, next_frozen, norms_of, relative_change
+from penstock.elastic.freezing import ByHand
 from penstock.errors import UsageError
 from tests.elastic.freezing.records import epochs
 

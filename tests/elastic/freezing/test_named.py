@@ -4,15 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.elastic.freezing.by_hand import ByHand
-from penstock.elastic.freezing.closed_form import ClosedForm
-from penstock.elastic.freezing.delayed import Delayed
-from penstock.elastic.freezing.gradient_norms import GradientNorms
-from penstock.elastic.freezing.guard import Guarded
-from penstock.elastic.freezing.history import FreezePolicy
-from penstock.elastic.freezing.named import read_policy
-from penstock.elastic.freezing.never import Never
-from penstock.elastic.freezing.plateau import Plateau
+from penstock.elastic.epochs import FreezePolicy
+from penstock.elastic.freezing import ByHand, ClosedForm, Delayed, GradientNorms, Guarded, Never, Plateau, read_policy
 from penstock.errors import UsageError
 
 

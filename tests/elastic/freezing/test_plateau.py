@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.elastic.freezing.history import next_frozen
-from penstock.elastic.freezing.plateau import Plateau
-from penstock.elastic.freezing.share import most_frozen
+from penstock.elastic.epochs import most_frozen, next_frozen
+from penstock.elastic.freezing import Plateau
 from penstock.errors import UsageError
 from tests.elastic.freezing.records import epochs, follow, trainings
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.elastic.freezing.share import check_share, exact_share, most_frozen
+from penstock.elastic.epochs import check_share, exact_share, most_frozen
 from penstock.errors import UsageError
 from tests.elastic.freezing.records import alphas
 

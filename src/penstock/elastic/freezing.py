@@ -1,0 +1,325 @@
+"""Freezing policies: the number of frozen leading layers after each epoch, as pure functions of the epochs' records."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise, takewhile
+from typing import Literal, get_args
+
+from penstock.elastic.epochs import (
+    EpochRecord,
+    FreezePolicy,
+    check_share,
+    exact_share,
+    most_frozen,
+    norms_of,
+    relative_change,
+)
+from penstock.errors import UsageError
+
+Then = Literal["stop", "take back"]
+# 0.90 - 0.89 is a little more than 0.01 in binary
+_ROUNDING = 1e-9
+_POSSIBLE = (
+    "none, gradient-norms[:ALPHA], schedule[:ALPHA], plateau[:EPOCHS] or layers by epoch like 0,4,7, "
+    "optionally followed by +after[:EPOCHS] and +guard[:DROP] or +take-back[:DROP]"
+)
+_BY_HAND = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
+_COUNT = re.compile(r"\d{1,9}", re.ASCII)
+_NUMBER = re.compile(r"\d{1,9}/\d{1,9}|\d{0,9}\.?\d{1,9}", re.ASCII)
+_GUARDS: dict[str, Then] = {"guard": "stop", "take-back": "take back"}
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """No layer is ever frozen: what training without freezing would be."""
+
+    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:  # noqa: ARG002 -- the protocol's
+        """Return 0."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """Numbers of frozen layers in epoch 0, 1, 2 and so on; the last number stays. They may also decrease.
+
+    >>> ByHand([0, 4, 7]).frozen_layers([], 12)
+    0
+
+    Raises `UsageError` for an empty list, and for values that are not integers of at least 0.
+    """
+
+    layers: Sequence[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.layers):
+            raise UsageError(
+                "the layers frozen by hand must be one number of at least 0 for each epoch; got "
+                f"{list(self.layers)}; write them like 0,4,7"
+            )
+
+    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:  # noqa: ARG002 -- not checked here
+        """Return the number of leading layers frozen in the next epoch."""
+        return self.layers[min(len(history), len(self.layers) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedForm:
+    """ceil(L (1 - (1 - alpha)^t)) layers of L after t finished epochs: a share alpha of the others each time.
+
+    Iterated in real numbers, L_t = L_{t-1} + alpha (L - L_{t-1}) is exactly L (1 - (1 - alpha)^t). Rounded up after
+    each epoch, as `most_frozen` does since half a layer cannot be frozen, it is never below the closed form and
+    sometimes above it: for 12 layers and a third it has all 12 after 6 epochs, this one after 7.
+
+    >>> [ClosedForm(1 / 3).after(epochs, 12) for epochs in range(8)]
+    [0, 4, 7, 9, 10, 11, 11, 12]
+
+    Raises `UsageError` for an alpha that is not between 0 and 1.
+    """
+
+    alpha: float | Fraction = 1 / 3
+
+    def __post_init__(self) -> None:
+        check_share(self.alpha)
+
+    def after(self, num_epochs: int, num_layers: int) -> int:
+        """Return the number of layers frozen after n epochs."""
+        return math.ceil(num_layers * (1 - (1 - exact_share(self.alpha)) ** num_epochs))
+
+    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:
+        """Return the number of leading layers frozen in the next epoch."""
+        return self.after(len(history), num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientNorms:
+    """The rule of PipeTransformer (He et al., ICML 2021, https://arxiv.org/abs/2102.03161), never unfreezing.
+
+        L_t = min(L_{t-1} + alpha (L - L_{t-1}),  argmin over l = L_{t-1} .. L-1 of measure(l))
+
+    The measure is that of its authors' code: the relative change of a layer's gradient norm since the epoch before.
+    After the first epoch, it is the norm itself. Layers up to and including the argmin are frozen: without it, a first
+    layer that converges first would never be frozen. The bound is rounded up, so that the last layers are reached. If a
+    norm is not finite, nothing more is frozen.
+
+    Example:
+        GradientNorms(alpha=1 / 4).frozen_layers(history, num_layers=12)
+
+    Raises `UsageError` for an alpha that is not between 0 and 1, and for epochs without a norm for each layer.
+    """
+
+    alpha: float | Fraction = 1 / 3
+
+    def __post_init__(self) -> None:
+        check_share(self.alpha)
+
+    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:
+        """Return the number of leading layers frozen in the next epoch."""
+        if not history:
+            return 0
+        frozen = history[-1].frozen_layers
+        if frozen >= num_layers:
+            return frozen
+        measures = _measures(history, num_layers)[frozen:]
+        if not all(map(math.isfinite, norms_of(history[-1], num_layers)[frozen:])) or not math.isfinite(min(measures)):
+            return frozen
+        converged = frozen + measures.index(min(measures)) + 1
+        return min(most_frozen(frozen, self.alpha, num_layers), converged)
+
+
+def _measures(history: Sequence[EpochRecord], num_layers: int) -> list[float]:
+    now = norms_of(history[-1], num_layers)
+    if len(history) == 1:
+        return list(now)
+    return [relative_change(a, b) for a, b in zip(norms_of(history[-2], num_layers), now, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plateau:
+    """The leading run of trained layers that are all stable, of which one epoch may freeze the share alpha.
+
+    A layer is stable if its gradient norm changed by at most `threshold`, relative to the epoch before, in each of the
+    last `patience` epochs; it was trained in all of them and in the one before. A layer that still changes prevents
+    freezing of those after it. Never unfreezes.
+
+    Raises `UsageError` for arguments out of range, and for epochs without a norm for each layer.
+    """
+
+    patience: int = 2
+    threshold: float = 0.05
+    alpha: float | Fraction = 1 / 3
+
+    def __post_init__(self) -> None:
+        check_share(self.alpha)
+        if self.patience < 1:
+            raise UsageError(f"patience must be at least 1 epoch; got {self.patience}; use 2")
+        if not 0 < self.threshold < 1:
+            raise UsageError(
+                f"threshold, a relative change of gradient norms, must be between 0 and 1; got {self.threshold}; use "
+                "0.05"
+            )
+
+    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:
+        """Return the number of leading layers frozen in the next epoch."""
+        if not history:
+            return 0
+        frozen = history[-1].frozen_layers
+        last = history[-self.patience - 1 :]
+        if len(last) <= self.patience:
+            return frozen
+        norms = [norms_of(record, num_layers) for record in last]
+
+        def stands_still(layer: int) -> bool:
+            trained = all(record.frozen_layers <= layer for record in last)
+            return trained and all(relative_change(a[layer], b[layer]) <= self.threshold for a, b in pairwise(norms))
+
+        run = sum(1 for _ in takewhile(stands_still, range(frozen, num_layers)))
+        return min(most_frozen(frozen, self.alpha, num_layers), frozen + run)
+
+
+@dataclass(frozen=True, slots=True)
+class Delayed:
+    """Another policy's numbers, as if the training had begun `num_epochs` later; until then nothing is frozen.
+
+    The inner policy does not see those epochs. In them the first layers, which every policy freezes first, can adapt to
+    the new task.
+
+    Example:
+        Delayed(ClosedForm(1 / 3), num_epochs=1)  # of 12 layers 0, 0, 4, 7, 9, 10, 11, 11, 12
+
+    Raises `UsageError` for less than one epoch.
+    """
+
+    policy: FreezePolicy
+    num_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_epochs < 1:
+            raise UsageError(
+                f"the delay of freezing must be at least 1 epoch; got {self.num_epochs}; leave the delay out"
+            )
+
+    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:
+        """Return the number of leading layers frozen in the next epoch."""
+        if len(history) < self.num_epochs:
+            return 0
+        return self.policy.frozen_layers(history[self.num_epochs :], num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """Another policy's answers, until an epoch with frozen layers validates worse than the best before it.
+
+    Worse is an accuracy lower by more than `max_drop`; in an epoch without one, a loss higher by more than that part
+    of the best. A value that is not finite is worse than any. From then on as many layers stay frozen as in that
+    epoch ("stop"), or as in the best one ("take back"). An epoch with nothing frozen only counts as a best: what it
+    lost, it did not lose to freezing. Without any validation this is the inner policy.
+
+    Example:
+        Guarded(GradientNorms(), max_drop=0.02, then="take back")
+
+    Raises `UsageError` for a drop that is not from 0 to 1, and for another `then`.
+    """
+
+    policy: FreezePolicy
+    max_drop: float = 0.01
+    then: Then = "stop"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_drop < 1:
+            raise UsageError(
+                f"max_drop, the accuracy that may be lost, must be from 0 to below 1; got {self.max_drop}; use 0.01"
+            )
+        if self.then not in get_args(Then):
+            raise UsageError(f"a guard can {' or '.join(map(repr, get_args(Then)))}, not {self.then!r}")
+
+    def frozen_layers(self, history: Sequence[EpochRecord], num_layers: int) -> int:
+        """Return the number of leading layers frozen in the next epoch."""
+        found = self._first_drop(history)
+        if found is None:
+            return self.policy.frozen_layers(history, num_layers)
+        worse, best = found
+        return (worse if self.then == "stop" else best).frozen_layers
+
+    def _first_drop(self, history: Sequence[EpochRecord]) -> tuple[EpochRecord, EpochRecord] | None:
+        """Return the first epoch that got worse and the best one before it, or None."""
+        best: dict[str, EpochRecord] = {}
+        for record in history:
+            kind = "accuracy" if record.accuracy is not None else "loss"
+            value = getattr(record, kind)
+            if value is None:
+                continue
+            before = best.get(kind)
+            if before is not None and record.frozen_layers and self._is_worse(kind, getattr(before, kind), value):
+                return record, before
+            if math.isfinite(value) and (before is None or _gain(kind, getattr(before, kind), value) > 0):
+                best[kind] = record
+        return None
+
+    def _is_worse(self, kind: str, before: float, now: float) -> bool:
+        allowed = self.max_drop * (abs(before) if kind == "loss" else 1)
+        return not math.isfinite(now) or -_gain(kind, before, now) > allowed + _ROUNDING
+
+
+def _gain(kind: str, before: float, now: float) -> float:
+    return now - before if kind == "accuracy" else before - now
+
+
+def read_policy(text: str) -> FreezePolicy:
+    """Read a policy: its name, an argument after a colon, and a delay and a guard, each after a plus.
+
+    Example:
+        read_policy("gradient-norms:1/4+after:2+take-back:0.02")
+
+    Raises `UsageError` for any other text, and as the policies do for their arguments.
+    """
+    name, *more = text.strip().split("+")
+    policy = _read_policy(name, text)
+    if more and more[0].partition(":")[0] == "after":
+        policy = _read_delay(policy, more.pop(0), text)
+    if not more:
+        return policy
+    kind, colon, drop = more[0].partition(":")
+    if kind not in _GUARDS or len(more) > 1:
+        raise _unknown(text)
+    then = _GUARDS[kind]
+    return Guarded(policy, max_drop=float(_number(drop, text)), then=then) if colon else Guarded(policy, then=then)
+
+
+def _read_delay(policy: FreezePolicy, word: str, text: str) -> FreezePolicy:
+    _, colon, count = word.partition(":")
+    return Delayed(policy, num_epochs=_count(count, text)) if colon else Delayed(policy)
+
+
+def _read_policy(name: str, text: str) -> FreezePolicy:
+    if _BY_HAND.fullmatch(name):
+        return ByHand([int(word) for word in name.split(",")])
+    name, colon, argument = name.partition(":")
+    if name == "none" and not colon:
+        return Never()
+    shared: dict[str, Callable[..., FreezePolicy]] = {"gradient-norms": GradientNorms, "schedule": ClosedForm}
+    if name in shared:
+        return shared[name](_number(argument, text)) if colon else shared[name]()
+    if name == "plateau":
+        return Plateau(patience=_count(argument, text)) if colon else Plateau()
+    raise _unknown(text)
+
+
+def _count(word: str, text: str) -> int:
+    if not _COUNT.fullmatch(word):
+        raise _unknown(text)
+    return int(word)
+
+
+def _number(word: str, text: str) -> Fraction:
+    _, _, denominator = word.partition("/")
+    if not _NUMBER.fullmatch(word) or (denominator and not int(denominator)):
+        raise _unknown(text)
+    return Fraction(word)
+
+
+def _unknown(text: str) -> UsageError:
+    return UsageError(f"{text!r} is not a freezing policy; use {_POSSIBLE}")

@@ -1,1 +1,0 @@
-"""Policies for the number of frozen leading layers after each epoch: pure functions of the epochs' records."""

@@ -37,7 +37,7 @@ _SLOWED = 3.0
 _HOG = "import sys; held = [b'x' * 2**22 for _ in range(int(sys.argv[1]) // 2**22)]"
 _HOG_PART = 0.95
 _GOES_ON_WITH = re.compile(r"continues on (\d+) processes")  # a training
-_GOES_ON = re.compile(r"goes on with ([\w, .:-]+) after")
+_GOES_ON = re.compile(r"continuing on ([\w, .:-]+) after")
 
 
 @dataclass

@@ -229,7 +229,7 @@ class ThreadWorkers:
 
 def start_threads(num_stages: int, make: MakeRuntime) -> World:
     """Start a world whose devices are threads of this process, one for each stage."""
-    worlds = thread_worlds(["the feeding process", *(f"thread {rank}" for rank in range(1, num_stages + 1))])
+    worlds = thread_worlds(["the driver", *(f"thread {rank}" for rank in range(1, num_stages + 1))])
     worlds[FEEDER].workers = ThreadWorkers(worlds[1:], make)
     worlds[FEEDER].followed = True
     return worlds[FEEDER]

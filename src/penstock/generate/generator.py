@@ -42,7 +42,7 @@ class Generator:
     `max_length` is the most tokens of a sequence, prompt and answer. With more than one thread for each stage, the last
     bits of a row depend on its place among the rows, and so may a token on the request's company. With
     `on_loss="continue"` a lost machine is a pause: the stages move to the others, what is in flight is fed again in the
-    same shapes, and goes on with the same bits. Options that are not listed here are those of `penstock.Pipeline`.
+    same shapes, and continues with the same bits. Options that are not listed here are those of `penstock.Pipeline`.
     Under torchrun the first process generates and the others hold stages.
 
     Raises `UsageError` for a model that keeps something else than keys and values, and what `penstock.Pipeline` raises.

@@ -295,7 +295,7 @@ def edge_name(edge: Edge) -> str:
     """Name a cut by the stages around it."""
     if edge[0] < 0:
         return f"into stage {edge[1]}"
-    return f"from stage {edge[0]} {f'to stage {edge[1]}' if edge[1] >= 0 else 'back to the feeding process'}"
+    return f"from stage {edge[0]} {f'to stage {edge[1]}' if edge[1] >= 0 else 'back to the driver'}"
 
 
 def imbalance_reason(stream: MeasuredStream, loads: dict[int, float], busiest: int, speeds: list[float]) -> str:

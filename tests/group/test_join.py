@@ -102,9 +102,9 @@ def test_a_second_process_of_one_rank_is_refused() -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("__version__", r"rank 1 on \S+ runs penstock 9.9 and rank 0 on \S+ \d.*; install the same everywhere"),
-        ("size", r"rank 1 on \S+ counts processes 3 and rank 0 on \S+ 2; start all of them for the same number"),
-        ("run", r"rank 1 on \S+ is of the run yesterday's and rank 0 on \S+ ; give all of them the same --rdzv-id"),
+        ("__version__", r"rank 1 on \S+ runs penstock '9.9', where rank 0 on \S+ expects '\d.*; install the same"),
+        ("size", r"rank 1 on \S+ has the process count 3, where rank 0 on \S+ expects 2; start all"),
+        ("run", r"""rank 1 on \S+ is of the run "yesterday's", where rank 0 on \S+ expects ''; .*--rdzv-id"""),
         ("nonsense", f"rank 1 .* than {__version__} here"),
     ],
 )

@@ -167,8 +167,9 @@ def _read_plan(file: Path, microbatch_size: int) -> Plan:
     plan = read_plan(file)
     if plan.microbatch_rows != microbatch_size:
         raise UsageError(
-            f"all rows must have one microbatch size; {file} has {plan.microbatch_rows} images, --microbatch-size is "
-            f"{microbatch_size}; give --microbatch-size {plan.microbatch_rows}"
+            f"all rows of the table must have the same microbatch size, but the plan {file} has microbatches of "
+            f"{plan.microbatch_rows} images and --microbatch-size is {microbatch_size}; give "
+            f"--microbatch-size {plan.microbatch_rows}"
         )
     return plan
 

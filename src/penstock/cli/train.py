@@ -88,7 +88,7 @@ def _check_goes_together(settings: FitSettings, chosen: list[str], *, cluster: P
     if memory is not None and cluster is not None:
         raise UsageError("--memory is for processes on this machine; set that of a lab's hosts in its file")
     if memory is not None and not chosen:
-        raise UsageError("--memory is for --compare, --sweep and --find-max-batch; leave it out")
+        raise UsageError("--memory is for --compare, --sweep, --ablation and --find-max-batch; leave it out")
 
 
 def _several(

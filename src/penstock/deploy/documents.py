@@ -132,7 +132,8 @@ def _check_stages(document: ServeStages, num_ranks: int) -> None:
 
 def _check_order(what: str, order: tuple[int, ...], count: int) -> None:
     if not order or not count or max(order) >= count:
-        raise ProgramError(f"{what} rotate among {count}; an order has {max(order, default='none')}; start again")
+        most = max(order, default="none")
+        raise ProgramError(f"{what} rotate among {count}, numbered from 0, but an order names {most}; start again")
 
 
 def check_settings(settings: Mapping[str, Any], wanted: type[Any]) -> Any:

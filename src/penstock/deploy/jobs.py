@@ -89,7 +89,10 @@ def load_part(
     """Make a stage's runtimes from a device's part of a bundle."""
     programs, tensors = read_part(folder, plan)
     if max(order) >= len(programs):
-        raise ProgramError(f"{folder} has {len(programs)} programs; a job's order has {max(order)}; bundle again")
+        raise ProgramError(
+            f"{folder} has {len(programs)} programs, numbered from 0, but a job's order names program {max(order)}; "
+            "bundle again"
+        )
     there = {name: moved(tensor, device) for name, tensor in tensors.items()}
     return RoundRobin([runtime.load(program, there, device) for program in programs], order)
 

@@ -84,8 +84,9 @@ def local_address(towards: str) -> str:
 def first_address(host: str, *, all_here: bool) -> str:
     """Return the address of the first host, whose name often means loopback on that host itself.
 
-    With `all_here`, or if loopback itself was named, it is loopback; otherwise this machine's address on its
-    outgoing route. `all_here` means that the run uses no other machine.
+    A host that does not mean loopback here is returned unchanged. Otherwise it is loopback with `all_here` or if
+    loopback itself was named, else this machine's address on its outgoing route. `all_here` means that the run uses no
+    other machine.
 
     >>> first_address("localhost", all_here=False)
     '127.0.0.1'

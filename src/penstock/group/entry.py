@@ -318,7 +318,7 @@ def _serve(links: Links, address: str, host: str, port: int) -> TCPStore:
             message = f"port {port} on {host} is in use; choose another one with --master-port"
         else:
             message = (
-                f"cannot listen on {address}:{port} ({error.strerror or error}); --master-addr must be the first "
-                "host's address, and --bind another address of it"
+                f"cannot listen on {address}:{port} ({error.strerror or error}); --master-addr must be an address "
+                "of the first host; if it is, choose another of its addresses with --bind"
             )
         raise RunError(message) from None

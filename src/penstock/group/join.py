@@ -206,14 +206,14 @@ def check_hello(data: bytes, own: Hello, rank: int) -> Hello:
         ) from None
     for what, theirs, ours, mend in (
         ("runs penstock", hello.penstock, own.penstock, "install the same everywhere"),
-        ("counts processes", hello.size, own.size, "start all of them for the same number"),
+        ("has the process count", hello.size, own.size, "start all of them for the same number"),
         ("is of the run", hello.run, own.run, "give all of them the same --rdzv-id"),
         ("calls itself rank", hello.rank, rank, "start again"),
     ):
         if theirs != ours:
             raise RunError(
-                f"processes of a run must match, but rank {rank} on {hello.host} {what} {theirs!s} and rank "
-                f"{own.rank} on {own.host} {ours!s}; {mend}"
+                f"processes of a run must match, but rank {rank} on {hello.host} {what} {theirs!r}, where rank "
+                f"{own.rank} on {own.host} expects {ours!r}; {mend}"
             )
     return hello
 

@@ -39,7 +39,8 @@ _TELL_S = 2.0  # timeout for writing to another board
 class Boards:
     """The board of this process, and connections to those of the processes that it watches.
 
-    An answer from a board that all processes share does not prove that one of them lives: its beat must change.
+    If all processes share one board, its answer does not prove that a given process lives: that process's beat must
+    change.
     `addresses` are those of the others, whose names torch resolves when it connects, which takes up to `connect_s`.
     """
 
@@ -255,7 +256,10 @@ class Health:
         return min([at_s for at_s in (*broken, *silent) if at_s > now], default=float("inf"))
 
     def _last_word_at(self, broken_s: float, answered_s: float) -> float:
-        """Return the time until which a disconnected process may still report a reason; none if it had been silent."""
+        """Return the time until which a disconnected process may still report a reason.
+
+        That is the moment of the break itself if the process had been silent for too long by then.
+        """
         return min(broken_s + min(_LAST_WORD_S, self._silence_s), max(broken_s, answered_s + self._silence_s))
 
     def _has_left(self, peer: _Peer) -> bool:

@@ -16,7 +16,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     message: str
     lost: bool
     memory: bool = False  # it ran out of memory
-    again: bool = False  # another group follows, including waiting newcomers
+    again: bool = False  # a group of all ranks and the waiting newcomers follows
 
 
 def prepare_board(board: Store, rank: int) -> None:

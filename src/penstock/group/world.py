@@ -222,7 +222,7 @@ def _say_leave(transport: Transport, leave: Leave) -> None:
 
 
 def check_world(world: World, num_stages: int) -> list[int]:
-    """Assign stages to ranks in contiguous groups of even size; return the rank of each stage."""
+    """Assign stages to ranks in contiguous groups whose sizes differ by at most one; return the rank of each stage."""
     if num_stages < 1:
         raise UsageError(f"the number of stages must be at least 1; got {num_stages}")
     devices = world.devices

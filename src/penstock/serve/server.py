@@ -36,7 +36,8 @@ def read_api_keys(path: Path) -> list[str]:
     for key in keys:
         if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
             raise UsageError(
-                f"a key in {path} is shorter than {_SHORTEST_KEY} letters and digits, or has others; {make}"
+                f"a key in {path} has fewer than {_SHORTEST_KEY} characters, or a space or a character that is not "
+                f"printable ASCII; {make}"
             )
     if not keys:
         raise UsageError(f"{path} has no key; {make}")

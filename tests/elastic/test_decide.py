@@ -1,5 +1,6 @@
 """The decision between two epochs, on profiles by hand: six layers, each a second forward and two back."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,7 +123,7 @@ def test_it_stays_where_moving_does_not_pay_and_says_so() -> None:
     assert moves.why.startswith("moves; ")
     stays = decide(situation(migrate_s=1e6))
     assert stays.plan.pipelines == begun(TWO).pipelines
-    assert stays.why.startswith("stays: nothing else is foreseen faster by 10% and what moving takes (")
+    assert re.match(r"stays: .* 10% .*\(", stays.why)
     assert stays.remaining_s < 1e6, "what stays does not take what moving takes"
     gained = 100 / stays.plan.prediction.rows_per_s - 100 / moves.plan.prediction.rows_per_s
     for cost, pays in ((0.9 * gained, True), (1.1 * gained, False)):

@@ -118,7 +118,7 @@ def test_grids() -> None:
     dealt = make_grid(range(2), 4, None, ScheduleChoice("interleaved", 4))
     assert dealt.replicas[0].stages == (0, 1, 0, 1)
     assert dealt.stages_of(1) == [1, 3]
-    with pytest.raises(Exception, match="3 processes cannot form 1 replicas of 2 stages"):
+    with pytest.raises(Exception, match=r"3 processes .* 1 replicas of 2 stages"):
         make_grid(range(3), 2, None, choice)
     with pytest.raises(Exception, match="your schedule is for 1 stages"):
         make_grid(range(2), 2, None, ScheduleChoice("F0 B0 ", 4))

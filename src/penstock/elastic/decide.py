@@ -34,8 +34,8 @@ class Situation:
 
     `plan` is the plan so far, `cached_layers` are read from a cache now. `layers` are the boundaries after each layer.
     `remaining_rows` are still to be trained on. `migrate_s` are the seconds of a migration. Without `pack` the plan
-    stays, without `replicate` its number of pipelines. Without `caching` nothing more is cached. `beside_s` are the
-    seconds of a row beyond the prediction, such as loading and the caller's own code.
+    stays; without `replicate` the only other plans have one pipeline. Without `caching` nothing more is cached.
+    `beside_s` are the seconds of a row beyond the prediction, such as loading and the caller's own code.
     """
 
     profile: Profile
@@ -105,8 +105,15 @@ def _with_cache(now: Situation, cached: int, fill_s: float) -> Decision:
 def _reason(now: Situation, plan: Plan, cached: int, fill_s: float, stays: bool) -> str:
     rate = now.rows_per_s(plan)
     moving = format_seconds(now.migrate_s)
-    parts = [f"stays: nothing else is foreseen faster by {_WORTH:.0%} and what moving takes ({moving})" if stays
-             else "moves"]  # fmt: skip
+    if not now.pack:
+        parts = ["stays: replanning is off"]
+    elif stays:
+        parts = [
+            f"stays: no other plan is predicted to be more than {_WORTH:.0%} faster and to save more time than moving "
+            f"takes ({moving})"
+        ]
+    else:
+        parts = ["moves"]
     if cached and cached != now.cached_layers:
         parts.append(f"caches {cached} layers, {format_seconds(fill_s)} to fill")
     elif cached:

@@ -101,9 +101,9 @@ class GradientNorms:
         L_t = min(L_{t-1} + alpha (L - L_{t-1}),  argmin over l = L_{t-1} .. L-1 of measure(l))
 
     The measure is that of its authors' code: the relative change of a layer's gradient norm since the epoch before.
-    After the first epoch, it is the norm itself. Layers up to and including the argmin are frozen: without it, a first
-    layer that converges first would never be frozen. The bound is rounded up, so that the last layers are reached. If a
-    norm is not finite, nothing more is frozen.
+    After the first epoch, it is the norm itself. Unlike in the formula, the layer at the argmin is frozen too, since
+    otherwise a first layer that converges first would never be. The bound is rounded up, so that the last layers are
+    reached. If a norm is not finite, nothing more is frozen.
 
     Example:
         GradientNorms(alpha=1 / 4).frozen_layers(history, num_layers=12)

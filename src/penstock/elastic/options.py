@@ -23,7 +23,7 @@ class ElasticOptions:
     """Options of freezing layers, replanning and caching.
 
     - `freeze`: a policy, its name for `read_policy`, or the frozen layers of each epoch;
-    - `epochs`: their total number, within which a migration must pay off; default: one more each time;
+    - `epochs`: the total number of epochs, within which a migration must pay off; default: the coming epoch alone;
     - `pack`: replan, for as few devices as are fastest; `replicate`: also with other numbers of replicas;
     - `cache`: keep outputs of frozen layers on disk; `cache_dir` is the folder on each machine, `cache_limit` its size
       limit there, `cache_dtype` the dtype of stored floats, `cache_views` the number of variants of a sample that is

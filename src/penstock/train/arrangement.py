@@ -102,9 +102,9 @@ def make_grid(devices: Sequence[int], stages: int | None, replicas: int | None, 
     stages = stages or -(-count // replicas)
     if min(replicas, stages) < 1 or replicas > count or -(-count // replicas) > stages:
         raise UsageError(
-            f"{count} processes cannot form {replicas} replicas of {stages} stages without an idle one; "
-            f"start {replicas * stages}, as with torchrun --nproc-per-node {replicas * stages}, or use {count} as "
-            f"stages={count}, or as replicas={count}"
+            f"{count} processes do not fit {replicas} replicas of {stages} stages: each replica needs a process, and "
+            f"each process a stage; start {replicas * stages}, as with torchrun --nproc-per-node {replicas * stages}, "
+            f"or use {count} as stages={count}, or as replicas={count}"
         )
     each, more = divmod(count, replicas)
     made, first = [], 0

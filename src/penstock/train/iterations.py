@@ -81,8 +81,8 @@ class Iterations:
             return False
         if self._trained is not None and self._trained.number > iteration.number:
             raise UsageError(
-                "this loop continues after steps on batches of a later iteration of the same loader; "
-                "create another pipe.loader for one of them"
+                "a loop over this loader continues although a loop that began later has trained on its batches; give "
+                "each of the two loops its own pipe.loader"
             )
         self._last = iteration
         return True

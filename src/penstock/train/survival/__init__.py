@@ -1,1 +1,1 @@
-"""Elastic training: recovery from lost processes, and admission of new ones."""
+"""Training that survives losses: recovery from lost processes, and admission of new ones."""

@@ -1,4 +1,4 @@
-"""Start of an elastic training: with all of its processes, or in one that joins later."""
+"""Start of a training that survives losses: with all of its processes, or in one that joins later."""
 
 from dataclasses import replace
 
@@ -78,7 +78,10 @@ def join_training(
         exchanges = Exchanges(world, outer, joins=True)
         told, own = exchanges.described, identity_of(captured, options)
         if (theirs := told["alike"][: len(own)]) != own:
-            raise UsageError(f"the training at {place[0]}:{place[1]} is of {theirs}, and this is {own}; run its script")
+            raise UsageError(
+                f"the training at {place[0]}:{place[1]} has another model or other settings (model, last operation, "
+                f"operations, seed, autocast: {theirs} there, {own} here); run the same script"
+            )
         choice = ScheduleChoice(options.schedule if cut.plan is None else cut.plan.schedule, 2 * DEPTH)
         asked = cut.plan is not None or options.microbatches is not None
         begun, held = (

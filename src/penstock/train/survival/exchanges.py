@@ -1,8 +1,8 @@
 """All-or-nothing exchanges: each one completes on all surviving ranks, or on none.
 
-    a ── work ── sends ──▶ has all     continues to the next one, which fails: the group has changed
-    b ── work ── sends ──▶ c is lost   the group has changed: a sends b the documents that it lacks
-    c ── work ──  ✗                    no rank has all: the survivors repeat the work
+    a ── work ── sends ──▶ has all documents        c is lost after it sent to a alone: a sends b what b lacks
+    b ── work ── sends ──▶ lacks that of c          c is lost before it sent: no rank has all, a and b repeat the work
+    c ── work ── ✗ is lost
 
 An exchange needs every rank, so one process is at most one exchange ahead of another. (Birman and Joseph 1987,
 virtual synchrony: processes that continue from one group to the next have seen the same messages.)

@@ -20,7 +20,7 @@ _ALIKE = 0.05  # relative difference of speeds and memories within measurement e
 def missing_bytes(
     placed: Arrangement, captured: Captured, tensors: HeldTensors, ranks: Sequence[int], state_factor: float
 ) -> list[list[float]]:
-    """Return the bytes that each rank lacks of each rank's part of a placement, as input for `assign`.
+    """Return `missing[device][part]` for `assign`: the bytes that a rank lacks to take over a part of a placement.
 
     Trained tensors count with the optimizer's state, `state_factor` times their size.
     """

@@ -1,4 +1,4 @@
-"""Elastic training across process groups: recovery, migration and repeated calls.
+"""A training that survives losses, across process groups: recovery, migration and repeated calls.
 
     a process is lost       survivors form a group ─▶ rearrange ─▶ migrate from replicas ─▶ repeat the call
     one asks to join        the first process ends the group before a step ─▶ likewise, with the newcomer

@@ -123,7 +123,7 @@ def test_what_is_wrong_with_a_function_is_one_line(source: str, name: str, messa
 
 @pytest.mark.parametrize("name", ["resnet18", "timm:", ":f", ""])
 def test_a_name_has_a_source(name: str) -> None:
-    with pytest.raises(ModelError, match=r"^a model must be timm:NAME, hf:NAME_OR_PATH or package"):
+    with pytest.raises(ModelError, match=r"^a model must be timm:NAME, hf:NAME_OR_PATH, gguf:FILE or package"):
         load_model(name)
 
 

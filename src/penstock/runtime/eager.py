@@ -89,6 +89,8 @@ class Runtime:
     failed operation.
     """
 
+    _shortens = True  # operations that return their argument do nothing here, but may to autograd, as detach does
+
     def __init__(self, program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> None:
         self.program = program
         self.device = device
@@ -275,7 +277,7 @@ class Runtime:
             yield op, made
         self._seen(bound, sizes)
         if bound.short is None:
-            bound.short = self._shortened(bound.steps, kept)
+            bound.short = self._shortened(bound.steps, kept) if self._shortens else bound.steps
 
     def _shortened(self, steps: Sequence[_Step], kept: Mapping[int, int]) -> list[_Step]:
         """Leave out steps whose result is their argument's register in `kept`; others read that register instead."""

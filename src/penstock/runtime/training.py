@@ -34,6 +34,8 @@ class TrainingRuntime(Runtime):
         outputs = runtime({"batch": 4}, inputs)
     """
 
+    _shortens = False
+
     def __init__(
         self, part: TrainingPart, tensors: Mapping[str, Tensor], device: torch.device = HOST, *, again: bool = False
     ) -> None:

@@ -122,7 +122,7 @@ def test_files_outside_and_missing_files_are_refused(bundle: tuple[nn.Module, Pl
     _, plan, folder = bundle
     part = json.loads((folder / "a" / "part.json").read_text())
     (folder / "a" / "part.json").write_text(json.dumps(part | {"files": {"../b/weights.safetensors": "0"}}))
-    with pytest.raises(ProgramError, match=r"is 1 to 128 letters.* not '../b/weights.safetensors'; rename it"):
+    with pytest.raises(ProgramError, match=r"is 1 to 128 letters.*; got '../b/weights.safetensors'; rename it"):
         read_part(folder / "a", fingerprint(plan))
     (folder / "a" / "part.json").write_text(json.dumps(part | {"programs": ["program-9.json"]}))
     with pytest.raises(ProgramError, match="does not list all"):

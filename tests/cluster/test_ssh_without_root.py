@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import time
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,17 @@ venv = "/opt/venv"
 
 def cluster() -> Cluster:
     return parse_cluster(FILE)
+
+
+@pytest.mark.parametrize(("at_s", "off_s"), [(101.0, 0.0), (109.0, 0.0), (112.5, 2.5), (90.0, -10.0)])
+def test_a_slow_answer_is_no_wrong_clock(at_s: float, off_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([100.0, 110.0])  # when the machine is asked, and when it has answered
+    monkeypatch.setattr(time, "time", lambda: next(moments))
+    answer = Done(0, json.dumps({"at_s": at_s}).encode(), "")
+    monkeypatch.setattr(check_module, "run_on", lambda *_words, **_options: answer)
+    found = check_module._probe(hosts_of(cluster())[0])
+    assert not isinstance(found, str)
+    assert found["clock_s"] == pytest.approx(off_s)
 
 
 def test_a_machine_is_reached_as_its_file_says() -> None:

@@ -13,8 +13,12 @@ from penstock.terminal.notes import say
 if TYPE_CHECKING:
     from penstock.group.world import World
 
-Stages = Annotated[int | None, typer.Option(min=1, help="2 on one machine, under torchrun one per process.")]
-Slots = Annotated[int, typer.Option(min=1, help="Sequences that step together; there are stages + 1 such lanes.")]
+Stages = Annotated[
+    int | None, typer.Option(min=1, help="Number of stages. Default: 2, or one per process under torchrun.")
+]
+Slots = Annotated[
+    int, typer.Option(min=1, help="Sequences per lane, which step together; several stages have one more lane.")
+]
 MaxLength = Annotated[int, typer.Option(min=2, help="The most tokens of a prompt and its answer.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer.")]
 Temperature = Annotated[

@@ -32,7 +32,7 @@ Runtime = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Runtime of the stages: eager, onnxruntime or openvino, with a precision as in onnxruntime:int8.",
+        help="Runtime of the stages: eager, onnxruntime or openvino, with a precision as in eager:int8.",
     ),
 ]
 OnLoss = Annotated[

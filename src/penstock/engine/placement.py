@@ -81,7 +81,8 @@ class Grid:
     def rows(self, num_rows: int) -> list[range]:
         """Divide the rows of a batch among the replicas: evenly, or along their microbatches.
 
-        If all replicas have a number of microbatches, a row's microbatch does not depend on the number of replicas.
+        If `num_microbatches` of every replica is set, the batch is first divided into all their microbatches, so that
+        for the same total a row's microbatch does not depend on the number of replicas.
         """
         counts = [replica.num_microbatches for replica in self.replicas]
         if None in counts:

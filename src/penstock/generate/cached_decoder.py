@@ -26,7 +26,7 @@ class CachedDecoder(nn.Module):
 
         slot, place:   0 1 2 3 4 5 6 7          rows = [0, 2], S = 1
         0              k k k W . . . .          W: written by this call at `positions`
-        1              k k . . . . . .          k: read, as far as position <= its own
+        1              k k . . . . . .          k: written by earlier calls, read for rows up to their position
         2              k k k k k W . .
 
     `length` is the most tokens of a sequence. Raises `UsageError` for a model that does not work this way.
@@ -59,7 +59,7 @@ class CachedDecoder(nn.Module):
         return logits
 
     def _masks(self, positions: Tensor, places: Tensor) -> Any:
-        """Return who sees what: every token all that are not after it, or the last ones of a window."""
+        """Return the attention mask: each token sees all positions up to its own, or with a sliding window the last of these."""
         window, kinds = self._sliding
         own = positions[:, None, :, None]
         full = places <= own
@@ -110,7 +110,7 @@ def _check(model: Any) -> None:
 
 
 def _sliding_window(config: Any) -> tuple[int | None, tuple[str, ...]]:
-    """Return the window, and the kinds of layers that the model wants a mask for, none if it wants one for all."""
+    """Return the window, and the kinds of layers that need a mask each; no kinds if one mask serves all layers."""
     window = getattr(config, "sliding_window", None)
     kinds = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
     unknown = [kind for kind in kinds if kind not in {"full_attention", "sliding_attention"}]

@@ -39,8 +39,8 @@ class Generator:
             for text in generator.stream("Once upon a time"):
                 print(text, end="")
 
-    `max_length` is the most tokens of a sequence, prompt and answer. With more than one thread for each stage, the last
-    bits of a row depend on its place among the rows, and so may a token on the request's company. With
+    `max_length` is the most tokens of a sequence, prompt and answer. With more than one thread per stage, the last
+    bits of a row depend on its place among the rows, so tokens may depend on which other requests are in flight. With
     `on_loss="continue"` a lost machine is a pause: the stages move to the others, what is in flight is fed again in the
     same shapes, and continues with the same bits. Options that are not listed here are those of `penstock.Pipeline`.
     Under torchrun the first process generates and the others hold stages.

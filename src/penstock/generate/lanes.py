@@ -37,16 +37,16 @@ class Step:
 
 
 class Lanes:
-    """Slots in lanes, each of which steps as a whole, so that a sequence's bits do not depend on its company.
+    """Slots in lanes, each of which steps as a whole, so that a sequence's bits do not depend on other sequences.
 
-    A step has as many rows as a lane has slots, also where some are empty or wait; a prompt goes in chunks whose sizes
-    depend on its length alone, the last one filled up. A row that nobody waits for writes at the place that its own
-    sequence fills next. The first `num_used` lanes are filled before any other: a step takes as long for one row as for
-    all, and so many lanes keep as many stages busy.
+    A step has a row for each slot of its lane, also for empty or waiting slots; a prompt goes in chunks whose sizes
+    depend only on its length, the last one padded. A row without a token to generate writes at the next position of its
+    own sequence, which is overwritten later. The first `num_used` lanes are filled before the others: a step takes as
+    long for one row as for all, and `num_used` lanes are enough to keep as many stages busy.
 
     Example:
         lanes = Lanes(num_lanes=3, num_used=2, slots=4)
-        slot = lanes.admit(SequenceState([5, 7, 2], 3))
+        lanes.admit(SequenceState([5, 7, 2], 3))
         step = lanes.next()
     """
 

@@ -61,9 +61,9 @@ class Sampler:
     Example:
         token, logprob = Sampler(config, num_prompt=4, seed=0)([5, 7, 2, 9], logits)
 
-    `seed` makes the sequence's random numbers its own; without one they come from torch's generator. `processors` are
-    called with tokens [1, L] and scores [1, V] and return scores, as transformers' own are, which come before them;
-    temperature and what cuts the unlikely off comes after. The log-probability is that of the model's own distribution,
+    `seed` makes the sequence's random numbers its own; without one they come from torch's generator. `processors` map
+    tokens [1, L] and scores [1, V] to scores, like transformers' own; they run after its penalties and bans, and before
+    temperature, top-k, top-p, min-p and typical-p. The log-probability is that of the model's own distribution,
     before anything is changed in it. Raises `RunError` for logits that are NaN.
     """
 

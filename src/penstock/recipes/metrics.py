@@ -6,7 +6,7 @@ runs/NAME/
     metrics.jsonl            of the first process; every other one has metrics-rank1.jsonl and so on
     checkpoints/step-000100/
     model.safetensors
-    best.safetensors         of the most accurate epoch, unless --no-keep-best
+    best.safetensors         of the most accurate epoch, unless keep_best is false
     result.json
 """
 

@@ -153,7 +153,7 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     from_cluster: Annotated[
         WholePath | None,
         Meta(
-            description="Cluster to plan for, with --elastic, which otherwise measures, or with --on-loss and --costs.",
+            description="Cluster to plan for: with --elastic (default: measured), or with --on-loss and --costs.",
             extra={"metavar": "cluster.toml"},
         ),
     ] = None

@@ -67,7 +67,7 @@ class HostCheck:
     cores: int = 0
     memory_bytes: int = 0
     free_bytes: int = 0
-    clock_s: float = 0.0  # ahead of this machine
+    clock_s: float = 0.0  # ahead of this machine by at least this much
     loop_s: float = 0.0  # a fixed piece of plain Python
     bits: int = 64  # of its Python
     takes_cpu_build: bool = False  # of PyTorch
@@ -94,7 +94,9 @@ def _probe(host: Host) -> "Mapping[str, object] | str":
     if done.status:
         return f"\n{(done.err.splitlines() or ['no reason'])[-1]}"
     found: dict[str, object] = json.loads(done.out)
-    found["clock_s"] = float(str(found["at_s"])) - (began_s + time.time()) / 2
+    # the machine looked at its clock between these two moments; on a busy one they are seconds apart
+    at_s, ended_s = float(str(found["at_s"])), time.time()
+    found["clock_s"] = max(0.0, at_s - ended_s) + min(0.0, at_s - began_s)
     return found
 
 

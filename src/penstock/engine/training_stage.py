@@ -49,7 +49,8 @@ class TrainingStage:
     `leaves` are the trained parameters, by name; backwards accumulate in their `grad`. `head` computes
     the loss on the last stage; `saw_leaves` receives the leaves that a loss depends on directly, such as penalized
     parameters, before they have gradients. With `recompute`, a second runtime that writes buffers to copies
-    that are never read, a stage keeps only its inputs, and repeats its forward before its backward (Chen et al. 2016, sublinear memory cost).
+    that are never read, a stage keeps only its inputs, and repeats its forward before its backward (Chen et al. 2016,
+    sublinear memory cost).
     """
 
     keeps_inputs: ClassVar[bool] = True

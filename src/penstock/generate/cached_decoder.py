@@ -59,7 +59,7 @@ class CachedDecoder(nn.Module):
         return logits
 
     def _masks(self, positions: Tensor, places: Tensor) -> Any:
-        """Return the attention mask: each token sees all positions up to its own, or with a sliding window the last of these."""
+        """Return the attention mask: each token sees all positions up to its own, or the last ones of a window."""
         window, kinds = self._sliding
         own = positions[:, None, :, None]
         full = places <= own

@@ -18,8 +18,8 @@ class Request:
     """One prompt and its answer, in flight or done; made by `Generator.submit`.
 
     Iterating gives the tokens as they come, `async for` too, `result` all of them. `finish_reason` says why it ended:
-    "stop" (an end token, or a stop string), "length", "cancelled" or "failed"; None while it is in flight. `logprobs` has a
-    number for each token, `likeliest` as many pairs of a token and its log-probability as were asked for. Where the
+    "stop" (an end token, or a stop string), "length", "cancelled" or "failed"; None while it is in flight. `logprobs`
+    has a number for each token, `likeliest` as many pairs of a token and its log-probability as were asked for. Where the
     prompt's own were asked for, `prompt_logprobs` has a number for each of its tokens but the first, for which it has
     None, and `prompt_likeliest` the pairs.
 

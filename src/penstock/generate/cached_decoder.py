@@ -75,12 +75,12 @@ class CachedDecoder(nn.Module):
         hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype)
         return torch.where(seen, torch.zeros((), dtype=dtype), hidden)
 
-    def example(self, rows: int, chunk: int, wanted: int = WANTED) -> dict[str, Tensor]:
+    def example(self, rows: int, chunk: int) -> dict[str, Tensor]:
         """Return the inputs of the largest call: `rows` sequences, `chunk` tokens each, all of the room."""
         return {
             "ids": torch.zeros(rows, chunk, dtype=torch.int64),
             "positions": torch.arange(chunk).expand(rows, chunk).contiguous(),
-            "rows": torch.arange(rows), "last": torch.arange(wanted), "places": torch.arange(self.length),
+            "rows": torch.arange(rows), "last": torch.arange(WANTED), "places": torch.arange(self.length),
         }  # fmt: skip
 
 

@@ -13,14 +13,12 @@ from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
 from penstock.generate.lanes import CHUNKS, Lanes
 from penstock.generate.loop import GenerationLoop
 from penstock.generate.request import Request
-from penstock.generate.sampling import LogitBias, Penalties, Processor, Sampler, ends_of, read_config, stops_of
+from penstock.generate.sampling import LogitBias, Penalties, Processor, Sampler, ends_of, read_config
 from penstock.generate.text import TextDecoder
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.runtime.registry import parse_runtime
 from penstock.stream.streaming_pipeline import StreamingPipeline
-from penstock.stream.survival import StreamChange
-from penstock.terminal.live import StageState
 from penstock.zoo.weights.weights import ModuleWeights, PrefixedWeights, Weights
 
 _NEW_TOKENS = 20  # transformers' default
@@ -99,15 +97,6 @@ class Generator:
     def failure(self) -> BaseException | None:
         """The error that ended all requests, if any."""
         return self._loop.failure if self._loop is not None else None
-
-    def stage_states(self) -> list[StageState]:
-        """Return each stage's progress at its last heartbeat, sent once a second."""
-        return self.pipeline.deployment.stage_states()
-
-    @property
-    def changes(self) -> Sequence[StreamChange]:
-        """Placement changes after losses."""
-        return self.pipeline.changes
 
     @property
     def generates(self) -> bool:
@@ -205,10 +194,8 @@ class Generator:
             raise UsageError("text needs a tokenizer; give the generator one, or use submit for tokens")
         if not {"max_new_tokens", "max_length", "generation_config"} & kwargs.keys():
             kwargs["max_length"] = self.max_length
-        config = read_config(self.model, kwargs.get("generation_config"), {})
-        stops = kwargs.get("stop_strings") or stops_of(config)
         request = self.submit(prompt, **kwargs)
-        return self._texts(request, TextDecoder(self.tokenizer, [stops] if isinstance(stops, str) else stops))
+        return self._texts(request, TextDecoder(self.tokenizer, request.stops))
 
     def _texts(self, request: Request, decoder: TextDecoder) -> Iterator[str]:
         try:

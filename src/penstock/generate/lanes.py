@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.generate.cached_decoder import BLOCK
+from penstock.generate.cached_decoder import BLOCK, WANTED
 
 # the sizes of a prompt's last chunk; the others have the largest
-CHUNKS = (8, 16, 32)
+CHUNKS = (WANTED, 16, 32)
 
 
 @dataclass(eq=False, slots=True)

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from penstock.deploy.deployment import Deployment
 from penstock.engine.driver import Driver, finish_stream, open_stream
-from penstock.errors import DeviceLost, OutOfMemory, PenstockError, RunError, UsageError
+from penstock.errors import PenstockError, RunError, UsageError
 from penstock.generate.lanes import Lanes, SequenceState, Step
 from penstock.generate.request import Request
 from penstock.graph.call import bind_inputs, build_output
 from penstock.stream.streaming_pipeline import StreamingPipeline
-from penstock.stream.survival import SurvivingStages
 
 
 class GenerationLoop:
@@ -33,8 +32,7 @@ class GenerationLoop:
         self._requests: dict[SequenceState, Request] = {}
         self._closing = False
         self._failure: BaseException | None = None
-        driver = open_stream(self._deployment.place)
-        self._thread = threading.Thread(target=self._run, args=(driver,), name="penstock-generator", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="penstock-generator", daemon=True)
         self._thread.start()
 
     def take(self, request: Request) -> None:
@@ -74,26 +72,17 @@ class GenerationLoop:
         """Return the stages as they are in place now."""
         return self._pipeline.deployment.deployments[0]
 
-    def _run(self, driver: Driver) -> None:
+    def _run(self) -> None:
         """Generate until `end`; recover from losses if the stages survive them."""
         try:
-            while True:
-                try:
-                    self._generate(driver)
-                    return
-                except (DeviceLost, OutOfMemory) as error:
-                    stages = self._pipeline.deployment
-                    if not isinstance(stages, SurvivingStages):
-                        raise
-                    stages.recover(error, len(self._requests))
-                    self._lanes.begin_again()
-                    driver = open_stream(self._deployment.place)
+            self._pipeline.run_over_losses(self._generate, lambda: len(self._requests), self._lanes.begin_again)
         except Exception as error:  # raised to the callers by their requests
             self.fail(error)
             self._deployment.abandon()
 
-    def _generate(self, driver: Driver) -> None:
+    def _generate(self) -> None:
         place = self._deployment.place
+        driver = open_stream(place)
         # what is in the pipeline at a time: enough that no stage waits, and few enough that a new request need not
         most = 2 * len(place.job.ranks)
         in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import queue
-import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ class Request:
         self.finish_reason: str | None = None
         self.cancelled = False
         self._most, self._num_likeliest = most, num_likeliest
-        stops = stops_of(config)
+        self.stops = stops = stops_of(config)
         # special tokens are not part of the decoded text
         special = tokenizer.all_special_tokens if stops else ()
         self._ends = {*ends_of(config), *(tokenizer.convert_tokens_to_ids(stop) for stop in stops if stop in special)}
@@ -50,7 +49,6 @@ class Request:
         self._error: BaseException | None = None
         self._news: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._listener: Callable[[], object] | None = None
-        self._lock = threading.Lock()  # a listener may be set while tokens arrive
         self.sample = sampler
 
     def __iter__(self) -> Iterator[int]:
@@ -83,9 +81,8 @@ class Request:
 
     def listen(self, listener: Callable[[], object]) -> None:
         """Call `listener` now, after each token and at the end, in the generator's thread."""
-        with self._lock:
-            self._listener = listener
-        self._tell()
+        self._listener = listener
+        self._tell()  # of tokens that arrived before
 
     def result(self) -> list[int]:
         """Wait for the end and return all tokens; raises the request's error."""
@@ -134,10 +131,8 @@ class Request:
         return text.stopped
 
     def _tell(self) -> None:
-        with self._lock:
-            listener = self._listener
-        if listener is not None:
-            listener()
+        if self._listener is not None:
+            self._listener()
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -104,6 +104,13 @@ def as_input(model: ZooModel, rows: Sequence[Tensor]) -> Any:
     return {"pixel_values": batch} if "pixel_values" in model.example_kwargs else batch
 
 
+def example_call(model: ZooModel, rows: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Return the arguments of an example call with n rows, as the model takes images."""
+    given = model.example_args[0] if model.example_args else next(iter(model.example_kwargs.values()))
+    example = given[:1].repeat(rows, *[1] * (given.dim() - 1))
+    return (example,) if model.example_args else (), dict.fromkeys(model.example_kwargs, example)
+
+
 def class_scores(output: Any) -> Tensor:
     """Find the class scores in a model's output: its `logits`, or its first two-dimensional tensor.
 

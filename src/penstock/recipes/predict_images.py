@@ -6,13 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
-from penstock.recipes.classify import Prediction, classify, labels_comparable
+from penstock.recipes.classify import Prediction, classify, example_call, labels_comparable
 from penstock.recipes.predictions import PredictionFile, PredictionRun, go_on_with
 from penstock.spec.check import read_plan
 from penstock.spec.cluster import read_cluster
@@ -83,10 +82,10 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         with PredictionFile(asked.output, resume=asked.resume) as file:
             _check_done(file, chosen)
             go_on_with(file, about)
-            example = _example(zoo, microbatch_size)
+            args, kwargs = example_call(zoo, microbatch_size)
             with working("putting the stages in place"):
                 pipe = Pipeline(
-                    zoo.module, zoo.example_args and (example,), dict.fromkeys(zoo.example_kwargs, example),
+                    zoo.module, args, kwargs,
                     stages=asked.stages or (len(world.devices) if world else 2), policy=asked.policy, cuts=asked.cuts,
                     plan=plan, weights=zoo.weights, threads=asked.threads, world=world, device=asked.device,
                     runtime=asked.runtime, trace=asked.trace, trace_profile=asked.profile, on_loss=asked.on_loss,
@@ -106,12 +105,6 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
 def _runtimes(plan: Plan) -> list[str]:
     stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
     return sorted({runtime_name(stage.runtime, stage.precision, stage.keep) for stage in stages})
-
-
-def _example(zoo: ZooModel, rows: int) -> torch.Tensor:
-    given = zoo.example_args[0] if zoo.example_args else next(iter(zoo.example_kwargs.values()))
-    example: torch.Tensor = given[:1].repeat(rows, *[1] * (given.dim() - 1))
-    return example
 
 
 def _check_done(file: PredictionFile, images: ImageSet) -> None:

@@ -261,23 +261,20 @@ class Runtime:
         """Run, and yield each operation with its result. The first time at these sizes, the result's size is compared
         with the available memory before it is computed.
         """
+        looks = bound.short is None and self._shortens
         kept: dict[int, int] = {}
         for op, step in zip(self.program.ops, bound.steps, strict=True):
             if not bound.watched:
                 self._check_result(op, sizes, registers)
-            first = registers[step.slots[0][1]] if step.slots and step.slots[0][0] == 0 else None
+            source = step.slots[0][1] if looks and _may_keep(op, step) else None
+            given = registers[source] if source is not None else None  # the step may release it
             made = _run(step, registers)
-            if (
-                op.target in _MAY_KEEP
-                and not op.keywords.get("memory_format")
-                and _is_same(made, first)
-                and step.result not in self._outputs
-            ):
-                kept[step.result] = kept.get(step.slots[0][1], step.slots[0][1])
+            if source is not None and _is_same(made, given) and step.result not in self._outputs:
+                kept[step.result] = kept.get(source, source)
             yield op, made
         self._seen(bound, sizes)
         if bound.short is None:
-            bound.short = self._shortened(bound.steps, kept) if self._shortens else bound.steps
+            bound.short = self._shortened(bound.steps, kept) if looks else bound.steps
 
     def _shortened(self, steps: Sequence[_Step], kept: Mapping[int, int]) -> list[_Step]:
         """Leave out steps whose result is their argument's register in `kept`; others read that register instead."""
@@ -365,6 +362,12 @@ def _positional(
         return function(*given[:count], **dict(zip(names, given[count:], strict=True)), **settled)
 
     return call, [*arguments, *(keywords[name] for name in names)], rest
+
+
+def _may_keep(op: Op, step: _Step) -> bool:
+    """Return True if an operation may return its first argument, by types and sizes alone."""
+    by_strides = op.keywords.get("memory_format")
+    return op.target in _MAY_KEEP and not by_strides and bool(step.slots) and step.slots[0][0] == 0
 
 
 def _is_same(made: Any, given: Any) -> bool:

@@ -77,8 +77,7 @@ class Int8Runtime(Runtime):
         """Return the names that something other than an 8-bit linear layer reads."""
         found = {value.name for value in self.program.outputs}
         for op in (*self.program.prelude, *self.program.ops):
-            weight = self._weight_of(op) if op in self.program.ops else None
-            uses = list(op.uses())
+            weight, uses = self._weight_of(op), list(op.uses())
             if weight is not None:
                 uses.remove(weight)
             found.update(uses)

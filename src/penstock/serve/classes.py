@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
 from email.message import Message
 from typing import Any
 
@@ -31,11 +30,10 @@ class ClassService:
     """
 
     def __init__(
-        self, stream: PushedStream, zoo: ZooModel, admission: Admission, metrics: Metrics, *, deadline_s: float,
-        names: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self, stream: PushedStream, zoo: ZooModel, admission: Admission, metrics: Metrics, *, deadline_s: float
+    ) -> None:
         self.stream, self.admission, self.metrics = stream, admission, metrics
-        self._zoo, self._deadline_s, self._names = zoo, deadline_s, names or zoo.class_names or ()
+        self._zoo, self._deadline_s, self._names = zoo, deadline_s, zoo.class_names or ()
 
     def read(self, data: bytes, content_type: str) -> Tensor:
         """Decode and preprocess an image: the body itself, or the first file of a form."""

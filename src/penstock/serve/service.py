@@ -4,15 +4,14 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
 from penstock.errors import RunError, UsageError
-from penstock.generate.generator import Generator
 from penstock.group.world import World
-from penstock.recipes.classify import as_input
+from penstock.recipes.classify import example_call
 from penstock.recipes.texts import TextSettings, open_generator
 from penstock.runtime.registry import parse_runtime
 from penstock.serve.admission import Admission
@@ -33,9 +32,9 @@ from penstock.zoo.models.models import load_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Options of `penstock serve`."""
+    """Options of `penstock serve`; `placed` are those of the model and its stages."""
 
-    model: str
+    placed: TextSettings
     name: str | None = None
     keys: Sequence[str] = ()
     most_waiting: int = 256
@@ -44,16 +43,6 @@ class ServeSettings:
     most_bytes: int = 4 << 20
     certificate: Path | None = None
     certificate_key: Path | None = None
-    stages: int | None = None
-    policy: str = "balanced"
-    cuts: Sequence[str] | None = None
-    slots: int = 4
-    max_length: int = 2048
-    threads: int = 1
-    runtime: str = "eager"
-    weights: Path | None = None
-    pretrained: bool = False
-    on_loss: str = "stop"
 
 
 def serve_model(settings: ServeSettings, host: str, listener: socket.socket, world: World | None = None) -> None:
@@ -63,11 +52,15 @@ def serve_model(settings: ServeSettings, host: str, listener: socket.socket, wor
     images. Raises what loading and placing raise.
 
     Example:
-        serve_model(ServeSettings(model="hf:models/smollm2"), "127.0.0.1", listen_at("127.0.0.1", 8000))
+        settings = ServeSettings(placed=TextSettings(model="hf:models/smollm2"))
+        serve_model(settings, "127.0.0.1", listen_at("127.0.0.1", 8000))
     """
     metrics = Metrics()
-    name = settings.name or _name_of(settings.model)
-    with world if world is not None else contextlib.nullcontext(), _opened(settings, name, metrics, world) as opened:
+    name = settings.name or _name_of(settings.placed.model)
+    open_service = _texts if is_language_model(settings.placed.model) else _classes
+    with (
+        world if world is not None else contextlib.nullcontext(), open_service(settings, metrics, world) as opened
+    ):  # fmt: skip
         metrics.watch(
             lambda: opened.service.admission.num_running, lambda: opened.service.admission.num_waiting,
             opened.service.admission.slots,
@@ -136,55 +129,33 @@ class _Opened:
 
 
 @contextlib.contextmanager
-def _opened(settings: ServeSettings, name: str, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
-    texts = is_language_model(settings.model)
-    with _texts(settings, name, metrics, world) if texts else _classes(settings, metrics, world) as opened:
-        yield opened
-
-
-@contextlib.contextmanager
-def _texts(settings: ServeSettings, name: str, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
-    asked = TextSettings(
-        model=settings.model, stages=settings.stages, policy=settings.policy, cuts=settings.cuts, slots=settings.slots,
-        max_length=settings.max_length, threads=settings.threads, runtime=settings.runtime, weights=settings.weights,
-        pretrained=settings.pretrained, on_loss=settings.on_loss,
-    )  # fmt: skip
+def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
     with working("putting the stages in place"):
-        generator = open_generator(asked, world)
-    with _stopped_at_end(generator):
+        generator = open_generator(settings.placed, world)
+    with contextlib.closing(generator):  # its requests were told of a failure
         admission = Admission(slots=generator.num_slots, most_waiting=settings.most_waiting)
-        service = TextService(generator, name, admission, metrics, deadline_s=settings.deadline_s)
+        service = TextService(generator, admission, metrics, deadline_s=settings.deadline_s)
         yield _Opened(service, generator.pipeline, lambda: generator.failure)
 
 
 @contextlib.contextmanager
-def _stopped_at_end(generator: Generator) -> Iterator[None]:
-    """Close a generator at the end of the block."""
-    try:
-        yield
-    finally:
-        generator.close()
-
-
-@contextlib.contextmanager
 def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> Iterator[_Opened]:
+    placed = settings.placed
     with working("loading the model"):
-        zoo = load_model(settings.model, weights=settings.weights, pretrained=settings.pretrained)
+        zoo = load_model(placed.model, weights=placed.weights, pretrained=placed.pretrained)
     if zoo.transform is None or zoo.task != "image":
         raise UsageError(
-            f"{settings.model} is neither a language model nor an image classifier; give a transformers language model "
+            f"{placed.model} is neither a language model nor an image classifier; give a transformers language model "
             "with its tokenizer, or an image classification model"
         )
-    given = zoo.example_args[0] if zoo.example_args else next(iter(zoo.example_kwargs.values()))
-    example = as_input(zoo, [given[0]])
-    call = ModelCall(model=zoo.module, weights=zoo.weights)
-    call = replace(call, kwargs=example) if isinstance(example, dict) else replace(call, args=(example,))
+    args, kwargs = example_call(zoo, 1)
+    call = ModelCall(model=zoo.module, args=args, kwargs=kwargs, weights=zoo.weights)
     with working("putting the stages in place"):
         pipeline = StreamingPipeline(
-            call, CutOptions(stages=settings.stages or (len(world.devices) if world else 2), policy=settings.policy,
-                             cuts=settings.cuts),
-            RunOptions(threads=settings.threads, runtime=parse_runtime(settings.runtime),
-                       survival=SurvivalOptions(on_loss=settings.on_loss)),
+            call, CutOptions(stages=placed.stages or (len(world.devices) if world else 2), policy=placed.policy,
+                             cuts=placed.cuts),
+            RunOptions(threads=placed.threads, runtime=parse_runtime(placed.runtime),
+                       survival=SurvivalOptions(on_loss=placed.on_loss)),
             world, owns_world=world is None,
         )  # fmt: skip
     with contextlib.closing(pipeline), PushedStream(pipeline) as stream:

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import DataError, PenstockError, UsageError
@@ -50,7 +50,6 @@ class Choice:
     index: int
     prompt: list[int]
     options: dict[str, Any]
-    stops: list[str] = field(default_factory=list)
     echo: str | None = None  # the prompt's text
     num_likeliest: int | None = None
     unwanted: bool = False  # only the prompt is scored
@@ -60,7 +59,7 @@ class TextService:
     """Submits the choices of a request body to a generator and yields their pieces.
 
     Example:
-        service = TextService(generator, "smollm2", Admission(slots=8, most_waiting=64), Metrics(), deadline_s=600.0)
+        service = TextService(generator, Admission(slots=8, most_waiting=64), Metrics(), deadline_s=600.0)
         choices = await service.completion(CompletionBody(prompt="Once"))
         async for piece in service.pieces(choices, "10.0.0.7"):
             ...
@@ -68,10 +67,8 @@ class TextService:
     Use it from one event loop. Raises `ApiError`.
     """
 
-    def __init__(
-        self, generator: Generator, name: str, admission: Admission, metrics: Metrics, *, deadline_s: float
-    ) -> None:
-        self.generator, self.name, self.admission, self.metrics = generator, name, admission, metrics
+    def __init__(self, generator: Generator, admission: Admission, metrics: Metrics, *, deadline_s: float) -> None:
+        self.generator, self.admission, self.metrics = generator, admission, metrics
         self._deadline_s = deadline_s
         self._config = generator.model.generation_config
 
@@ -83,7 +80,7 @@ class TextService:
         prompts = _prompts(body)
         if len(prompts) * number > MOST_CHOICES:
             raise ApiError(f"at most {MOST_CHOICES} answers at a time, not {len(prompts) * number}", param="n")
-        options, stops = self._options(body)
+        options = self._options(body)
         most = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if not most and not body.echo:
             raise ApiError("max_tokens is at least 1 without echo", param="max_tokens")
@@ -101,7 +98,7 @@ class TextService:
             for _ in range(number):
                 choices.append(
                     Choice(
-                        index=len(choices), prompt=tokens, options=own, stops=stops, echo=echo, unwanted=not most,
+                        index=len(choices), prompt=tokens, options=own, echo=echo, unwanted=not most,
                         num_likeliest=body.logprobs,
                     )
                 )  # fmt: skip
@@ -109,7 +106,7 @@ class TextService:
 
     async def chat(self, body: ChatBody) -> list[Choice]:
         """Return the choices of a /v1/chat/completions body."""
-        options, stops = self._options(body)
+        options = self._options(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
         try:
@@ -125,7 +122,7 @@ class TextService:
         number = body.n or 1
         return [
             Choice(
-                index=index, prompt=tokens, stops=stops,
+                index=index, prompt=tokens,
                 options=options | self._grammar(body.response_format, len(tokens)),
                 num_likeliest=(body.top_logprobs or 0) if body.logprobs else None,
             )
@@ -184,7 +181,7 @@ class TextService:
             )
         except UsageError as error:
             raise ApiError(str(error)) from None
-        decoder = TextDecoder(self.generator.tokenizer, choice.stops, before=choice.prompt[-_BEFORE:])
+        decoder = TextDecoder(self.generator.tokenizer, request.stops, before=choice.prompt[-_BEFORE:])
         given, last_s = 0, asked_s
         try:
             async with aclosing(aiter(request)) as tokens:
@@ -197,20 +194,16 @@ class TextService:
                     given += 1
                     if choice.unwanted:
                         break
-                    text = decoder.add(token)
                     told = self._told(choice, request, given - 1)
-                    if text or told:
-                        yield Piece(index=choice.index, text=text, tokens=told, num_tokens=1)
-                    else:
-                        yield Piece(index=choice.index, num_tokens=1)
+                    yield Piece(index=choice.index, text=decoder.add(token), tokens=told, num_tokens=1)
             reason = "length" if choice.unwanted else request.finish_reason
         finally:
             request.cancel()
         self.metrics.ended(reason or "abort", asked_s, num_prompt=len(choice.prompt))
         yield Piece(index=choice.index, text="" if choice.unwanted else decoder.end(), finish_reason=reason)
 
-    def _options(self, body: CompletionBody | ChatBody) -> tuple[dict[str, Any], list[str]]:
-        """Return sampling options and stop strings."""
+    def _options(self, body: CompletionBody | ChatBody) -> dict[str, Any]:
+        """Return the options of `Generator.submit`."""
         config = self._config
         own = config if config.do_sample else None  # the model's recommended sampling
         temperature = body.temperature if body.temperature is not None else getattr(own, "temperature", None) or 1.0
@@ -232,9 +225,8 @@ class TextService:
             options["min_new_tokens"] = body.min_tokens
         if body.ignore_eos:
             options["eos_token_id"] = None
-        stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
-        if stops:
-            options["stop_strings"] = stops
+        if body.stop:
+            options["stop_strings"] = body.stop
         number = (body.logprobs if isinstance(body, CompletionBody) else body.top_logprobs) or 0
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         if wrong := [token for token in bias if token >= self.generator.vocabulary]:
@@ -243,7 +235,7 @@ class TextService:
         return options | {
             "presence_penalty": body.presence_penalty or 0.0, "frequency_penalty": body.frequency_penalty or 0.0,
             "logit_bias": bias, "num_likeliest": number, "seed": seed,
-        }, stops  # fmt: skip
+        }  # fmt: skip
 
     def _grammar(self, wanted: ResponseFormat | None, num_prompt: int) -> dict[str, Any]:
         if wanted is None or wanted.type == "text":

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.engine.driver import Driver, Microbatch, finish_stream, open_stream
-from penstock.errors import DeviceLost, OutOfMemory, RunError, UsageError
+from penstock.errors import RunError, UsageError
 from penstock.graph.call import as_call, bind_inputs, build_output
 from penstock.plan.schedule.round_robin import RoundRobin
 from penstock.stream.streaming_pipeline import StreamingPipeline
-from penstock.stream.survival import SurvivingStages
 from penstock.tensors import copy_exactly
 
 _LOOK_S = 0.2
@@ -79,18 +78,7 @@ class PushedStream:
 
     def _run(self) -> None:
         try:
-            while True:
-                try:
-                    self._stream()
-                    return
-                except (DeviceLost, OutOfMemory) as error:
-                    stages = self._pipeline.deployment
-                    if not isinstance(stages, SurvivingStages):
-                        raise
-                    stages.recover(error, len(self._fed))
-                    with self._news:
-                        self._waiting.extendleft(reversed(self._fed))
-                        self._fed.clear()
+            self._pipeline.run_over_losses(self._stream, lambda: len(self._fed), self._begin_again)
         except Exception as error:  # raised to the callers through their futures
             with self._news:
                 self._failure = error
@@ -100,6 +88,11 @@ class PushedStream:
             for pushed in left:
                 _answer(pushed, error=error)
             self._pipeline.deployment.abandon()
+
+    def _begin_again(self) -> None:
+        with self._news:
+            self._waiting.extendleft(reversed(self._fed))
+            self._fed.clear()
 
     def _stream(self) -> None:
         deployments = self._pipeline.deployment.deployments

@@ -5,7 +5,7 @@ import contextlib
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
 from penstock.engine.driver import Microbatch
 from penstock.engine.observer import StreamReport
 from penstock.engine.tracers import FeederTracer, environment
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import DeviceLost, OutOfMemory, PenstockError, UsageError
 from penstock.graph.call import CallInputs, as_call, bind_inputs, build_output
 from penstock.graph.cuts import Cut, Cuts
 from penstock.graph.graph import Graph
@@ -162,6 +162,23 @@ class StreamingPipeline:
             if self.deployment.traces:
                 self._write_trace()
 
+    def run_over_losses(
+        self, stream: Callable[[], None], num_pending: Callable[[], int], begin_again: Callable[[], None]
+    ) -> None:
+        """Run a stream to its end, and again after each loss if the stages survive losses; raises the loss otherwise.
+
+        `num_pending` is the number of inputs without a result, which `begin_again` queues to be sent again.
+        """
+        while True:
+            try:
+                stream()
+                return
+            except (DeviceLost, OutOfMemory) as error:
+                if not isinstance(self.deployment, SurvivingStages):
+                    raise
+                self.deployment.recover(error, num_pending())
+                begin_again()
+
     @property
     def joins_at(self) -> str | None:
         """Return where a device joins this run; None where the run takes nobody in."""
@@ -246,7 +263,7 @@ class StreamingPipeline:
         self.abandon()
 
     def abandon(self) -> None:
-        """Give everything up at once, without waiting for work under way."""
+        """Abort immediately, without waiting for work in flight."""
         self._closed = True
         self._forget_end()
         if self.feeds:

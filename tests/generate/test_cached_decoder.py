@@ -37,9 +37,8 @@ def test_the_tokens_of_transformers(name: str) -> None:
             ids=torch.tensor(step.ids), positions=torch.tensor(step.positions), rows=torch.tensor(step.rows),
             last=torch.tensor(step.last), places=torch.arange(step.room),
         )  # fmt: skip
-        lanes.took(step)
-        for row, sequence in step.sampled:
-            sequence.tokens.append(int(logits[row, -1].argmax()))
+        for row, sequence in step.continued():
+            lanes.add(sequence, int(logits[row, -1].argmax()))
             if len(sequence.tokens) == sequence.num_prompt + NEW:
                 lanes.release(sequence)
     for sequence in sequences:

@@ -51,6 +51,33 @@ def test_bits_do_not_depend_on_cuts_or_company(model: Any) -> None:
         assert logprobs == [found[index].logprobs for index in range(len(given))]
 
 
+def test_guesses_change_no_bits(model: Any) -> None:
+    found: list[list[Any]] = []
+    for speculate in (False, True):
+        with Generator(model, stages=3, slots=2, max_length=128, speculate=speculate) as made:
+            alone = made.submit(prompts(9)[0], max_new_tokens=60)
+            alone.result()
+            several = [
+                made.submit(prompt, max_new_tokens=40, do_sample=bool(seed % 2), top_k=3, seed=seed)
+                for seed, prompt in enumerate(prompts(5, 40, 9, 3))
+            ]
+            found.append([(request.result(), request.logprobs) for request in (alone, *several)])
+            guesses, right = made.num_guesses
+    assert found[0] == found[1]
+    assert guesses > right > 0
+
+
+def test_a_prompt_begins_after_what_a_slot_has_of_it(model: Any) -> None:
+    (prompt,) = prompts(75)
+    with Generator(model, stages=2, slots=1, lanes=1, max_length=128) as made:
+        first, again = (made.submit(prompt, max_new_tokens=10) for _ in range(2))
+        assert again.result() == first.result()
+        assert again.logprobs == first.logprobs
+        other = made.submit([*prompt[:40], *prompts(20)[0]], max_new_tokens=10)
+        assert other.result() == expected(model, list(other.prompt), max_new_tokens=10, do_sample=False)
+        assert [request.num_reused for request in (first, again, other)] == [0, 64, 32]
+
+
 def test_generate_is_that_of_the_model(model: Any, generator: Generator) -> None:
     rows = prompts(9, 4, 12)
     longest = max(map(len, rows))

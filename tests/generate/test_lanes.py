@@ -2,83 +2,156 @@
 
 import random
 from collections import deque
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.generate.cached_decoder import BLOCK
+from penstock.generate.guessing import Guesser
 from penstock.generate.lanes import CHUNKS, Lanes, SequenceState, Step
 
 
-def follow(step: Step, seen: dict[int, dict[int, int]]) -> None:
-    """Write what a step writes, as the stages' caches hold it, and check what its rows may see."""
+class Guesses(Guesser):
+    """Guesses of any quality."""
+
+    def __init__(self, choose: random.Random, right: float) -> None:
+        super().__init__(())
+        self._choose, self._right = choose, right
+
+    def guess(self, _guessed: Sequence[int]) -> int | None:
+        return self._choose.randrange(1, 4) if self._choose.random() < self._right else None
+
+
+Seen = dict[int, dict[int, int]]
+
+
+def follow(step: Step, seen: Seen) -> dict[int, list[int]]:
+    """Write what a step writes, as the stages' caches hold it; return what each row that is waited for sees."""
     assert len(set(step.rows)) == len(step.rows)
     assert step.room % BLOCK == 0
     for slot, ids, positions in zip(step.rows, step.ids, step.positions, strict=True):
         assert positions == list(range(positions[0], positions[0] + len(ids)))
         seen.setdefault(slot, {}).update(zip(positions, ids, strict=True))
-    for row, sequence in step.sampled:
+    sees = {}
+    for row, sequence, length, last in step.sampled:
         assert step.rows[row] == sequence.slot
-        assert sequence.fed == len(sequence.tokens)
-        last = step.positions[row][step.last[-1]]
-        assert last == sequence.fed - 1
-        assert last < step.room
-        # all that it attends to are its own tokens
-        assert [seen[sequence.slot][place] for place in range(last + 1)] == sequence.tokens[: last + 1]
+        assert sequence.fed == length == len(sequence.tokens) + len(sequence.guesses)
+        at = step.positions[row][step.last[-1]]
+        assert at == length - 1
+        assert at < step.room
+        assert seen[sequence.slot][at] == last
+        sees[row] = [seen[sequence.slot][place] for place in range(length)]
+        assert sees[row] == [*sequence.tokens, *sequence.guesses]
     assert len(step.ids[0]) in ((1,) if step.lane >= 0 else CHUNKS)
+    return sees
 
 
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9), st.booleans()), min_size=1, max_size=12),
-    num_lanes=st.integers(1, 3), slots=st.integers(1, 3), depth=st.integers(1, 6), seed=st.integers(0, 2**16),
+    num_lanes=st.integers(1, 3), slots=st.integers(1, 3), depth=st.integers(1, 6), right=st.sampled_from([0.0, 0.5, 1]),
+    alike=st.booleans(), seed=st.integers(0, 2**16),
 )  # fmt: skip
 def test_every_sequence_is_continued_to_its_end(
-    lengths: list[tuple[int, int, bool]], num_lanes: int, slots: int, depth: int, seed: int
+    lengths: list[tuple[int, int, bool]], num_lanes: int, slots: int, depth: int, right: float, alike: bool, seed: int
 ) -> None:
     choose = random.Random(seed)
     lanes = Lanes(num_lanes=num_lanes, num_used=max(1, num_lanes - 1), slots=slots)
-    waiting = deque(
-        (SequenceState([choose.randrange(1, 99) for _ in range(prompt)], prompt, scored=scored), prompt + new)
-        for prompt, new, scored in lengths
-    )
-    most = {id(sequence): length for sequence, length in waiting}
-    everything = [sequence for sequence, _ in waiting]
-    seen: dict[int, dict[int, int]] = {}
+    waiting: deque[SequenceState] = deque()
+    for prompt, new, wants in lengths:
+        tokens = [1 if alike else choose.randrange(1, 4) for _ in range(prompt)]
+        waiting.append(
+            SequenceState(tokens, prompt, scored=wants, most=prompt + new, guesser=Guesses(choose, right))
+        )  # fmt: skip
+    everything = list(waiting)
+    seen: Seen = {}
     scored: dict[int, set[int]] = {id(sequence): set() for sequence in everything if sequence.scored}
-    in_flight: deque[Step] = deque()
-    stepping: set[int] = set()
+    in_flight: deque[tuple[Step, dict[int, list[int]]]] = deque()
     for _ in range(5000):
         while waiting and lanes.has_room and choose.random() < 0.7:
-            lanes.admit(waiting.popleft()[0])
-        step = lanes.next() if len(in_flight) < depth else None
+            lanes.admit(waiting.popleft())
+        step = lanes.next(guesses=choose.random() < 0.5) if len(in_flight) < depth else None
         if step is not None:
-            assert step.lane not in stepping
-            if step.lane >= 0:
-                assert len(step.rows) == slots
-                stepping |= {step.lane} if step.sampled else set()
-            follow(step, seen)
-            in_flight.append(step)
+            assert step.lane < 0 or len(step.rows) == slots
+            in_flight.append((step, follow(step, seen)))
         if in_flight and (step is None or choose.random() < 0.5):
-            done = in_flight.popleft()
-            stepping.discard(done.lane)
-            lanes.took(done)
+            done, sees = in_flight.popleft()
             if done.scored is not None:
                 scored[id(done.scored)].update(done.positions[0][index] for index in done.last)
-            for _, sequence in done.sampled:
-                sequence.tokens.append(choose.randrange(1, 99))
-                if len(sequence.tokens) == most[id(sequence)]:
+            for row, sequence in done.continued():
+                # it was right in what it saw, guesses included
+                assert sees[row] == sequence.tokens
+                lanes.add(sequence, choose.randrange(1, 4))
+                assert len(sequence.tokens) <= sequence.most
+                if len(sequence.tokens) == sequence.most:
                     lanes.release(sequence)
         if choose.random() < 0.02:  # the stages' caches are lost, with what is in flight
             in_flight.clear()
-            stepping.clear()
             seen.clear()
             lanes.begin_again()
         if not waiting and not in_flight and not list(lanes.sequences):
             break
-    assert [len(sequence.tokens) for sequence in everything] == list(most.values())
+    assert [len(sequence.tokens) for sequence in everything] == [sequence.most for sequence in everything]
     # every token of a prompt whose log-probabilities are wanted had its logits looked at
     assert all(scored[id(each)] == set(range(each.num_prompt)) for each in everything if each.scored)
+    assert 0 <= lanes.num_right <= lanes.num_guesses
+    assert right or not lanes.num_guesses
+
+
+def run(lanes: Lanes, sequence: SequenceState, tokens: Sequence[int]) -> int:
+    """Generate these tokens for one sequence; returns the number of microbatches."""
+    lanes.admit(sequence)
+    number = 0
+    for token in tokens:
+        done: list[tuple[int, SequenceState]] = []
+        while not done:
+            step = lanes.next()
+            assert step is not None
+            number += 1
+            done = list(step.continued())
+        lanes.add(sequence, token)
+    lanes.release(sequence)
+    return number
+
+
+def test_whole_chunks_that_a_slot_has_are_not_fed_again() -> None:
+    lanes = Lanes(num_lanes=2, num_used=1, slots=2)
+    prompt = list(range(1, 101))
+    first = SequenceState(list(prompt), 100)
+    assert run(lanes, first, [7, 8]) == 4 + 1
+    # its beginning is in a slot: 96 of 100 tokens, and 64 of 96 since the last chunk's logits are wanted
+    for tokens, reused in ((prompt, 96), (prompt[:96], 64), ([*prompt[:70], 0, 0], 64), ([0, *prompt], 0)):
+        again = SequenceState(list(tokens), len(tokens))
+        lanes.admit(again)
+        assert (again.num_reused, again.fed) == (reused, reused)
+        lanes.release(again)
+        assert run(lanes, SequenceState(list(prompt), 100), [7]) <= 4
+    scored = SequenceState(list(prompt), 100, scored=True)  # in chunks of another size
+    lanes.admit(scored)
+    assert scored.num_reused == 0
+    lanes.release(scored)
+    lanes.begin_again()
+    lanes.admit(first := SequenceState(list(prompt), 100))
+    assert first.num_reused == 0
+
+
+def test_a_wrong_guess_is_fed_over_at_once() -> None:
+    lanes = Lanes(num_lanes=1, num_used=1, slots=1)
+    sequence = SequenceState([5, 6], 2, most=20, guesser=Guesses(random.Random(0), 1.0))
+    lanes.admit(sequence)
+    chunk, first, second = (lanes.next(guesses=True) for _ in range(3))
+    assert chunk is not None
+    assert first is not None
+    assert second is not None
+    assert lanes.next() is None
+    assert [row for row, _ in chunk.continued()] == [0]
+    lanes.add(sequence, 9)  # none of 1 to 3 that are guessed
+    step = lanes.next()
+    assert step is not None
+    assert (step.ids, step.positions) == ([[9]], [[2]])
+    assert not [*first.continued(), *second.continued()]
+    assert list(step.continued()) == [(0, sequence)]
 
 
 def test_chunks_and_steps_alternate() -> None:
@@ -87,15 +160,13 @@ def test_chunks_and_steps_alternate() -> None:
     lanes.admit(first)
     step = lanes.next()
     assert step is not None
-    lanes.took(step)
-    first.tokens.append(5)
+    lanes.add(first, 5)
     lanes.admit(SequenceState(list(range(100)), 100))
     kinds = []
     for _ in range(6):
         step = lanes.next()
         assert step is not None
         kinds.append(step.lane)
-        lanes.took(step)
-        for _, sequence in step.sampled:
-            sequence.tokens.append(5)
+        for _, sequence in step.continued():
+            lanes.add(sequence, 5)
     assert kinds == [0, -1, 0, -1, 0, -1]

@@ -18,6 +18,7 @@ import torch
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.generate.lanes import CHUNKS
 from tests.generate.tokens import save_model
 from tests.serve.servers import Server, serving
 
@@ -62,6 +63,15 @@ def wanted(model: tuple[Any, Any], prompt: str | list[int], count: int) -> tuple
     ]
 
 
+def counts(server: Server) -> dict[str, float]:
+    """Return the metrics that have no labels."""
+    text = httpx.get(f"{server.url}/metrics").text
+    return {
+        sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
+        if not sample.labels
+    }  # fmt: skip
+
+
 def test_completions_are_those_of_transformers(client: openai.OpenAI, model: tuple[Any, Any]) -> None:
     assert [each.id for each in client.models.list()] == ["small"]
     for prompt in PROMPTS:
@@ -100,9 +110,29 @@ def test_chats_are_those_of_the_template(client: openai.OpenAI, model: tuple[Any
     ))  # fmt: skip
     assert parts[0].choices[0].delta.role == "assistant"
     assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == text
-    assert parts[-1].usage == found.usage
     assert found.usage is not None
+    assert parts[-1].usage is not None
+    assert parts[-1].usage.total_tokens == found.usage.total_tokens
     assert found.usage.prompt_tokens == len(ids)
+
+
+def test_the_beginning_of_a_prompt_is_computed_once(
+    client: openai.OpenAI, server: Server, model: tuple[Any, Any]
+) -> None:
+    prompt = "The turbine turns. " * 20
+    before, asked, reused = counts(server), 0, []
+    for ending in ("Water", "Water", "Pipes"):
+        usage = client.completions.create(model="small", prompt=prompt + ending, max_tokens=9, temperature=0).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        asked += usage.prompt_tokens
+        reused.append(usage.prompt_tokens_details.cached_tokens or 0)
+    whole = len(model[1](prompt)["input_ids"]) // CHUNKS[-1] * CHUNKS[-1]
+    assert reused == [0, whole, whole]
+    after = counts(server)
+    assert after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"] == sum(reused)
+    assert after["vllm:prefix_cache_queries_total"] - before["vllm:prefix_cache_queries_total"] == asked
+    assert after["vllm:spec_decode_num_draft_tokens_total"] >= after["vllm:spec_decode_num_accepted_tokens_total"]
 
 
 def test_log_probabilities(client: openai.OpenAI, model: tuple[Any, Any]) -> None:
@@ -201,16 +231,9 @@ def test_many_at_once_are_as_alone(server: Server, model: tuple[Any, Any]) -> No
 
 
 def test_metrics_are_read(server: Server, client: openai.OpenAI) -> None:
-    def counts() -> dict[str, float]:
-        text = httpx.get(f"{server.url}/metrics").text
-        return {
-            sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
-            if not sample.labels
-        }  # fmt: skip
-
-    before = counts()
+    before = counts(server)
     client.completions.create(model="small", prompt="A pipe", max_tokens=5, temperature=0)
-    after = counts()
+    after = counts(server)
     assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == 5
     assert after["vllm:time_to_first_token_seconds_count"] - before["vllm:time_to_first_token_seconds_count"] == 1
     assert after["vllm:num_requests_running"] == 0

@@ -31,6 +31,9 @@ OnLoss = Annotated[
     str | None,
     typer.Option(metavar="stop|continue", help="When a device is lost: stop, or go on with the others, the default."),
 ]
+Speculate = Annotated[
+    bool, typer.Option(help="Go on with guesses of the next tokens while stages are idle; changes no answer.")
+]
 SampleSeed = Annotated[int | None, typer.Option("--seed", help="Of the choices: the same ones each time.")]
 
 
@@ -58,6 +61,7 @@ def generate(
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
     runtime: Runtime = "eager",
+    speculate: Speculate = True,
     on_loss: OnLoss = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,
@@ -77,7 +81,7 @@ def generate(
     settings = TextSettings(
         model=model, stages=stages, policy=policy, cuts=cut or None, slots=slots, max_length=max_length,
         threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, seed=seed, on_loss=on_loss,
-        sampling=sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens},
+        sampling=sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens}, speculate=speculate,
     )  # fmt: skip
     prompts = list(prompt) if prompt else read_prompts(file) if file is not None else []
     with open_generator(settings, world) as generator:

@@ -37,6 +37,7 @@ def serve(
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
     runtime: opt.Runtime = "eager",
+    speculate: given.Speculate = True,
     on_loss: given.OnLoss = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,
@@ -67,6 +68,7 @@ def serve(
         placed = TextSettings(
             model=model, stages=stages, policy=policy, cuts=cut or None, slots=slots, max_length=max_length,
             threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, on_loss=on_loss,
+            speculate=speculate,
         )  # fmt: skip
         settings = ServeSettings(
             placed=placed, name=name, keys=keys, most_waiting=most_waiting, deadline_s=deadline, drain_s=drain,

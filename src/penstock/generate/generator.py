@@ -40,8 +40,9 @@ class Generator:
     `max_length` is the most tokens of a sequence, prompt and answer. With more than one thread per stage, the last
     bits of a row depend on its place among the rows, so tokens may depend on which other requests are in flight. With
     `on_loss="continue"` a lost machine is a pause: the stages move to the others, what is in flight is fed again in the
-    same shapes, and continues with the same bits. Options that are not listed here are those of `penstock.Pipeline`.
-    Under torchrun the first process generates and the others hold stages.
+    same shapes, and continues with the same bits. While stages are idle, they go on with guesses of the next tokens,
+    from what the sequence repeats; `speculate=False` makes none. Options that are not listed here are those of
+    `penstock.Pipeline`. Under torchrun the first process generates and the others hold stages.
 
     Raises `UsageError` for a model that keeps something else than keys and values, and what `penstock.Pipeline` raises.
     """
@@ -50,7 +51,7 @@ class Generator:
         self, model: Any, tokenizer: Any = None, *, stages: int | None = None, slots: int = 4,
         lanes: int | None = None, max_length: int = 512, policy: str = "balanced", cuts: Sequence[str] | None = None,
         threads: int = 1, runtime: str = "eager", weights: Weights | None = None, world: World | None = None,
-        on_loss: str = "stop",
+        on_loss: str = "stop", speculate: bool = True,
     ) -> None:  # fmt: skip
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
@@ -80,8 +81,9 @@ class Generator:
         self._loop: GenerationLoop | None = None
         if self.pipeline.feeds:
             self._loop = GenerationLoop(
-                self.pipeline, Lanes(num_lanes=num_lanes, num_used=min(count, num_lanes), slots=slots)
-            )
+                self.pipeline, Lanes(num_lanes=num_lanes, num_used=min(count, num_lanes), slots=slots),
+                speculates=speculate and count > 1,
+            )  # fmt: skip
 
     @property
     def weights(self) -> Weights:
@@ -92,6 +94,11 @@ class Generator:
     def num_slots(self) -> int:
         """Return how many sequences are in flight at most."""
         return self._num_slots
+
+    @property
+    def num_guesses(self) -> tuple[int, int]:
+        """Return how many tokens were guessed ahead of their turn, and how many of them were right."""
+        return self._loop.num_guesses if self._loop is not None else (0, 0)
 
     @property
     def failure(self) -> BaseException | None:

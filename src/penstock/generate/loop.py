@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.deploy.deployment import Deployment
 from penstock.engine.driver import Driver, finish_stream, open_stream
 from penstock.errors import PenstockError, RunError, UsageError
+from penstock.generate.guessing import Guesser
 from penstock.generate.lanes import Lanes, SequenceState, Step
 from penstock.generate.request import Request
 from penstock.graph.call import bind_inputs, build_output
@@ -25,8 +26,8 @@ class GenerationLoop:
         request.result()
     """
 
-    def __init__(self, pipeline: StreamingPipeline, lanes: Lanes) -> None:
-        self._pipeline, self._lanes = pipeline, lanes
+    def __init__(self, pipeline: StreamingPipeline, lanes: Lanes, *, speculates: bool = True) -> None:
+        self._pipeline, self._lanes, self._speculates = pipeline, lanes, speculates
         self._condition = threading.Condition()
         self._waiting: deque[Request] = deque()
         self._requests: dict[SequenceState, Request] = {}
@@ -49,6 +50,11 @@ class GenerationLoop:
     def failure(self) -> BaseException | None:
         """The error that ended all requests, if any."""
         return self._failure
+
+    @property
+    def num_guesses(self) -> tuple[int, int]:
+        """How many tokens were guessed, and how many rightly."""
+        return self._lanes.num_guesses, self._lanes.num_right
 
     def end(self) -> None:
         """Finish what is in flight, refuse what waits, and wait for the thread."""
@@ -87,7 +93,10 @@ class GenerationLoop:
         most = 2 * len(place.job.ranks)
         in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
         while self._goes_on(in_flight):
-            while driver.has_room and len(in_flight) < most and (step := self._lanes.next()) is not None:
+            while driver.has_room and len(in_flight) < most:
+                step = self._lanes.next(guesses=self._speculates and len(in_flight) < most // 2)
+                if step is None:
+                    break
                 in_flight.append((step, self._feed(driver, step)))
                 if driver.has_result:
                     break
@@ -109,8 +118,12 @@ class GenerationLoop:
                     if request.cancelled:
                         request.finish("cancelled")
                         continue
-                    sequence = SequenceState(list(request.prompt), len(request.prompt), scored=request.scored)
+                    sequence = SequenceState(
+                        list(request.prompt), len(request.prompt), scored=request.scored, most=request.most,
+                        guesser=Guesser(request.prompt) if self._speculates else None,
+                    )  # fmt: skip
                     self._lanes.admit(sequence)
+                    request.num_reused = sequence.num_reused
                     self._requests[sequence] = request
                 while self._closing and self._waiting:
                     self._waiting.popleft().fail(UsageError("the generator was closed before this request began"))
@@ -133,12 +146,11 @@ class GenerationLoop:
 
     def _sample(self, step: Step, logits: Tensor) -> None:
         """Choose the next token of every row that is waited for."""
-        self._lanes.took(step)
         if step.scored is not None and (scored := self._requests.get(step.scored)) is not None:
             for index, position in enumerate(step.positions[0][: len(step.last)]):
                 if position + 1 < step.scored.num_prompt:
                     scored.score(position + 1, logits[0, index])
-        for row, sequence in step.sampled:
+        for row, sequence in step.continued():
             request = self._requests[sequence]
             if request.cancelled:
                 self._release(sequence).finish("cancelled")
@@ -149,7 +161,7 @@ class GenerationLoop:
                 failed = error if isinstance(error, PenstockError) else RunError(f"sampling failed: {error}")
                 self._release(sequence).fail(failed)
                 continue
-            sequence.tokens.append(request.tokens[-1])
+            self._lanes.add(sequence, request.tokens[-1])
             if reason is not None:
                 self._release(sequence).finish(reason)
 

@@ -20,7 +20,7 @@ class Request:
     "stop" (an end token, or a stop string), "length", "cancelled" or "failed", and None while it is in flight.
     `logprobs` has a number per token, `likeliest` the requested number of pairs of a token and its log-probability. If
     the prompt was scored, `prompt_logprobs` has a number per prompt token, None for the first, and `prompt_likeliest`
-    the pairs.
+    the pairs. `num_reused` prompt tokens were not computed, since an earlier request with the same beginning had been.
 
     Example:
         request = generator.submit([5, 7, 2], max_new_tokens=10)
@@ -40,7 +40,9 @@ class Request:
         self.prompt_likeliest: list[list[tuple[int, float]]] = [[] for _ in self.prompt_logprobs]
         self.finish_reason: str | None = None
         self.cancelled = False
-        self._most, self._num_likeliest = most, num_likeliest
+        self.most = len(prompt) + most  # tokens, the prompt's and the answer's
+        self.num_reused = 0
+        self._num_likeliest = num_likeliest
         self.stops = stops = stops_of(config)
         # special tokens are not part of the decoded text
         special = tokenizer.all_special_tokens if stops else ()
@@ -107,7 +109,7 @@ class Request:
         self._tell()
         if token in self._ends or (self._text is not None and self._stops(self._text, token)):
             return "stop"
-        return "length" if len(self.tokens) >= self._most else None
+        return "length" if len(self.prompt) + len(self.tokens) >= self.most else None
 
     def score(self, index: int, logits: Tensor) -> None:
         """Record the log-probability of a prompt token."""

@@ -45,6 +45,7 @@ class TextSettings:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     on_loss: str = "stop"
+    speculate: bool = True
 
 
 def open_generator(settings: TextSettings, world: World | None = None) -> Generator:
@@ -66,7 +67,7 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
     return Generator(
         zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, policy=settings.policy, cuts=settings.cuts,
         slots=settings.slots, max_length=settings.max_length, threads=settings.threads, world=world,
-        runtime=settings.runtime, on_loss=settings.on_loss,
+        runtime=settings.runtime, on_loss=settings.on_loss, speculate=settings.speculate,
     )  # fmt: skip
 
 

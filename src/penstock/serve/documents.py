@@ -25,6 +25,7 @@ class Documents:
         }  # fmt: skip
         self._offsets = [0] * len(choices)
         self._num_tokens = 0
+        self._num_reused = [0] * len(choices)
 
     def begin(self) -> list[dict[str, Any]]:
         """Return the first chunks of a stream."""
@@ -35,7 +36,7 @@ class Documents:
 
     def chunk(self, piece: Piece) -> dict[str, Any] | None:
         """Return a piece as a chunk, or None if it is empty."""
-        self._num_tokens += piece.num_tokens
+        self._count(piece)
         if not piece.text and not piece.tokens and piece.finish_reason is None:
             return None
         logprobs = self._logprobs(piece.index, piece.tokens)
@@ -54,7 +55,7 @@ class Documents:
         tokens: list[list[Token]] = [[] for _ in self._choices]
         reasons: list[str | None] = [None] * len(self._choices)
         for piece in pieces:
-            self._num_tokens += piece.num_tokens
+            self._count(piece)
             texts[piece.index] += piece.text
             tokens[piece.index] += piece.tokens
             reasons[piece.index] = piece.finish_reason or reasons[piece.index]
@@ -76,11 +77,17 @@ class Documents:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         return self._head | {"object": self._kind(chunk=True), "choices": [choice]}
 
-    def _usage(self) -> dict[str, int]:
+    def _count(self, piece: Piece) -> None:
+        self._num_tokens += piece.num_tokens
+        self._num_reused[piece.index] += piece.num_reused
+
+    def _usage(self) -> dict[str, Any]:
         # each prompt counts once, independent of n
         prompt = sum({id(choice.prompt): len(choice.prompt) for choice in self._choices}.values())
+        first = {id(choice.prompt): choice.index for choice in reversed(self._choices)}
         return {
             "prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": prompt + self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_reused[index] for index in first.values())},
         }  # fmt: skip
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:

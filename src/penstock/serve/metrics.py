@@ -34,6 +34,13 @@ class Metrics:
         )
         self._prompt = library.Counter("vllm:prompt_tokens", "Tokens of prompts", registry=registry)
         self._tokens = library.Counter("vllm:generation_tokens", "Tokens that were generated", registry=registry)
+        self._asked = library.Counter("vllm:prefix_cache_queries", "Tokens of prompts looked up", registry=registry)
+        self._reused = library.Counter(
+            "vllm:prefix_cache_hits",
+            "Tokens of prompts that an earlier one began with, not computed",
+            registry=registry,
+        )
+        self._guesses: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._stages: Callable[[], Iterable[StageState]] = tuple
         self._num_lost: Callable[[], int] = int
         registry.register(self)
@@ -52,17 +59,23 @@ class Metrics:
         """Read the stages' counters, and the number of lost devices, at each scrape."""
         self._stages, self._num_lost = stages, num_lost
 
+    def watch_guesses(self, guesses: Callable[[], tuple[int, int]]) -> None:
+        """Read at each scrape how many tokens were guessed, and how many rightly."""
+        self._guesses = guesses
+
     def token(self, seconds: float, *, first: bool) -> None:
         """Record a token and its latency since the previous token, or since its request if first."""
         (self._first if first else self._next).observe(seconds)
         self._tokens.inc()
 
-    def ended(self, reason: str, asked_s: float, *, num_prompt: int = 0) -> None:
+    def ended(self, reason: str, asked_s: float, *, num_prompt: int = 0, num_reused: int = 0) -> None:
         """Record the end of a request received at `asked_s` (`time.perf_counter`)."""
         taken_s = time.perf_counter() - asked_s
         self._whole.observe(taken_s)
         self._ended.labels(reason).inc()
         self._prompt.inc(num_prompt)
+        self._asked.inc(num_prompt)
+        self._reused.inc(num_reused)
         self.typical_s += 0.1 * (taken_s - self.typical_s)
 
     def collect(self) -> Iterable[Any]:
@@ -76,7 +89,10 @@ class Metrics:
             done.add_metric([stage.name], stage.computed)
             sent.add_metric([stage.name], stage.sent_bytes)
         lost = core.CounterMetricFamily("penstock:devices_lost", "Devices lost while serving", value=self._num_lost())
-        return busy, done, sent, lost
+        made, right = self._guesses()
+        guessed = core.CounterMetricFamily("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed", value=made)
+        accepted = core.CounterMetricFamily("vllm:spec_decode_num_accepted_tokens", "Right guesses", value=right)
+        return busy, done, sent, lost, guessed, accepted
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

@@ -134,6 +134,7 @@ def _texts(settings: ServeSettings, metrics: Metrics, world: World | None) -> It
         generator = open_generator(settings.placed, world)
     with contextlib.closing(generator):  # its requests were told of a failure
         admission = Admission(slots=generator.num_slots, most_waiting=settings.most_waiting)
+        metrics.watch_guesses(lambda: generator.num_guesses)
         service = TextService(generator, admission, metrics, deadline_s=settings.deadline_s)
         yield _Opened(service, generator.pipeline, lambda: generator.failure)
 

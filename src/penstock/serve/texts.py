@@ -40,6 +40,7 @@ class Piece:
     text: str = ""
     tokens: Sequence[Token] = ()
     num_tokens: int = 0
+    num_reused: int = 0  # prompt tokens that were not computed again
     finish_reason: str | None = None
 
 
@@ -199,8 +200,13 @@ class TextService:
             reason = "length" if choice.unwanted else request.finish_reason
         finally:
             request.cancel()
-        self.metrics.ended(reason or "abort", asked_s, num_prompt=len(choice.prompt))
-        yield Piece(index=choice.index, text="" if choice.unwanted else decoder.end(), finish_reason=reason)
+        self.metrics.ended(
+            reason or "abort", asked_s, num_prompt=len(choice.prompt), num_reused=request.num_reused
+        )  # fmt: skip
+        yield Piece(
+            index=choice.index, text="" if choice.unwanted else decoder.end(), num_reused=request.num_reused,
+            finish_reason=reason,
+        )  # fmt: skip
 
     def _options(self, body: CompletionBody | ChatBody) -> dict[str, Any]:
         """Return the options of `Generator.submit`."""

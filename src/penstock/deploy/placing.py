@@ -13,12 +13,14 @@ from penstock.deploy.run_options import RunOptions
 from penstock.engine.tracers import FeederTracer
 from penstock.errors import PlanError
 from penstock.graph.graph import Graph
+from penstock.graph.ops import Ref
 from penstock.graph.program import StageProgram
-from penstock.group.world import World
+from penstock.group.world import World, check_world
 from penstock.plan.schedule.round_robin import RoundRobin, round_robin
 from penstock.runtime.registry import RuntimeChoice
 from penstock.spec.fields import fingerprint
 from penstock.spec.plan import Pipeline, Plan
+from penstock.transport.base import FEEDER
 
 
 def place(
@@ -57,6 +59,21 @@ def place(
         for index, (pipeline, programs) in enumerate(zip(plan.pipelines, divide_plan(graph, plan), strict=True))
     ]  # fmt: skip
     return Replicas(deployments, round_robin([pipeline.share for pipeline in plan.pipelines]))
+
+
+def places_in_line(world: World, graph: Graph, num_stages: int) -> list[int]:
+    """Return the rank of each stage of a line, in groups as even as can be.
+
+    The driver's own device holds the first stage, or the last one where results are larger than inputs, as a language
+    model's are: the larger ones then cross no link.
+
+        images     driver+0 -> 1 -> 2 -> driver         tokens     driver -> 0 -> 1 -> driver+2
+    """
+    places = check_world(world, num_stages)
+    sizes = graph.sizes(graph.fixed_batch or 1)
+    taken = sum(value.num_bytes(sizes) for value in graph.tensor_inputs())
+    given = sum(graph.values[output.name].num_bytes(sizes) for output in graph.outputs if isinstance(output, Ref))
+    return sorted(places, key=lambda rank: rank == FEEDER) if given > taken else places
 
 
 def place_bundle(world: World, folder: Path, run: RunOptions, *, number: int = 0) -> tuple[Replicas, StageProgram]:

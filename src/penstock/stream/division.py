@@ -13,7 +13,7 @@ from penstock.deploy.deployment import Deployment, Replicas
 from penstock.deploy.holdings import Holdings
 from penstock.deploy.jobs import FromModules, FromWeights, MakeRuntime, Source, read_stages, receive_stages
 from penstock.deploy.modules import advising, chain, runtime_maker, start_threads
-from penstock.deploy.placing import name_devices, place
+from penstock.deploy.placing import name_devices, place, places_in_line
 from penstock.deploy.policies import choose_cuts
 from penstock.deploy.programs import divide_in_turns
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions
@@ -78,9 +78,12 @@ def divide_model(call: ModelCall, cut: CutOptions, run: RunOptions, world: World
         num_devices, deploy = len(plan.devices), _planned(run, graph, plan, load, sizes)
     else:
         stages = cut.stages or (len(world.devices) if world else _STAGES)
-        places = check_world(world, stages) if world else None
+        places = places_in_line(world, graph, stages) if world else None
         cuts = tuple(choose_cuts(graph, Cuts(graph), names=cut.cuts, stages=stages, policy=cut.policy, places=places))
-        deploy = _line(run, divide_in_turns(graph, [cuts]), FromWeights(load), sizes)
+        deploy = _line(
+            run, divide_in_turns(graph, [cuts]), FromWeights(load), sizes,
+            lambda world: places_in_line(world, graph, len(cuts) + 1),
+        )  # fmt: skip
         num_devices = len(cuts) + 1
     survives = run.survival.survives
     return Division(
@@ -120,7 +123,7 @@ def _surviving(
             names = cut.plan.devices if cut.plan is not None else [as_name(world.names[rank]) for rank in world.devices]
             ranks = dict(zip(names, world.devices, strict=True))
         if cut.plan is None:
-            _describe(replanner, run, cuts, check_world(world, len(cuts) + 1), ranks, rows)
+            _describe(replanner, run, cuts, places_in_line(world, graph, len(cuts) + 1), ranks, rows)
 
         def put(world: World, plan: Plan, ranks: Mapping[str, int], number: int) -> Replicas:
             asked = replace(run, threads=threads)
@@ -161,16 +164,22 @@ def _chained(modules: Sequence[nn.Module], call: ModelCall, cut: CutOptions, run
     _, sizes = bind_inputs(graph, call.args, call.kwargs)
     make = runtime_maker(modules, graph)
     start_world = partial(start_threads, len(programs), make)
-    return Division(graph, (), start_world, _line(run, programs, FromModules(make), sizes))
+    in_order = partial(check_world, num_stages=len(programs))
+    return Division(graph, (), start_world, _line(run, programs, FromModules(make), sizes, in_order))
 
 
 def _line(
-    run: RunOptions, programs: Sequence[RoundRobin[StageProgram]], source: Source, sizes: Mapping[str, int]
+    run: RunOptions,
+    programs: Sequence[RoundRobin[StageProgram]],
+    source: Source,
+    sizes: Mapping[str, int],
+    places: Callable[[World], Sequence[int]],
 ) -> Callable[[World, int, FeederTracer | None], Deployment | Replicas]:
     """Return a function that deploys successive stages, for microbatches up to the example's size."""
 
     def deploy(world: World, threads: int, tracer: FeederTracer | None) -> Deployment:
-        return Deployment(world, programs, source, replace(run, threads=threads), sizes=sizes, tracer=tracer)
+        asked = replace(run, threads=threads)
+        return Deployment(world, programs, source, asked, sizes=sizes, ranks=places(world), tracer=tracer)
 
     return deploy
 

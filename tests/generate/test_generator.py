@@ -288,6 +288,32 @@ def test_devices_that_are_lost_change_no_bit(model: Any, stages: int) -> None:
         assert (again.result(), again.logprobs) == wanted[2]
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_device_that_comes_back_changes_no_bit(model: Any, busy: bool) -> None:
+    (prompt,) = prompts(40)
+    settings: dict[str, Any] = {"max_new_tokens": 60, "do_sample": True, "seed": 3}
+    with Generator(model, stages=2, slots=2, max_length=128, on_loss="continue") as made:
+        wanted = made.submit(prompt, **settings)
+        assert len(wanted.result()) == 60
+        workers = made.pipeline.world.workers
+        assert workers is not None
+        os.kill(workers.pids[0], signal.SIGSTOP)
+        found = [made.submit(prompt, **settings)]
+        found[0].result()
+        assert [change.devices for change in made.pipeline.changes] == [("worker-2",)]
+        os.kill(workers.pids[0], signal.SIGCONT)
+        until_s = time.monotonic() + 40
+        while len(made.pipeline.changes) == 1 and time.monotonic() < until_s:
+            if busy:
+                found.append(made.submit(prompt, **settings))
+                found[-1].result()
+            else:
+                time.sleep(0.1)
+        assert {*made.pipeline.changes[1].devices} == {"worker-1", "worker-2"}
+        found.append(made.submit(prompt, **settings))
+        assert all((each.result(), each.logprobs) == (wanted.tokens, wanted.logprobs) for each in found)
+
+
 def test_what_waits_at_the_end_is_told(model: Any) -> None:
     made = Generator(model, stages=1, slots=1, max_length=128)
     running, waiting = (made.submit(prompts(5)[0], max_new_tokens=50) for _ in range(2))

@@ -16,6 +16,8 @@ from penstock.generate.request import Request
 from penstock.graph.call import bind_inputs, build_output
 from penstock.stream.streaming_pipeline import StreamingPipeline
 
+_LOOK_S = 1.0  # while idle, for devices that join
+
 
 class GenerationLoop:
     """Requests in flight on a pipeline's stages; a thread of its own does the work until `end`.
@@ -93,7 +95,11 @@ class GenerationLoop:
         most = 2 * len(place.job.ranks)
         in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
         while self._goes_on(in_flight):
-            while driver.has_room and len(in_flight) < most:
+            # other devices; their speeds vary with what is fed, prompts or tokens, so they are no reason
+            changes = self._pipeline.wants_change(by_speed=False)
+            if changes and not in_flight:
+                break
+            while not changes and driver.has_room and len(in_flight) < most:
                 step = self._lanes.next(guesses=self._speculates and len(in_flight) < most // 2)
                 if step is None:
                     break
@@ -131,7 +137,9 @@ class GenerationLoop:
                     return True
                 if self._closing:
                     return False
-                self._condition.wait()
+                self._condition.wait(_LOOK_S)
+                if self._pipeline.wants_change(by_speed=False):
+                    return True
 
     def _feed(self, driver: Driver, step: Step) -> Mapping[str, int]:
         tensors, sizes = bind_inputs(

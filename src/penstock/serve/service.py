@@ -75,6 +75,8 @@ def serve_model(settings: ServeSettings, host: str, listener: socket.socket, wor
 
         def begun() -> None:
             say(f"{name} answers at {scheme}://{address}:{port}")
+            if world is not None and (place := opened.joins_at) is not None:
+                note(f"a device joins with penstock worker --join {place}")
             if not settings.keys:
                 note("--open: every process on this machine may send requests")
 
@@ -94,6 +96,11 @@ class _Opened:
         failure: Callable[[], BaseException | None],
     ) -> None:  # fmt: skip
         self.service, self._pipeline, self._failure = service, pipeline, failure
+
+    @property
+    def joins_at(self) -> str | None:
+        """Where a device joins."""
+        return self._pipeline.joins_at
 
     def problem(self) -> str | None:
         """Return why requests cannot be answered, or None."""

@@ -102,7 +102,10 @@ class PushedStream:
             driver.listen(self._notify)
         fed = taken = 0
         while self._wait(drivers, fed, taken):
-            while self._waiting and drivers[fed].has_room:
+            changes = self._pipeline.wants_change()
+            if changes and taken == fed:
+                break
+            while not changes and self._waiting and drivers[fed].has_room:
                 pushed = self._waiting.popleft()
                 self._fed.append(pushed)
                 tensors, sizes = pushed.microbatch
@@ -120,11 +123,13 @@ class PushedStream:
         """Wait for an input or a result; return False once closed and drained."""
         while True:
             with self._news:
-                if (self._waiting and drivers[fed].has_room) or (taken < fed and drivers[taken].has_result):
+                changes = self._pipeline.wants_change()
+                may_feed = self._waiting and not changes and drivers[fed].has_room
+                if may_feed or (taken < fed and drivers[taken].has_result) or (changes and taken == fed):
                     return True
                 if self._closing and not self._waiting and taken == fed:
                     return False
-                self._news.wait(_LOOK_S if taken < fed else None)
+                self._news.wait(_LOOK_S)
             if taken < fed:
                 drivers[taken].check()
 

@@ -59,6 +59,7 @@ class StreamingPipeline:
         self._dropped: weakref.finalize[..., object] | None = None
         self._stages: ServedStages | None = None  # in the other processes
         self._closed = False
+        self._changes = False  # the running stream is to make place for a change
         if cut.plan is not None:
             check_purpose(cut.plan, trains=False)
         if world is None and under_torchrun():
@@ -167,17 +168,28 @@ class StreamingPipeline:
     ) -> None:
         """Run a stream to its end, and again after each loss if the stages survive losses; raises the loss otherwise.
 
-        `num_pending` is the number of inputs without a result, which `begin_again` queues to be sent again.
+        `num_pending` is the number of inputs without a result, which `begin_again` queues to be sent again. A stream
+        that asks `wants_change` and gets True returns as soon as nothing is in flight, and is run again after it.
         """
         while True:
+            self._changes = False
             try:
                 stream()
-                return
+                if not self._changes:
+                    return
+                if isinstance(self.deployment, SurvivingStages):
+                    self.deployment.change()
             except (DeviceLost, OutOfMemory) as error:
                 if not isinstance(self.deployment, SurvivingStages):
                     raise
                 self.deployment.recover(error, num_pending())
-                begin_again()
+            begin_again()
+
+    def wants_change(self, *, by_speed: bool = True) -> bool:
+        """Return True if stages that survive losses have another device or plan to go on with."""
+        if not self._changes and isinstance(self.deployment, SurvivingStages):
+            self._changes = self.deployment.wants_change(by_speed=by_speed)
+        return self._changes
 
     @property
     def joins_at(self) -> str | None:

@@ -77,6 +77,7 @@ class SurvivingStages:
         self._names = {members[rank]: name for name, rank in ranks.items()}  # also of lost devices
         self._next: tuple[str, Plan | None] = ("", None)  # reason of the next change, and its plan
         self._number = 0
+        self._looked_s = time.monotonic()
         self.deployment: Deployment | Replicas = Replicas(())
         self._adapts = adapts
         self._speeds = self._watch_speeds({})
@@ -135,21 +136,18 @@ class SurvivingStages:
         feed = Feed(iter(microbatches))
         report = self._report = StreamReport()
         self.changes, self._begin_s = [], time.perf_counter()
-        looked_s = time.monotonic()
         while True:
             try:
                 with closing(self.deployment.stream(feed)) as results:
                     for result in results:
                         self._count(report, feed.done())
                         yield result
-                        if not feed.paused and time.monotonic() - looked_s > _LOOK_S:
-                            looked_s = time.monotonic()
-                            feed.paused = self._worth_changing()
+                        feed.paused = feed.paused or self.wants_change()
                 report.stages = self.deployment.last_report.stages
                 report.fed_s = feed.fed_s - self._begin_s
                 if not feed.paused:
                     return
-                self._change()
+                self.change()
             except (DeviceLost, OutOfMemory) as error:
                 self.recover(error, feed.num_pending)
             feed.paused = False
@@ -161,14 +159,18 @@ class SurvivingStages:
         report.results_s.append(report.total_s)
         report.fill_s = report.results_s[0]
 
-    def _worth_changing(self) -> bool:
-        """Return True if a device waits to be admitted, or speeds changed enough for another plan."""
-        if not self.world.followed:
+    def wants_change(self, *, by_speed: bool = True) -> bool:
+        """Return True if a device waits to be admitted, or speeds changed enough for another plan; looks once a second.
+
+        The caller then stops feeding, takes what is in flight, and calls `change`.
+        """
+        if not self.world.followed or time.monotonic() - self._looked_s < _LOOK_S:
             return False
+        self._looked_s = time.monotonic()
         if wait_for_newcomers(self.world, 1):
             self._next = "a device has come", None
             return True
-        if not self._speeds.changed():
+        if not by_speed or not self._speeds.changed():
             return False
         try:
             plan = self._replanner.plan(list(self._ranks()), self._speeds.now())
@@ -182,8 +184,8 @@ class SurvivingStages:
         self._next = why, plan
         return True
 
-    def _change(self) -> None:
-        """Switch to other devices or another plan while nothing is in flight."""
+    def change(self) -> None:
+        """Switch to other devices or another plan, as `wants_change` found, while nothing is in flight."""
         began_s, (why, plan) = time.perf_counter(), self._next
         speeds = self._speeds.now()
         try:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.generate.cached_decoder import BLOCK
+from penstock.generate.cached_decoder import BLOCK, CHUNKS
 from penstock.generate.guessing import Guesser
-from penstock.generate.lanes import CHUNKS, Lanes, SequenceState, Step
+from penstock.generate.lanes import Lanes, SequenceState, Step
 
 
 class Guesses(Guesser):

@@ -18,7 +18,7 @@ import torch
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.generate.lanes import CHUNKS
+from penstock.generate.cached_decoder import CHUNKS
 from tests.generate.tokens import save_model
 from tests.serve.servers import Server, serving
 

@@ -23,7 +23,8 @@ def chat(
     stages: given.Stages = None,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
-    max_length: given.MaxLength = 2048,
+    plan: given.PlanFile = None,
+    max_length: given.MaxLength = None,
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
@@ -40,7 +41,8 @@ def chat(
     from penstock.recipes.texts import Conversation, TextSettings, open_generator
 
     settings = TextSettings(
-        model=model, stages=stages, policy=policy, cuts=cut or None, slots=1, max_length=max_length,
+        model=model, stages=stages, policy=policy, cuts=cut or None, plan=plan, slots=None if plan else 1,
+        max_length=given.chat_length(max_length, plan),
         threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, on_loss=on_loss,
     )  # fmt: skip
     sampling = given.sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens, "seed": seed}

@@ -17,9 +17,16 @@ Stages = Annotated[
     int | None, typer.Option(min=1, help="Number of stages. Default: 2, or one per process under torchrun.")
 ]
 Slots = Annotated[
-    int, typer.Option(min=1, help="Sequences per lane, which step together; several stages have one more lane.")
+    int | None,
+    typer.Option(min=1, help="Sequences per lane, which step together; several stages have one more lane. Default: 4."),
 ]
-MaxLength = Annotated[int, typer.Option(min=2, help="The most tokens of a prompt and its answer.")]
+MaxLength = Annotated[
+    int | None, typer.Option(min=2, help="The most tokens of a prompt and its answer. Default: 512, of chats 2048.")
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option("--plan", metavar="plan.json", help="Plan to run, of a profile with --generate; it has the slots."),
+]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, help="Of the choice between tokens; 0 always takes the likeliest.")
@@ -35,6 +42,8 @@ Speculate = Annotated[
     bool, typer.Option(help="Go on with guesses of the next tokens while stages are idle; changes no answer.")
 ]
 SampleSeed = Annotated[int | None, typer.Option("--seed", help="Of the choices: the same ones each time.")]
+
+_CHAT_LENGTH = 2048
 
 
 def generate(
@@ -55,8 +64,9 @@ def generate(
     stages: Stages = None,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
-    slots: Slots = 4,
-    max_length: MaxLength = 512,
+    plan: PlanFile = None,
+    slots: Slots = None,
+    max_length: MaxLength = None,
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
@@ -79,7 +89,7 @@ def generate(
     from penstock.recipes.texts import TextSettings, answer_prompts, open_generator, read_prompts
 
     settings = TextSettings(
-        model=model, stages=stages, policy=policy, cuts=cut or None, slots=slots, max_length=max_length,
+        model=model, stages=stages, policy=policy, cuts=cut or None, plan=plan, slots=slots, max_length=max_length,
         threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, seed=seed, on_loss=on_loss,
         sampling=sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens}, speculate=speculate,
     )  # fmt: skip
@@ -113,6 +123,11 @@ def join(on_loss: str | None) -> "tuple[bool, World | None, str]":
         return True, world, on_loss
     follow(world)
     return False, None, on_loss
+
+
+def chat_length(max_length: int | None, plan: Path | None) -> int | None:
+    """Return the most tokens of a conversation."""
+    return max_length or (None if plan is not None else _CHAT_LENGTH)
 
 
 def sampling_of(temperature: float, top_p: float | None, top_k: int | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from penstock.cli import options as opt
 from penstock.errors import UsageError
 from penstock.recipes.settings import make_settings
+from penstock.spec.plan import Generation
 from penstock.spec.profile import Profile, write_profile
 from penstock.terminal.progress import working
 from penstock.units import format_bytes, format_seconds
@@ -29,6 +30,16 @@ def profile(
     training: Annotated[bool, typer.Option("--training", help="Measure forward and backward.")] = False,
     data: Annotated[str | None, typer.Option(help="Data to measure training on, as for `penstock train`.")] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens per row of text.")] = 128,
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Measure a language model's generation, a token per row.")
+    ] = False,
+    slots: Annotated[int, typer.Option(min=1, help="With --generate: sequences per lane.")] = 4,
+    lanes: Annotated[
+        int, typer.Option(min=2, help="With --generate: lanes, best one more than the plan may have stages.")
+    ] = 5,
+    max_length: Annotated[
+        int, typer.Option(min=2, help="With --generate: the most tokens of a prompt and its answer.")
+    ] = 512,
     threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
     repeats: Annotated[int, typer.Option(min=3, help="Passes at the smallest size, more if they vary.")] = 7,
     runtime: Annotated[
@@ -47,7 +58,7 @@ def profile(
     from penstock.measure.hosts import measure_messages
     from penstock.measure.profiler import measure_loader, profile_graph, script_bytes, worker_bytes
     from penstock.measure.runtime_columns import measure_runtimes
-    from penstock.recipes.profiled import profile_task
+    from penstock.recipes.profiled import profile_generation, profile_task
     from penstock.runtime.registry import parse_runtime
     from penstock.zoo.data.image_names import open_images
     from penstock.zoo.models.models import load_model
@@ -57,6 +68,19 @@ def profile(
     if choices and (training or data is not None):
         raise UsageError("only the eager runtime can train; leave --runtime out, or --training and --data")
     console = opt.make_console()
+    if generate:
+        if training or data is not None or images is not None or choices:
+            raise UsageError(
+                "generation is measured on the eager runtime with tokens of its own; leave --training, --data, "
+                "--images and --runtime out"
+            )
+        caches = Generation(slots=slots, lanes=lanes, max_length=max_length)
+        with working(f"measuring generation of {model} with {slots} sequences per step"):
+            made = profile_generation(
+                model, caches, weights=weights, pretrained=pretrained, threads=threads, repeats=repeats
+            )  # fmt: skip
+        _show(console, made, output, json)
+        return
     if data is not None:
         if images is not None:
             raise UsageError("--images is for inference and --data for training; leave one of them out")

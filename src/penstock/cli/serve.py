@@ -31,8 +31,9 @@ def serve(
     stages: given.Stages = None,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
-    slots: given.Slots = 4,
-    max_length: given.MaxLength = 2048,
+    plan: given.PlanFile = None,
+    slots: given.Slots = None,
+    max_length: given.MaxLength = None,
     weights: opt.WeightsFile = None,
     pretrained: opt.Pretrained = False,
     threads: opt.Threads = 1,
@@ -66,7 +67,8 @@ def serve(
     keys = read_api_keys(api_keys) if api_keys is not None else ()
     with listen_at(host, port) as listener:
         placed = TextSettings(
-            model=model, stages=stages, policy=policy, cuts=cut or None, slots=slots, max_length=max_length,
+            model=model, stages=stages, policy=policy, cuts=cut or None, plan=plan, slots=slots,
+            max_length=given.chat_length(max_length, plan),
             threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, on_loss=on_loss,
             speculate=speculate,
         )  # fmt: skip

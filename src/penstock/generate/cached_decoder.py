@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.deploy.run_options import ModelCall
 from penstock.errors import UsageError
 from penstock.graph.caches import add_cache
 from penstock.graph.capture import fake_parameters
+from penstock.spec.plan import Generation
 from penstock.zoo.optional import optional_import
+from penstock.zoo.weights.weights import PrefixedWeights, Weights
 
 BLOCK = 64  # room grows in blocks: attention over masked room has equal bits for multiples of this size
 WANTED = 8  # the most indices of a call whose logits are wanted
+# the sizes of a prompt's last chunk; the others have the largest
+CHUNKS = (WANTED, 16, 32)
 
 
 class CachedDecoder(nn.Module):
@@ -82,6 +87,18 @@ class CachedDecoder(nn.Module):
             "positions": torch.arange(chunk).expand(rows, chunk).contiguous(),
             "rows": torch.arange(rows), "last": torch.arange(WANTED), "places": torch.arange(self.length),
         }  # fmt: skip
+
+
+def decoder_call(model: Any, caches: Generation, weights: Weights | None = None) -> ModelCall:
+    """Return the call of a model with caches for `caches.lanes` lanes, to be captured; weights are the model's own.
+
+    Raises `UsageError` as `CachedDecoder`.
+    """
+    decoder = CachedDecoder(model, slots=caches.slots * caches.lanes, length=caches.max_length).eval()
+    return ModelCall(
+        model=decoder, kwargs=decoder.example(caches.slots, CHUNKS[-1]), dynamic=DYNAMIC,
+        weights=None if weights is None else PrefixedWeights(weights, "model."),
+    )  # fmt: skip
 
 
 # which inputs' dimensions may have other sizes than the example's

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from penstock.deploy.run_options import CutOptions, ModelCall, RunOptions, SurvivalOptions
 from penstock.errors import RunError, UsageError
-from penstock.generate.cached_decoder import DYNAMIC, CachedDecoder
-from penstock.generate.lanes import CHUNKS, Lanes
+from penstock.generate.cached_decoder import decoder_call
+from penstock.generate.lanes import Lanes
 from penstock.generate.loop import GenerationLoop
 from penstock.generate.request import Request
 from penstock.generate.sampling import LogitBias, Penalties, Processor, Sampler, ends_of, read_config
@@ -18,9 +18,12 @@ from penstock.generate.text import TextDecoder
 from penstock.group.entry import under_torchrun
 from penstock.group.world import World
 from penstock.runtime.registry import parse_runtime
+from penstock.spec.check import read_plan
+from penstock.spec.plan import Generation, Plan
 from penstock.stream.streaming_pipeline import StreamingPipeline
-from penstock.zoo.weights.weights import ModuleWeights, PrefixedWeights, Weights
+from penstock.zoo.weights.weights import ModuleWeights, Weights
 
+SLOTS, MAX_LENGTH = 4, 512
 _NEW_TOKENS = 20  # transformers' default
 
 
@@ -28,7 +31,8 @@ class Generator:
     """A language model of transformers, cut into stages, that generates text for many requests at a time.
 
     Each stage keeps the keys and values of its own layers. `slots` sequences step together, in each of `lanes` (one
-    more than there are stages, so that all of these are busy), and others wait their turn. A request gets the same
+    more than there are stages, so that all of these are busy), and others wait their turn. A `plan`, or its file, has
+    all of these. A request gets the same
     tokens whatever else is served and however the model is cut.
 
     Example:
@@ -48,8 +52,9 @@ class Generator:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, *, stages: int | None = None, slots: int = 4,
-        lanes: int | None = None, max_length: int = 512, policy: str = "balanced", cuts: Sequence[str] | None = None,
+        self, model: Any, tokenizer: Any = None, *, stages: int | None = None, slots: int | None = None,
+        lanes: int | None = None, max_length: int | None = None, policy: str = "balanced",
+        cuts: Sequence[str] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
         threads: int = 1, runtime: str = "eager", weights: Weights | None = None, world: World | None = None,
         on_loss: str = "stop", speculate: bool = True,
     ) -> None:  # fmt: skip
@@ -59,29 +64,32 @@ class Generator:
         self.model: Any = model
         self._weights = weights
         self.tokenizer = tokenizer
-        self.max_length = max_length
-        count = len(cuts) + 1 if cuts is not None else stages or _num_devices(world)
-        num_lanes = lanes or (count + 1 if count > 1 else 1)
-        self._num_slots = slots * num_lanes
+        plan = read_plan(plan) if isinstance(plan, (str, os.PathLike)) else plan
+        if plan is not None:
+            if stages is not None or cuts is not None or policy != "balanced":
+                raise UsageError("a plan determines the cuts; leave stages, cuts and policy out")
+            caches, count = _caches_of(plan, slots, lanes, max_length), len(plan.pipelines[0].stages)
+        else:
+            count = len(cuts) + 1 if cuts is not None else stages or _num_devices(world)
+            lanes = lanes or (count + 1 if count > 1 else 1)
+            caches = Generation(slots=slots or SLOTS, lanes=lanes, max_length=max_length or MAX_LENGTH)
+        self.max_length = caches.max_length
+        self._num_slots = caches.slots * caches.lanes
         call = ModelCall(model=None)
         if model is not None:
             if weights is None and any(parameter.is_meta for parameter in model.parameters()):
                 raise UsageError("the model's parameters have no values; load it with from_pretrained, or give weights")
             self.vocabulary = int(model.config.get_text_config().vocab_size)
-            decoder = CachedDecoder(model, slots=self._num_slots, length=max_length).eval()
-            call = ModelCall(
-                model=decoder, kwargs=decoder.example(slots, CHUNKS[-1]), dynamic=DYNAMIC,
-                weights=None if weights is None else PrefixedWeights(weights, "model."),
-            )  # fmt: skip
+            call = decoder_call(model, caches, weights)
         self.pipeline = StreamingPipeline(
-            call, CutOptions(stages=count, policy=policy, cuts=cuts),
+            call, CutOptions(stages=None if plan else count, policy=policy, cuts=cuts, plan=plan),
             RunOptions(threads=threads, runtime=parse_runtime(runtime), survival=SurvivalOptions(on_loss=on_loss)),
             world, owns_world=world is None,
         )  # fmt: skip
         self._loop: GenerationLoop | None = None
         if self.pipeline.feeds:
             self._loop = GenerationLoop(
-                self.pipeline, Lanes(num_lanes=num_lanes, num_used=min(count, num_lanes), slots=slots),
+                self.pipeline, Lanes(num_lanes=caches.lanes, num_used=min(count, caches.lanes), slots=caches.slots),
                 speculates=speculate and count > 1,
             )  # fmt: skip
 
@@ -257,6 +265,17 @@ class Generator:
                 f"{most} new ones were asked for; make it with max_length={num_prompt + most}, or ask for fewer"
             )
         return most
+
+
+def _caches_of(plan: Plan, slots: int | None, lanes: int | None, max_length: int | None) -> Generation:
+    """Return the caches that a plan was made for; raises `UsageError` for other ones."""
+    caches = plan.generation
+    if caches is None:
+        raise UsageError("this plan is not of a model that generates; profile it with --generate, and plan again")
+    for name, asked in (("slots", slots), ("lanes", lanes), ("max_length", max_length)):
+        if asked not in {None, getattr(caches, name)}:
+            raise UsageError(f"the plan was made for {name}={getattr(caches, name)}; leave {name} out, or plan again")
+    return caches
 
 
 def _num_devices(world: World | None) -> int:

@@ -5,11 +5,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.generate.cached_decoder import BLOCK, WANTED
+from penstock.generate.cached_decoder import BLOCK, CHUNKS
 from penstock.generate.guessing import Guesser
-
-# the sizes of a prompt's last chunk; the others have the largest
-CHUNKS = (WANTED, 16, 32)
 
 
 @dataclass(eq=False, slots=True)

@@ -3,8 +3,8 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.graph.graph import Graph
 from penstock.graph.ops import State, Value, effect
+from penstock.graph.program import states_of
 from penstock.graph.stages import divide
 from penstock.runtime.registry import EAGER, StageRuntime
 
@@ -38,12 +39,14 @@ def measure_work(
     return [statistics.median(times) for times in zip(*passes, strict=True)]
 
 
-def random_input(value: Value, sizes: dict[str, int], generator: torch.Generator | None = None) -> Tensor:
-    """Make a random tensor for an input: normal floats, or ones for integers and booleans."""
+def random_input(
+    value: Value, sizes: dict[str, int], generator: torch.Generator | None = None, *, integer: int = 1
+) -> Tensor:
+    """Make a random tensor for an input: normal floats, or one value for integers and booleans."""
     shape = value.evaluate(sizes)
     if value.dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(value.dtype)
-    return torch.ones(shape, dtype=value.dtype)
+    return torch.full(shape, integer, dtype=value.dtype)
 
 
 # passes are repeated while their totals lie further apart than this part of the median
@@ -63,11 +66,15 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Settings of timing units: batch sizes, threads, and passes at the smallest size; larger ones vary less."""
+    """Settings of timing units: batch sizes, threads, passes at the smallest size, as larger ones vary less, other
+    sizes than rows, and what inputs of integers hold.
+    """
 
     rows: Sequence[int]
     threads: int = 1
     repeats: int = 7
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    integer: int = 1
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -89,18 +96,14 @@ def measure_seconds(
     """
     torch.set_num_threads(timing.threads)
     program = divide(graph, [])[0]
-    runtime = EAGER.load(program, {state.value.name: load(state) for state in program.states})
+    runtime = EAGER.load(program, {state.value.name: load(state) for state in states_of([program])})
     with torch.inference_mode():
-        return [
-            _measure(runtime, graph, positions, count, timing.clock, timing.repeats_for(count)) for count in timing.rows
-        ]
+        return [_measure(runtime, graph, positions, count, timing) for count in timing.rows]
 
 
-def _measure(
-    runtime: StageRuntime, graph: Graph, positions: Sequence[int], rows: int, clock: Callable[[], float], repeats: int
-) -> Seconds:
-    sizes = graph.sizes(rows)
-    inputs = [random_input(value, sizes) for value in graph.tensor_inputs()]
+def _measure(runtime: StageRuntime, graph: Graph, positions: Sequence[int], rows: int, timing: Timing) -> Seconds:
+    sizes, clock, repeats = graph.sizes(rows, **timing.sizes), timing.clock, timing.repeats_for(rows)
+    inputs = [random_input(value, sizes, integer=timing.integer) for value in graph.tensor_inputs()]
     runtime(sizes, inputs)
     passes: list[list[float]] = []
     wholes: list[float] = []
@@ -152,7 +155,9 @@ def held_by_units(graph: Graph, positions: Sequence[int]) -> list[tuple[tuple[st
     return held
 
 
-def working_bytes(graph: Graph, positions: Sequence[int], rows: int) -> list[float]:
+def working_bytes(
+    graph: Graph, positions: Sequence[int], rows: int, further: Mapping[str, int] | None = None
+) -> list[float]:
     """Return the most bytes that values take at any moment between neighbouring positions, for `rows` rows."""
     lives: dict[str, list[int]] = {value.name: [0, 0] for value in graph.tensor_inputs()}
     owner = {name: name for name in lives}
@@ -164,7 +169,7 @@ def working_bytes(graph: Graph, positions: Sequence[int], rows: int) -> list[flo
         owner[op.name] = shared[0] if shared else op.name  # a view keeps its base alive
         if not shared:
             lives[op.name] = [index, index]
-    sizes = graph.sizes(rows)
+    sizes = graph.sizes(rows, **(further or {}))
     change = [0.0] * (len(graph.ops) + 1)
     for name, (first, last) in lives.items():
         num_bytes = float(graph.values[name].num_bytes(sizes)) if name in graph.values else 0.0

@@ -5,7 +5,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import msgspec
@@ -50,12 +50,16 @@ class MessageCosts:
 def profile_graph(
     graph: Graph, load: Callable[[State], Tensor], *, rows: Sequence[int] = ROWS, threads: int = 1, repeats: int = 7,
     training: bool = False, loss: Loss | None = None, messages: MessageCosts | None = None,
-    cuts: Sequence[Cut] | None = None,
+    cuts: Sequence[Cut] | None = None, sizes: Mapping[str, int] | None = None, largest: Mapping[str, int] | None = None,
+    integer: int = 1,
 ) -> Profile:  # fmt: skip
     """Measure every range between possible or given cuts at several batch sizes.
 
     Example:
         profile = profile_graph(graph, load, rows=(1, 4), messages=measure_messages())
+
+    Sizes other than rows are those of `sizes`, or 1; values take the memory that they do at `largest`. Inputs of
+    integers hold `integer`.
 
     Needs the whole model in memory. Seconds are this device's with `threads` threads. With `training` the graph must be
     of a model in training mode, and units get their backward seconds and kept bytes, the last one including `loss`.
@@ -64,9 +68,9 @@ def profile_graph(
     """
     cuts = list(Cuts(graph) if cuts is None else cuts)
     rows = (graph.fixed_batch,) if graph.fixed_batch else tuple(sorted(set(rows)))
-    timing = Timing(rows, threads, repeats)
+    timing = Timing(rows, threads, repeats, sizes or {}, integer)
     boundaries = boundaries_of(graph, cuts)
-    units = _units(graph, load, cuts, timing, training=training)
+    units = _units(graph, load, cuts, timing, largest or sizes or {}, training=training)
     if training:
         found = zip(units, unit_bytes(graph, load, cuts), boundaries[1:], strict=True)
         units = tuple(_with_bytes(unit, needs, rows[-1], after) for unit, needs, after in found)
@@ -82,7 +86,13 @@ def profile_graph(
 
 
 def _units(
-    graph: Graph, load: Callable[[State], Tensor], cuts: list[Cut], timing: Timing, *, training: bool
+    graph: Graph,
+    load: Callable[[State], Tensor],
+    cuts: list[Cut],
+    timing: Timing,
+    largest: Mapping[str, int],
+    *,
+    training: bool,
 ) -> tuple[Unit, ...]:
     positions = [0, *(cut.position for cut in cuts), len(graph.ops)]
     backward: list[Seconds] | None = None
@@ -92,7 +102,7 @@ def _units(
     else:
         forward = measure_seconds(graph, load, positions, timing)
     held = held_by_units(graph, positions)
-    working = [working_bytes(graph, positions, count) for count in (1, 2)]
+    working = [working_bytes(graph, positions, count, largest) for count in (1, 2)]
     return tuple(
         Unit(
             forward_s=tuple(seconds.median_s[index] for seconds in forward),

@@ -49,6 +49,11 @@ def make_plan(profile: Profile, cluster: Cluster, request: Request | None = None
 
 def choose(profile: Profile, cluster: Cluster, request: Request) -> Choice:
     """Choose a plan and keep what else was considered; see `make_plan`."""
+    if profile.generation is not None:
+        # stages keep caches, so all microbatches take the same way
+        if request.schedule != "forward-only":
+            raise PlanError(f"a profile of generation is not for training with {request.schedule}; profile --training")
+        request = replace(request, replicas=False, alternate=False, shared=False)
     candidates: list[Candidate] = []
     columns: Columns = {}
     if request.max_error is not None:  # devices that share a stage compute it alike
@@ -96,7 +101,7 @@ def write_down(candidate: Candidate, profile: Profile, cluster: Cluster, request
         pipelines=computed_on(candidate.pipelines, candidate.problem.columns),
         prediction=candidate.prediction, schedule=request.schedule, depth=request.depth,
         num_microbatches=candidate.problem.setting.num_microbatches,
-        optimizer_state_factor=request.optimizer_state_factor,
+        optimizer_state_factor=request.optimizer_state_factor, generation=profile.generation,
     )  # fmt: skip
     check_plan(plan)
     return plan

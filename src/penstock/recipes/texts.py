@@ -36,8 +36,9 @@ class TextSettings:
     stages: int | None = None
     policy: str = "balanced"
     cuts: Sequence[str] | None = None
-    slots: int = 4
-    max_length: int = 512
+    plan: Path | None = None
+    slots: int | None = None
+    max_length: int | None = None
     threads: int = 1
     runtime: str = "eager"
     weights: Path | None = None
@@ -66,7 +67,7 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
     )
     return Generator(
         zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, policy=settings.policy, cuts=settings.cuts,
-        slots=settings.slots, max_length=settings.max_length, threads=settings.threads, world=world,
+        plan=settings.plan, slots=settings.slots, max_length=settings.max_length, threads=settings.threads, world=world,
         runtime=settings.runtime, on_loss=settings.on_loss, speculate=settings.speculate,
     )  # fmt: skip
 

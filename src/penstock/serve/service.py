@@ -20,6 +20,7 @@ from penstock.serve.classes import ClassService
 from penstock.serve.metrics import Metrics
 from penstock.serve.server import addresses, serve
 from penstock.serve.texts import TextService
+from penstock.spec.check import read_plan
 from penstock.stream.pushed import PushedStream
 from penstock.stream.streaming_pipeline import StreamingPipeline
 from penstock.stream.survival import StreamChange
@@ -158,10 +159,11 @@ def _classes(settings: ServeSettings, metrics: Metrics, world: World | None) -> 
         )
     args, kwargs = example_call(zoo, 1)
     call = ModelCall(model=zoo.module, args=args, kwargs=kwargs, weights=zoo.weights)
+    plan = read_plan(placed.plan) if placed.plan is not None else None
+    stages = None if plan is not None else placed.stages or (len(world.devices) if world else 2)
     with working("putting the stages in place"):
         pipeline = StreamingPipeline(
-            call, CutOptions(stages=placed.stages or (len(world.devices) if world else 2), policy=placed.policy,
-                             cuts=placed.cuts),
+            call, CutOptions(stages=stages, policy=placed.policy, cuts=placed.cuts, plan=plan),
             RunOptions(threads=placed.threads, runtime=parse_runtime(placed.runtime),
                        survival=SurvivalOptions(on_loss=placed.on_loss)),
             world, owns_world=world is None,

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -59,6 +59,14 @@ class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     memory_bytes: float
 
 
+class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The caches of a language model that generates: `lanes` of `slots` sequences of at most `max_length` tokens."""
+
+    slots: Annotated[int, msgspec.Meta(ge=1)]
+    lanes: Annotated[int, msgspec.Meta(ge=1)]
+    max_length: Annotated[int, msgspec.Meta(ge=2)]
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The predicted performance of a plan.
 
@@ -83,7 +91,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `profile` and `cluster` are the fingerprints of its inputs, `graph` that of the model's graph. Microbatches have
     `microbatch_rows` rows, a cut holds `depth` messages on each side; a training step has `num_microbatches`, of which
-    each pipeline takes its share. Data is loaded on the device `loader`, results are written on `writer`.
+    each pipeline takes its share. Data is loaded on the device `loader`, results are written on `writer`. A language
+    model that generates has its caches in `generation`; a row is then a token.
 
     Example:
         plan = read_plan("plan.json")
@@ -103,6 +112,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     depth: int = 2
     num_microbatches: int | None = None
     optimizer_state_factor: float = 0.0
+    generation: Generation | None = None
     version: int = 1
 
     @property

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.errors import ProfileError
 from penstock.spec.fields import decode_json, read_bytes, write_json
-from penstock.spec.plan import Precision, runtime_name
+from penstock.spec.plan import Generation, Precision, runtime_name
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,7 +91,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     - `script_bytes`: additional memory of a process with the model's library and graph: the driver, or one that trains;
     - `calibration_s`: of a round of reference work, for comparing other devices' speeds; 0 if not measured.
 
-    `runtimes` has a column for each other runtime that was measured.
+    `runtimes` has a column for each other runtime that was measured, `generation` the caches of a language model whose
+    steps were measured.
 
     Example:
         profile = read_profile("profile.json")
@@ -121,6 +122,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     update_s_per_byte: float = 0.0
     calibration_s: float = 0.0
     runtimes: tuple[RuntimeColumn, ...] = ()
+    generation: Generation | None = None
     version: int = 1
 
     def __post_init__(self) -> None:

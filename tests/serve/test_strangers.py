@@ -167,7 +167,7 @@ def test_more_than_may_wait(client: httpx.Client) -> None:
 def test_many_connections_that_ask_for_nothing(server: Server, client: httpx.Client) -> None:
     with contextlib.ExitStack() as stack:
         held = []
-        for _ in range(3000):
+        for _ in range(10_000):
             try:
                 held.append(stack.enter_context(connected(server)))
             except OSError:  # of this process's own limit

@@ -7,9 +7,10 @@ import resource
 import signal
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -93,7 +94,7 @@ def serve(
     raise_file_limit()
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, proxy_headers=False, ws="none", lifespan="off",
-        http=_Protocol, h11_max_incomplete_event_size=_MOST_HEADER_BYTES, timeout_graceful_shutdown=int(drain_s),
+        http=type("_Protocol", (_Protocol,), {"waiting": {}}), h11_max_incomplete_event_size=_MOST_HEADER_BYTES, timeout_graceful_shutdown=int(drain_s),
         ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
     _Server(config, begun, failed).run(sockets=[listener])
@@ -124,18 +125,32 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1 with a limit on connections and a deadline for the first request of each."""
+    """HTTP/1.1 with a limit on connections, and a deadline for the first request of each.
 
+    Above the limit, the oldest connection without a request gives way, of the address with the most of them.
+    """
+
+    waiting: ClassVar[dict["_Protocol", str]]  # connections without a request and their addresses, the oldest first
     _due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        peer = transport.get_extra_info("peername")
+        self.waiting[self] = str(peer[0]) if peer else ""
         if len(self.connections) > _most_connections():
-            transport.abort()
-            return
+            most, _ = Counter(self.waiting.values()).most_common(1)[0]
+            oldest = next(each for each, address in self.waiting.items() if address == most)
+            del self.waiting[oldest]
+            oldest.transport.abort()
         self._due = self.loop.call_later(_FIRST_REQUEST_S, self._look)
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None:
+            self.waiting.pop(self, None)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self.waiting.pop(self, None)
         if self._due is not None:
             self._due.cancel()
         super().connection_lost(exc)

@@ -9,22 +9,15 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.labs import lab_text
+from benchmarks.serving.in_lab import ask, served
 from benchmarks.serving.storm import storm
-from penstock.cluster.lab import Lab, lab_session, network, read_lab
-from penstock.group.launcher import module_path
 from tests.generate.tokens import save_model
 
-_CPU = 0.35
-_PORT = 8000
 _TEXT = Path("../shared/data/tinyshakespeare.txt")
 _WORDS = "A pipe that carries water to a turbine is a penstock , and the water that it carries turns the turbine ."
 
@@ -69,37 +62,18 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
 
 def load(model: str, hosts: int, counts: tuple[int, ...], folder: Path) -> list[dict[str, Any]]:
     """Serve from so many hosts, with as many slots in all, and ask with so many clients."""
-    file = folder / f"{hosts}.toml"
-    file.write_text(lab_text("serving", [_CPU] * hosts, memory="4 GiB"))
     rows = []
-    with lab_session(read_lab(file)) as lab:
-        words = ["serve", model, "--open", "--port", str(_PORT), "--stages", str(hosts), "--slots", str(16 // hosts),
-                 "--max-length", "256", "--deadline", "3600", "--on-loss", "stop"]  # fmt: skip
-        command = [sys.executable, "-m", "penstock", *words]
-        with lab.start(command, env={"PENSTOCK_TRUSTED": "1", "PYTHONPATH": module_path()}):
-            within = _within(lab)
-            _wait(within)
-            for clients in counts:
-                rows.append(measured(within, clients) | {"hosts": hosts})
-                print(rows[-1], flush=True)
+    with served(model, hosts, folder, "--slots", 16 // hosts, "--max-length", 256) as within:
+        for clients in counts:
+            rows.append(measured(within, clients) | {"hosts": hosts})
+            print(rows[-1], flush=True)
     return rows
 
 
 def measured(within: list[str], clients: int) -> dict[str, Any]:
     """Ask with so many clients at a time, and return throughput and the moments of tokens."""
     bodies = requests(max(8, min(48, 2 * clients)))
-    command = [
-        *within,
-        sys.executable,
-        "-m",
-        "benchmarks.serving.load",
-        f"http://127.0.0.1:{_PORT}",
-        "--clients",
-        str(clients),
-    ]
-    text = "".join(json.dumps(body) + "\n" for body in bodies)
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
-    said = json.loads(done.stdout)
+    said = ask(within, bodies, clients)
     good = [answer for answer in said["answers"] if answer["status"] == 200]
     first = sorted(answer["came_s"][0] for answer in good)
     gaps = sorted(b - a for answer in good for a, b in pairwise(answer["came_s"]))
@@ -122,20 +96,6 @@ def requests(number: int) -> list[dict[str, Any]]:
          "temperature": 0, "ignore_eos": True}
         for _ in range(number)
     ]  # fmt: skip
-
-
-def _within(lab: Lab) -> list[str]:
-    """Return what begins a command in the first host's network, outside of its share of the processor."""
-    return ["ip", "netns", "exec", network.host_namespace(lab.spec.name, lab.spec.hosts[0].name)]
-
-
-def _wait(within: list[str]) -> None:
-    look = "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=5)"
-    until = time.monotonic() + 600
-    while subprocess.run([*within, sys.executable, "-c", look], capture_output=True, check=False).returncode:
-        if time.monotonic() > until:
-            raise RuntimeError("the server in the lab does not answer")
-        time.sleep(1)
 
 
 def _part(values: list[float], part: float) -> float:

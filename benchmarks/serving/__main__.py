@@ -36,7 +36,7 @@ def main() -> None:
         small.mkdir()
         save_model(small)
         if given.only != "load":
-            found["storm"] = storm(small, 500 if given.quick else 10_000)
+            found["storm"] = storm(small, 500 if given.quick else 10_000, 2 if given.quick else 50)
         if given.only != "storm":
             clients = (1, 16) if given.quick else (1, 4, 16, 64)
             model = given.model or f"hf:{small}"

@@ -44,6 +44,7 @@ class Served:
     metrics: Metrics
     stages: Callable[[], Sequence[dict[str, Any]]]
     changes: Callable[[], Sequence[dict[str, Any]]]
+    joins_at: Callable[[], str | None]
     problem: Callable[[], str | None]  # why no request would be answered, if none would
     created: int
     keys: Sequence[str] = ()
@@ -134,7 +135,7 @@ class _Paths:
         served = self._served
         return JSONResponse(
             {"model": served.name, "problem": served.problem(), "stages": served.stages(),
-             "changes": served.changes(),
+             "changes": served.changes(), "joins_at": served.joins_at(),
              "running": served.service.admission.num_running, "waiting": served.service.admission.num_waiting,
              "slots": served.service.admission.slots, "classifies": isinstance(served.service, ClassService)}
         )  # fmt: skip

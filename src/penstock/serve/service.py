@@ -69,7 +69,8 @@ def serve_model(settings: ServeSettings, host: str, listener: socket.socket, wor
         metrics.watch_stages(opened.states, lambda: len(opened.changes))
         served = Served(
             name=name, service=opened.service, metrics=metrics, keys=settings.keys, most_bytes=settings.most_bytes,
-            problem=opened.problem, stages=opened.stages, changes=opened.told_changes, created=int(time.time()),
+            problem=opened.problem, stages=opened.stages, changes=opened.told_changes, joins_at=lambda: opened.joins_at,
+            created=int(time.time()),
         )  # fmt: skip
         scheme = "https" if settings.certificate else "http"
         address, port = addresses(host, listener)

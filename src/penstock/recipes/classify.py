@@ -1,7 +1,7 @@
 """Classify a set of images with a streamed model, in order, whatever single images do."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,15 @@ from penstock.zoo.models.models import ZooModel
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What came out for one image; `error` says why nothing did."""
+    """The result for one image: a class, or the `error` that prevented it.
+
+    `label_name` is the image's folder; `class_name` is None if nothing names the classes.
+    """
 
     index: int
     image: str
     label: int | None
+    label_name: str | None = None
     prediction: int | None = None
     class_name: str | None = None
     confidence: float | None = None
@@ -29,7 +33,7 @@ class Prediction:
     def row(self) -> dict[str, Any]:
         """Return the prediction as a row of a prediction file, without what is empty."""
         values = {
-            "image": self.image, "label": self.label, "prediction": self.prediction, "class": self.class_name,
+            "image": self.image, "label": self.label_name, "prediction": self.prediction, "class": self.class_name,
             "confidence": None if self.confidence is None else round(self.confidence, 6), "error": self.error,
         }  # fmt: skip
         return {name: value for name, value in values.items() if value is not None}
@@ -44,7 +48,6 @@ def classify(
     """
     if model.transform is None:
         raise UsageError(f"{model.name} does not take images; use an image classification model")
-    classes = model.class_names or images.classes
     feed = _Feed(model, images, microbatch_size, start)
     outputs = pipe.stream(feed)
     for output in outputs:
@@ -55,12 +58,25 @@ def classify(
                 continue
             index, row = item
             confidence, best = scores[row].max(dim=-1)
-            name = classes[int(best)] if int(best) < len(classes) else None
-            yield Prediction(index, images.name(index), images.label(index), int(best), name, float(confidence))
+            names = names_of_classes(model, images, scores.shape[-1])
+            name = names[int(best)] if int(best) < len(names) else None
+            yield replace(
+                _prediction(images, index), prediction=int(best), class_name=name, confidence=float(confidence)
+            )
     for group in feed.groups:  # images after the last readable one
         for item in group:
             if isinstance(item, Prediction):
                 yield item
+
+
+def names_of_classes(model: ZooModel, images: ImageSet, num_classes: int) -> Sequence[str]:
+    """Return the model's class names: its own, else the folders' if there are as many; empty if unknown."""
+    return model.class_names or (images.classes if len(images.classes) == num_classes else ())
+
+
+def _prediction(images: ImageSet, index: int) -> Prediction:
+    label = images.label(index)
+    return Prediction(index, images.name(index), label, None if label is None else images.classes[label])
 
 
 class _Feed:
@@ -79,7 +95,7 @@ class _Feed:
                 rows.append(self._read(index))
                 group.append((index, len(rows) - 1))
             except DataError as error:
-                group.append(Prediction(index, self._images.name(index), self._images.label(index), error=str(error)))
+                group.append(replace(_prediction(self._images, index), error=str(error)))
             if len(rows) == self._size:
                 self.groups.append(group)
                 yield self._batch(rows)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.pipeline import Pipeline
-from penstock.recipes.classify import Prediction, classify, example_call, labels_comparable
+from penstock.recipes.classify import Prediction, classify, example_call, labels_comparable, names_of_classes
 from penstock.recipes.predictions import PredictionFile, PredictionRun, go_on_with
 from penstock.spec.check import read_plan
 from penstock.spec.cluster import read_cluster
@@ -23,7 +23,7 @@ from penstock.terminal.notes import note, say
 from penstock.terminal.progress import how_far, telling, working
 from penstock.zoo.data.image_names import open_images
 from penstock.zoo.data.image_set import ImageSet
-from penstock.zoo.models.models import ZooModel, load_model
+from penstock.zoo.models.models import ZooModel, count_classes, load_model
 from penstock.zoo.weights.weights import fingerprint_of
 
 
@@ -73,6 +73,8 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         chosen = found.take(asked.num_images) if asked.num_images else found
         if zoo.transform is None or zoo.task != "image":
             raise UsageError(f"{asked.model} does not classify images; give an image classification model")
+        if zoo.is_random:
+            note(f"{asked.model} has random weights (seed {asked.seed}); give --pretrained or --weights")
         plan = read_plan(asked.plan) if asked.plan else None
         microbatch_size = asked.microbatch_size if plan is None else plan.microbatch_rows
         about = PredictionRun(
@@ -96,6 +98,8 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
                 note(f"another device joins with: penstock worker --join {place}")
             tally = _run(pipe, zoo, chosen, file, microbatch_size, live=asked.live)
     summary = tally.summary(pipe)
+    if not zoo.is_random and not names_of_classes(zoo, chosen, count_classes(zoo.module)):
+        note("classes are numbers, as the model names none; put their id2label into a config.json next to the weights")
     say(_sentence(summary, file.path))
     if not tally.failed:
         return summary, None
@@ -166,7 +170,7 @@ class _Tally:
             self.failed.append(prediction)
             return
         if self._classes is None:
-            self._classes = labels_comparable(self._zoo, self._images, _num_classes(self._zoo)) or {}
+            self._classes = labels_comparable(self._zoo, self._images, count_classes(self._zoo.module)) or {}
         if prediction.label in self._classes:
             self._labelled += 1
             self._right += self._classes[prediction.label] == prediction.prediction
@@ -188,11 +192,6 @@ class _Tally:
             "cuts": [cut.name for cut in pipe.cuts],
             "changes": [asdict(change) for change in pipe.changes],
         }  # fmt: skip
-
-
-def _num_classes(zoo: ZooModel) -> int:
-    config = getattr(zoo.module, "config", None)
-    return int(getattr(zoo.module, "num_classes", getattr(config, "num_labels", 0)) or 0)
 
 
 def _sentence(summary: dict[str, Any], path: Path) -> str:

@@ -15,6 +15,7 @@ from penstock.text import nearest, one_line
 from penstock.zoo.models.hub import fetch_from_hub
 from penstock.zoo.models.meta import build_on_meta
 from penstock.zoo.optional import optional_import
+from penstock.zoo.weights.classes import names_of_labels
 
 _ADVICE = "give a local directory with config.json, or a model type such as hf:gpt2"
 # heads of model types without one in their configuration: the first that exists
@@ -134,11 +135,7 @@ def hf_class_names(config: Any, module: nn.Module) -> tuple[str, ...] | None:
     ('cat', 'dog')
     """
     labels: dict[int, str] = getattr(config, "id2label", None) or {}
-    if "Classification" not in type(module).__name__ or not labels:
-        return None
-    if all(label == f"LABEL_{index}" for index, label in labels.items()):
-        return None
-    return tuple(labels[index] for index in sorted(labels))
+    return names_of_labels(labels) if "Classification" in type(module).__name__ else None
 
 
 def _model_class(name: str, config: Any, wanted: Head | None) -> Any:

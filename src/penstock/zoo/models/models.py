@@ -15,7 +15,7 @@ from penstock.zoo.models import meta
 from penstock.zoo.models import timm_models as timm
 from penstock.zoo.models.functions import call_function, find_function
 from penstock.zoo.models.gguf_models import load_gguf
-from penstock.zoo.weights.classes import read_classes
+from penstock.zoo.weights.classes import names_beside, read_classes
 from penstock.zoo.weights.fit import check_weights
 from penstock.zoo.weights.hf_weights import hf_weights
 from penstock.zoo.weights.shapes import KEY, narrow, read_sizes
@@ -30,7 +30,7 @@ class ZooModel:
     """A model ready for capture.
 
     The module is in eval mode. Its parameters are on the meta device unless it was loaded whole; its
-    buffers are real. `weights` has every parameter and buffer under each of its names.
+    buffers are real. `weights` has every parameter and buffer under each of its names; `is_random` if it was not given.
     """
 
     name: str
@@ -41,6 +41,7 @@ class ZooModel:
     transform: Transform | None = None
     class_names: tuple[str, ...] | None = None
     task: hf.Task = "other"
+    is_random: bool = False
 
 
 def load_model(
@@ -57,7 +58,8 @@ def load_model(
 
     Weights are read from `weights`, else from the published checkpoint if `pretrained`, else from the model's own
     directory or function, else they are random and depend only on `seed`. `head` overrides the head in an `hf:` model's
-    configuration. Weights with class names in their metadata determine the model's number of classes, and their names.
+    configuration. Weights with class names in their metadata determine the model's number of classes, and their names;
+    a config.json next to them may name as many classes as the model has.
 
     >>> model = load_model("timm:vit_tiny_patch16_224,depth=2,num_classes=10")
     >>> model.example_args[0].shape, model.weights.shape("head.weight")
@@ -84,6 +86,9 @@ def load_model(
         model = _load_hf(counted, weights, pretrained, seed, head)
     else:
         model = (_load_timm if source == "timm" else _load_function)(counted, weights, pretrained, seed)
+    if classes is None and weights is not None:
+        beside = names_beside(weights)
+        classes = beside if beside and len(beside) == count_classes(model.module) else None
     if classes is not None:
         model = replace(model, name=name, class_names=classes)
     if whole:
@@ -101,7 +106,7 @@ def _load_timm(name: str, weights: Path | None, pretrained: bool, seed: int) -> 
     return ZooModel(
         name=name, module=module, example_args=(example,), example_kwargs={},
         weights=_complete(module, found, seed), transform=timm_transform(module),
-        class_names=timm.timm_class_names(module), task="image",
+        class_names=timm.timm_class_names(module), task="image", is_random=found is None,
     )  # fmt: skip
 
 
@@ -121,7 +126,7 @@ def _load_hf(name: str, weights: Path | None, pretrained: bool, seed: int, head:
     return ZooModel(
         name=name, module=module, example_args=(), example_kwargs=dict(example),
         weights=_complete(module, found, seed), class_names=hf.hf_class_names(config, module), task=task,
-        transform=hf_transform(config, directory) if "pixel_values" in example else None,
+        transform=hf_transform(config, directory) if "pixel_values" in example else None, is_random=found is None,
     )  # fmt: skip
 
 
@@ -200,6 +205,11 @@ def with_classes(name: str, num_classes: int) -> str:
     """
     option = _CLASSES.get(name.partition(":")[0])
     return name if option is None or classes_in(name) is not None else f"{name},{option}={num_classes}"
+
+
+def count_classes(module: nn.Module) -> int:
+    """Return the number of classes of a timm or transformers model, or 0 if it does not have one."""
+    return int(getattr(module, "num_classes", getattr(getattr(module, "config", None), "num_labels", 0)) or 0)
 
 
 def classes_in(name: str) -> int | None:

@@ -164,6 +164,10 @@ def test_resume_goes_on_behind_complete_rows(penstock: Run, photos: Path, tmp_pa
     status, _, _ = penstock(*arguments, "--resume")
     assert status == 0
     assert output.read_text() == whole
+    status, out, _ = penstock(*arguments, "--resume", "--json", tmp_path / "summary.json")
+    assert (status, out) == (0, f"finished before: the predictions of all 7 images are in {output}\n")
+    assert json.loads((tmp_path / "summary.json").read_text())["num_resumed"] == 7
+    assert output.read_text() == whole
     other = tmp_path / "elsewhere"
     other.mkdir()
     (photos / "cats" / "1.png").rename(other / "zebra.png")

@@ -23,6 +23,9 @@ def test_a_run_on_the_command_line(penstock: Run, tmp_path: Path) -> None:
     assert (status, err) == (0, "")
     assert "1 processes; model, checkpoints and metrics are in" in out
     assert json.loads((tmp_path / "out.json").read_text())["epochs"][0]["unit"] == "images"
+    status, out, err = penstock("train", VIT, *arguments[:-4], "--resume")
+    assert (status, err, out.count("\n")) == (0, "", 1)
+    assert f"{tmp_path / 'run'} is finished" in out
     status, out, _ = penstock("report", tmp_path / "trace", "--no-pictures")
     assert status == 0
     assert "synchronization" in out

@@ -167,18 +167,24 @@ def _show_one(result: "FitResult", json: Path | None) -> None:
 
     if under_torchrun() and int(os.environ["RANK"]) != FEEDER:
         return
+    console = opt.make_console()
+    opt.write_json(json, {"processes": result.num_processes, "epochs": result.epochs})
+    if result.last is None:
+        console.print(
+            f"the run in {result.settings.folder} is finished: model, checkpoints and metrics are there; train on with "
+            "more --epochs or --steps", markup=False, soft_wrap=True,
+        )  # fmt: skip
+        return
     table = Table("epoch", "steps", "training loss", "validation loss", "accuracy", "training", "throughput")
     for epoch in result.epochs:
         table.add_row(
             str(epoch.epoch), str(epoch.step), _number(epoch.train_loss), _number(epoch.validation_loss),
             _percent(epoch.accuracy), format_seconds(epoch.train_s), f"{epoch.units_per_s:.1f} {epoch.unit}/s",
         )  # fmt: skip
-    console = opt.make_console()
     console.print(table)
     if result.new_tensors:
         console.print(f"not in the given weights, newly initialized: {', '.join(result.new_tensors)}", markup=False)
     console.print(f"{result.num_processes} processes; model, checkpoints and metrics are in {result.settings.folder}")
-    opt.write_json(json, {"processes": result.num_processes, "epochs": result.epochs})
 
 
 def _number(value: float | None) -> str:

@@ -84,6 +84,9 @@ def predict_images(asked: PredictSettings, world: World | None = None) -> tuple[
         with PredictionFile(asked.output, resume=asked.resume) as file:
             _check_done(file, chosen)
             go_on_with(file, about)
+            if len(file.done) == len(chosen):
+                say(f"finished before: the predictions of all {len(chosen)} images are in {file.path}")
+                return _summary(num_resumed=len(chosen)), None
             args, kwargs = example_call(zoo, microbatch_size)
             with working("putting the stages in place"):
                 pipe = Pipeline(
@@ -184,14 +187,22 @@ class _Tally:
         """Return the counts and the stream's times."""
         report = pipe.last_report
         shown = ("stage", "device", "compute_s", "wait_s", "send_s", "memory_bytes")
-        return {
-            "num_images": self.num_rows, "num_resumed": self._start, "num_failed": len(self.failed),
-            "accuracy": self._right / self._labelled if self._labelled else None,
-            "images_per_second": report.rows_per_s, "fill_s": report.fill_s,
-            "stages": [{name: getattr(stage, name) for name in shown} for stage in report.stages],
-            "cuts": [cut.name for cut in pipe.cuts],
-            "changes": [asdict(change) for change in pipe.changes],
-        }  # fmt: skip
+        return _summary(
+            num_images=self.num_rows, num_resumed=self._start, num_failed=len(self.failed),
+            accuracy=self._right / self._labelled if self._labelled else None,
+            images_per_second=report.rows_per_s, fill_s=report.fill_s,
+            stages=[{name: getattr(stage, name) for name in shown} for stage in report.stages],
+            cuts=[cut.name for cut in pipe.cuts], changes=[asdict(change) for change in pipe.changes],
+        )  # fmt: skip
+
+
+def _summary(**found: Any) -> dict[str, Any]:
+    """Return the counts and times of a run; those that are not given are those of a run without images."""
+    nothing: dict[str, Any] = {
+        "num_images": 0, "num_resumed": 0, "num_failed": 0, "accuracy": None, "images_per_second": 0.0, "fill_s": 0.0,
+        "stages": [], "cuts": [], "changes": [],
+    }  # fmt: skip
+    return nothing | found
 
 
 def _sentence(summary: dict[str, Any], path: Path) -> str:

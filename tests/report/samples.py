@@ -100,11 +100,12 @@ def streamed(
 
 def trained(
     schedule: Schedule, *, num_steps: int = 6, stage_s: Sequence[float] | None = None, load_s: float = 0.0,
-    sum_s: float = 0.0, update_s: float = 0.0, wire_s: float = 0.0, slower: float = 1.0,
+    sum_s: float = 0.0, update_s: float | Sequence[float] = 0.0, wire_s: float = 0.0, slower: float = 1.0,
 ) -> Run:  # fmt: skip
     """A training of so many steps that the simulator plays: forwards take a stage's seconds, backwards twice those."""
     count = len(schedule)
     seconds = list(stage_s or [ALONE_S] * count)
+    updates = [update_s] * count if isinstance(update_s, float) else update_s
     kinds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
     def duration(action: Action, _device: int) -> float:
@@ -117,7 +118,7 @@ def trained(
     for device, spans in enumerate(played.spans):
         recorded: list[Span] = []
         for number in range(num_steps):
-            at_s = number * (step_s + update_s)
+            at_s = number * (step_s + max(updates))
             recorded.append(Span("load", "", -1, number, at_s, at_s + load_s, step=number))
             free_s = at_s + load_s
             for span in spans[1:]:
@@ -137,7 +138,7 @@ def trained(
             done_s = at_s + step_s
             recorded.append(Span("synchronize", "finish", -1, number, free_s, done_s, step=number))
             recorded.append(Span("step", "", -1, number, at_s + load_s, done_s, step=number))
-            recorded.append(Span("update", "", -1, number, done_s, done_s + update_s, step=number))
+            recorded.append(Span("update", "", -1, number, done_s, done_s + updates[device], step=number))
         rows = tuple(Counter("rows", number * step_s, 8.0) for number in range(num_steps))
         processes.append(
             ProcessTrace(rank=device, device=f"board{device}", spans=tuple(recorded), counters=rows,

@@ -20,6 +20,7 @@ from penstock.units import format_bytes, format_seconds
 
 TITLES = {
     "imbalance": "imbalance",
+    "update": "optimizer's update",
     "bubble": "fill and drain",
     "slower": "slower compute than alone",
     "communication_cpu": "CPU spent on communication",

@@ -40,8 +40,8 @@ class Usual:
         return self.seconds[rank, done.stage, done.kind]
 
     def load(self, part: Part) -> float:
-        """Return the seconds of a device's part of a step alone, including the optimizer's update."""
-        return part.update_s + sum(self.of(part.rank, done) for done in part.done)
+        """Return the seconds of a device's part of a step alone, without the optimizer's update."""
+        return sum(self.of(part.rank, done) for done in part.done)
 
 
 def usual_seconds(training: MeasuredTraining, threads: int) -> Usual:
@@ -71,16 +71,14 @@ def make_training_account(run: Run, training: MeasuredTraining) -> Account:
     usual = usual_seconds(training, run.facts.threads)
     speeds = device_speeds({rank: each.machine for rank, each in training.processes.items()}, run.facts.hosts)
     mean_speed = statistics.fmean(speeds.values())
+    parts = [step.parts for step in training.steps]
+    work = sum(usual.load(part) * speeds[rank] for step in parts for rank, part in step.items())
     # one device would update each weight once, not once for each replica
-    first = set(training.replicas[0])
-    work = sum(
-        (usual.load(part) if rank in first else usual.load(part) - part.update_s) * speeds[rank]
-        for step in training.steps
-        for rank, part in step.parts.items()
-    )
-    baseline_s, num_times = work / mean_speed, sum(speeds.values()) / mean_speed
+    updates = sum(step[rank].update_s * speeds[rank] for step in parts for rank in set(training.replicas[0]))
+    baseline_s, num_times = (work + updates) / mean_speed, sum(speeds.values()) / mean_speed
     seconds = [baseline_s / num_times]
-    seconds.append(sum(max(usual.load(part) for part in step.parts.values()) for step in training.steps))
+    seconds.append(sum(max(map(usual.load, step.values())) for step in parts) + updates / sum(speeds.values()))
+    seconds.append(sum(max(usual.load(part) + part.update_s for part in step.values()) for step in parts))
     counted: set[str] = set()
     for key in _ORDER:
         counted.add(_COUNTED[key])
@@ -90,7 +88,7 @@ def make_training_account(run: Run, training: MeasuredTraining) -> Account:
     why = _reasons(run, training, usual, speedups)
     lines = tuple(
         Line(key, before - after, why[key])
-        for key, (before, after) in zip(("imbalance", *_ORDER, "remainder"), pairwise(speedups), strict=True)
+        for key, (before, after) in zip(("imbalance", "update", *_ORDER, "remainder"), pairwise(speedups), strict=True)
     )
     return Account(num_times, speedups[-1], baseline_s / len(training.steps), lines)
 
@@ -152,9 +150,10 @@ def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[
     ranks = list(training.processes)
     loads = {rank: sum(usual.load(step.parts[rank]) for step in steps) / num for rank in ranks}
     actual = {rank: mean(rank, "computed_s") for rank in ranks}
-    alone = {rank: loads[rank] - mean(rank, "update_s") for rank in ranks}
+    updates = {rank: mean(rank, "update_s") for rank in ranks}
     busiest = max(ranks, key=lambda rank: loads[rank])
-    slowest = max(ranks, key=lambda rank: actual[rank] - alone[rank])
+    updater = max(ranks, key=lambda rank: updates[rank])
+    slowest = max(ranks, key=lambda rank: actual[rank] - loads[rank])
     messages = {r: sum(d.message_s for step in steps for d in step.parts[r].done) / num for r in ranks}
     crossing = {r: sum(d.num_bytes for step in steps for d in step.parts[r].done) / num for r in ranks}
     talker = max(ranks, key=lambda rank: crossing[rank])
@@ -165,12 +164,14 @@ def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[
     last_s = sum(min(part.synchronize_s for part in step.parts.values()) for step in steps) / num
     microbatches = len({d.microbatch for d in steps[0].parts[training.replicas[0][0]].done})
     return {
-        "imbalance": f"{devices[busiest]} takes {format_seconds(loads[busiest])} per step, "
-        f"{format_seconds(mean(busiest, 'update_s'))} of that for the optimizer's update, the mean device "
-        f"{format_seconds(sum(loads.values()) / len(loads))} for both",
+        "imbalance": f"{devices[busiest]} computes {format_seconds(loads[busiest])} per step alone, the mean device "
+        f"{format_seconds(statistics.fmean(loads.values()))}",
+        "update": f"{devices[updater]} updates its weights in {format_seconds(updates[updater])} per step, the mean "
+        f"device in {format_seconds(statistics.fmean(updates.values()))}"
+        + (", and each replica updates all of them" if len(training.replicas) > 1 else ""),
         "bubble": f"{microbatches} microbatches per step go forth and back through {len(training.replicas[0])} stages",
-        "slower": f"{devices[slowest]} computes {format_seconds(actual[slowest])} per step without "
-        f"the update, alone {format_seconds(alone[slowest])}",
+        "slower": f"{devices[slowest]} computes {format_seconds(actual[slowest])} per step, "
+        f"alone {format_seconds(loads[slowest])}",
         "communication_cpu": f"{devices[talker]} handles {format_bytes(crossing[talker])} per step in "
         f"{format_seconds(messages[talker])}",
         "overhead": f"{devices[resting]} spends {format_seconds(mean(resting, 'rest_s'))} per step beside its actions",

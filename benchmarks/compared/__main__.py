@@ -24,7 +24,7 @@ EQUAL_SIZE = "4 stages, equal-size"
 _BEGIN, _END = "<!-- written by benchmarks.compared -->", "<!-- until here -->"
 _MEASURED = """{begin}
 `{command}`, on a virtual machine with {cores} cores ({processor}), Linux {system}, Python {python},
-torch {torch}; {passes} streams of {num_images} images for each row.
+torch {torch}; means of {passes} streams of {num_images} images for each row.
 
 | stages | published | ours | ours, steady | bit-equal | compute / wait / send of the stages, s |
 | --- | --- | --- | --- | --- | --- |

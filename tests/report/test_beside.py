@@ -1,7 +1,14 @@
 """Runs beside each other: seconds of operators without those that they call."""
 
-from penstock.report.beside import own_seconds
+import pytest
+from msgspec.structs import replace
+
+from penstock.report.beside import Named, differences, operators_of, own_seconds
+from penstock.report.page.figures import loads
+from penstock.report.page.tables import stage_table
+from penstock.report.stream.measured import measure_stream
 from penstock.tracing.trace import Span
+from tests.report.samples import streamed
 
 
 def span(name: str, begin_s: float, end_s: float) -> Span:
@@ -18,3 +25,23 @@ def test_seconds_without_those_of_what_is_called() -> None:
         ("addmm", 2.0), ("addmm", 6.0), ("copy", 1.0), ("linear", 0.0), ("linear", 2.0), ("transpose", 1.0),
     ]  # fmt: skip
     assert sum(seconds for _, seconds in found) == 12.0
+
+
+def test_tables_and_figures_have_one_statistic() -> None:
+    """Every fourth microbatch takes longer, so means are not medians; the profiler slowed the first one down."""
+
+    def step_of(_stage: int, microbatch: int) -> tuple[float, float]:
+        seconds = 1.0 if microbatch == 0 else 0.02 if microbatch % 4 == 0 else 0.01
+        return seconds, seconds
+
+    run = streamed(num=9, compute_s=(0.01, 0.01), step_of=step_of)
+    first, *others = run.processes
+    seen = [replace(p, spans=(*p.spans, Span("profile", "mm", p.rank - 1, 0, 0.0, 1.0))) for p in others]
+    run = replace(run, processes=(first, *seen))
+    each = Named("one", run, measure_stream(run))
+    mean_s = (6 * 0.01 + 2 * 0.02) / 8
+    assert each.of_all_stages("compute_s") == pytest.approx(2 * mean_s)
+    assert ("computing, of a microbatch", "25 ms") in differences([each]).rows
+    shown = loads(run, each.plain, stage_table(run, each.plain, {}))
+    assert sum(bar["y"][0] for bar in shown.data[:2]) == pytest.approx(1e3 * mean_s)
+    assert operators_of(run, each.plain)["mm"].seconds == pytest.approx(2.0)

@@ -1,7 +1,6 @@
 """The page that compares several runs: differences, timelines, and operators of each run."""
 
 import os
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table, markdown, predicted_loads, stage_table
 from penstock.report.run_report import profiled_lines
 from penstock.report.stream.account import shape_of
-from penstock.report.stream.measured import MeasuredStage, MeasuredStream, measure_stream
+from penstock.report.stream.measured import MeasuredStream, measure_stream
 from penstock.tracing.trace import Run, Span, read_run
 from penstock.units import format_bytes, format_seconds
 
@@ -30,13 +29,23 @@ class Named:
     stream: MeasuredStream
 
     @property
+    def plain(self) -> MeasuredStream:
+        """The stream without the steps that the profiler slowed down, unless it saw all of them."""
+        profiled = {(span.stage, span.microbatch) for span in self.run.spans if span.kind == "profile"}
+        stages = []
+        for stage in self.stream.stages:
+            steps = tuple(step for step in stage.steps if (stage.index, step.microbatch) not in profiled)
+            stages.append(replace(stage, steps=steps or stage.steps))
+        return replace(self.stream, stages=tuple(stages))
+
+    @property
     def rows_per_s(self) -> float:
         """Rows over the whole stream."""
         return self.run.facts.num_rows / self.run.facts.total_s
 
     def of_all_stages(self, field: str) -> float:
-        """Return the median seconds, or bytes, of a microbatch, of all stages together: a profiler slows a few down."""
-        return sum(stage.share * _median(stage, field) for stage in self.stream.stages)
+        """Return the mean seconds, or bytes, of a microbatch, of all stages together."""
+        return sum(stage.share * stage.mean(field) for stage in self.plain.stages)
 
     def peaks(self) -> list[float]:
         """Return the most memory that each process was seen to have."""
@@ -108,8 +117,8 @@ def _read(folders: Sequence[Path]) -> list[Named]:
 
 
 def _figures(each: Named) -> list[Figure]:
-    stages = stage_table(each.run, each.stream, predicted_loads(each.run))
-    return [timeline(each.run, each.stream), loads(each.run, each.stream, stages)]
+    stages = stage_table(each.run, each.plain, predicted_loads(each.run))
+    return [timeline(each.run, each.stream), loads(each.run, each.plain, stages)]
 
 
 def _lead(named: Sequence[Named]) -> list[str]:
@@ -135,8 +144,9 @@ def _shape(each: Named) -> str:
 def _how(named: Sequence[Named]) -> Text:
     missing = [each.name for each in named if not any(span.kind == "profile" for span in each.run.spans)]
     lines = [
-        "Seconds of operators are without those of the operators that they call, for a microbatch in all stages. "
-        "Their memory is with it. Other figures are medians over microbatches."
+        "Seconds, bytes and calls are means of a microbatch; those of stages leave out the microbatches that were "
+        "profiled. Seconds of operators are without those of the operators that they call, in all stages; their memory "
+        "is with it."
     ]
     lines += [f"{each.name}: {line}" for each in named for line in profiled_lines(each.run)]
     if missing:
@@ -159,7 +169,7 @@ def differences(named: Sequence[Named]) -> Table:
     }  # fmt: skip
     for what, field in of_each.items():
         rows.append((f"{what}, of a microbatch", *(format_seconds(each.of_all_stages(field)) for each in named)))
-    longest = ([_median(stage, "compute_s") for stage in each.stream.stages] for each in named)
+    longest = ([stage.mean("compute_s") for stage in each.plain.stages] for each in named)
     rows.append(("computing in the longest stage", *(format_seconds(max(seconds)) for seconds in longest)))
     sent = (format_bytes(each.of_all_stages("num_bytes_out")) for each in named)
     rows.append(("sent by stages, of a microbatch", *sent))
@@ -171,7 +181,7 @@ def differences(named: Sequence[Named]) -> Table:
 
 def operators(named: Sequence[Named]) -> Table:
     """Return the costs of each operator in each run, including sends and waits, the longest first."""
-    found = [operators_of(each.run, each.stream) for each in named]
+    found = [operators_of(each.run, each.plain) for each in named]
     names = sorted({name for each in found for name in each}, key=lambda n: -max(e[n].seconds for e in found if n in e))
     rows: list[tuple[Cell, ...]] = []
     for name in names[:_SHOWN]:
@@ -203,17 +213,13 @@ def operators_of(run: Run, stream: MeasuredStream) -> Mapping[str, Operator]:
     for stage in stream.stages:
         messages = {
             "(wait for a message or a buffer)": ("wait_s", 0.0),
-            "(read a message)": ("read_s", _median(stage, "num_bytes_in")),
-            "(send a message)": ("give_s", _median(stage, "num_bytes_out")),
+            "(read a message)": ("read_s", stage.mean("num_bytes_in")),
+            "(send a message)": ("give_s", stage.mean("num_bytes_out")),
         }  # fmt: skip
         for name, (field, num_bytes) in messages.items():
             was = found.get(name, Operator())
-            found[name] = Operator(was.calls + 1, was.seconds + _median(stage, field), was.num_bytes + num_bytes)
+            found[name] = Operator(was.calls + 1, was.seconds + stage.mean(field), was.num_bytes + num_bytes)
     return found
-
-
-def _median(stage: MeasuredStage, field: str) -> float:
-    return float(statistics.median(getattr(step, field) for step in stage.steps))
 
 
 def own_seconds(spans: Iterable[Span]) -> list[tuple[Span, float]]:

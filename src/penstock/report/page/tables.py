@@ -68,8 +68,8 @@ def stage_table(run: Run, stream: MeasuredStream, predicted: dict[str, float]) -
     """Return the table of stages: cuts, seconds, alone and predicted, and the busy time of the device."""
     rows: list[tuple[Cell, ...]] = []
     for stage in stream.stages:
-        busy_s = sum(step.compute_s + step.message_s for step in stage.steps)
         compute_s = stage.mean("compute_s")
+        busy_s = (compute_s + stage.mean("message_s")) * stage.share * stream.num_microbatches
         known = predicted.get(_host(run, stage.rank))
         bounds = bounds_of(run, stage.index)
         place = "in rotation" if bounds is None else f"{bounds[0]} to {bounds[1]}"

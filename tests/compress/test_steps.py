@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+from PIL import Image
 
 from penstock.compress import steps
 from penstock.compress.search import CompressSettings
 from penstock.compress.steps import compress
 from penstock.errors import DataError, UsageError
+from penstock.zoo.data.image_names import open_images
 from penstock.zoo.models.models import load_model
 
 MODEL = "timm:vit_tiny_patch16_224,img_size=8,patch_size=2,depth=2,embed_dim=48,num_heads=3"
@@ -55,6 +58,28 @@ def test_what_is_measured_is_not_learned(tmp_path: Path, monkeypatch: pytest.Mon
     assert asked[0].num_rows == 200
 
 
+def pictures(folder: Path, numbers: range) -> str:
+    """Pictures of two classes, each with its number as its content."""
+    for number in numbers:
+        file = folder / "ab"[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(file)
+    return str(folder)
+
+
+def test_test_images_among_the_learned_ones_are_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, test = pictures(tmp_path / "data", range(20)), pictures(tmp_path / "test", range(14, 26))
+    asked = settings(tmp_path / "run", data=data, test=test, num_rows=None)
+    searching = steps._Search(asked, tmp_path, [])
+    names = [open_images(test).name(row) for row in searching._rows]
+    assert names == ["a/20.png", "a/22.png", "a/24.png", "b/21.png", "b/23.png", "b/25.png"]
+    assert capsys.readouterr().err.startswith("note: 6 of 12 images of --test are also in --data")
+    with pytest.raises(DataError, match="all 20 images of --test"):
+        steps._Search(replace(asked, test=data), tmp_path, [])
+
+
 def test_images_that_do_not_do(tmp_path: Path, photos_without_labels: str) -> None:
     with pytest.raises(DataError, match="images without a label"):
         compress(settings(tmp_path, data=photos_without_labels))
@@ -66,8 +91,6 @@ def test_images_that_do_not_do(tmp_path: Path, photos_without_labels: str) -> No
 
 @pytest.fixture
 def photos_without_labels(tmp_path: Path) -> str:
-    from PIL import Image
-
     folder = tmp_path / "photos"
     folder.mkdir()
     Image.new("RGB", (8, 8)).save(folder / "one.png")

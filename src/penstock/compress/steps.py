@@ -5,7 +5,7 @@ ratio 0.15   prune ──▶ train on, taught by the whole model ──▶ the s
 ratio 0.30   ...       until no runtime holds the floor any more
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +34,9 @@ from penstock.recipes.metrics import best_model, newest_checkpoint
 from penstock.recipes.settings import FitSettings
 from penstock.recipes.tasks import held_out, spread
 from penstock.terminal.notes import note
+from penstock.terminal.progress import working
 from penstock.zoo.data.image_names import open_images
+from penstock.zoo.data.image_set import ImageSet
 from penstock.zoo.models.models import ZooModel, classes_in, load_model, with_classes
 from penstock.zoo.weights.classes import read_classes, write_classes
 from penstock.zoo.weights.weight_files import FileWeights, save_weights
@@ -68,6 +70,21 @@ def compress(settings: CompressSettings, tell: Callable[[Found], None] = lambda 
     return Outcome(settings=settings, found=tuple(search.found), best=best, met=met, model=search.name_for(best))
 
 
+def _not_learned(tested: ImageSet, rows: Sequence[int], images: ImageSet, learned: Sequence[int]) -> list[int]:
+    """Return the test images that are not, byte by byte, among those to learn; raises `DataError` if all are."""
+    with working("looking for test images in the training data"):
+        known = {images.digest(row) for row in learned}
+        kept = [row for row in rows if tested.digest(row) not in known]
+    if not kept:
+        raise DataError(
+            f"all {len(rows)} images of --test are also in --data, so accuracy would be that of learned images; leave "
+            f"--test out, which keeps every {HOLD_OUT}th image of --data"
+        )
+    if len(kept) < len(rows):
+        note(f"{len(rows) - len(kept)} of {len(rows)} images of --test are also in --data; only the others are measured")
+    return kept
+
+
 class _Search:
     """The steps of a search, with their results."""
 
@@ -90,6 +107,8 @@ class _Search:
                 "or others with --test"
             )
         chosen = [rows[place] for place in spread(len(rows), settings.num_test_rows)]
+        if settings.test:
+            chosen = _not_learned(tested, chosen, images, learned)
         self._rows, self._learned = chosen, learned
         self._classes = classes_of(self._zoo, images)
         counted = classes_in(self._name) in (None, len(self._classes))

@@ -1,6 +1,7 @@
 """Images with names and labels, each decoded on access."""
 
 import gzip
+import hashlib
 import os
 import threading
 import warnings
@@ -56,18 +57,26 @@ class ImageSet:
 
         Raises `DataError` naming the image if it is damaged, too large or missing; the others stay readable.
         """
-        name = self.names[self._check(index)]
-        try:
-            loaded = self.load(index)
-        except (OSError, EOFError, zlib.error, DataError) as problem:
-            raise DataError(f"the image {name} cannot be read ({one_line(problem)})") from problem
-        return decode(loaded, name) if isinstance(loaded, bytes) else loaded
+        loaded = self._load(index)
+        return decode(loaded, self.names[index]) if isinstance(loaded, bytes) else loaded
+
+    def digest(self, index: int) -> bytes:
+        """Return a digest of one image as it is stored; raises `DataError` if it cannot be read."""
+        loaded = self._load(index)
+        return hashlib.sha256(loaded if isinstance(loaded, bytes) else loaded.tobytes()).digest()
 
     def take(self, num_images: int) -> "ImageSet":
         """Return the first images; raises `DataError` if there are fewer than requested."""
         if not 0 < num_images <= len(self):
             raise DataError(f"the set has {len(self)} images; got {num_images}; request 1 to {len(self)}")
         return replace(self, names=self.names[:num_images], labels=self.labels[:num_images])
+
+    def _load(self, index: int) -> "Image | bytes":
+        name = self.names[self._check(index)]
+        try:
+            return self.load(index)
+        except (OSError, EOFError, zlib.error, DataError) as problem:
+            raise DataError(f"the image {name} cannot be read ({one_line(problem)})") from problem
 
     def _check(self, index: int) -> int:
         if not 0 <= index < len(self.names):

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.compress.search import (
     CompressSettings,
     Found,
     check_asked,
     choose,
+    contenders,
     floor_of,
     frontier,
     is_enough,
@@ -46,6 +48,24 @@ def test_the_fastest_that_holds_the_floor_is_chosen() -> None:
     assert choose(settings(max_drop=0.03), FOUND) == (FOUND[2], True)
     assert choose(settings(max_drop=None, accuracy_floor=0.895), FOUND) == (FOUND[1], True)
     assert floor_of(settings(max_drop=0.03), FOUND) == pytest.approx(0.87)
+
+
+def test_what_differs_by_less_than_the_rounds_is_equally_fast() -> None:
+    """The faster one by the median is slower in one of the rounds."""
+    asked = settings(max_drop=0.01)
+    base, other = FOUND[0], FOUND[3]
+    rounds = [replace(base, rates=(10.0, 12.0, 9.0)), replace(other, rates=(11.0, 11.9, 10.0), rows_per_s=11.0)]
+    assert choose(asked, rounds) == (rounds[0], True)  # more accurate
+    alike = [rounds[0], replace(rounds[1], accuracy=rounds[0].accuracy)]
+    assert choose(asked, alike) == (alike[0], True)  # nothing is better than the original
+    clear = [rounds[0], replace(rounds[1], rates=(11.0, 12.1, 10.0))]
+    assert choose(asked, clear) == (clear[1], True)
+
+
+def test_the_original_and_the_best_are_compared() -> None:
+    many = [found(0.0, f"r{index}", 0.9, 20.0 + index) for index in range(7)]
+    chosen = contenders(settings(), [FOUND[0], *many, found(0.6, "wrong", 0.1, 99.0)])
+    assert [each.runtime for each in chosen] == ["eager", "r6", "r5", "r4", "r3", "r2"]
 
 
 def test_a_floor_that_nothing_holds_gives_the_most_accurate() -> None:

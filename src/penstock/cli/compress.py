@@ -1,5 +1,6 @@
 """`penstock compress`: the fastest form of a trained model that stays accurate."""
 
+import statistics
 from pathlib import Path
 from typing import Annotated
 
@@ -41,10 +42,15 @@ def compress(*, given: Given, json: opt.JsonFile = None) -> None:
     picture = Path(settings.output) / "frontier.png"
     draw_frontier(outcome, picture)
     best, base = outcome.best, baseline(outcome.found)
+    if outcome.met and best == base:
+        console.print(
+            "nothing tried is better: no other form is accurate enough and faster in each round of the comparison",
+            soft_wrap=True,
+        )
     rows = f" --microbatch-size {settings.microbatch_size}" if settings.microbatch_size > 1 else ""
     console.print(
         f"{best.name}: {best.accuracy:.2%} right ({best.accuracy - base.accuracy:+.2%}), "
-        f"{best.rows_per_s / base.rows_per_s:.2f} times as fast; penstock infer {outcome.model} "
+        f"{_times(best, base)} times as fast; penstock infer {outcome.model} "
         f"--weights {best.weights} --runtime {best.runtime}{rows} --images {settings.test or settings.data}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
@@ -69,6 +75,13 @@ def _table(outcome: Outcome) -> Table:
         mark = "chosen" if each == outcome.best else "frontier" if each in best else ""
         table.add_row(
             mark, f"{each.ratio:.0%}", each.runtime, f"{each.num_parameters / 1e6:.2f} M", f"{each.accuracy:.2%}",
-            f"{each.rows_per_s:.1f}", f"{each.rows_per_s / base.rows_per_s:.2f}",
+            f"{each.rows_per_s:.1f}", _times(each, base),
         )  # fmt: skip
     return table
+
+
+def _times(each: Found, base: Found) -> str:
+    """Return the speed-up over the original model, with the smallest and largest of the rounds of a comparison."""
+    ratios = each.ratios_to(base)
+    spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 and each != base else ""
+    return f"{statistics.median(ratios):.2f}{spread}"

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from penstock.runtime.registry import RUNTIMES, RuntimeChoice, StageRuntime, par
 from penstock.zoo.weights.weights import ModuleWeights
 
 _WARM_UP = 3
+_TURN = 10  # microbatches of a turn
+_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,22 @@ class OnRuntimes:
         The rate is that of the median microbatch, so that short disturbances do not count. Raises as `load` does, and
         `UsageError` for a model that takes another number of rows.
         """
+        run = self._runner(runtime, examples.inputs, microbatch_size)
+        starts = range(0, len(examples.inputs), microbatch_size)
+        scores, rates = zip(*map(run, starts), strict=True)
+        right = int((torch.cat(scores).argmax(-1) == torch.tensor(examples.labels)).sum())
+        return Performance(right / len(examples.labels), statistics.median(rates))
+
+    def turn(self, runtime: str, inputs: Sequence[Tensor], microbatch_size: int = 1) -> Callable[[], float]:
+        """Load a runtime, and return a function that measures its rate with a few microbatches, for `in_turns`."""
+        run = self._runner(runtime, inputs, microbatch_size)
+        starts = range(0, len(inputs), microbatch_size)[:_TURN]
+        return lambda: statistics.median(run(start)[1] for start in starts)
+
+    def _runner(
+        self, runtime: str, inputs: Sequence[Tensor], microbatch_size: int
+    ) -> Callable[[int], tuple[Tensor, float]]:  # fmt: skip
+        """Load a runtime and run it a few times; return a function from a microbatch's start to scores and rate."""
         fixed = self._graph.fixed_batch
         if fixed not in (None, microbatch_size):
             raise UsageError(
@@ -86,19 +104,27 @@ class OnRuntimes:
         loaded = self.load(runtime)
 
         def run(start: int) -> tuple[Tensor, float]:
-            images = torch.stack(list(examples.inputs[start : start + microbatch_size]))
+            images = torch.stack(list(inputs[start : start + microbatch_size]))
             begin = time.perf_counter()
-            scores = loaded(self._graph.sizes(len(images)), [images])[0]
+            with torch.no_grad():
+                scores = loaded(self._graph.sizes(len(images)), [images])[0]
             return scores, len(images) / (time.perf_counter() - begin)
 
-        starts = range(0, len(examples.inputs), microbatch_size)
-        classes, rates = [], []
-        with torch.no_grad():
-            for start in starts[:_WARM_UP]:
-                run(start)
-            for start in starts:
-                scores, rate = run(start)
-                rates.append(rate)
-                classes.append(scores.argmax(-1))
-        right = int((torch.cat(classes) == torch.tensor(examples.labels)).sum())
-        return Performance(right / len(examples.labels), statistics.median(rates))
+        for start in range(0, len(inputs), microbatch_size)[:_WARM_UP]:
+            run(start)
+        return run
+
+
+def in_turns(turns: Sequence[Callable[[], float]]) -> list[tuple[float, ...]]:
+    """Return the rates of each of several models in repeated turns, the order reversed in every second round.
+
+    A machine's speed drifts: rates of one round are comparable, rates of different minutes are not.
+
+    >>> in_turns([lambda: 1.0, lambda: 2.0])
+    [(1.0, 1.0, 1.0, 1.0, 1.0), (2.0, 2.0, 2.0, 2.0, 2.0)]
+    """
+    rates: list[list[float]] = [[] for _ in turns]
+    for number in range(_ROUNDS):
+        for place in range(len(turns))[:: -1 if number % 2 else 1]:
+            rates[place].append(turns[place]())
+    return [tuple(each) for each in rates]

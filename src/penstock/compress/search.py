@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.compress.quantize import LayerLoss
 
 BASELINE = "eager"
+_CONTENDERS = 5
 Importance = Literal["magnitude", "taylor", "hessian"]
 
 Ratio = Annotated[float, Meta(ge=0.0, lt=1.0)]
@@ -71,7 +72,10 @@ class CompressSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to run the model: how much was pruned, what computes it, how accurate and how fast that is."""
+    """One way to run the model: how much was pruned, what computes it, how accurate and how fast that is.
+
+    The `rates` are those of the rounds of the last comparison, if it took part; `rows_per_s` is then their median.
+    """
 
     ratio: float
     runtime: str
@@ -79,6 +83,13 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     rows_per_s: float
     num_parameters: int
     weights: str
+    rates: tuple[float, ...] = ()
+
+    def ratios_to(self, other: "Found") -> list[float]:
+        """Return how many times as fast this is as another one, in each round, or by their only measurements."""
+        if self.rates and other.rates:
+            return [mine / its for mine, its in zip(self.rates, other.rates, strict=True)]
+        return [self.rows_per_s / other.rows_per_s]
 
     @property
     def name(self) -> str:
@@ -137,8 +148,23 @@ def is_enough(settings: CompressSettings, found: Sequence[Found], ratio: float) 
     return not any(each.accuracy >= floor_of(settings, found) for each in found if each.ratio == ratio)
 
 
+def contenders(settings: CompressSettings, found: Sequence[Found]) -> list[Found]:
+    """Return the original model and the best other results so far, to compare them in turns."""
+    base = baseline(found)
+    left, best = [each for each in found if each != base], list[Found]()
+    while left and len(best) < _CONTENDERS:
+        chosen, _ = choose(settings, [base, *left])
+        best.append(chosen if chosen != base else max(left, key=lambda each: each.rows_per_s))
+        left.remove(best[-1])
+    return [base, *best]
+
+
 def choose(settings: CompressSettings, found: Sequence[Found]) -> tuple[Found, bool]:
-    """Return the fastest that holds the floor, or the most accurate that is fast enough; or the nearest and False."""
+    """Return the fastest that holds the floor, or the most accurate that is fast enough; or the nearest and False.
+
+    What was at least as fast as the fastest in one round of a comparison counts as equally fast: of these the most
+    accurate is returned, or the original model.
+    """
     if settings.target_speedup is not None:
         wanted = settings.target_speedup * baseline(found).rows_per_s
         fast = [each for each in found if each.rows_per_s >= wanted]
@@ -147,7 +173,9 @@ def choose(settings: CompressSettings, found: Sequence[Found]) -> tuple[Found, b
         return max(found, key=lambda each: each.rows_per_s), False
     holding = [each for each in found if each.accuracy >= floor_of(settings, found)]
     if holding:
-        return max(holding, key=lambda each: each.rows_per_s), True
+        fastest = max(holding, key=lambda each: each.rows_per_s)
+        alike = [each for each in holding if max(each.ratios_to(fastest)) >= 1]
+        return max(alike, key=lambda each: (each.accuracy, each == baseline(found), each.rows_per_s)), True
     return max(found, key=lambda each: (each.accuracy, each.rows_per_s)), False
 
 

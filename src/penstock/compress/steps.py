@@ -3,15 +3,18 @@
 ratio 0      ──▶ eager, eager:bfloat16, onnxruntime:int8, ...    accuracy and rate of each
 ratio 0.15   prune ──▶ train on, taught by the whole model ──▶ the same runtimes
 ratio 0.30   ...       until no runtime holds the floor any more
+the best of them       their rates again, in turns
 """
 
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from penstock.compress.measure import Examples, OnRuntimes, names_of_runtimes
+from penstock.compress.measure import Examples, OnRuntimes, in_turns, names_of_runtimes
 from penstock.compress.prune import Pruning, prune, save_pruned
 from penstock.compress.quantize import INT8, keeping, layer_losses
 from penstock.compress.search import (
@@ -21,6 +24,7 @@ from penstock.compress.search import (
     Outcome,
     check_asked,
     choose,
+    contenders,
     is_enough,
     read_search,
     write_losses,
@@ -65,8 +69,13 @@ def compress(settings: CompressSettings, tell: Callable[[Found], None] = lambda 
             tell(found)
         write_search(folder / "search.json", settings, search.found)
         if is_enough(settings, search.found, ratio):
-            break
-    best, met = choose(settings, search.found)
+            search.compare()
+            if is_enough(settings, search.compared, ratio):
+                break
+    else:
+        search.compare()
+    write_search(folder / "search.json", settings, search.found)
+    best, met = choose(settings, search.compared)
     return Outcome(settings=settings, found=tuple(search.found), best=best, met=met, model=search.name_for(best))
 
 
@@ -81,7 +90,9 @@ def _not_learned(tested: ImageSet, rows: Sequence[int], images: ImageSet, learne
             f"--test out, which keeps every {HOLD_OUT}th image of --data"
         )
     if len(kept) < len(rows):
-        note(f"{len(rows) - len(kept)} of {len(rows)} images of --test are also in --data; only the others are measured")
+        note(
+            f"{len(rows) - len(kept)} of {len(rows)} images of --test are also in --data; only the others are measured"
+        )
     return kept
 
 
@@ -147,6 +158,28 @@ class _Search:
             ))  # fmt: skip
         self.found += new
         return new
+
+    @property
+    def compared(self) -> list[Found]:
+        """The results that took part in the last comparison."""
+        return [each for each in self.found if each.rates]
+
+    def compare(self) -> None:
+        """Measure the rates of the best results again, in turns."""
+        torch.set_num_threads(self._settings.threads)
+        chosen = contenders(self._settings, self.found)
+        with working(f"comparing {len(chosen)} forms in turns"):
+            models: dict[str, OnRuntimes] = {}
+            for weights in dict.fromkeys(each.weights for each in chosen):
+                zoo = self._load(Path(weights))
+                models[weights] = OnRuntimes(zoo.module, zoo.example_args, zoo.example_kwargs)
+            inputs, size = self._held_out().inputs, self._settings.microbatch_size
+            rates = in_turns([models[each.weights].turn(each.runtime, inputs, size) for each in chosen])
+        new = {
+            each: replace(each, rates=found, rows_per_s=statistics.median(found))
+            for each, found in zip(chosen, rates, strict=True)
+        }
+        self.found = [new.get(each, replace(each, rates=())) for each in self.found]
 
     def name_for(self, found: Found) -> str:
         """Return the model's name for a result, with the number of classes unless its weights file has it."""

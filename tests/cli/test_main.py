@@ -6,6 +6,7 @@ import pytest
 
 from penstock import __version__
 from penstock.cli import main as main_module
+from penstock.cli.help import GROUPS
 from penstock.cli.main import main
 from tests.processes import run_python
 
@@ -48,6 +49,21 @@ def test_each_verb_has_its_own_help(verb: str, penstock: Run) -> None:
     status, out, _ = penstock(verb, "--help")
     assert status == 0
     assert f" {verb} [OPTIONS]" in next(line for line in out.splitlines() if line.startswith("Usage: "))
+
+
+@pytest.mark.parametrize("verb", [verb for verb in main_module._HELP if verb not in {"hosts", "keys", "lab"}])
+def test_help_has_groups_and_fits_a_screen(verb: str, penstock: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = penstock(verb, "--help")[1].splitlines()  # an option without a group is an error
+    assert max(map(len, lines)) <= 80
+    assert verb == "train" or len(lines) <= 50
+    titles = [line.removesuffix(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [title for title in ("Arguments", *GROUPS) if title in titles]
+
+
+def test_a_name_is_in_one_group() -> None:
+    names = " ".join(GROUPS.values()).split()
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

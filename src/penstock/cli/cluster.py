@@ -22,7 +22,8 @@ from penstock.spec.cluster import read_cluster
 from penstock.terminal.notes import say
 
 Cluster = Annotated[
-    Path | None, typer.Option("--cluster", metavar="FILE", help="Run on a lab's or cluster's hosts, a process on each.")
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", help="Lab or cluster, to run a process on each of its hosts."),
 ]
 _OPTION = "--cluster"
 

@@ -13,35 +13,26 @@ from penstock.terminal.notes import say
 if TYPE_CHECKING:
     from penstock.group.world import World
 
-Stages = Annotated[
-    int | None, typer.Option(min=1, help="Number of stages. Default: 2, or one per process under torchrun.")
-]
-Slots = Annotated[
-    int | None,
-    typer.Option(min=1, help="Sequences per lane, which step together; several stages have one more lane. Default: 4."),
-]
+Stages = Annotated[int | None, typer.Option(min=1, help="Number of stages. Default: 2, or torchrun's processes.")]
+Slots = Annotated[int | None, typer.Option(min=1, help="Sequences per lane, which step together. Default: 4.")]
 MaxLength = Annotated[
-    int | None, typer.Option(min=2, help="The most tokens of a prompt and its answer. Default: 512, of chats 2048.")
+    int | None, typer.Option(min=2, help="Tokens of a prompt and its answer. Default: 512, chats 2048.")
 ]
 PlanFile = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="plan.json", help="Plan to run, of a profile with --generate; it has the slots."),
+    typer.Option("--plan", metavar="FILE", help="Plan of a profile with --generate; it has the slots."),
 ]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer.")]
-Temperature = Annotated[
-    float, typer.Option(min=0.0, help="Of the choice between tokens; 0 always takes the likeliest.")
-]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Temperature of the choice; 0 takes the likeliest token.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest of this probability.")]
-TopK = Annotated[int | None, typer.Option(min=1, help="Choose among so many likeliest.")]
-Runtime = Annotated[str, typer.Option(metavar="NAME", help="eager, eager:bfloat16 or eager:int8 (8-bit weights).")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Choose among the K likeliest.")]
+Runtime = Annotated[str, typer.Option(metavar="NAME", help="eager, eager:bfloat16 or eager:int8.")]
 OnLoss = Annotated[
     str | None,
-    typer.Option(metavar="stop|continue", help="When a device is lost: stop, or go on with the others, the default."),
+    typer.Option(metavar="ACTION", help="On a lost device stop or continue. Default: continue."),
 ]
-Speculate = Annotated[
-    bool, typer.Option(help="Go on with guesses of the next tokens while stages are idle; changes no answer.")
-]
-SampleSeed = Annotated[int | None, typer.Option("--seed", help="Of the choices: the same ones each time.")]
+Speculate = Annotated[bool, typer.Option(help="Guess the next tokens while stages are idle; no answer changes.")]
+SampleSeed = Annotated[int | None, typer.Option("--seed", help="Seed of the choices. Default: other ones each time.")]
 
 _CHAT_LENGTH = 2048
 

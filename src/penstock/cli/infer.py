@@ -13,16 +13,16 @@ from penstock.terminal.notes import say
 
 def infer(
     model: opt.Model,
-    images: Annotated[str, typer.Option(help="Folder, tar, image, CIFAR in its binary form, or 'digits'.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File of predictions: .csv, or JSON lines.")] = Path(
+    images: Annotated[str, typer.Option(help="Folder, tar, image, CIFAR (binary) or 'digits'.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Predictions, .csv or JSON lines.")] = Path(
         "predictions.csv"
     ),
     stages: Annotated[
-        int | None, typer.Option(min=1, help="Number of stages. Default: 2, or one per process under torchrun.")
+        int | None, typer.Option(min=1, help="Number of stages. Default: 2, or torchrun's processes.")
     ] = None,
     policy: opt.Policy = "balanced",
     cut: opt.CutNames = None,
-    plan: Annotated[Path | None, typer.Option(metavar="plan.json", help="Plan to run, which has the cuts.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Plan to run, which has the cuts.")] = None,
     microbatch_size: opt.MicrobatchSize = 1,
     num_images: Annotated[
         int | None, typer.Option(min=1, help="Number of images, from the first. Default: all.")
@@ -40,10 +40,10 @@ def infer(
     on_loss: opt.OnLoss = None,
     wait_for: opt.WaitFor = 300.0,
     profiled: Annotated[
-        Path | None, typer.Option("--from-profile", metavar="profile.json", help="Profile that the plan was made from.")
+        Path | None, typer.Option("--from-profile", metavar="FILE", help="Profile that the plan was made from.")
     ] = None,
     planned_for: Annotated[
-        Path | None, typer.Option("--from-cluster", metavar="cluster.toml", help="Cluster that the plan was made for.")
+        Path | None, typer.Option("--from-cluster", metavar="FILE", help="Cluster that the plan was made for.")
     ] = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,

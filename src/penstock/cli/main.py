@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.cluster import is_lab, refuse_bind, run_on_cluster, take_cluster
+from penstock.cli.help import Verb
 from penstock.cluster.lab.signals import ignore_late_signals
 from penstock.errors import PenstockError, UsageError
 from penstock.terminal.notes import say
@@ -70,7 +71,7 @@ class _Verbs(TyperGroup):
         if hasattr(module, "app"):
             verb.add_typer(module.app, name=cmd_name)
             return typer.main.get_group(verb).commands[cmd_name]
-        verb.command(cmd_name)(getattr(module, cmd_name))
+        verb.command(cmd_name, cls=Verb)(getattr(module, cmd_name))
         return typer.main.get_command(verb)
 
     def invoke(self, ctx: Any) -> Any:

@@ -19,45 +19,39 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:NAME_
 WeightsFile = Annotated[Path | None, typer.Option("--weights", help="Safetensors file, index or folder.")]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download the model's published weights.")]
 Seed = Annotated[int, typer.Option(help="Seed of random weights.")]
-Policy = Annotated[str, typer.Option(help="Policy of cuts: balanced, equal-blocks, equal-size or smallest-crossing.")]
+Policy = Annotated[str, typer.Option(help="Cuts: balanced, equal-blocks, equal-size or smallest-crossing.")]
 CutNames = Annotated[
     list[str] | None, typer.Option("--cut", metavar="PATH:after", help="Position of a cut; may be repeated.")
 ]
 MicrobatchSize = Annotated[int, typer.Option(min=1, help="Rows per microbatch.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads per stage.")]
-ComputesOn = Annotated[
-    str, typer.Option("--device", metavar="cpu|cuda", help="Device of the stages: cpu, or a GPU for each process.")
-]
+ComputesOn = Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="cpu, or cuda: a GPU for each process.")]
 Runtime = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Runtime of the stages: eager, onnxruntime or openvino, with a precision as in eager:int8.",
+        help="eager, onnxruntime or openvino, with a precision as in eager:int8.",
     ),
 ]
 OnLoss = Annotated[
     str | None,
     typer.Option(
-        metavar="stop|continue|wait",
-        help="Action on a lost device: stop, continue on the others, or wait. Default: continue, with --trace stop.",
+        metavar="ACTION",
+        help="On a lost device stop, continue without it, or wait for another. Default: continue; stop with --trace.",
     ),
 ]
-WaitFor = Annotated[
-    float, typer.Option("--wait-for", min=1.0, help="Seconds that --on-loss wait waits for another device.")
-]
+WaitFor = Annotated[float, typer.Option("--wait-for", min=1.0, help="Seconds to wait with --on-loss wait.")]
 Trace = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="DIR", help="Folder for a trace of the run, read by `penstock report DIR`."),
+    typer.Option("--trace", metavar="DIR", help="Record a trace in a folder, for `penstock report DIR`."),
 ]
-Profiled = Annotated[
-    bool, typer.Option("--profile", help="Record torch.profiler's operations of a few microbatches in --trace DIR.")
-]
+Profiled = Annotated[bool, typer.Option("--profile", help="Record torch.profiler's operations too, in --trace DIR.")]
 Live = Annotated[bool, typer.Option("--live", help="Live view of the stages during the run.")]
 Bind = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Address to listen on. Default: the one that reaches the first host, none on a single machine.",
+        help="Address to listen on. Default: as reaches the first host; one machine needs none.",
     ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the result as JSON.")]

@@ -13,18 +13,16 @@ from penstock.errors import UsageError
 
 def serve(
     model: opt.Model,
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all of this machine's.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = ("127.0.0.1"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any that is free.")] = 8000,
     api_keys: Annotated[
         Path | None, typer.Option("--api-keys", metavar="FILE", help="Who may call: a key in each line, mode 0600.")
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Let anyone on this machine call it, without a key.")] = False,
     name: Annotated[str | None, typer.Option(help="What clients call the model; else its folder's name.")] = None,
-    most_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait for a slot; more get 429.")] = 256,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds within which an answer is whole.")] = 600.0,
-    drain: Annotated[float, typer.Option(min=0.0, help="Seconds in which answers may end after SIGTERM.")] = 30.0,
+    most_waiting: Annotated[int, typer.Option(min=0, help="Waiting requests; more get 429.")] = 256,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer.")] = 600.0,
+    drain: Annotated[float, typer.Option(min=0.0, help="Seconds for answers after SIGTERM.")] = 30.0,
     max_body: Annotated[float, typer.Option(min=0.01, help="The most MiB of a request's body.")] = 4.0,
     certificate: Annotated[Path | None, typer.Option(metavar="PEM", help="TLS: the certificate.")] = None,
     certificate_key: Annotated[Path | None, typer.Option(metavar="PEM", help="TLS: its private key.")] = None,

@@ -33,15 +33,13 @@ def train(
     *,
     given: Given,
     bind: opt.Bind = None,
-    cluster: Annotated[Path | None, typer.Option(metavar="lab.toml", help="Lab to train in.")] = None,
-    compare: Annotated[
-        str | None, typer.Option(help="Modes to train in and compare: single,model,pipeline,data,both.")
-    ] = None,
+    cluster: Annotated[Path | None, typer.Option(metavar="FILE", help="Lab to train in.")] = None,
+    compare: Annotated[str | None, typer.Option(help="Modes to compare: single,model,pipeline,data,both.")] = None,
     weak_scaling: Annotated[
-        bool, typer.Option("--weak-scaling", help="With --compare, a batch that grows with the number of processes.")
+        bool, typer.Option("--weak-scaling", help="With --compare, a batch that grows with the processes.")
     ] = False,
     sweep: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML file with [[settings]] tables, one for each run.")
+        Path | None, typer.Option(metavar="FILE", help="TOML file with a [[settings]] table for each run.")
     ] = None,
     ablation: Annotated[bool, typer.Option("--ablation", help="Runs with each part of --elastic off and on.")] = False,
     find_max_batch: Annotated[

@@ -52,118 +52,103 @@ class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     model: str
-    data: Annotated[str, Meta(description="Images (folder, tar, CIFAR, 'digits'), a text file, or sentiment trees.")]
-    validation: Annotated[
-        str | None, Meta(description="Validation data of the same kind. Default: every tenth row.")
-    ] = None
+    data: Annotated[str, Meta(description="Images (folder, tar, CIFAR, 'digits'), a text or trees.")]
+    validation: Annotated[str | None, Meta(description="Validation data. Default: every tenth row of --data.")] = None
     output: Annotated[PathText, Meta(description="Folder of the run.", extra={"flags": ["--output", "-o"]})] = (
         "runs/train"
     )
     stages: Annotated[Positive | None, Meta(description="Number of stages, one per process.")] = None
     replicas: Annotated[Positive | None, Meta(description="Number of data-parallel pipelines.")] = None
     devices: Annotated[Positive | None, Meta(description="Number of processes. Default: stages times replicas.")] = None
-    schedule: Annotated[str, Meta(description="Schedule: gpipe, 1f1b, interleaved, zero-bubble, or a file.")] = (
-        DEFAULT_SCHEDULE
-    )
+    schedule: Annotated[str, Meta(description="gpipe, 1f1b, interleaved, zero-bubble, or a file.")] = DEFAULT_SCHEDULE
     microbatches: Annotated[Positive | None, Meta(description="Number of microbatches of each replica's batch.")] = None
     policy: str = "balanced"
     cuts: list[str] | None = None
     plan: Annotated[
         WholePath | None,
-        Meta(description="Plan for stages, replicas and batch.", extra={"metavar": "plan.json"}),
+        Meta(description="Plan for stages, replicas and batch.", extra={"metavar": "FILE"}),
     ] = None
     batch_size: Annotated[
         Positive, Meta(description="Rows of a batch over all replicas. Default: 32.", extra={"default": None})
     ] = 32
     epochs: Annotated[Positive, Meta(description="Number of passes over the data.")] = 1
     steps: Annotated[Positive | None, Meta(description="Largest number of optimizer steps.")] = None
-    optimizer: Annotated[Literal["adamw", "sgd"], Meta(description="Optimizer: adamw, or sgd with momentum 0.9.")] = (
-        "adamw"
-    )
+    optimizer: Annotated[Literal["adamw", "sgd"], Meta(description="adamw, or sgd with momentum 0.9.")] = "adamw"
     lr: Annotated[Rate, Meta(description="Learning rate.")] = 1e-3
     lr_schedule: Annotated[
-        Literal["constant", "cosine"], Meta(description="Schedule of the learning rate: constant or cosine.")
+        Literal["constant", "cosine"], Meta(description="Learning rate over time: constant, cosine.")
     ] = "constant"
     weight_decay: Annotated[Rate, Meta(description="Weight decay of the optimizer.")] = 0.0
     clip: Annotated[Rate | None, Meta(description="Largest gradient norm, for clipping.")] = None
     autocast: Annotated[bool, Meta(description="Automatic mixed precision in bfloat16.")] = False
     checkpointing: Annotated[bool, Meta(description="Recompute forwards in the backward to save memory.")] = False
-    seed: Annotated[int, Meta(description="Seed of weights, dropout and the order of data.")] = 0
+    seed: Annotated[int, Meta(description="Seed of weights, dropout and order of data.")] = 0
     weights: PathText | None = None
     pretrained: bool = False
     threads: Positive | None = None
     device: str = "cpu"
-    length: Annotated[int, Meta(ge=2, description="Tokens per row of text, or largest number per sentence.")] = 128
+    length: Annotated[int, Meta(ge=2, description="Tokens per row of text, or most per sentence.")] = 128
     num_rows: Annotated[Positive | None, Meta(description="Number of rows to use. Default: all.")] = None
-    num_workers: Annotated[int, Meta(ge=0, description="Data-loading processes for each training process.")] = 0
+    num_workers: Annotated[int, Meta(ge=0, description="Loading processes of each training process.")] = 0
     checkpoint_every: Annotated[
         Positive | None,
-        Meta(
-            description="Steps between checkpoints, in addition to one per epoch. Hosts must share the folder --output."
-        ),
+        Meta(description="Steps between checkpoints, beside each epoch's. Hosts must share the folder --output."),
     ] = None
     resume: Annotated[bool, Meta(description="Continue from the last complete checkpoint.")] = False
-    keep_best: Annotated[bool, Meta(description="Keep the model of the most accurate epoch as best.safetensors.")] = (
-        True
-    )
+    keep_best: Annotated[bool, Meta(description="Keep the most accurate epoch's model.", extra={"flags": []})] = True
     teacher: Annotated[
         PathText | None,
         Meta(
-            description="Weights of the teacher whose outputs are learned in addition to the labels.",
+            description="Weights of a teacher, whose outputs are learned too.",
             extra={"metavar": "FILE"},
         ),
     ] = None
     hold_out: Annotated[
         Annotated[int, Meta(ge=2)] | None,
-        Meta(description="Interval of rows left out for a later test: every n-th row."),
+        Meta(description="Leave out every n-th row, for a later test."),
     ] = None
     save: bool = True
     validate: bool = True
     track: Annotated[
-        list[Literal["tensorboard", "wandb"]], Meta(description="Tracker: tensorboard or wandb; may be repeated.")
+        list[Literal["tensorboard", "wandb"]], Meta(description="tensorboard or wandb; may be repeated.")
     ] = msgspec.field(default_factory=list)
-    elastic: Annotated[bool, Meta(description="Freeze converged layers, and replan with the freed devices.")] = False
+    elastic: Annotated[bool, Meta(description="Freeze converged layers, and use the freed devices.")] = False
     freeze: Annotated[
         str,
-        Meta(description="Policy: gradient-norms[:ALPHA], schedule[:ALPHA], plateau, layers by epoch like 0,4,7, none; "
+        Meta(description="gradient-norms[:ALPHA], schedule[:ALPHA], plateau, none, or layers by epoch like 0,4,7; "
             "+after[:EPOCHS] begins later, +guard[:DROP] stops if accuracy drops."),
     ] = DEFAULT_FREEZE  # fmt: skip
-    pack: Annotated[bool, Meta(description="Elastic: change stages.", extra={"flags": []})] = True
-    replicate: Annotated[bool, Meta(description="Elastic: change the number of replicas.", extra={"flags": []})] = True
-    cache: Annotated[bool, Meta(description="Elastic: keep outputs of frozen layers on disk.", extra={"flags": []})] = (
-        True
-    )
+    pack: Annotated[bool, Meta(description="Change stages.", extra={"flags": []})] = True
+    replicate: Annotated[bool, Meta(description="Change the number of replicas.", extra={"flags": []})] = True
+    cache: Annotated[bool, Meta(description="Keep outputs of frozen layers on disk.", extra={"flags": []})] = True
     cache_dir: Annotated[PathText | None, Meta(description="Folder of the cache on each machine.")] = None
-    cache_limit: Annotated[str | None, Meta(description="Size limit of the cache on each machine, as in 4GiB.")] = None
-    cache_dtype: Annotated[Stored, Meta(description="Dtype of cached floats: float32 or bfloat16.")] = "float32"
-    cache_views: Annotated[Positive, Meta(description="Cached variants of a sample that is drawn again each time.")] = 1
+    cache_limit: Annotated[str | None, Meta(description="Size limit of the cache on a machine, as in 4GiB.")] = None
+    cache_dtype: Annotated[Stored, Meta(description="Cached floats: float32 or bfloat16.")] = "float32"
+    cache_views: Annotated[Positive, Meta(description="Cached variants of an augmented sample.")] = 1
     keep_cache: Annotated[bool, Meta(description="Keep the cache after the run.")] = False
     costs: Annotated[
         WholePath | None,
         Meta(
-            description="Profile written by `penstock profile --data`, for --elastic and --on-loss. Default: --elastic "
-            "measures.",
-            extra={"metavar": "profile.json"},
+            description="Profile of `penstock profile --data`, for --elastic (default: measured) and --on-loss.",
+            extra={"metavar": "FILE"},
         ),
     ] = None
     on_loss: Annotated[
         Literal["stop", "continue", "wait"],
-        Meta(description="Action on a lost process: stop, continue with the others, or first wait for another."),
+        Meta(description="On a lost process stop, continue, or first wait for another."),
     ] = "stop"
     from_cluster: Annotated[
         WholePath | None,
         Meta(
-            description="Cluster to plan for: with --elastic (default: measured), or with --on-loss and --costs.",
-            extra={"metavar": "cluster.toml"},
+            description="Cluster to plan for with --elastic (default: measured), or --on-loss and --costs.",
+            extra={"metavar": "FILE"},
         ),
     ] = None
-    wait_for: Annotated[float, Meta(ge=1.0, description="Seconds that --on-loss wait waits for another process.")] = (
-        300.0
-    )
+    wait_for: Annotated[float, Meta(ge=1.0, description="Seconds to wait with --on-loss wait.")] = 300.0
     join: Annotated[
         str | None,
         Meta(
-            description="Address of a running training to join with the same command, as printed at its start.",
+            description="Join a running training, at the address that it printed.",
             extra={"metavar": "HOST:PORT"},
         ),
     ] = None

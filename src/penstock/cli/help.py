@@ -1,0 +1,83 @@
+"""Help of a verb: its options in groups, one line each where they fit into 80 columns."""
+
+import re
+from typing import Any
+
+from typer.core import TyperCommand
+
+# the only place that declares groups; a name means the same in every verb
+GROUPS = {
+    "Input and output": """
+        images data test validation prompt file system output resume num-images num-rows num-test-rows length json
+    """,
+    "Model": "model weights pretrained seed runtime device threads training",
+    "Stages": """
+        stages policy cut plan replicas devices schedule microbatches microbatch-size batch-size slots max-length depth
+        work all
+    """,
+    "Answers": "max-new-tokens temperature top-p top-k speculate",
+    "Serving": """
+        host port api-keys open name most-waiting deadline drain max-body certificate certificate-key
+    """,
+    "Aim": "aim target max-drop accuracy-floor target-speedup max-error",
+    "Candidates": "rows alternate shared ratio importance everywhere round-to optimizer-state explain",
+    "Measuring": "repeats passes serial-images peer generate lanes",
+    "Training": """
+        epochs steps optimizer lr lr-schedule weight-decay clip autocast checkpointing teacher hold-out num-workers
+        checkpoint-every keep-best
+    """,
+    "Elastic training": """
+        elastic freeze pack replicate cache cache-dir cache-limit cache-dtype cache-views keep-cache costs
+    """,
+    "Several trainings": "compare weak-scaling sweep ablation find-max-batch memory",
+    "Machines": "cluster on-loss wait-for join from-profile from-cluster bind key patience",
+    "Recording": "trace profile live track report pictures",
+}
+_GROUP_OF = {f"--{name}": title for title, names in GROUPS.items() for name in names.split()}
+_VALUES = {"int": "N", "float": "X", "str": "TEXT", "list": "TEXT", "path": "PATH"}
+_WIDEST = 26  # column of the options
+
+
+def group_of(option: Any) -> str:
+    """Return the title of an option's group; raises `KeyError` for an option that is in none."""
+    return _GROUP_OF[max(option.opts, key=len)]
+
+
+class Verb(TyperCommand):
+    """A command whose help has the options in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options by group."""
+        found: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{title: [] for title in GROUPS}}
+        for each in self.get_params(ctx):
+            record = each.get_help_record(ctx)
+            if record is not None and each.name != "help":
+                name, text = _values(record[0]), _without_limits(record[1])
+                if each.param_type_name == "argument":
+                    found["Arguments"].append((each.metavar or name, text.removesuffix(" [required]")))
+                else:
+                    found[group_of(each)].append((name, text))
+        for title, rows in found.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows, col_max=_WIDEST)
+
+
+def _values(text: str) -> str:
+    """Shorten the type of an option's value.
+
+    >>> _values("--stages <int range>"), _values("-o, --output <path>")
+    ('--stages N', '-o, --output PATH')
+    """
+    return re.sub(r" <([a-z]+)[^>]*>", lambda found: f" {_VALUES.get(found[1], found[1].upper())}", text)
+
+
+def _without_limits(text: str) -> str:
+    """Remove the limits of a number, which the error has, from an option's help.
+
+    >>> _without_limits("Rows.  [default: 1; x>=1]"), _without_limits("Rows.  [x>=1]")
+    ('Rows. [default: 1]', 'Rows.')
+    """
+    help_text, _, more = text.partition("  [")
+    kept = [part for part in more.removesuffix("]").split("; ") if part and not re.search(r"x[<>]", part)]
+    return f"{help_text} [{'; '.join(kept)}]" if kept else help_text

@@ -11,10 +11,10 @@ from penstock.tracing.trace import Run
 from tests.report.samples import streamed
 
 
-def numbers(run: Run) -> tuple[list[str], float, float]:
+def numbers(run: Run) -> tuple[tuple[str, ...], float, float]:
     """What is advised, and how many rows/s are predicted for the run as it was and measured."""
     stream = measure_stream(run)
-    lines = advise(run, stream, make_account(run, stream))
+    lines = advise(run, stream, make_account(run, stream)).lines
     match = re.search(r"([\d.]+) are predicted for this run and ([\d.]+) were measured", lines[1])
     assert match is not None, lines[1]
     return lines, float(match[1]), float(match[2])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.report.comparison import write_comparison
+from penstock.report.page.figures import LOAD, LOST, MOVE, PALETTE, SYNCHRONIZE, UPDATE, WAIT
 from penstock.report.run_report import Report, write_report
 from penstock.tracing.trace import Run, write_run
 from tests.browsers import browser_session
@@ -65,7 +66,24 @@ def test_it_draws_every_figure_and_asks_for_nothing(page: Any) -> None:
         "account", "timeline", "loads", "throughput",
     ]  # fmt: skip
     assert all(figure.find_elements("css selector", "svg.main-svg") for figure in figures)
+    assert not page.find_elements("css selector", ".modebar-btn"), "a toolbar over a figure"
     asks_for_nothing(page)
+
+
+def test_what_to_do_is_there_if_something_is(made: tuple[Path, Report], tmp_path: Path) -> None:
+    run = streamed(num=60, wire_s=0.05)  # which the planner does not understand
+    write_run(tmp_path, run.facts, list(run.processes))
+    assert len(write_report(tmp_path, pictures=False).advice) == 2
+    found = [(folder / "report.html").read_text(encoding="utf-8") for folder in (made[0], tmp_path)]
+    assert ['<section id="advice"' in page for page in found] == [True, False]
+    assert "not worth trying" in found[1]
+
+
+def test_no_microbatch_has_the_colour_of_another_activity() -> None:
+    activities = {LOST, WAIT, MOVE, SYNCHRONIZE, UPDATE, LOAD}
+    assert len(activities) == 6
+    assert not activities & set(PALETTE)
+    assert len(set(PALETTE)) == len(PALETTE)
 
 
 def asks_for_nothing(page: Any) -> None:

@@ -79,6 +79,6 @@ def test_the_page_shows_halves_and_says_which_schedule_is_quicker() -> None:
     figure = next(figure for figure in contents.figures if figure is not None and figure.key == "timeline")
     assert {"F0", "I0", "W0"} <= set(figure.data[-1]["text"])
     assert figure.journeys[0].startswith("step 2, microbatch 0<br>stage 0 on board0: F 10 ms")
-    quicker = training_contents(trained(gpipe(4, 4))).advice
+    quicker = training_contents(trained(gpipe(4, 4))).advice.to_do
     assert any("zero-bubble" in line and "more rows/s by the simulator" in line for line in quicker)
     assert not any("1f1b and 4 microbatches" in line for line in quicker), "1F1B has the bubble of GPipe"

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.report.comparison_text import Compared, compare_counts, compare_policies, name_of
-from penstock.report.page.figures import KEPT, LOST, MOVE, PALETTE, WAIT, Figure
+from penstock.report.page.figures import KEPT, LOAD, LOST, MOVE, PALETTE, WAIT, Figure
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.tables import Cell, Table
 from penstock.report.stream.account import TITLES, make_account
@@ -17,8 +17,8 @@ from penstock.tracing.trace import Run
 from penstock.units import format_bytes, format_seconds
 
 _COLORS = {
-    "imbalance": LOST, "bubble": WAIT, "slower": "#cc79a7", "communication_cpu": MOVE, "overhead": "#999933",
-    "loading": "#56b4e9", "communication": "#009e73", "remainder": "#7f7f7f",
+    "imbalance": LOST, "bubble": WAIT, "slower": "#cc79a7", "communication_cpu": MOVE, "overhead": "#56b4e9",
+    "loading": LOAD, "communication": "#009e73", "remainder": "#7f7f7f",
 }  # fmt: skip
 
 

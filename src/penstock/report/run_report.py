@@ -26,7 +26,7 @@ from penstock.report.page.tables import (
 )
 from penstock.report.page.training_figures import training_figures, training_picture, training_tables
 from penstock.report.stream.account import Account, make_account, shape_of
-from penstock.report.stream.advice import advise, advise_memory
+from penstock.report.stream.advice import Advice, advise, advise_memory
 from penstock.report.stream.measured import measure_stream
 from penstock.report.training.plans import PlanLine, PlanTimeline, read_plans
 from penstock.report.training.steps import measure_training
@@ -84,7 +84,10 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     figures = [figure for figure in found.figures if figure is not None]
     figures += [plans_figure(plans)] if plans is not None else []
     lead = [*found.lead, *profiled_lines(run)]
-    page = make_page(found.title, lead, figures, found.tables, [Text("advice", "What to do", found.advice)])
+    advice, to_do = found.advice, [*found.advice.to_do, *advise_memory(run)]
+    texts = [Text("advice", "What to do", to_do)] if to_do else []
+    # the largest loss is in the lead already
+    page = make_page(found.title, [*lead, *advice.known[1:]], figures, found.tables, texts)
     tables = [account_table(found.account), *(f.table for f in figures if f.key in {"loads", "plans"}), *found.tables]
     files = _write_files(place, page, tables)
     try:
@@ -93,7 +96,7 @@ def write_report(folder: str | os.PathLike[str], *, pictures: bool = True) -> Re
     except OSError as error:
         raise _not_written(place, error) from None
     files += draw_pictures(place, found.account, found.picture) if pictures else []
-    return Report(found.account, tuple(lead), tuple(found.advice), tuple(files), plans.plans if plans else ())
+    return Report(found.account, tuple(lead), (*advice.known, *to_do), tuple(files), plans.plans if plans else ())
 
 
 def write_plans_report(folder: Path, timeline: PlanTimeline) -> PlansReport:
@@ -132,7 +135,7 @@ class Contents:
     title: str
     account: Account
     lead: Sequence[str]
-    advice: Sequence[str]
+    advice: Advice
     figures: Sequence[Figure | None]
     tables: Sequence[Table]
     picture: Picture
@@ -147,7 +150,7 @@ def stream_contents(run: Run) -> Contents:
     done = f"{facts.num_rows} rows in {facts.total_s:.2f} s, {facts.num_rows / facts.total_s:.4g} rows/s"
     return Contents(
         title=f"{facts.model} in {shape_of(stream)}", account=account, lead=lead_lines(account, done),
-        advice=[*advise(run, stream, account), *advise_memory(run)],
+        advice=advise(run, stream, account),
         figures=[waterfall(account, account_table(account)), timeline(run, stream), loads(run, stream, stages),
                  throughput(run), memory(run)],
         tables=[link_table(run, stream), plan_table(run, stream), clock_table(run), environment_table(run)],
@@ -167,7 +170,7 @@ def training_contents(run: Run) -> Contents:
     )
     return Contents(
         title=f"Training {facts.model} in {each}{len(facts.cuts) + 1} stages", account=account,
-        lead=lead_lines(account, done), advice=[*advise_training(run, training, account), *advise_memory(run)],
+        lead=lead_lines(account, done), advice=advise_training(run, training, account),
         figures=training_figures(run, training, account), tables=training_tables(run, training),
         picture=training_picture(run, training),
     )  # fmt: skip

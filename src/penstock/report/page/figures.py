@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from penstock.report.page.tables import INPUT, OUTPUT, Cell, Table, bounds_of
@@ -10,9 +11,12 @@ from penstock.report.stream.measured import MeasuredStage, MeasuredStream, Step
 from penstock.tracing.trace import Run
 from penstock.units import format_seconds
 
-# by microbatch round-robin: distinguishable in light and dark, and with colour blindness (Okabe and Ito 2008)
-PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999933", "#7f7f7f")
+# distinguishable in light and dark, and with colour blindness (Okabe and Ito 2008, Tol 2021)
 LOST, KEPT, WAIT, MOVE = "#d55e00", "#0072b2", "#b8b8b8", "#e69f00"
+SYNCHRONIZE, UPDATE, LOAD = "#7f7f7f", "#333399", "#999933"
+# of microbatches, devices and policies round-robin: none is the colour of another activity than computing
+PALETTE = (KEPT, "#009e73", "#cc79a7", "#56b4e9", "#882255", "#8c564b", "#117733")
+COMPUTING = "computing, a colour for each microbatch"
 # a browser draws about this many bars quickly; a longer stream only repeats what these show
 MAX_DRAWN = 200
 TEXT_INSIDE = {
@@ -48,13 +52,11 @@ def timeline(run: Run, stream: MeasuredStream) -> Figure:
     ]
     rows: list[tuple[Cell, ...]] = [(m, text.replace("<br>", "; ")) for m, text in enumerate(journeys)]
     more = f" The first {shown} of {stream.num_microbatches} microbatches." if shown < stream.num_microbatches else ""
-    layout = timeline_layout(
-        "seconds since the first microbatch was loaded", _first_view(stream), num_rows=len(stream.stages)
-    )
+    layout = timeline_layout("seconds", _first_view(stream), num_rows=len(stream.stages))
     table = Table("timeline", "Every microbatch's journey", ("microbatch", "journey"), tuple(rows))
     return Figure(
         "timeline", "Timeline", f"One row for each stage of {run.facts.model}, time from left to right; F and a number "
-        f"is the forward of that microbatch.{more} The table below has each microbatch's journey.", data, layout, table,
+        f"is the forward of that microbatch.{more}", data, layout, table,
         tuple(journeys),
     )  # fmt: skip
 
@@ -110,7 +112,7 @@ def _computing(stream: MeasuredStream, shown: int, journeys: Sequence[str]) -> d
     def ends(step: Step) -> tuple[float, float]:
         return step.begin_s, step.begin_s + step.compute_s
 
-    bars = _bars("computing", stream, shown, journeys, ends, KEPT)
+    bars = _bars(COMPUTING, stream, shown, journeys, ends, KEPT)
     numbers = [step.microbatch for stage in stream.stages for step in stage.steps if step.microbatch < shown]
     bars |= {
         "width": 0.8, "text": [f"F{m}" for m in numbers], **TEXT_INSIDE,
@@ -130,20 +132,25 @@ def waterfall(account: Account, table: Table) -> Figure:
     names = ["devices together", *(line.title for line in account.lines), "measured"]
     values = [account.num_times, *(-line.times for line in account.lines), account.speedup]
     data = [{
-        "type": "waterfall", "orientation": "v", "x": names, "y": [round(v, 4) for v in values],
+        "type": "waterfall", "orientation": "h", "y": names, "x": [round(v, 4) for v in values],
         "measure": ["absolute", *("relative" for _ in account.lines), "total"],
-        "text": [f"{v:+.2f}" if 0 < i < len(values) - 1 else f"{v:.2f}" for i, v in enumerate(values)],
+        "text": [_signed(v) if 0 < i < len(values) - 1 else f"{v:.2f}" for i, v in enumerate(values)],
         "textposition": "outside", "customdata": ["", *(line.why for line in account.lines), ""],
-        "hovertemplate": "%{x}: %{text}<br>%{customdata}<extra></extra>", "cliponaxis": False,
+        "hovertemplate": "%{y}: %{text}<br>%{customdata}<extra></extra>", "cliponaxis": False,
         "decreasing": {"marker": {"color": LOST}}, "increasing": {"marker": {"color": "#009e73"}},
         "totals": {"marker": {"color": KEPT}}, "connector": {"line": {"width": 1, "color": "#888888"}},
     }]  # fmt: skip
-    layout = {"yaxis": {"title": {"text": "times one device"}, "rangemode": "tozero"},
-              "xaxis": {"tickangle": 35, "automargin": True}, "showlegend": False, "height": 430}  # fmt: skip
+    most = max(accumulate(values[:-1]))
+    layout = {"xaxis": {"title": {"text": "times one device"}, "range": [0, round(1.13 * most, 3)]},  # room for numbers
+              "yaxis": {"autorange": "reversed"}, "showlegend": False, "height": 90 + 28 * len(names)}  # fmt: skip
     alt = f"{account.num_times:.2f} times were possible, {account.speedup:.2f} were measured. " + " ".join(
-        f"{line.title}: {-line.times:+.2f}." for line in account.lines
+        f"{line.title}: {_signed(-line.times)}." for line in account.lines
     )
     return Figure("account", "The account: why not n times", alt, data, layout, table)
+
+
+def _signed(times: float) -> str:
+    return f"{times:+.2f}" if abs(times) >= 5e-3 else "0.00"
 
 
 def loads(run: Run, stream: MeasuredStream, table: Table) -> Figure:

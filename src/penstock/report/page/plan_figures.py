@@ -15,7 +15,7 @@ _COLUMNS = ("epoch", "frozen", "layers", "stages × replicas", "cached", "units/
 _BAND, _ROW, _GAP = 0.45, 1.0, 0.28
 _PIXELS = 130  # of a row
 # colours of the palette with enough contrast to white
-_COLORS = tuple(PALETTE[place] for place in (0, 2, 5, 7, 3, 6))
+_COLORS = tuple(PALETTE[place] for place in (0, 1, 4, 5, 6, 2))
 # with more epochs plotly chooses the labelled ones
 _MAX_TICKS = 20
 
@@ -124,11 +124,11 @@ def _bands(spans: Sequence[PlanSpan]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _rates(timeline: PlanTimeline) -> tuple[dict[str, Any], dict[str, Any]] | None:
     unit = timeline.epochs[0].unit if timeline.epochs else ""
-    return _line([(e.epoch, _finite(e.units_per_s)) for e in timeline.epochs], f"{unit}/s", PALETTE[1], "tozero")
+    return _line([(e.epoch, _finite(e.units_per_s)) for e in timeline.epochs], f"{unit}/s", PALETTE[4], "tozero")
 
 
 def _accuracies(timeline: PlanTimeline) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    return _line([(e.epoch, _finite(e.accuracy)) for e in timeline.epochs], "accuracy", PALETTE[2], "normal")
+    return _line([(e.epoch, _finite(e.accuracy)) for e in timeline.epochs], "accuracy", PALETTE[1], "normal")
 
 
 def _line(

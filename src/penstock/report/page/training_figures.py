@@ -4,12 +4,16 @@ import statistics
 from collections.abc import Sequence
 
 from penstock.report.page.figures import (
+    COMPUTING,
     KEPT,
+    LOAD,
     LOST,
     MAX_DRAWN,
     MOVE,
     PALETTE,
+    SYNCHRONIZE,
     TEXT_INSIDE,
+    UPDATE,
     WAIT,
     Figure,
     stacked,
@@ -29,7 +33,6 @@ from penstock.units import format_bytes, format_seconds
 _PATTERNS = {"F": "", "R": ".", "B": "/", "I": "/", "W": "x"}
 _OTHER_KINDS = {"I": "I the half of a backward for the inputs", "W": "W the half for the weights",
                 "R": "R a forward that is computed again"}  # fmt: skip
-SYNCHRONIZE, UPDATE, LOAD = "#7f7f7f", "#333399", "#999933"
 
 
 def training_figures(run: Run, training: MeasuredTraining, account: Account) -> list[Figure | None]:
@@ -73,7 +76,7 @@ def timeline(run: Run, training: MeasuredTraining) -> Figure:
                 add("waiting", row, done.asked_s, done.arrived_s - done.asked_s, journey)
                 add("messages", row, done.arrived_s, done.read_s, journey)
                 add("messages", row, done.gave_s - done.give_s, done.give_s, journey)
-                add("computing", row, done.begin_s, done.compute_s, journey, done.label,
+                add(COMPUTING, row, done.begin_s, done.compute_s, journey, done.label,
                     PALETTE[done.microbatch % len(PALETTE)], _PATTERNS[done.kind])  # fmt: skip
             own = (f"step {step.number} on {run.facts.devices[rank]}: loading {format_seconds(part.load_s)}, "
                    f"synchronization {format_seconds(part.synchronize_s)}, "
@@ -83,16 +86,16 @@ def timeline(run: Run, training: MeasuredTraining) -> Figure:
                 add("synchronization", row, part.end_s - part.synchronize_s, part.synchronize_s, own)
                 add("update", row, part.begin_s, part.update_s, own)
     looks = {"waiting": (0.35, WAIT), "messages": (0.35, MOVE), "synchronization": (0.35, SYNCHRONIZE),
-             "update": (0.35, UPDATE), "computing": (0.8, KEPT)}  # fmt: skip
+             "update": (0.35, UPDATE), COMPUTING: (0.8, KEPT)}  # fmt: skip
     data = [
         {"type": "bar", "orientation": "h", "name": name, "width": width, "y": [b[0] for b in found],
          "base": [round(b[1], 6) for b in found], "x": [round(b[2], 6) for b in found],
          "customdata": [b[3] for b in found], "hovertemplate": "%{customdata}<extra>" + name + "</extra>",
-         "marker": {"color": color} if name != "computing" else {
+         "marker": {"color": color} if name != COMPUTING else {
              "color": [b[5] for b in found], "line": {"width": 0.5, "color": "#ffffff"},
              "pattern": {"shape": [b[6] for b in found], "size": 5, "solidity": 0.2, "fillmode": "overlay",
                          "fgcolor": "rgba(255,255,255,0.45)"}},
-         **({"text": [b[4] for b in found], **TEXT_INSIDE} if name == "computing" else {})}
+         **({"text": [b[4] for b in found], **TEXT_INSIDE} if name == COMPUTING else {})}
         for name, (width, color) in looks.items() if (found := bars.get(name))
     ]  # fmt: skip
     num_rows = len({bar[0] for found in bars.values() for bar in found})

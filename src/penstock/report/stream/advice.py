@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
@@ -25,15 +26,28 @@ _WORTH = 0.01
 _ANY_MEMORY = 2**50
 
 
-def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Sentences on a run: what is known, and what is worth doing."""
+
+    known: tuple[str, ...]
+    to_do: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All sentences."""
+        return self.known + self.to_do
+
+
+def advise(run: Run, stream: MeasuredStream, account: Account) -> Advice:
     """Replan with the measurements and return the outcome in sentences.
 
     Example:
-        print("\\n".join(advise(run, stream, make_account(run))))
+        print("\\n".join(advise(run, stream, make_account(run)).lines))
     """
-    lines = [account.advice]
+    known, to_do = [account.advice], list[str]()
     if len(run.facts.units) < 2 or len(run.facts.ranks) != len(set(run.facts.ranks)):
-        return [*lines, "The planner has no advice: the run has no times of the units between its cuts."]
+        return Advice((*known, "The planner has no advice: the run has no times of the units between its cuts."))
     profile, cluster = observed_profile(run, stream), observed_cluster(run, stream)
     rows = max(1, run.facts.num_rows // max(1, run.facts.num_microbatches))
     request = Request(
@@ -44,7 +58,7 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
         helps = what_would_help(choice, profile, cluster, request)
         now = predict(_as_it_ran(choice.plan, run, cluster), profile, cluster, num_rows=run.facts.num_rows)
     except PenstockError as error:
-        return [*lines, f"The planner finds no plan: {error}."]
+        return Advice((*known, f"The planner finds no plan: {error}."))
     measured = run.facts.num_rows / run.facts.total_s
     predicted, reached = (plan.prediction.num_rows / plan.prediction.total_s for plan in (now, choice.plan))
     # a plan is better if it beats this run both as predicted and as measured, by more than the two differ
@@ -54,19 +68,19 @@ def advise(run: Run, stream: MeasuredStream, account: Account) -> list[str]:
         sets = len(pipeline.cut_sets)
         cuts = ", ".join(pipeline.cut_sets[0].cuts) or "no cut"
         rotation = f" and {sets - 1} other cut sets in rotation" if sets > 1 else ""
-        lines.append(
+        to_do.append(
             f"Planned for what was measured, the cuts would be {cuts}{rotation}: {reached:.4g} rows/s predicted for "
             f"these {run.facts.num_rows} rows, where {predicted:.4g} are predicted for this run and {measured:.4g} "
             f"were measured ({gain:+.1%}); the pace would be set by {choice.plan.prediction.limit}."
         )
     else:
-        lines.append(
+        known.append(
             f"Other cuts are not worth trying: {reached:.4g} rows/s are predicted for them ({gain:+.1%}), where "
             f"{predicted:.4g} are predicted for this run and {measured:.4g} were measured ({off:.1%} off)."
         )
     useful = [item for item in helps if item.gain > max(off, _WORTH) and "memory" not in item.change][:3]
-    lines += [f"With {item.change}: {item.rows_per_s:.4g} rows/s steady ({item.gain:+.1%})." for item in useful]
-    return lines
+    to_do += [f"With {item.change}: {item.rows_per_s:.4g} rows/s steady ({item.gain:+.1%})." for item in useful]
+    return Advice(tuple(known), tuple(to_do))
 
 
 def _as_it_ran(like: Plan, run: Run, cluster: Cluster) -> Plan:

@@ -13,6 +13,7 @@ from penstock.plan.schedule.actions import BACKWARD_PARTS, Action, Kind
 from penstock.plan.schedule.schedules import SCHEDULES, make_schedule
 from penstock.plan.schedule.simulate import Crossing, Duration, simulate
 from penstock.report.stream.account import Account, Line, device_speeds
+from penstock.report.stream.advice import Advice
 from penstock.report.stream.measured import share
 from penstock.report.training.steps import Done, MeasuredTraining, Part, Step
 from penstock.tracing.trace import Run
@@ -190,17 +191,17 @@ def _reasons(run: Run, training: MeasuredTraining, usual: Usual, speedups: list[
 _WORTH = 0.01
 
 
-def advise_training(run: Run, training: MeasuredTraining, account: Account) -> list[str]:
+def advise_training(run: Run, training: MeasuredTraining, account: Account) -> Advice:
     """Describe what most is lost to, and which schedule or number of microbatches would lose less.
 
     Example:
-        print("\\n".join(advise_training(run, training, account)))
+        print("\\n".join(advise_training(run, training, account).lines))
     """
-    lines = [account.advice]
+    lines: list[str] = []
     replica = training.replicas[0]
     devices = list(dict.fromkeys(replica))
-    if len(devices) < 2 or list(replica) != devices:
-        return lines
+    if len(devices) < 2 or list(replica) != devices or run.facts.schedule not in SCHEDULES:
+        return Advice((account.advice,))
     seconds = _seconds(training)
     num = len({done.microbatch for done in training.steps[0].parts[devices[0]].done})
 
@@ -208,8 +209,6 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> l
         # more microbatches are smaller in proportion
         return num / count * simulate(make_schedule(schedule, len(replica), count), seconds).makespan_s
 
-    if run.facts.schedule not in SCHEDULES:
-        return lines
     here = played(run.facts.schedule, num)
     # the simulator's error on the measured schedule bounds what it can say about another
     error = abs(here / statistics.fmean(step.seconds for step in training.steps) - 1)
@@ -221,7 +220,7 @@ def advise_training(run: Run, training: MeasuredTraining, account: Account) -> l
                     f"With the schedule {name} and {count} microbatches, {gain:.1%} more rows/s by the simulator"
                     f"{', if half as many rows take half as long' if count != num else ''}."
                 )
-    return lines
+    return Advice((account.advice,), tuple(lines))
 
 
 def _seconds(training: MeasuredTraining) -> Duration:

@@ -7,14 +7,14 @@ function layout(figure) {
   for (const axis of new Set(['xaxis', 'yaxis', ...Object.keys(own).filter(key => /^[xy]axis\d*$/.test(key))]))
     own[axis] = Object.assign({gridcolor: line, zerolinecolor: line, automargin: true}, own[axis]);
   return Object.assign({paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', font: {color: ink, size: 12},
-    margin: {l: 50, r: 15, t: 20, b: 50}, legend: {orientation: 'h', y: 1.02, yanchor: 'bottom'},
+    margin: {l: 50, r: 15, t: 20, b: 50}, legend: {orientation: 'h', y: 1.02, yanchor: 'bottom'}, dragmode: false,
     hoverlabel: {align: 'left'}}, own);
 }
-const settings = {responsive: true, displaylogo: false, scrollZoom: true,
-  modeBarButtonsToRemove: ['toImage', 'lasso2d', 'select2d']};
+// other figures leave scrolling and swiping to the page
+const settings = figure => ({responsive: true, displayModeBar: false, scrollZoom: figure.layout.dragmode === 'pan'});
 async function draw() {
   for (const figure of figures)
-    await Plotly.react('figure-' + figure.key, figure.data, layout(figure), settings);
+    await Plotly.react('figure-' + figure.key, figure.data, layout(figure), settings(figure));
 }
 // plotly reads lines and entities; here they become text, which nothing in a name can leave
 function tell(text) {

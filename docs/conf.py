@@ -26,6 +26,9 @@ default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
+# an argument in each line
+python_maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
 html_show_copyright = False
 napoleon_custom_sections = [("Arguments of training", "params_style")]
 

@@ -205,7 +205,7 @@ class Pipeline:
 
     @property
     def model_name(self) -> str:
-        """Name of the model in a run's files; default: that of its class."""
+        """Name of the model in a run's files, by default that of its class."""
         return self._pipe.model_name
 
     @model_name.setter
@@ -221,6 +221,10 @@ class Pipeline:
         as does an exception of `inputs` or of the caller's loop, which is then raised; the pipeline stays ready for
         another stream. Only an interrupt while this waits for microbatches or results abandons the pipeline.
 
+        Example:
+            for output in pipe.stream(images.split(1)):  # image by image, in order
+                print(output.argmax().item())
+
         Raises `UsageError` for a closed pipeline, an input unlike the example and a second simultaneous stream.
         """
         if isinstance(self._pipe, TrainingPipeline):
@@ -234,8 +238,12 @@ class Pipeline:
         """Run one batch of any size: cut into microbatches, streamed, and concatenated again.
 
         Returns None in a worker process. A pipeline that trains returns the outputs of its current weights in
-        evaluation mode, for this replica's rows, on every process of the replica. Raises `UsageError` for an empty
-        batch, and for an output without a batch dimension to concatenate.
+        evaluation mode, for this replica's rows, on every process of the replica.
+
+        Example:
+            scores = pipe(images, microbatch_size=2)
+
+        Raises `UsageError` for an empty batch, and for an output without a batch dimension to concatenate.
         """
         if isinstance(self._pipe, TrainingPipeline):
             return self._pipe(*args, **kwargs)
@@ -248,13 +256,13 @@ class Pipeline:
 
     @property
     def changes(self) -> Sequence[Any]:
-        """Changes of devices: each a `StreamChange` of the last stream, or a `TrainingChange`; empty with `stop`."""
+        """Changes of devices, a `StreamChange` of the last stream or a `TrainingChange` each; empty with `stop`."""
         return self._pipe.changes
 
     @property
     def joins_at(self) -> str | None:
-        """Address for joining: a stream with `penstock worker --join`, a training with PENSTOCK_JOIN; None if
-        impossible.
+        """Address by which another device joins, a stream with `penstock worker --join`, a training with PENSTOCK_JOIN;
+        None if it cannot.
         """
         return self._pipe.joins_at
 

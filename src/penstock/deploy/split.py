@@ -54,6 +54,10 @@ class SplitModel:
     """A model as stages that are called in sequence in this process.
 
     Called like the model, with any batch size, it returns the model's output.
+
+    Example:
+        parts = penstock.split(model, (images,), stages=4)
+        assert torch.equal(parts(images), model(images))
     """
 
     def __init__(self, graph: Graph, cuts: Sequence[Cut], tensors: Mapping[str, Tensor], work: Sequence[float]) -> None:

@@ -166,8 +166,12 @@ class Generator:
         """Generate as `model.generate` does, and return the same: prompts and answers [B, L], filled up on the right.
 
         Rows are in flight together. Padding of prompts is what `attention_mask` hides. `seed=` gives each row random
-        numbers of its own, from `seed` and its number. Raises `UsageError` for what `model.generate` does and this does
-        not, by name.
+        numbers of its own, from `seed` and its number.
+
+        Example:
+            tokens = generator.generate(prompts, max_new_tokens=20)
+
+        Raises `UsageError` for what `model.generate` does and this does not, by name.
         """
         seed = kwargs.pop("seed", None)
         config = read_config(self.model, generation_config, kwargs)
@@ -202,6 +206,10 @@ class Generator:
 
     def stream(self, prompt: Sequence[int] | str, **kwargs: Any) -> Iterator[str]:
         """Yield the answer's text as it comes, up to a stop string; `kwargs` are those of `submit`.
+
+        Example:
+            for text in generator.stream("The capital of France is", max_new_tokens=12):
+                print(text, end="", flush=True)
 
         Raises `UsageError` without a tokenizer, and what `submit` raises.
         """

@@ -63,7 +63,14 @@ class BundledPipeline:
             raise
 
     def stream(self, inputs: Iterable[Tensor | Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-        """Return the outputs for every microbatch, in order; raises `UsageError` for inputs of another shape."""
+        """Return the outputs for every microbatch, in order.
+
+        Example:
+            for (scores,) in pipe.stream(images.split(1)):
+                print(scores.argmax().item())
+
+        Raises `UsageError` for inputs of another shape.
+        """
         if not self._feeds:
             return
         program = self._interface

@@ -38,7 +38,7 @@ def test_an_unknown_device_is_one_line(name: str) -> None:
 @no_gpu
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", torch.device("cuda")])
 def test_a_gpu_that_is_not_there_is_one_line(name: Any) -> None:
-    with pytest.raises(UsageError, match=r"'cuda.*' is a GPU, and torch .* finds none on .*; leave it out") as caught:
+    with pytest.raises(UsageError, match=r"'cuda.*' is a GPU") as caught:
         find_device(name)
     assert "\n" not in str(caught.value)
 
@@ -165,5 +165,5 @@ def test_a_worker_without_a_gpu_says_so() -> None:
         deployment = divided.deploy(world.feeder, device="cuda")  # type: ignore[arg-type]
         list(deployment.stream([(inputs, {"batch": 2})]))
 
-    with memory_world(2) as world, pytest.raises(RunError, match=r"worker \d.*: the device 'cuda' is a GPU, and torch"):
+    with memory_world(2) as world, pytest.raises(RunError, match=r"worker \d.*: .*'cuda' is a GPU"):
         stream(world)

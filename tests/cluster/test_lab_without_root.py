@@ -117,7 +117,7 @@ def test_up_twice_is_up_once(machine: Machine) -> None:
     shell_of(machine).commands.clear()
     lab.up()
     assert set(shell_of(machine).commands) == {"ip netns list"}
-    with pytest.raises(ClusterError, match=r"another lab 'lab' is up.*; run penstock lab down lab"):
+    with pytest.raises(ClusterError, match=r"'lab' is up.*penstock lab down lab"):
         Lab(make_spec("lab", rate=None), machine).up()
 
 
@@ -514,7 +514,7 @@ def test_a_command_ends_before_its_caller_hears_a_signal(number: int, tmp_path: 
 
 
 def test_a_failed_command_is_told_in_one_line() -> None:
-    with pytest.raises(RunError, match=r"^a lab command must succeed, but .* failed: one two; run penstock lab down"):
+    with pytest.raises(RunError, match=r" failed: one two; .*penstock lab down"):
         SystemShell().run([sys.executable, "-c", "import sys; sys.exit('one\\ntwo')"])
     with pytest.raises(RunError, match="could not be started"):
         SystemShell().run(["no-such-program-here"])

@@ -84,14 +84,14 @@ def test_each_process_is_told_who_it_is() -> None:
 
 def test_without_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_SSH", "no-such-program")
-    with pytest.raises(ClusterError, match="no-such-program not found; install openssh-client"):
+    with pytest.raises(ClusterError, match="no-such-program not found"):
         run_on(Host("a", "a"), ["true"])
 
 
 def test_what_fails_names_the_machine() -> None:
     host = Host("board", "pi@board")
     assert require(host, Done(0, b"fine", ""), "reading") == b"fine"
-    with pytest.raises(ClusterError, match="board cannot be reached: ssh: refused; try ssh pi@board"):
+    with pytest.raises(ClusterError, match=r"board .*ssh: refused; .*ssh pi@board"):
         require(host, Done(255, b"", "Warning\nssh: refused\n"), "reading")
     with pytest.raises(ClusterError, match="reading failed on board: no space"):
         require(host, Done(1, b"", "Traceback\nno space\n"), "reading")

@@ -111,7 +111,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
 
 
 def test_gradients_need_batches(timm_model: nn.Module) -> None:
-    with pytest.raises(UsageError, match="the importance hessian needs gradients; give batches with labels"):
+    with pytest.raises(UsageError, match="hessian needs gradients"):
         prune(timm_model, images(), Pruning(ratio=0.3))
 
 
@@ -134,7 +134,7 @@ class Stops(nn.Module):
 
 def test_a_model_that_cannot_be_traced_names_the_layer() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 8), Stops(), nn.Linear(8, 4))
-    with pytest.raises(ModelError, match=r"cannot be pruned: it stopped in 2 \(no such images\)"):
+    with pytest.raises(ModelError, match=r"in 2 \(no such images\)"):
         prune(model, images(), Pruning(ratio=0.3, importance="magnitude"))
 
 
@@ -166,7 +166,7 @@ def test_a_forged_header(text: str, message: str, timm_model: nn.Module, tmp_pat
 def test_weights_that_grow_are_refused(timm_model: nn.Module, tmp_path: Path) -> None:
     state = timm_model.state_dict() | {"blocks.0.mlp.fc1.weight": torch.zeros(4096, 192)}
     save_file(state, tmp_path / "w.safetensors", {KEY: "{}"})
-    with pytest.raises(ModelError, match=r"narrow blocks.0.mlp.fc1.weight from \(768, 192\) to \(4096, 192\)"):
+    with pytest.raises(ModelError, match=r"blocks\.0\.mlp\.fc1\.weight .*\(768, 192\) to \(4096, 192\)"):
         load_model(TIMM, weights=tmp_path / "w.safetensors")
 
 

@@ -98,7 +98,7 @@ def test_devices_that_share_a_stage_have_a_part_each(tmp_path: Path) -> None:
 
 def test_a_part_of_another_plan_is_refused(bundle: tuple[nn.Module, Plan, Path]) -> None:
     _, _, folder = bundle
-    with pytest.raises(ProgramError, match=r"part of the plan [0-9a-f]{16}\b.* the plan other\b"):
+    with pytest.raises(ProgramError, match=r"[0-9a-f]{16}\b.* other\b"):
         read_part(folder / "a", "other")
 
 
@@ -122,7 +122,7 @@ def test_files_outside_and_missing_files_are_refused(bundle: tuple[nn.Module, Pl
     _, plan, folder = bundle
     part = json.loads((folder / "a" / "part.json").read_text())
     (folder / "a" / "part.json").write_text(json.dumps(part | {"files": {"../b/weights.safetensors": "0"}}))
-    with pytest.raises(ProgramError, match=r"is 1 to 128 letters.*; got '../b/weights.safetensors'; rename it"):
+    with pytest.raises(ProgramError, match=r"got '\.\./b/weights\.safetensors'"):
         read_part(folder / "a", fingerprint(plan))
     (folder / "a" / "part.json").write_text(json.dumps(part | {"programs": ["program-9.json"]}))
     with pytest.raises(ProgramError, match="does not list all"):

@@ -226,9 +226,7 @@ def test_a_lost_message_never_hangs(thirds: Divided, fault: Fault, stall: str | 
 def test_a_lost_last_microbatch_is_noticed_by_the_end(thirds: Divided, rank: int) -> None:
     with memory_world(3, [Fault(kind="drop", rank=rank, message=5)]) as world:
         deployment = thirds.deploy(world.feeder)
-        with pytest.raises(
-            RunError, match=r"expected (microbatch 5|result 5 of the last stage), got the end of a stream of 6"
-        ):
+        with pytest.raises(RunError, match=r"(microbatch|result) 5.* end of a stream of 6"):
             list(deployment.stream(fed(tower_inputs(6))))
         deployment.close()
 
@@ -290,7 +288,7 @@ def test_a_silent_worker_is_named_with_its_stage(thirds: Divided) -> None:
         health = world.workers[1].health
         health._stop.set()
         health._thread.join()
-        with pytest.raises(RunError, match=r"worker 2 has not answered .* \(stage 1\); the results"):
+        with pytest.raises(RunError, match=r"worker 2 .*\(stage 1\)"):
             list(slowly(stream))
         deployment.close()
         world.network.transports[2].abort()
@@ -316,7 +314,7 @@ def test_own_stages_of_the_feeding_process(thirds: Divided) -> None:
     with memory_world(1, [Fault(kind="corrupt", rank=1, message=3)]) as world:
         world.feeder.devices = [1, 0]  # the first stage elsewhere, the others here
         deployment = thirds.deploy(world.feeder)
-        with pytest.raises(RunError, match=r"stage 2, microbatch 3: data message 3 is damaged"):
+        with pytest.raises(RunError, match=r"stage 2, microbatch 3: .* 3 is damaged"):
             list(deployment.stream(fed(tower_inputs(9))))
         deployment.close()
     torch.set_num_threads(threads)

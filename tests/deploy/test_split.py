@@ -124,7 +124,7 @@ def test_every_cut_at_once() -> None:
 def test_cuts_that_cannot_be() -> None:
     with pytest.raises(CutError, match=r"^cut 'blocks\.9:after' not found in VisionTransformer; the nearest"):
         penstock.split(deit(), (torch.randn(1, 3, 32, 32),), cuts=["blocks.9:after"])
-    with pytest.raises(CutError, match=r"^9 stages of whole blocks need as many blocks; got 4"):
+    with pytest.raises(CutError, match=r"^9 stages .*got 4"):
         penstock.split(deit(), (torch.randn(1, 3, 32, 32),), stages=9, policy="equal-blocks")
 
 
@@ -141,7 +141,7 @@ def test_a_model_without_blocks() -> None:
 def test_parameters_without_data() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4).eval()
-    with pytest.raises(UsageError, match=r"^the tensor weight has a shape but no values; give weights="):
+    with pytest.raises(UsageError, match=r"tensor weight .*weights="):
         penstock.split(model, (torch.randn(2, 4),), stages=1)
     real = nn.Linear(4, 4).eval()
     x = torch.randn(2, 4)

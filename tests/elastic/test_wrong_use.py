@@ -61,7 +61,7 @@ def test_a_policy_that_would_freeze_everything() -> None:
     every = len(model.layers)
     small([0, every - 1], captured=model)
     said = refused(UsageError, lambda: small([0, every], captured=model))
-    assert f"nothing of Sequential would train with {every} of {every} layers frozen; freeze fewer" in said
+    assert f"{every} of {every} layers" in said
 
 
 def test_a_head_that_does_not_train_counts_as_nothing() -> None:
@@ -98,7 +98,7 @@ def test_layers_that_share_a_weight_with_the_head() -> None:
     gpt2 = learner("gpt2", torch.float32)
     options = ElasticOptions(freeze=[1], profile=profile_of(gpt2), cluster=cluster_of(2))
     said = refused(UsageError, lambda: _with(gpt2, options))
-    assert "1 layers of GPT2LMHeadModel cannot be frozen: they share transformer.wte.weight" in said
+    assert "share transformer.wte.weight" in said
     assert "use freeze='none'" in said
     for nothing in ("none", "none+after:1", "none+guard"):
         _with(gpt2, dataclasses.replace(options, freeze=nothing))

@@ -238,7 +238,7 @@ def test_a_dynamic_input_by_position_or_name(place: dict[str | int, int]) -> Non
 def test_a_dynamic_input_that_is_none() -> None:
     with pytest.raises(CaptureError) as caught:
         capture(seeded(Masked), (torch.randn(2, 8, 4),), dynamic={"sequence": {"ids": 1}})
-    assert str(caught.value) == "dynamic dimension 'sequence' names the input 'ids', but the inputs are x"
+    assert re.search("'sequence' .*'ids'.* x$", str(caught.value))
 
 
 @pytest.mark.parametrize("build", [gpt2] if OLD_TORCH else [gpt2, llama])
@@ -284,7 +284,7 @@ def test_autocast_inside_is_refused() -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return self.first(x)
 
-    with pytest.raises(CaptureError, match=r"^Cast switches autocast on inside its forward pass; take autocast out"):
+    with pytest.raises(CaptureError, match=r"^Cast .*autocast"):
         capture(Cast().eval(), (torch.randn(2, 4),))
 
 
@@ -395,9 +395,7 @@ def test_a_meta_model_that_does_not_export_gets_its_parameters_back() -> None:
 
     model = Breaks(4, 4, device="meta")
     weight = model.weight
-    with pytest.raises(
-        CaptureError, match=r"^Breaks cannot be captured: the width must be 7, not 8 \(test_capture.py:"
-    ):
+    with pytest.raises(CaptureError, match=r"^Breaks .*: the width must be 7, not 8 \(test_capture.py:"):
         capture(model, (torch.randn(2, 4),))
     assert model.weight is weight
 

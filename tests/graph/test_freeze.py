@@ -186,7 +186,7 @@ def test_a_weight_that_layers_after_share_is_named(make: Callable[[], nn.Module]
 
 def test_more_layers_than_there_are() -> None:
     _, captured = made("vit")
-    with pytest.raises(UsageError, match="VisionTransformer has 3 layers, so 4 cannot be frozen"):
+    with pytest.raises(UsageError, match=r"VisionTransformer .*3 layers.*\b4\b"):
         captured.frozen(4)
 
 
@@ -196,7 +196,7 @@ def test_a_model_of_which_nothing_would_train() -> None:
     model.get_submodule("blocks.1").requires_grad_(True)
     captured = Captured(model.train(), (images(2, 32),))
     assert captured.frozen(1).trainable == captured.trainable
-    with pytest.raises(UsageError, match="nothing of VisionTransformer would train with 2 of 3 layers frozen"):
+    with pytest.raises(UsageError, match=r"VisionTransformer .*2 of 3 layers"):
         captured.frozen(2)
 
 

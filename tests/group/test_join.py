@@ -77,7 +77,7 @@ def test_missing_ranks_are_named_in_time() -> None:
         name="", host="", address=LOOPBACK, board_port=1,
     )  # fmt: skip
     store.set("penstock/run0/hello/2", msgspec.json.encode(hello).decode())
-    with pytest.raises(RunError, match="rank 1, 3 of 4 did not join within 0 s; start it"):
+    with pytest.raises(RunError, match=r"rank 1, 3 of 4 .* 0 s"):
         meet(store, 0, 4, join_s=0.3)
     assert time.perf_counter() - begin < 2.0
 
@@ -168,7 +168,7 @@ def test_a_store_that_falls_silent_is_the_first_host_lost(monkeypatch: pytest.Mo
             return False
 
     begin = time.perf_counter()
-    with pytest.raises(RunError, match=r"the first host was lost by rank 1 .* not answered for 0.3 s"):
+    with pytest.raises(RunError, match=r"rank 1 .* 0\.3 s"):
         meet(Silent(), 1, 2)
     assert time.perf_counter() - begin < 3.0
     silent.set()
@@ -213,14 +213,14 @@ def test_a_silent_store_is_asked_no_more() -> None:
 def test_a_store_listens_on_its_address_alone() -> None:
     store = serve_store(LOOPBACK)
     assert connect_store(LOOPBACK, store.port).check(["a"]) is False
-    with pytest.raises(RunError, match=rf"the first host 127.0.0.2:{store.port} cannot be reached: .*; start it first"):
+    with pytest.raises(RunError, match=rf"127\.0\.0\.2:{store.port} cannot be reached"):
         wait_for_server("127.0.0.2", store.port, 0.3)
     with pytest.raises(OSError, match=r"in use"):
         listen(LOOPBACK, store.port)
 
 
 def test_an_address_that_is_not_here_is_named() -> None:
-    with pytest.raises(RunError, match=r"rank 0 cannot listen on 192.0.2.7 .*; choose an address of this machine"):
+    with pytest.raises(RunError, match=r"rank 0 .*192\.0\.2\.7"):
         Meeting(Rendezvous(PlainLinks(), HashStore, LOOPBACK, 0, "192.0.2.7", ""), 0, 1, prefix="run0")
 
 

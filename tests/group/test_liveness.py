@@ -57,7 +57,7 @@ def test_silence_is_noticed_by_the_others_and_named(group: Group) -> None:
     begin = time.perf_counter()
     for rank in (0, 1):
         assert group.failed[rank].wait(2.0)
-        with pytest.raises(DeviceLost, match="host2 has not answered for 0 s: it was stopped"):
+        with pytest.raises(DeviceLost, match=r"host2 .* 0 s: .*stopped"):
             group.healths[rank].check()
     assert time.perf_counter() - begin < 1.0
     assert not group.failed[2].is_set()
@@ -182,7 +182,7 @@ def test_a_board_with_nonsense_is_a_verdict_and_no_silence(pair: Pair) -> None:
     pair.boards[0].set("verdict", "{")
     for health, failed in zip(pair.healths, pair.failed, strict=True):
         assert failed.wait(3.0)
-        with pytest.raises(RunError, match="the group's verdict cannot be read: a process of another version"):
+        with pytest.raises(RunError, match=r"verdict .*version"):
             health.check()
 
 

@@ -35,7 +35,7 @@ def test_each_runtime_has_a_column_and_what_cannot_run_is_left_out(capfd: pytest
 
     other = capture(Sums().eval(), (torch.randn(2, 3),))
     assert measure_runtimes(other, lambda _state: torch.zeros(0), choices[:1], Timing((1,))) == ()
-    assert "onnxruntime is left out: runtimes that take ONNX cannot run aten.cumsum.default" in capfd.readouterr().err
+    assert "aten.cumsum.default" in capfd.readouterr().err
 
 
 def test_units_are_faster_as_the_whole_model_is() -> None:

@@ -122,7 +122,7 @@ def test_the_fewest_devices_for_a_target() -> None:
     profile, cluster = make_profile([1.0] * 12), make_cluster(1, 1, 1, 1, 1, 1)
     request = Request(aim="devices", target_rows_per_s=0.25, replicas=False, alternate=False)
     assert len(make_plan(profile, cluster, request).devices) == 3
-    with pytest.raises(PlanError, match=r"no plan reaches 9 rows/s: the best found has 0.5 rows/s with 6 devices"):
+    with pytest.raises(PlanError, match=r" 9 rows/s.* 0\.5 rows/s .*6 devices"):
         make_plan(profile, cluster, Request(aim="devices", target_rows_per_s=9.0, replicas=False))
     with pytest.raises(PlanError, match="--target in rows per second"):
         Request(aim="devices")
@@ -143,7 +143,7 @@ def test_nothing_fits_says_what_would() -> None:
 
 def test_a_unit_too_large_for_any_device() -> None:
     profile = make_profile([1.0] * 2, units=weigh(2, 1000))
-    with pytest.raises(PlanError, match=r"between input and unit0:after alone needs 1 kB, .* 100 B too little"):
+    with pytest.raises(PlanError, match=r"input and unit0:after .* 1 kB, .* 100 B"):
         make_plan(profile, make_cluster(1, 1, memory_bytes=900), PLAIN)
 
 
@@ -197,7 +197,7 @@ def test_a_training_plan() -> None:
     assert kept == [80, 60, 40, 20]
     with pytest.raises(PlanError, match="the schedule 1f1b needs the size of a step"):
         make_plan(profile, make_cluster(1), Request(schedule="1f1b"))
-    with pytest.raises(PlanError, match=r"units\[0\] of the profile .*; profile again with --training"):
+    with pytest.raises(PlanError, match=r"units\[0\] .*--training"):
         make_plan(make_profile([1.0]), make_cluster(1), request)
 
 
@@ -275,7 +275,7 @@ def test_each_device_computes_on_the_fastest_runtime_that_it_has() -> None:
 
 
 def test_where_other_runtimes_are_not_known_or_do_not_train() -> None:
-    with pytest.raises(PlanError, match="the profile has no other runtime than eager; profile again with --runtime"):
+    with pytest.raises(PlanError, match=r"eager; .*--runtime"):
         make_plan(make_profile([1.0] * 4), make_cluster(1, 1), replace(PLAIN, max_error=0.1))
     with pytest.raises(PlanError, match="leave --max-error out"):
         Request(schedule="1f1b", num_microbatches=4, max_error=0.1)

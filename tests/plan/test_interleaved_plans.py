@@ -74,7 +74,7 @@ def test_zero_bubble_keeps_as_many_microbatches_on_every_stage() -> None:
     profile, request = trained(8, kept=10), Request(schedule="zero-bubble", num_microbatches=8, replicas=False)
     plan = make_plan(profile, make_cluster(1, 1, 1, 1), request)
     assert [load.memory_bytes for load in plan.prediction.devices] == [4 * 2 * 10.0] * 4
-    with pytest.raises(PlanError, match=r"does not fit.*or the schedule 1f1b, which keeps fewer microbatches"):
+    with pytest.raises(PlanError, match=r"does not fit.*1f1b"):
         make_plan(profile, make_cluster(1, 1, 1, 1, memory_bytes=79), request)
 
 
@@ -90,9 +90,7 @@ def test_a_plan_that_is_not_interleaved_is_refused() -> None:
     plan = make_plan(trained(8), make_cluster(1, 1), Request(schedule="interleaved", num_microbatches=4))
     (pipeline,) = plan.pipelines
     other = msgspec.structs.replace(pipeline, stages=(*pipeline.stages[:-1], pipeline.stages[0]))
-    with pytest.raises(
-        PlanError, match=r"is that of stage 1, since stages are assigned round-robin to the devices; got 'a'"
-    ):
+    with pytest.raises(PlanError, match=r"stage 1, .*got 'a'"):
         check_plan(msgspec.structs.replace(plan, pipelines=(other,)))
     with pytest.raises(PlanError, match="is a device that holds no other stage"):
         check_plan(msgspec.structs.replace(plan, schedule="1f1b"))

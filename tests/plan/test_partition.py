@@ -68,7 +68,7 @@ def test_twelve_blocks_on_four_and_five_stages() -> None:
 
 
 def test_more_stages_than_blocks() -> None:
-    with pytest.raises(CutError, match=r"^3 stages of whole blocks need as many blocks; got 2; use fewer"):
+    with pytest.raises(CutError, match=r"^3 stages .*got 2"):
         evenly([0, 4], 3)
 
 

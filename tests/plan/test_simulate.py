@@ -56,10 +56,10 @@ def test_peak_in_flight() -> None:
 
 
 def test_a_schedule_that_waits_for_itself() -> None:
-    with pytest.raises(PlanError, match=r"device 0 is at B0\.0, device 1 is at F1\.1; change the order"):
+    with pytest.raises(PlanError, match=r"device 0 .*B0\.0, device 1 .*F1\.1"):
         simulate(read_schedule("F0 B0 F1 B1 \n F0 F1 B0 B1"))
     crossed = read_schedule("F0.0 F1.0 F2.0 F0.2 F1.2 F2.2 \n F0.1 F0.3 F1.1 F1.3 F2.1 F2.3")
-    with pytest.raises(PlanError, match=r"cannot pass on the result of F2\.0, its buffers are full"):
+    with pytest.raises(PlanError, match=r"F2\.0, .*full"):
         simulate(crossed, num_buffers=1)
     simulate(crossed, num_buffers=2)
 

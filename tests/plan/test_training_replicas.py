@@ -133,9 +133,9 @@ def test_the_size_of_a_step_is_that_of_all_replicas() -> None:
     plan = make_plan(profile, make_cluster(1, 1), request)
     assert plan.batch_rows == 12
     assert sum(plan.microbatches) == plan.num_microbatches == 12 // plan.microbatch_rows
-    with pytest.raises(PlanError, match="batch of 7 rows; got 2, 3 rows; give other --rows"):
+    with pytest.raises(PlanError, match=r"7 rows; got 2, 3 rows; .*--rows"):
         make_plan(profile, make_cluster(1, 1), Request(schedule="1f1b", batch_rows=7, rows=(2, 3)))
-    with pytest.raises(PlanError, match="the schedule gpipe needs the size of a step; give one of"):
+    with pytest.raises(PlanError, match=r"gpipe .*give one of"):
         Request(schedule="gpipe")
     with pytest.raises(PlanError, match="microbatches of a step are for training"):
         Request(num_microbatches=4)

@@ -69,7 +69,7 @@ def test_rows_kept_for_validation_are_not_learned_from() -> None:
     assert sorted([*learned, *kept]) == list(range(30))
     assert len(kept) == 3
     assert list(spread(10, 4)) == [0, 2, 5, 7]
-    with pytest.raises(DataError, match="got only 9 rows; give more rows, or validation data with --validation"):
+    with pytest.raises(DataError, match=r"got only 9 rows; .*--validation"):
         keep_some(9)
 
 

@@ -89,5 +89,5 @@ def test_lines_that_no_training_writes(tmp_path: Path, line: str, message: str) 
 
 def test_what_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl cannot be read .*copy the run's folder again"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl cannot be read"):
         read_plans(tmp_path)

@@ -91,7 +91,7 @@ def test_a_model_that_is_in_16_bits_or_64_stays_so() -> None:
 def test_a_processor_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bfloat16, "has_bfloat16", lambda: False)
     program, tensors = parts(nn.Linear(2, 2), torch.zeros(1, 2))
-    with pytest.raises(PlanError, match=r"needs a processor with instructions for it .* plan with float32"):
+    with pytest.raises(PlanError, match=r"instructions .*float32"):
         RuntimeChoice("eager", "bfloat16").load(program, tensors)
 
 

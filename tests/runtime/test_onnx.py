@@ -162,7 +162,7 @@ def test_eight_bits_are_near_and_smaller() -> None:
 def test_what_it_cannot_run_is_said_before_anything_runs() -> None:
     program, tensors = parts(Does(lambda x: x.cumsum(0).cummax(0)[0] + x.cumsum(1)), torch.randn(2, 3))
     assert unsupported(program) == ["aten.cumsum.default", "aten.cummax.default"]
-    with pytest.raises(PlanError, match=r"cannot run aten\.cumsum\.default, aten\.cummax\.default; plan this stage"):
+    with pytest.raises(PlanError, match=r"aten\.cumsum\.default, aten\.cummax\.default"):
         OnnxRuntime(program, tensors)
     pool, none = parts(Does(lambda x: nn.functional.adaptive_avg_pool2d(x, 2)), torch.randn(2, 3, 4, 4))
     with pytest.raises(PlanError, match="adaptive_avg_pool2d"):
@@ -177,9 +177,7 @@ def test_a_write_that_others_see_is_refused() -> None:
         return view + hidden
 
     program, _ = parts(Does(seen_elsewhere), torch.randn(2, 3))
-    with pytest.raises(
-        PlanError, match=r"cannot run aten\.add_\.Tensor \(.*\), which writes into memory that others read"
-    ):
+    with pytest.raises(PlanError, match=r"aten\.add_\.Tensor .*memory"):
         check_supported(program)
 
 
@@ -188,7 +186,7 @@ def test_other_outputs_than_eager_s_are_an_error(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setitem(operators.OPERATORS, "aten.tanh.default", operators.OPERATORS["aten.sigmoid.default"])
     program, tensors = parts(Does(torch.tanh), torch.randn(2, 3))
-    with pytest.raises(RunError, match="tanh of the runtime onnxruntime differs from eager by"):
+    with pytest.raises(RunError, match=r"tanh .*onnxruntime"):
         OnnxRuntime(program, tensors)({"batch": 2}, [torch.randn(2, 3)])
 
 

@@ -98,9 +98,7 @@ def run(*ops: list[Any]) -> None:
     ids=lambda ops: ops[-1][1],
 )  # fmt: skip
 def test_what_is_larger_than_the_memory_left_is_not_made(ops: list[list[Any]]) -> None:
-    with pytest.raises(
-        OutOfMemory, match=r"operation \w+ \(aten\..* would allocate up to .*B, this process may allocate 67"
-    ) as e:
+    with pytest.raises(OutOfMemory, match=r"\(aten\..* .*B, .* 67") as e:
         run(*ops)
     assert "\n" not in str(e.value)
 

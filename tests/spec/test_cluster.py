@@ -137,7 +137,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_durations() -> None:
     assert parse_seconds("0.2 ms") == 0.2e-3
     assert parse_seconds("50us") == 50e-6
-    with pytest.raises(UsageError, match="a duration must be a number and a unit; got '5'"):
+    with pytest.raises(UsageError, match=r"duration .*got '5'"):
         parse_seconds("5")
 
 

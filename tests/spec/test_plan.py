@@ -132,20 +132,20 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
 def test_cuts_of_another_model() -> None:
     plan = make_plan()
     check_cuts(plan, ["unit0:after", "unit1:after"])
-    with pytest.raises(PlanError, match=r"cut_sets\[1\].cuts of a plan is made of cuts of line; got 'unit1:after'"):
+    with pytest.raises(PlanError, match=r"cut_sets\[1\]\.cuts .*got 'unit1:after'"):
         check_cuts(plan, ["unit0:after"])
 
 
 def test_devices_of_another_cluster() -> None:
     check_devices(make_plan(), make_cluster(1, 1, 1))
-    with pytest.raises(PlanError, match=r"pipelines\[1\].* of a plan is a device of cluster; got 'c'"):
+    with pytest.raises(PlanError, match=r"pipelines\[1\].*got 'c'"):
         check_devices(make_plan(), make_cluster(1, 1))
 
 
 def test_what_it_was_made_from() -> None:
     plan, profile, cluster = make_plan(), make_profile([1, 1, 1]), make_cluster(1, 1, 1)
     check_made_from(plan, profile, cluster)
-    with pytest.raises(PlanError, match=r"profile of the plan is \w{16}; got \w{16}; replan"):
+    with pytest.raises(PlanError, match=r"\w{16}; got \w{16}; replan"):
         check_made_from(plan, make_profile([1, 1, 2]), cluster)
     with pytest.raises(PlanError, match="cluster of the plan is"):
         check_made_from(plan, profile, make_cluster(1, 1, 2))

@@ -73,5 +73,5 @@ def test_parts_that_do_not_fit_together(change: dict[str, Any], message: str) ->
 def test_a_file_that_is_no_profile(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     file.write_text('{"model": 3}')
-    with pytest.raises(ProfileError, match=r"profile.json: a profile is not valid at model: Expected"):
+    with pytest.raises(ProfileError, match=r"profile\.json: .* model: "):
         read_profile(file)

@@ -110,7 +110,7 @@ def test_an_operator_that_it_has_not() -> None:
 
     with (
         start_local(1) as world,
-        pytest.raises((PlanError, RunError), match=r"cannot run aten\.cumsum\.default; plan this stage"),
+        pytest.raises((PlanError, RunError), match=r"aten\.cumsum\.default"),
         penstock.Pipeline(Sums().eval(), (torch.randn(2, 3),), stages=1, world=world, runtime="onnxruntime") as pipe,
     ):
         list(pipe.stream([torch.randn(2, 3)]))

@@ -123,16 +123,16 @@ def test_what_a_plan_cannot_be_used_for() -> None:
     inputs, labels = images(4)
     given = Captured(small().train(), (inputs,))
     plan, streams = (plan_for(given, [(2, [])], schedule) for schedule in ("1f1b", "forward-only"))
-    with pytest.raises(UsageError, match="a plan sets its stages and microbatches; leave them out"):
+    with pytest.raises(UsageError, match="stages and microbatches; leave them out"):
         penstock.Pipeline(small().train(), inputs, plan=plan, stages=1, microbatches=2)
     with penstock.Pipeline(small().train(), inputs, plan=streams) as pipe, pytest.raises(PlanError) as caught:
         pipe.train_step(inputs, labels, F.cross_entropy)
-    assert "the plan must be for training; got one for inference; plan with --schedule 1f1b" in str(caught.value)
-    with pytest.raises(PlanError, match=r"must be for inference; got one for training \(schedule 1f1b\)"):
+    assert "got one for inference; plan with --schedule 1f1b" in str(caught.value)
+    with pytest.raises(PlanError, match=r"got one for training \(schedule 1f1b\)"):
         penstock.Pipeline(small().eval(), inputs, plan=plan)
     with pytest.raises(PlanError, match="the plan is for the graph 0000"):
         penstock.Pipeline(small().train(), inputs, plan=replace(plan, graph="0000")).train_step(inputs, labels)
-    with pytest.raises(PlanError, match="the plan uses 1 devices, d0, but 2 processes train; start one"):
+    with pytest.raises(PlanError, match=r"1 devices, d0, .* 2 processes"):
         in_threads(2, lambda world: make_trainer(given, world, plan=plan))
 
 

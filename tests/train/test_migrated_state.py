@@ -198,7 +198,7 @@ def test_optimizers_with_other_groups_are_refused_before_anything_moves() -> Non
             optimizer.step()
             optimizer.zero_grad()
             now, parameters = trainer.now, dict(trainer.named_parameters())
-            with pytest.raises(UsageError, match=r"the optimizer has \d groups of parameters on rank") as refusal:
+            with pytest.raises(UsageError, match=r"\d groups .*rank") as refusal:
                 rearrange(trainer, whole, Way(0, (((1,), 4),)), [2, 1, 0])
             assert "\n" not in str(refusal.value)
             assert trainer.now is now

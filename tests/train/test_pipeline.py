@@ -207,7 +207,7 @@ def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
     x, y = images(6)
     with pytest.raises(UsageError, match="a batch of 1 rows cannot be 2 microbatches"):
         pipe.train_step(x[:1], y[:1], F.cross_entropy)
-    with pytest.raises(UsageError, match=r"the labels are \(5,\) but the inputs have 6 rows"):
+    with pytest.raises(UsageError, match=r"\(5,\) .* 6 rows"):
         pipe.train_step(x, y[:5], F.cross_entropy)
     with pytest.raises(UsageError, match="7 parameters that are not this pipeline's"):
         pipe.optimizer(lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1)) for _ in range(7)]))
@@ -225,7 +225,7 @@ def test_bad_input(pipe: penstock.Pipeline, tmp_path: Path) -> None:
     bad = x.clone()
     bad[4] = torch.nan
     grads = [p.grad for _, p in pipe.named_parameters()]
-    with pytest.raises(RunError, match=r"the loss of step 0 is nan: the first .* came from stage 0"):
+    with pytest.raises(RunError, match=r"step 0 is nan: .* stage 0"):
         pipe.train_step(bad, y, F.cross_entropy)
     assert grads == [p.grad for _, p in pipe.named_parameters()]
     assert float(pipe.train_step(x, y, F.cross_entropy)) > 0  # and on it goes

@@ -85,7 +85,7 @@ def test_nothing_is_allocated_for_an_announcement_beyond_the_limit(monkeypatch: 
     made: list[object] = []
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **kind: made.append(size) or zeros(*size, **kind))  # type: ignore[func-returns-value]
-    with pytest.raises(TransportError, match="announced 2147483648 bytes, beyond the limit of 65536"):
+    with pytest.raises(TransportError, match=r"2147483648 .* 65536"):
         receive_bytes(network.transports[1], 0, limit=WORD_BYTES)
     assert made == [(16 + 2**12,)]  # a header, and what travels with it
 

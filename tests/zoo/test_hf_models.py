@@ -212,7 +212,7 @@ def test_wrong_names_and_options_are_one_line(name: str, message: str) -> None:
 
 
 def test_a_directory_needs_a_readable_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"^config\.json not found in .*; give a directory made by save_pretrained"):
+    with pytest.raises(ModelError, match=r"config\.json not found .*save_pretrained"):
         load_model(f"hf:{tmp_path}")
     for text in ("{", "{}", '{"model_type": "nosuchmodel"}'):
         (tmp_path / "config.json").write_text(text)
@@ -264,5 +264,5 @@ def test_a_fetched_model_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_transformers_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModelError, match=r"^transformers is not installed; pip install 'penstock\[text\]'$"):
+    with pytest.raises(ModelError, match=r"penstock\[text\]"):
         load_model("hf:gpt2")

@@ -165,7 +165,7 @@ def test_a_huge_image_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatc
         open_images(tmp_path).read(0)
     write(tmp_path / "cats.png")
     monkeypatch.setattr(image_set, "_MAX_PIXELS", 47)
-    with pytest.raises(DataError, match=r"^the image cats\.png has 48 pixels, more than 47"):
+    with pytest.raises(DataError, match=r"cats\.png .* 48 .* 47"):
         open_images(tmp_path).read(1)
 
 
@@ -184,7 +184,7 @@ def test_a_cut_archive_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_paths_that_hold_no_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none not found; give a folder, an image"):
         open_images(tmp_path / "none")
-    with pytest.raises(DataError, match=r"holds no images; looked for \.jpg, \.jpeg, \.png, \.webp, \.bmp and CIFAR"):
+    with pytest.raises(DataError, match=r"\.jpg, \.jpeg, \.png, \.webp, \.bmp and CIFAR"):
         open_images(tmp_path)
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match=r"a\.txt is not a set of images"):

@@ -26,13 +26,13 @@ def test_options_are_read_by_kind() -> None:
 
 @pytest.mark.parametrize("text", ["vit,depth", "vit,=2", "vit,a=1,a=2", "vit,a b=1", "vit,"])
 def test_a_strange_option_is_refused(text: str) -> None:
-    with pytest.raises(ModelError, match="an option of a model must be key=value, each key once"):
+    with pytest.raises(ModelError, match="key=value"):
         parse_name(text)
 
 
 def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ModelError, match=r"^timm is not installed; pip install 'penstock\[vision\]'$"):
+    with pytest.raises(ModelError, match=r"penstock\[vision\]"):
         optional_import("timm.data", "vision")
     with pytest.raises(DataError, match=r"^nosuchlibrary is not installed"):
         optional_import("nosuchlibrary", "data", DataError)

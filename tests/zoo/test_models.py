@@ -96,7 +96,7 @@ def test_a_file_serves_parameters_and_persistent_buffers(source: str, tmp_path: 
     assert model.module(torch.ones(1, 3)).tolist() == [pytest.approx([2.0, 2.0], abs=1e-4)]
     del state["norm.running_mean"]
     save_file(state, tmp_path / "w.safetensors")
-    with pytest.raises(ModelError, match=r"^the weights lack norm\.running_mean of the model"):
+    with pytest.raises(ModelError, match=r"lack norm\.running_mean"):
         load_model(f"{source}:bare", weights=tmp_path / "w.safetensors")
 
 
@@ -123,7 +123,7 @@ def test_what_is_wrong_with_a_function_is_one_line(source: str, name: str, messa
 
 @pytest.mark.parametrize("name", ["resnet18", "timm:", ":f", ""])
 def test_a_name_has_a_source(name: str) -> None:
-    with pytest.raises(ModelError, match=r"^a model must be timm:NAME, hf:NAME_OR_PATH, gguf:FILE or package"):
+    with pytest.raises(ModelError, match=r"timm:NAME, hf:NAME_OR_PATH, gguf:FILE or package"):
         load_model(name)
 
 

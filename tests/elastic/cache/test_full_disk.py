@@ -57,7 +57,7 @@ def test_a_write_that_fails_counts_no_row(tmp_path: Path, monkeypatch: pytest.Mo
     with open_shard(tmp_path) as shard:
         shard.append(rows(0, 2))
         monkeypatch.setattr(os, "pwrite", failing)
-        with pytest.raises(CacheError, match=r"must be writable, but a file in it is not \(Input/output error\)"):
+        with pytest.raises(CacheError, match=r"Input/output error"):
             shard.append(rows(2, 2))
         check_rows(shard, 2)
         monkeypatch.setattr(os, "pwrite", short)  # less than asked for at once

@@ -80,9 +80,7 @@ def test_deletion_of_a_folder_that_is_not_its_own_any_more(tmp_path: Path) -> No
 def test_a_file_in_place_of_the_folder(tmp_path: Path, place: str) -> None:
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text("mine")
-    with pytest.raises(
-        CacheError, match=r"shard-1 must be writable, but .* is not \((Not a dir|File exists).*give anoth"
-    ):
+    with pytest.raises(CacheError, match=r"shard-1 .*\((Not a dir|File exists)"):
         open_shard(tmp_path / "cache")
     with pytest.raises(CacheError, match="holds no cache"):
         Shard.open_existing(tmp_path / "cache", "k", 1)
@@ -130,9 +128,7 @@ def test_a_damaged_file(tmp_path: Path, change: str) -> None:
     reason = "expected 152 bytes, got 100" if change == "short" else "No such file or directory"
     acts: list[Callable[[], Shard]] = [lambda: open_shard(tmp_path), lambda: Shard.open_existing(tmp_path, "k", 1)]
     for act in acts:
-        with pytest.raises(
-            CacheError, match=rf"1\.rows is damaged: {reason}; remove .*shard-1 and fill the cache again"
-        ):
+        with pytest.raises(CacheError, match=rf"1\.rows is damaged: {reason}; .*shard-1"):
             act()
 
 
@@ -141,7 +137,7 @@ def test_a_file_that_is_lost_meanwhile(tmp_path: Path) -> None:
         shard.append(rows(0, 3))
         for path in (tmp_path / "shard-1").glob("*.rows"):
             path.unlink()
-        with pytest.raises(CacheError, match=r"must be writable, but .*/1\.rows is not \(No such file or directory\)"):
+        with pytest.raises(CacheError, match=r"/1\.rows .*\(No such file or directory\)"):
             shard.append(rows(3, 3))
         with pytest.raises(CacheError, match=r"0\.rows is damaged: No such file or directory"):
             shard.read([0])
@@ -155,6 +151,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "shard-1" / "1.rows").unlink()
     (tmp_path / "shard-1" / "1.rows").symlink_to(tmp_path / "mine")
-    with pytest.raises(CacheError, match=r"1\.rows is not \(Too many levels of symbolic links\)"):
+    with pytest.raises(CacheError, match=r"1\.rows .*\(Too many levels"):
         open_shard(tmp_path)
     assert (tmp_path / "mine").read_text() == "mine"

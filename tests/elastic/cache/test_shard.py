@@ -106,7 +106,7 @@ def test_a_shard_of_no_rows_is_complete(tmp_path: Path) -> None:
 def test_rows_that_are_not_there_yet(tmp_path: Path, places: list[int]) -> None:
     with open_shard(tmp_path) as shard:
         shard.append(rows(0, 4))
-        with pytest.raises(CacheError, match=r"row (4|-1|9) is not in .*, which has the rows below 4; fill it first"):
+        with pytest.raises(CacheError, match=r"row (4|-1|9) .* below 4"):
             shard.read(places)
 
 
@@ -122,7 +122,7 @@ def test_rows_that_are_not_there_yet(tmp_path: Path, places: list[int]) -> None:
 )
 def test_rows_of_another_kind_are_refused(tmp_path: Path, batch: list[torch.Tensor]) -> None:
     with open_shard(tmp_path) as shard:
-        with pytest.raises(CacheError, match=r"rows of this cache must be tensors of .*; got .*; give one of each"):
+        with pytest.raises(CacheError, match=r"tensors of .*; got "):
             shard.append(batch)
         check_rows(shard, 0)
 
@@ -136,7 +136,7 @@ def test_more_rows_than_are_missing_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_limit_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match=r"needs 384 B, .* 383 B; give a larger limit, or s"):
+    with pytest.raises(CacheError, match=r"384 B, .* 383 B"):
         open_shard(tmp_path, limit_bytes=383)
     assert list(tmp_path.iterdir()) == []
     open_shard(tmp_path, limit_bytes=384).close()
@@ -205,7 +205,7 @@ def test_a_reader_neither_writes_nor_deletes(tmp_path: Path) -> None:
         check_rows(reader, 8)
         acts: list[Callable[[], object]] = [lambda: reader.append(rows(0, 1)), reader.flush, reader.delete]
         for act in acts:
-            with pytest.raises(CacheError, match="was opened to be read; its owner alone fills and deletes it"):
+            with pytest.raises(CacheError, match="opened to be read"):
                 act()
 
 
@@ -215,9 +215,9 @@ def test_what_a_reader_is_refused(tmp_path: Path) -> None:
     with open_shard(tmp_path) as shard:
         shard.append(rows(0, 4))
         shard.flush()
-        with pytest.raises(CacheError, match="has 4 of 8 rows; wait until its owner has filled it"):
+        with pytest.raises(CacheError, match="4 of 8 rows"):
             Shard.open_existing(tmp_path, "k", 1)
-        with pytest.raises(CacheError, match="of owner 1 with the key k, not of owner 1 with the key other; check"):
+        with pytest.raises(CacheError, match=r"owner 1 .*key k, .*owner 1 .*key other"):
             Shard.open_existing(tmp_path, "other", 1)
 
 

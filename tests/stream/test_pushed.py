@@ -1,12 +1,15 @@
 """A stream fed by calls from any thread."""
 
+import gc
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +52,14 @@ def test_from_several_threads() -> None:
         stream.push(inputs[0])
 
 
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_a_device_that_is_lost_and_comes_back() -> None:
     inputs = tower_inputs(600)
     with (
@@ -57,8 +68,11 @@ def test_a_device_that_is_lost_and_comes_back() -> None:
     ):
         workers = pipe._streaming.world.workers
         assert workers is not None
+        results = [stream.push(each) for each in inputs[:10]]
+        results[-1].result(60)
+        open_files = psutil.Process().num_fds()
         os.kill(workers.pids[0], signal.SIGSTOP)
-        results = [stream.push(each) for each in inputs[:30]]
+        results += [stream.push(each) for each in inputs[10:30]]
         results[-1].result(60)
         assert [change.devices for change in pipe.changes] == [("worker-2",)]
         os.kill(workers.pids[0], signal.SIGCONT)
@@ -69,6 +83,7 @@ def test_a_device_that_is_lost_and_comes_back() -> None:
         assert {*pipe.changes[1].devices} == {"worker-1", "worker-2"}
         results += [stream.push(each) for each in inputs[len(results) : len(results) + 9]]
         check(results)
+        assert psutil.Process().num_fds() <= open_files  # what a group held is closed with it
 
 
 def test_a_failure_is_that_of_what_was_pushed() -> None:

@@ -307,6 +307,11 @@ class Health:
         finally:
             peer.ended = True
             peer.told.set()
+            # not with this watch, which waits for the garbage collector: groups follow one another in a long run
+            board, peer.store = peer.store, None
+            if board is not None and hasattr(board, "close"):
+                peer.answered_s = max(peer.answered_s, getattr(board, "heard_s", 0.0))
+                board.close()
 
     def _connect(self, peer: _Peer) -> Store:
         """Connect, with a timeout that includes a measured name lookup."""

@@ -15,6 +15,8 @@ import torch
 
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.generate.generator import Generator
+from penstock.report.run_report import write_report
+from penstock.tracing.trace import read_run
 from tests.generate.decoders import decoder, expected, prompts
 from tests.processes import run_python
 
@@ -312,6 +314,32 @@ def test_a_device_that_comes_back_changes_no_bit(model: Any, busy: bool) -> None
         assert {*made.pipeline.changes[1].devices} == {"worker-1", "worker-2"}
         found.append(made.submit(prompt, **settings))
         assert all((each.result(), each.logprobs) == (wanted.tokens, wanted.logprobs) for each in found)
+
+
+def test_a_trace_has_every_microbatch_and_request(model: Any, tmp_path: Path) -> None:
+    given = prompts(70, 5, 9)
+    with Generator(model, stages=2, slots=2, max_length=128, trace=tmp_path) as made:
+        made.submit(given[0], max_new_tokens=20).result()  # alone, so that there are guesses
+        requests = [made.submit(prompt, max_new_tokens=20) for prompt in given[1:]]
+        tokens = [request.result() for request in requests]
+    facts = read_run(tmp_path).facts
+    found = facts.generation
+    assert found is not None
+    assert facts.num_rows == 60 == 20 + sum(map(len, tokens))
+    assert facts.num_microbatches == len(found.microbatches)
+    assert sum(kind == "prompt" for kind, _ in found.microbatches) == 3 + 1 + 1
+    assert {kind for kind, _ in found.microbatches} == {"prompt", "step", "guess"}
+    assert sorted(each.num_prompt for each in found.requests) == [5, 9, 70]
+    for each in found.requests:
+        assert len(each.came_s) == 20
+        assert each.asked_s <= each.came_s[0] <= each.came_s[-1] <= facts.total_s + 1.0
+    assert len(found.cache_bytes) == 2
+    report = write_report(tmp_path, pictures=False)
+    tables = (tmp_path / "tables.md").read_text()
+    assert "| requests | 3 |" in tables
+    assert f"{found.num_right} of {found.num_guesses}" in tables
+    assert "a prompt's chunk" in (tmp_path / "report.html").read_text()
+    assert report.account.num_times == pytest.approx(2, abs=0.5)
 
 
 def test_what_waits_at_the_end_is_told(model: Any) -> None:

@@ -63,6 +63,7 @@ def generate(
     threads: opt.Threads = 1,
     runtime: Runtime = "eager",
     speculate: Speculate = True,
+    trace: opt.Trace = None,
     on_loss: OnLoss = None,
     bind: opt.Bind = None,
     cluster: Cluster = None,
@@ -74,7 +75,7 @@ def generate(
         raise UsageError('there is nothing to answer; give --prompt "Once upon a time" or --file prompts.jsonl')
     if prompt and file is not None:
         raise UsageError("prompts come from one place; give either --prompt or --file")
-    first, world, on_loss = join(on_loss)
+    first, world, on_loss = join(on_loss, trace)
     if not first:
         return
     from penstock.recipes.texts import TextSettings, answer_prompts, open_generator, read_prompts
@@ -83,6 +84,7 @@ def generate(
         model=model, stages=stages, policy=policy, cuts=cut or None, plan=plan, slots=slots, max_length=max_length,
         threads=threads or 1, runtime=runtime, weights=weights, pretrained=pretrained, seed=seed, on_loss=on_loss,
         sampling=sampling_of(temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens}, speculate=speculate,
+        trace=trace,
     )  # fmt: skip
     prompts = list(prompt) if prompt else read_prompts(file) if file is not None else []
     with open_generator(settings, world) as generator:
@@ -94,7 +96,7 @@ def generate(
     opt.write_json(json, said)
 
 
-def join(on_loss: str | None) -> "tuple[bool, World | None, str]":
+def join(on_loss: str | None, trace: Path | None = None) -> "tuple[bool, World | None, str]":
     """Join the processes of a run, if there are others; returns whether this one is the first, and their world.
 
     Returns too what is done when one is lost: torchrun's agents then end all. In the others it returns once they are
@@ -105,8 +107,8 @@ def join(on_loss: str | None) -> "tuple[bool, World | None, str]":
     from penstock.transport.base import FEEDER
 
     if not under_torchrun():
-        return True, None, opt.choose_on_loss(on_loss, trace=None)
-    asked, on_loss = on_loss, opt.choose_on_loss(on_loss, trace=None)
+        return True, None, opt.choose_on_loss(on_loss, trace=trace)
+    asked, on_loss = on_loss, opt.choose_on_loss(on_loss, trace=trace)
     world = join_torchrun(followed=True, again=on_loss != "stop")
     if world.membership is None and asked is None:
         on_loss = "stop"

@@ -54,6 +54,9 @@ class Deployment:
     ) -> None:  # fmt: skip
         self.world = world
         self.symbols = programs[0].items[0].symbols
+        self.cache_bytes = [
+            sum(state.value.num_bytes({}) for program in each.items for state in program.caches) for each in programs
+        ]
         self.stage_bytes = [sum(program.state_bytes() for program in each.items) for each in programs]
         places = [
             each if isinstance(each, RoundRobin) else RoundRobin([each])

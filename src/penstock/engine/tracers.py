@@ -92,9 +92,13 @@ class FeederTracer:
             following = next(source, None)
             if following is None:
                 return
-            took_s = time.thread_time() - cpu_s
-            self.recorder.span("load", FEEDER_STAGE, number, begin_s, self.recorder.clock(), cpu_s=took_s)
+            self.loaded(number, begin_s, cpu_s)
             yield following
+
+    def loaded(self, number: int, begin_s: float, cpu_s: float) -> None:
+        """Record that a microbatch was made since `begin_s` of the recorder's clock and `cpu_s` of this thread's."""
+        took_s = time.thread_time() - cpu_s
+        self.recorder.span("load", FEEDER_STAGE, number, begin_s, self.recorder.clock(), cpu_s=took_s)
 
     def gather(self, ranks: Collection[int]) -> list[PackedTrace]:
         """Receive the recordings of a pipeline's ranks at the end of a stream."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class Generator:
     bits of a row depend on its place among the rows, so tokens may depend on which other requests are in flight. With
     `on_loss="continue"` a lost machine is a pause: the stages move to the others, what is in flight is fed again in the
     same shapes, and continues with the same bits. While stages are idle, they go on with guesses of the next tokens,
-    from what the sequence repeats; `speculate=False` makes none. Options that are not listed here are those of
+    from what the sequence repeats; `speculate=False` makes none. With `trace`, a folder for `penstock report` is
+    written at the end. Options that are not listed here are those of
     `penstock.Pipeline`. Under torchrun the first process generates and the others hold stages.
 
     Raises `UsageError` for a model that keeps something else than keys and values, and what `penstock.Pipeline` raises.
@@ -56,7 +58,7 @@ class Generator:
         lanes: int | None = None, max_length: int | None = None, policy: str = "balanced",
         cuts: Sequence[str] | None = None, plan: Plan | str | os.PathLike[str] | None = None,
         threads: int = 1, runtime: str = "eager", weights: Weights | None = None, world: World | None = None,
-        on_loss: str = "stop", speculate: bool = True,
+        on_loss: str = "stop", speculate: bool = True, trace: Path | None = None,
     ) -> None:  # fmt: skip
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
@@ -83,9 +85,12 @@ class Generator:
             call = decoder_call(model, caches, weights)
         self.pipeline = StreamingPipeline(
             call, CutOptions(stages=None if plan else count, policy=policy, cuts=cuts, plan=plan),
-            RunOptions(threads=threads, runtime=parse_runtime(runtime), survival=SurvivalOptions(on_loss=on_loss)),
+            RunOptions(
+                threads=threads, runtime=parse_runtime(runtime), trace=trace, survival=SurvivalOptions(on_loss=on_loss)
+            ),
             world, owns_world=world is None,
         )  # fmt: skip
+        self.pipeline.model_name = type(model).__name__
         self._loop: GenerationLoop | None = None
         if self.pipeline.feeds:
             self._loop = GenerationLoop(

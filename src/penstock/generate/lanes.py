@@ -55,6 +55,7 @@ class Step:
     # row of the batch, sequence, and its tokens up to the row's last one: how many, and the last one
     sampled: list[tuple[int, SequenceState, int, int]] = field(default_factory=list)
     lane: int = -1  # whose step this is; none of a chunk
+    guesses: bool = False
 
     def continued(self) -> Iterator[tuple[int, SequenceState]]:
         """Yield each row that is waited for and its sequence, but those that followed a wrong guess.
@@ -94,6 +95,11 @@ class Lanes:
         self._turns = deque(range(num_lanes))
         self._after_chunk = False
         self.num_guesses = self.num_right = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Return how many sequences are in flight at most."""
+        return len(self._in_slots)
 
     @property
     def has_room(self) -> bool:
@@ -198,6 +204,7 @@ class Lanes:
             step.ids.append([token or 0])
             if sequence is not None and token is not None:
                 if sequence.waits:
+                    step.guesses = True
                     sequence.guesses.append(token)
                     self.num_guesses += 1
                 sequence.fed += 1

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.deploy.deployment import Deployment
 from penstock.engine.driver import Driver, finish_stream, open_stream
 from penstock.errors import PenstockError, RunError, UsageError
+from penstock.generate.generation_record import GenerationRecord
 from penstock.generate.guessing import Guesser
 from penstock.generate.lanes import Lanes, SequenceState, Step
 from penstock.generate.request import Request
@@ -34,6 +35,7 @@ class GenerationLoop:
         self._waiting: deque[Request] = deque()
         self._requests: dict[SequenceState, Request] = {}
         self._closing = False
+        self._record: GenerationRecord | None = None  # of a traced stream
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="penstock-generator", daemon=True)
         self._thread.start()
@@ -94,23 +96,31 @@ class GenerationLoop:
         # what is in the pipeline at a time: enough that no stage waits, and few enough that a new request need not
         most = 2 * len(place.job.ranks)
         in_flight: deque[tuple[Step, Mapping[str, int]]] = deque()
+        record = self._record = GenerationRecord(place, self._lanes) if place.tracer is not None else None
         while self._goes_on(in_flight):
             # other devices; their speeds vary with what is fed, prompts or tokens, so they are no reason
             changes = self._pipeline.wants_change(by_speed=False)
             if changes and not in_flight:
                 break
             while not changes and driver.has_room and len(in_flight) < most:
+                moment = record.begin() if record is not None else (0.0, 0.0)
                 step = self._lanes.next(guesses=self._speculates and len(in_flight) < most // 2)
                 if step is None:
                     break
                 in_flight.append((step, self._feed(driver, step)))
+                if record is not None:
+                    record.fed(step, moment)
                 if driver.has_result:
                     break
             if in_flight:
                 step, sizes = in_flight.popleft()
                 logits: Tensor = build_output(self._pipeline.graph, driver.take(), sizes)
                 self._sample(step, logits)
-        finish_stream(place)
+                if record is not None:
+                    record.took()
+        stages = finish_stream(place)
+        if record is not None and record.report.num_microbatches:
+            self._pipeline.write_trace(record.report, record.end(stages, self._deployment.cache_bytes))
 
     def _goes_on(self, in_flight: Sequence[object]) -> bool:
         """Admit requests and wait for one when idle; return False once ended and drained."""
@@ -176,4 +186,7 @@ class GenerationLoop:
     def _release(self, sequence: SequenceState) -> Request:
         """Free a sequence's slot; returns its request."""
         self._lanes.release(sequence)
-        return self._requests.pop(sequence)
+        request = self._requests.pop(sequence)
+        if self._record is not None:
+            self._record.requests.append(request)
+        return request

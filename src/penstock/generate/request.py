@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import queue
+import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,6 +44,7 @@ class Request:
         self.cancelled = False
         self.most = len(prompt) + most  # tokens, the prompt's and the answer's
         self.num_reused = 0
+        self.asked_s, self.came_s = time.perf_counter(), array("d")  # of each token
         self._num_likeliest = num_likeliest
         self.stops = stops = stops_of(config)
         # special tokens are not part of the decoded text
@@ -105,6 +108,7 @@ class Request:
         if self._num_likeliest:
             self.likeliest.append(likeliest(logits, self._num_likeliest))
         self.tokens.append(token)
+        self.came_s.append(time.perf_counter())
         self._news.put(token)
         self._tell()
         if token in self._ends or (self._text is not None and self._stops(self._text, token)):

@@ -47,6 +47,7 @@ class TextSettings:
     seed: int | None = None
     on_loss: str = "stop"
     speculate: bool = True
+    trace: Path | None = None
 
 
 def open_generator(settings: TextSettings, world: World | None = None) -> Generator:
@@ -69,6 +70,7 @@ def open_generator(settings: TextSettings, world: World | None = None) -> Genera
         zoo.module, tokenizer, weights=zoo.weights, stages=settings.stages, policy=settings.policy, cuts=settings.cuts,
         plan=settings.plan, slots=settings.slots, max_length=settings.max_length, threads=settings.threads, world=world,
         runtime=settings.runtime, on_loss=settings.on_loss, speculate=settings.speculate,
+        trace=settings.trace,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from penstock.files import write_whole
 from penstock.plan.schedule.schedules import SCHEDULES
 from penstock.report.page.chrome import write_chrome_trace
 from penstock.report.page.figures import Figure, loads, memory, throughput, timeline, waterfall
+from penstock.report.page.generation_tables import generation_tables
 from penstock.report.page.page import Text, make_page
 from penstock.report.page.pictures import Picture, draw_pictures, stream_picture
 from penstock.report.page.plan_figures import plans_figure, plans_lines
@@ -147,13 +148,15 @@ def stream_contents(run: Run) -> Contents:
     account = make_account(run, stream)
     facts = run.facts
     stages = stage_table(run, stream, predicted_loads(run))
-    done = f"{facts.num_rows} rows in {facts.total_s:.2f} s, {facts.num_rows / facts.total_s:.4g} rows/s"
+    row = "tokens" if facts.generation is not None else "rows"
+    done = f"{facts.num_rows} {row} in {facts.total_s:.2f} s, {facts.num_rows / facts.total_s:.4g} {row}/s"
     return Contents(
         title=f"{facts.model} in {shape_of(stream)}", account=account, lead=lead_lines(account, done),
         advice=advise(run, stream, account),
         figures=[waterfall(account, account_table(account)), timeline(run, stream), loads(run, stream, stages),
                  throughput(run), memory(run)],
-        tables=[link_table(run, stream), plan_table(run, stream), clock_table(run), environment_table(run)],
+        tables=[*generation_tables(run), link_table(run, stream), plan_table(run, stream), clock_table(run),
+                environment_table(run)],
         picture=stream_picture(stream),
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ from penstock.spec.plan import Plan
 from penstock.stream.division import ServedStages, divide_model
 from penstock.stream.survival import StreamChange, SurvivingStages
 from penstock.terminal.notes import note
-from penstock.tracing.trace import RunFacts, StageTotals, write_run
+from penstock.tracing.trace import GenerationFacts, RunFacts, StageTotals, write_run
 from penstock.transport.base import FEEDER
 
 NO_AUTOCAST = "convert the model to the wanted dtype, or use runtime='eager:bfloat16'"
@@ -161,7 +161,7 @@ class StreamingPipeline:
                     yield build_output(self.graph, tensors, shapes.popleft())
         finally:
             if self.deployment.traces:
-                self._write_trace()
+                self.write_trace(self.deployment.last_report)
 
     def run_over_losses(
         self, stream: Callable[[], None], num_pending: Callable[[], int], begin_again: Callable[[], None]
@@ -242,11 +242,13 @@ class StreamingPipeline:
                     "make the pipeline with an example of the largest microbatch, or send smaller ones"
                 )
 
-    def _write_trace(self) -> None:
+    def write_trace(self, report: StreamReport, generation: GenerationFacts | None = None) -> None:
+        """Write the folder of a traced stream that has ended; cuts are advised for microbatches of one size."""
+        alike = generation is None and list(Cuts(self.graph))
         facts = stream_facts(
-            self.deployment, self.deployment.last_report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
-            threads=self.threads, plan=self._plan,
-            units=units_of(self.graph, self.deployment.sizes) if list(Cuts(self.graph)) else (),
+            self.deployment, report, model=self.model_name, cuts=[cut.name for cut in self.cuts],
+            threads=self.threads, plan=self._plan, units=units_of(self.graph, self.deployment.sizes) if alike else (),
+            generation=generation,
         )  # fmt: skip
         if self._run.trace is not None:
             write_run(self._run.trace, facts, self.deployment.traces)
@@ -293,7 +295,7 @@ def threads_per_stage(world: World) -> int:
 def stream_facts(
     deployment: Deployment | Replicas | SurvivingStages, report: StreamReport, *, model: str, cuts: Sequence[str],
     threads: int,
-    plan: Plan | None = None, units: Sequence[tuple[str, float, float]] = (),
+    plan: Plan | None = None, units: Sequence[tuple[str, float, float]] = (), generation: GenerationFacts | None = None,
 ) -> RunFacts:  # fmt: skip
     """Describe a stream that has ended, for its run's folder."""
     parts = deployment.deployments
@@ -306,7 +308,7 @@ def stream_facts(
         num_microbatches=report.num_microbatches, num_rows=report.num_rows, total_s=report.total_s,
         results_s=tuple(report.results_s), stages=tuple(StageTotals(**asdict(stage)) for stage in report.stages),
         environment=environment(), plan=msgspec.to_builtins(plan) if plan is not None else None,
-        units=tuple(units),
+        units=tuple(units), generation=generation,
     )  # fmt: skip
 
 

@@ -139,6 +139,29 @@ class StageTotals(msgspec.Struct, frozen=True):
     memory_bytes: float | None = None
 
 
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of a generation: its tokens, and when it was asked and each token came, from the stream's beginning."""
+
+    num_prompt: int
+    num_reused: int
+    asked_s: float
+    came_s: tuple[float, ...]
+
+
+class GenerationFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A generation as a stream: what each microbatch was, its requests, and the caches.
+
+    `microbatches` has "prompt", "step" or "guess" and the lane's number, -1 for a prompt.
+    """
+
+    microbatches: tuple[tuple[str, int], ...]
+    requests: tuple[RequestTimes, ...]
+    num_slots: int
+    num_guesses: int
+    num_right: int
+    cache_bytes: tuple[int, ...]  # by stage
+
+
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of the whole run.
 
@@ -146,6 +169,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
       parallel ones; microbatch m uses number `turns[m % len(turns)]`;
     - `devices`: every rank's name, `hosts` its name in plans;
     - `bandwidths`: bytes per second of each rank's link, where known;
+    - `generation`: set if the stream was a language model's text; a row is then a token;
     - `units`: the model between its possible cuts: the cut before, counted work, bytes that cross there.
     """
 
@@ -170,6 +194,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str = ""
     pipelines: tuple[int, ...] = ()
     turns: tuple[int, ...] = (0,)
+    generation: GenerationFacts | None = None
     version: int = 1
 
     @property

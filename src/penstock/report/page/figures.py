@@ -8,7 +8,7 @@ from typing import Any
 from penstock.report.page.tables import INPUT, OUTPUT, Cell, Table, bounds_of
 from penstock.report.stream.account import Account
 from penstock.report.stream.measured import MeasuredStage, MeasuredStream, Step
-from penstock.tracing.trace import Run
+from penstock.tracing.trace import GenerationFacts, Run
 from penstock.units import format_seconds
 
 # distinguishable in light and dark, and with colour blindness (Okabe and Ito 2008, Tol 2021)
@@ -44,7 +44,7 @@ class Figure:
 def timeline(run: Run, stream: MeasuredStream) -> Figure:
     """Draw the activities of every stage over time: computing by microbatch, messages, waiting."""
     shown = min(stream.num_microbatches, MAX_DRAWN)
-    journeys = [journey(stream, m) for m in range(shown)]
+    journeys = [journey(stream, m, run.facts.generation) for m in range(shown)]
     data = [
         _bars("waiting", stream, shown, journeys, lambda step: (step.asked_s, step.arrived_s), WAIT),
         _bars("messages", stream, shown, journeys, lambda step: (step.arrived_s, step.end_s), MOVE),
@@ -71,9 +71,13 @@ def timeline_layout(title: str, view: list[float], *, num_rows: int) -> dict[str
     }  # fmt: skip
 
 
-def journey(stream: MeasuredStream, microbatch: int) -> str:
+def journey(stream: MeasuredStream, microbatch: int, generation: GenerationFacts | None = None) -> str:
     """Describe what happened to one microbatch, stage by stage."""
-    lines = [f"microbatch {microbatch}: loaded in {format_seconds(stream.load_s[microbatch])}"]
+    what = ""
+    if generation is not None:
+        kind, lane = generation.microbatches[microbatch]
+        what = ", a prompt's chunk" if kind == "prompt" else f", a {kind} of lane {lane}"
+    lines = [f"microbatch {microbatch}{what}: loaded in {format_seconds(stream.load_s[microbatch])}"]
     for stage, step in stream.steps_of(microbatch):
         waited = step.arrived_s - step.asked_s
         begin = step.begin_s - stream.begin_s
